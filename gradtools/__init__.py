@@ -1,0 +1,32 @@
+"""gradtools: unusual things with gradients, one API for PyTorch and JAX.
+
+Pick the backend by import; the rest of the program keeps its shape::
+
+    import gradtools.torch as gt      # or
+    import gradtools.jax as gt
+
+Importing ``gradtools`` itself imports neither framework.
+"""
+
+from importlib.util import find_spec
+
+from gradtools.errors import DisconnectedInputError as DisconnectedInputError
+from gradtools.errors import GradtoolsError as GradtoolsError
+from gradtools.errors import GradtoolsWarning as GradtoolsWarning
+
+__version__ = "0.1.0"
+__all__ = ["DisconnectedInputError", "GradtoolsError", "GradtoolsWarning", "available_backends"]
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends whose framework is installed, without importing any of them.
+
+    Returns:
+        A tuple, in this order, of those of ``"torch"`` and ``"jax"`` that can be imported.
+
+    Example:
+        >>> import gradtools
+        >>> set(gradtools.available_backends()) <= {"torch", "jax"}
+        True
+    """
+    return tuple(name for name in ("torch", "jax") if find_spec(name) is not None)

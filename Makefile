@@ -1,0 +1,53 @@
+# On a fresh machine `make demo` and `make test` need Python 3.11 or newer and nothing else.
+# Each builds .venv once; the stamp file makes the next call quick.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+# One thread for each worker: more threads than cores make both slower.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: demo test lint format types examples bench clean
+
+demo: $(STAMP)
+	$(BIN)/gradtools demo
+
+test: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+examples: $(STAMP)
+	@set -e; for program in examples/u*.py; do \
+	    echo "== $$program"; $(BIN)/python "$$program" --backend both; done
+
+bench: $(STAMP)
+	@set -e; found=; for program in benchmarks/*.py; do \
+	    if [ -e "$$program" ]; then found=1; echo "== $$program"; \
+	    $(BIN)/python "$$program"; fi; done; \
+	    if [ -z "$$found" ]; then echo "benchmarks/ holds no script yet"; fi
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "gradtools needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .venv-313 build dist out *.egg-info \
+	    .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,194 @@
+"""Arrays, keys and the array-API namespace of the PyTorch wing.
+
+Arrays come in with the dtype that NumPy gave them, or not at all. A key is an int64 tensor
+of two words; child i of the key (a, b) is, with the splitmix64 finaliser m and odd constants
+C, D,
+
+    a_i = m(a + (i + 1) C),    b_i = m(m(b + D a_i) + i),
+
+elementwise integer arithmetic, so it runs under ``torch.func.vmap`` and on any device.
+Each of the two maps is a bijection of 64 bits, so siblings never collide.
+The reference for m is Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators" (OOPSLA 2014), in Vigna's variant.
+
+``gradtools.models`` documents the public names.
+"""
+
+import numbers
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradtools.errors import GradtoolsError
+
+GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word
+ODD = -0x4498517A7B3558C5  # another odd word with about as many ones as zeros
+
+
+def asarray(x: Any) -> torch.Tensor:
+    """One array as a tensor of the same dtype; tensors pass through. See ``gradtools.models``."""
+    if isinstance(x, torch.Tensor):
+        return x
+    array = _as_numpy(x)
+    if _is_plain(x):
+        return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype))
+    return _from_numpy(array)
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A NumPy copy of one array, cut from the graph. See ``gradtools.models``."""
+    if not isinstance(x, torch.Tensor):
+        return np.array(_as_numpy(x))
+    try:
+        return _to_numpy(x.detach())
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise GradtoolsError(
+            f"to_numpy: a {type(x).__name__} of shape {tuple(x.shape)} has no values that NumPy "
+            "could read (inside torch.func transforms, torch.compile or on the meta device, or of "
+            "a sparse layout). Return it from the transformed function, as an auxiliary output if "
+            "need be, and convert it outside, or wrap the NumPy code in host_function; a sparse "
+            "tensor needs .to_dense()."
+        ) from error
+
+
+def key(seed: Any) -> torch.Tensor:
+    """The key of an integer seed: an int64 tensor of shape (2,). See ``gradtools.models``."""
+    first = _mix(_seed(seed) + GOLDEN)
+    return torch.stack([first, _mix(_mix(first) + ODD)])
+
+
+def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
+    """n independent keys, an int64 tensor of shape (n, 2). See ``gradtools.models``."""
+    check_key("split", key)
+    if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1:
+        raise GradtoolsError(f"split: n must be a positive integer, got {n!r}.")
+    index = torch.arange(int(n), dtype=torch.int64, device=key.device)
+    first = _mix(key[0] + (index + 1) * GOLDEN)
+    return torch.stack([first, _mix(_mix(key[1] + first * ODD) + index)], dim=-1)
+
+
+def seed_of(key: torch.Tensor) -> int:
+    """The 64-bit seed that a key stands for, as a signed Python integer."""
+    check_key("apply", key)
+    return int(_mix(key[0] ^ _mix(key[1])).item())
+
+
+def check_key(caller: str, key: Any) -> None:
+    """Raises unless ``key`` is one key."""
+    if isinstance(key, torch.Tensor) and key.dtype == torch.int64 and key.shape == (2,):
+        return
+    found = (
+        f"a {key.dtype} tensor of shape {tuple(key.shape)}"
+        if isinstance(key, torch.Tensor)
+        else repr(key)
+    )
+    raise GradtoolsError(
+        f"{caller}: a key is an int64 tensor of shape (2,), made by key(seed) or a row of "
+        f"split(key, n); got {found}."
+    )
+
+
+def xp() -> ModuleType:
+    """The array-API namespace of PyTorch, imported when it is first asked for."""
+    try:
+        import array_api_compat.torch as namespace
+    except ImportError as error:
+        raise GradtoolsError(
+            "xp: needs the package array-api-compat; pip install array-api-compat."
+        ) from error
+    return namespace
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether x is made of Python numbers alone, which have no dtype of their own."""
+    if isinstance(x, (list, tuple)):
+        return all(_is_plain(item) for item in x)
+    return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
+
+
+def _as_numpy(x: Any) -> np.ndarray:
+    try:
+        array = np.asarray(x)
+    except Exception as error:
+        raise GradtoolsError(f"asarray: a {type(x).__name__} is no array: {error}") from error
+    if array.dtype.kind in "OSUMmT":
+        raise GradtoolsError(
+            f"asarray: {_described(x, array)} holds no numbers that PyTorch could take. Give one "
+            "array of numbers (for a tree of arrays, call asarray on each leaf)."
+        )
+    return array
+
+
+def _default_dtype(dtype: np.dtype) -> torch.dtype:
+    default = torch.get_default_dtype()
+    if dtype.kind == "u":
+        raise GradtoolsError("asarray: an integer beyond 2**63 - 1 does not fit into int64.")
+    table = {"b": torch.bool, "i": torch.int64, "f": default}
+    return table.get(dtype.kind) or torch.promote_types(default, torch.complex32)
+
+
+def _from_numpy(array: np.ndarray) -> torch.Tensor:
+    """A tensor on memory of its own (``array`` may be read-only, reversed or byte-swapped)."""
+    owned = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
+    try:
+        return torch.from_numpy(owned)
+    except TypeError:
+        return _reinterpreted(owned)
+
+
+def _reinterpreted(array: np.ndarray) -> torch.Tensor:
+    """Dtypes that NumPy knows only through ml_dtypes: the same bits under PyTorch's name."""
+    dtype = getattr(torch, array.dtype.name, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
+        raise GradtoolsError(
+            f"asarray: PyTorch has no dtype {array.dtype.name} (shape {array.shape}). Convert it "
+            "first, for example x.astype(np.float64)."
+        )
+    return torch.from_numpy(array.view(f"u{dtype.itemsize}")).view(dtype)
+
+
+def _to_numpy(x: torch.Tensor) -> np.ndarray:
+    x = x.cpu().resolve_conj().resolve_neg()
+    try:
+        return x.numpy().copy()
+    except TypeError:
+        return _extended_to_numpy(x)
+
+
+def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
+    try:
+        import ml_dtypes
+    except ImportError:
+        return x.float().numpy()
+    dtype = getattr(ml_dtypes, str(x.dtype).removeprefix("torch."), None)
+    if dtype is None:
+        raise TypeError(f"NumPy knows no {x.dtype} in this layout")
+    return x.contiguous().view(getattr(torch, f"uint{8 * x.itemsize}")).numpy().view(dtype).copy()
+
+
+def _described(x: Any, array: np.ndarray) -> str:
+    return f"a {type(x).__name__} (NumPy reads it as {array.dtype} of shape {array.shape})"
+
+
+def _seed(seed: Any) -> torch.Tensor:
+    if isinstance(seed, torch.Tensor) and seed.ndim == 0 and not seed.is_floating_point():
+        return seed.to(torch.int64)
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise GradtoolsError(f"key: a seed is an integer, got {seed!r}.")
+    if not -(2**63) <= seed < 2**63:
+        raise GradtoolsError(f"key: a seed fits into 64 bits with its sign, got {seed}.")
+    return torch.tensor(int(seed), dtype=torch.int64)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The splitmix64 finaliser, a bijection of 64-bit words (int64 wraps around)."""
+    x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """The logical right shift (PyTorch's is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,123 @@
+"""A rule: a function that carries its own derivative.
+
+Everything that bends a gradient is one thing, a value with its own tangent and cotangent map:
+
+    y = f(x)        dy = J(x) dx        x' = J(x)^H y'
+
+Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. One of them
+may be left out: it then is the transpose of the other. This module holds what is the same in
+every framework: the record, the completion of a missing map, and the rule under vmap. How a
+rule enters a framework's own differentiation stands in `torch/rules.py` and `jax/rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+
+Array = Any
+Shape = tuple[int, ...]
+Entries = Sequence[Any]  # arrays, or None for a zero
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A function on a flat list of arrays, with its tangent and its cotangent map.
+
+    Attributes:
+        name: What messages call it.
+        primal: `primal(*xs)` gives the list of outputs.
+        tangent: `tangent(xs, dxs)` gives one tangent for each output. Entries of `dxs`, and of
+            what is returned, may be None, a zero. It must be linear in `dxs`.
+        cotangent: `cotangent(xs, cts)` gives one cotangent for each input, in gradtools' complex
+            convention. Entries may be None, a zero. It must be linear in `cts`.
+        passive: Positions of inputs that are never differentiated; their derivative is zero.
+        captures: Whether a map may close over arrays of a running trace. False saves the search.
+        closed_over: Positions of inputs that were closed over; to differentiate them raises.
+        dx_shape: The shape of input i's tangent from the input's own. They differ only under
+            vmap, where a tangent may carry the batch and its input not.
+    """
+
+    name: str
+    primal: Callable[..., list[Array]]
+    tangent: Callable[[Entries, Entries], list[Any]] | None = None
+    cotangent: Callable[[Entries, Entries], list[Any]] | None = None
+    passive: tuple[int, ...] = ()
+    captures: bool = True
+    closed_over: tuple[int, ...] = ()
+    dx_shape: Callable[[int, Shape], Shape] = lambda i, shape: shape
+
+    def __post_init__(self) -> None:
+        if self.tangent is None and self.cotangent is None:
+            raise GradtoolsError(
+                f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
+                "give at least one, the other follows by transposition."
+            )
+
+
+def batched(rule: Rule, backend: Any, x_axes: Entries, dx_axes: Entries, size: int) -> Rule:
+    """The rule of `vmap(rule)`.
+
+    Args:
+        rule: The rule of one example.
+        backend: Whose `vmap_list` is used.
+        x_axes: 0 or None for each input: whether it carries the batch in front.
+        dx_axes: The same for each input's tangent and cotangent. Where it is None and the batch
+            comes in elsewhere, the cotangent is summed over the batch.
+        size: The batch size.
+    """
+    x_axes, dx_axes = tuple(x_axes), tuple(dx_axes)
+
+    def primal(*xs: Array) -> list[Array]:
+        return backend.vmap_list(lambda *x: rule.primal(*x), x_axes, size)(*xs)
+
+    def tangent(xs: Entries, dxs: Entries) -> list[Any]:
+        return _mapped(rule.tangent, backend, x_axes, dx_axes, size)(xs, dxs)
+
+    def cotangent(xs: Entries, cts: Entries) -> list[Any]:
+        found = _mapped(rule.cotangent, backend, x_axes, (0,) * len(cts), size)(xs, cts)
+        return [
+            ct if ct is None or axis == 0 else backend.sum_leading(ct)
+            for ct, axis in zip(found, dx_axes, strict=True)
+        ]
+
+    def dx_shape(i: int, shape: Shape) -> Shape:
+        inner = rule.dx_shape(i, shape if x_axes[i] is None else shape[1:])
+        return inner if dx_axes[i] is None else (size, *inner)
+
+    return replace(
+        rule,
+        dx_shape=dx_shape,
+        primal=primal,
+        tangent=None if rule.tangent is None else tangent,
+        cotangent=None if rule.cotangent is None else cotangent,
+    )
+
+
+def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: int) -> Any:
+    """`vmap` of a linear map whose entries, in and out, may be None."""
+
+    def run(xs: Entries, vs: Entries) -> list[Any]:
+        present = [i for i, v in enumerate(vs) if v is not None]
+        returned: list[int] = []
+
+        def one(*flat: Array) -> list[Array]:
+            full: list[Any] = [None] * len(vs)
+            for i, v in zip(present, flat[len(xs) :], strict=True):
+                full[i] = v
+            out = linear(flat[: len(xs)], full)
+            returned[:] = [i for i, o in enumerate(out) if o is not None]
+            returned.append(len(out))
+            return [o for o in out if o is not None]
+
+        axes = tuple(x_axes) + tuple(v_axes[i] for i in present)
+        flat_out = backend.vmap_list(one, axes, size)(*xs, *(vs[i] for i in present))
+        result: list[Any] = [None] * returned.pop()
+        for i, o in zip(returned, flat_out, strict=True):
+            result[i] = o
+        return result
+
+    return run

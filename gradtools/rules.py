@@ -35,6 +35,9 @@ class Rule:
         cotangent: `cotangent(xs, cts)` gives one cotangent for each input, in gradtools' complex
             convention. Entries may be None, a zero. It must be linear in `cts`.
         passive: Positions of inputs that are never differentiated; their derivative is zero.
+        uses: Positions of inputs that the linear maps read (default: all); the maps see None for
+            the others, which are then not kept for the backward pass.
+        reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
         dx_shape: The shape of input i's tangent from the input's own. They differ only under
@@ -46,6 +49,8 @@ class Rule:
     tangent: Callable[[Entries, Entries], list[Any]] | None = None
     cotangent: Callable[[Entries, Entries], list[Any]] | None = None
     passive: tuple[int, ...] = ()
+    uses: tuple[int, ...] | None = None
+    reverse_only: bool = False
     captures: bool = True
     closed_over: tuple[int, ...] = ()
     dx_shape: Callable[[int, Shape], Shape] = lambda i, shape: shape
@@ -56,6 +61,16 @@ class Rule:
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
                 "give at least one, the other follows by transposition."
             )
+
+    def read(self, xs: Entries) -> list[Any]:
+        """Those of the inputs that the linear maps read."""
+        return list(xs) if self.uses is None else [xs[i] for i in self.uses]
+
+    def placed(self, read: Entries, count: int) -> list[Any]:
+        """The inverse of `read`: a list of `count` inputs, None where not read."""
+        if self.uses is None:
+            return list(read)
+        return spread(read, [i in self.uses for i in range(count)])
 
 
 def batched(rule: Rule, backend: Any, x_axes: Entries, dx_axes: Entries, size: int) -> Rule:
@@ -101,23 +116,24 @@ def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: i
     """`vmap` of a linear map whose entries, in and out, may be None."""
 
     def run(xs: Entries, vs: Entries) -> list[Any]:
-        present = [i for i, v in enumerate(vs) if v is not None]
-        returned: list[int] = []
+        entries, axes = [*xs, *vs], [*x_axes, *v_axes]
+        there = [e is not None for e in entries]
+        came_out: list[bool] = []
 
         def one(*flat: Array) -> list[Array]:
-            full: list[Any] = [None] * len(vs)
-            for i, v in zip(present, flat[len(xs) :], strict=True):
-                full[i] = v
-            out = linear(flat[: len(xs)], full)
-            returned[:] = [i for i, o in enumerate(out) if o is not None]
-            returned.append(len(out))
+            full = spread(flat, there)
+            out = linear(full[: len(xs)], full[len(xs) :])
+            came_out[:] = [o is not None for o in out]
             return [o for o in out if o is not None]
 
-        axes = tuple(x_axes) + tuple(v_axes[i] for i in present)
-        flat_out = backend.vmap_list(one, axes, size)(*xs, *(vs[i] for i in present))
-        result: list[Any] = [None] * returned.pop()
-        for i, o in zip(returned, flat_out, strict=True):
-            result[i] = o
-        return result
+        in_axes = tuple(a for a, t in zip(axes, there, strict=True) if t)
+        found = backend.vmap_list(one, in_axes, size)(*(e for e in entries if e is not None))
+        return spread(found, came_out)
 
     return run
+
+
+def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    """`values` at the places where mask is true, None elsewhere."""
+    left = iter(values)
+    return [next(left) if m else None for m in mask]

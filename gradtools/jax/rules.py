@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import Rule, batched
+from gradtools.rules import Rule, batched, spread
 
 Mask = tuple[bool, ...]
 _NO_TRACE = get_opaque_trace_state(convention="flax")
@@ -39,6 +39,8 @@ _NO_TRACE = get_opaque_trace_state(convention="flax")
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
     xs = tuple(jnp.asarray(x) for x in xs)
+    if rule.reverse_only:
+        return _apply_reverse_only(rule, xs)
     if rule.captures and get_opaque_trace_state(convention="flax") != _NO_TRACE:
         rule, captured = _lift_captured(rule, xs)
         xs = (*xs, *captured)
@@ -53,7 +55,11 @@ def _primal(*xs: Any, rule: Rule) -> list[Any]:
 
 
 def _tangent(*operands: Any, rule: Rule, given: Mask) -> list[Any]:
-    xs, dxs = _unpack(operands, given)
+    n = len(rule.read(given))
+    xs = rule.placed(operands[:n], len(given))
+    dxs = spread(operands[n:], given)
+    if rule.uses is not None:
+        return list(rule.tangent(xs, dxs))
     outs = _primal_shapes(rule, xs)
     if rule.tangent is None:
         return _transposed_cotangent(rule, xs, dxs, outs)
@@ -62,12 +68,14 @@ def _tangent(*operands: Any, rule: Rule, given: Mask) -> list[Any]:
 
 
 def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask) -> list[Any]:
-    n = len(wanted)
-    xs = operands[:n]
-    cts = _spread(operands[n:], given)
+    n = len(rule.read(wanted))
+    xs = rule.placed(operands[:n], len(wanted))
+    cts = spread(operands[n:], given)
     if rule.cotangent is None:
         return _transposed_tangent(rule, xs, cts, wanted)
     found = rule.cotangent(xs, [None if ct is None else conj(ct) for ct in cts])
+    if rule.uses is not None:
+        return [conj(ct) for ct, w in zip(found, wanted, strict=True) if w]
     return [
         conj(_checked(rule, "cotangent", ct, rule.dx_shape(i, x.shape), x.dtype))
         for i, (ct, x) in enumerate(zip(found, xs, strict=True))
@@ -85,7 +93,7 @@ def _transposed_cotangent(rule: Rule, xs: Any, dxs: Any, outs: Any) -> list[Any]
         return _cotangent(*xs, *cts, rule=rule, given=tuple(carried), wanted=given)
 
     found = _transpose(rule, "cotangent", pull, examples, [dx for dx in dxs if dx is not None])
-    full = _spread(found, carried)
+    full = spread(found, carried)
     return [jnp.zeros(o.shape, o.dtype) if v is None else v for v, o in zip(full, outs, strict=True)]
 
 
@@ -140,16 +148,6 @@ def _is_differentiable(x: Any) -> bool:
     return is_inexact(x)
 
 
-def _unpack(operands: Sequence[Any], given: Mask) -> tuple[Sequence[Any], list[Any]]:
-    return operands[: len(given)], _spread(operands[len(given) :], given)
-
-
-def _spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    """`values` at the places where mask is true, None elsewhere."""
-    left = iter(values)
-    return [next(left) if m else None for m in mask]
-
-
 # --- the primitives ----------------------------------------------------------------------
 
 
@@ -187,13 +185,17 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
         if given[i]:
             raise _closed_over_error(rule)
     if not any(given):
-        return ys, [ad.Zero.from_primal_value(y) for y in ys]
+        return ys, [_zero(y) for y in ys]
     moving = [dx for dx, g in zip(dxs, given, strict=True) if g]
-    dys = tangent_p.bind(*xs, *moving, rule=rule, given=given)
+    dys = tangent_p.bind(*rule.read(xs), *moving, rule=rule, given=given)
     return ys, [
-        dy if _is_differentiable(y) else ad.Zero.from_primal_value(y)
+        dy if _is_differentiable(y) else _zero(y)
         for y, dy in zip(ys, dys, strict=True)
     ]
+
+
+def _zero(y: Any) -> Any:
+    return ad.Zero(jax.typeof(y).to_tangent_aval())
 
 
 def _carries(dx: Any) -> bool:
@@ -211,7 +213,8 @@ def _linear_jvp(primitive: Primitive, run: Any) -> Any:
     """The jvp of a map that is linear in v and smooth in x: L(x, dv) + d/dx [L(x, v)] dx."""
 
     def jvp(operands: Any, tangents: Any, *, rule: Rule, **params: Any) -> Any:
-        n = len(params["wanted"] if "wanted" in params else params["given"])
+        inputs = params["wanted"] if "wanted" in params else params["given"]
+        n = len(rule.read(inputs))
         xs, vs = operands[:n], operands[n:]
         dxs, dvs = tangents[:n], tangents[n:]
         out = primitive.bind(*operands, rule=rule, **params)
@@ -219,13 +222,14 @@ def _linear_jvp(primitive: Primitive, run: Any) -> Any:
         if any(_carries(dv) for dv in dvs):
             dvs = [ad.instantiate_zeros(dv) for dv in dvs]
             parts.append(primitive.bind(*xs, *dvs, rule=rule, **params))
-        moving = [i for i, dx in enumerate(dxs) if _carries(dx) and i not in rule.passive]
-        if any(i in rule.closed_over for i in moving):
+        position = rule.read(range(len(inputs)))
+        moving = [i for i, dx in enumerate(dxs) if _carries(dx)]
+        if any(position[i] in rule.closed_over for i in moving):
             raise _closed_over_error(rule)
         if moving:
             parts.append(_in_primals(run, xs, vs, dxs, moving, dict(params, rule=rule)))
         if not parts:
-            return out, [ad.Zero.from_primal_value(o) for o in out]
+            return out, [_zero(o) for o in out]
         return out, [_add(*terms) for terms in zip(*parts, strict=True)]
 
     return jvp
@@ -248,7 +252,7 @@ def _add(first: Any, *more: Any) -> Any:
 
 
 def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask) -> list[Any]:
-    n = len(given)
+    n = len(rule.read(given))
     xs, given_cts = operands[:n], tuple(type(ct) is not ad.Zero for ct in cts)
     if not any(given_cts):
         return [None] * len(operands)
@@ -260,10 +264,9 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask) -> lis
 def _cotangent_transpose(
     dxs: Any, *operands: Any, rule: Rule, given: Mask, wanted: Mask
 ) -> list[Any]:
-    n = len(wanted)
+    n = len(rule.read(wanted))
     xs = operands[:n]
-    left = iter(dxs)
-    full = [next(left) if w else None for w in wanted]
+    full = spread(dxs, wanted)
     moving = tuple(dx is not None and type(dx) is not ad.Zero for dx in full)
     if not any(moving):
         return [None] * len(operands)
@@ -309,14 +312,16 @@ def _batch(primitive: Primitive) -> Any:
         if primitive is primal_p:
             rule = _batched(rule, tuple(axes), tuple(axes), size)
         elif primitive is tangent_p:
-            n = len(params["given"])
-            dx_axes = _spread(axes[n:], params["given"])
-            rule = _batched(rule, tuple(axes[:n]), tuple(dx_axes), size)
+            n = len(rule.read(params["given"]))
+            x_axes = rule.placed(axes[:n], len(params["given"]))
+            dx_axes = spread(axes[n:], params["given"])
+            rule = _batched(rule, tuple(x_axes), tuple(dx_axes), size)
         else:
-            n = len(params["wanted"])
+            n = len(rule.read(params["wanted"]))
+            x_axes = rule.placed(axes[:n], len(params["wanted"]))
             cts = zip(args[n:], axes[n:], strict=True)
             args[n:] = [x if a == 0 else jnp.broadcast_to(x, (size, *x.shape)) for x, a in cts]
-            rule = _batched(rule, tuple(axes[:n]), (0,) * n, size)
+            rule = _batched(rule, tuple(x_axes), (0,) * len(x_axes), size)
         out = primitive.bind(*args, rule=rule, **params)
         return out, [0] * len(out)
 
@@ -329,6 +334,41 @@ def _to_front(x: Any, dim: int | None) -> Any:
 
 for _p in (primal_p, tangent_p, cotangent_p):
     batching.primitive_batchers[_p] = _batch(_p)
+
+
+# --- rules without a tangent map ---------------------------------------------------------
+
+reverse_only_p = _define("gradtools_reverse_only", lambda *xs: list(xs))
+reverse_only_p.__doc__ = "Marks, in a jaxpr, a function that forward mode cannot enter."
+
+
+def _mark_batch(args: Any, dims: Any) -> Any:
+    return reverse_only_p.bind(*args), dims
+
+
+batching.primitive_batchers[reverse_only_p] = _mark_batch
+
+
+def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
+    """A plain `custom_vjp`. Its fwd applies the edit again, so that second order sees it too."""
+    rule, captured = _lift_captured(rule, xs) if rule.captures else (rule, [])
+
+    @jax.custom_vjp
+    def edited(*operands: Any) -> list[Any]:
+        return reverse_only_p.bind(*rule.primal(*operands))
+
+    def fwd(*operands: Any) -> Any:
+        return edited(*operands), operands
+
+    def bwd(operands: Any, cts: Any) -> Any:
+        found = rule.cotangent(operands, [conj(ct) for ct in cts])
+        return tuple(
+            jnp.zeros_like(x) if ct is None else conj(jnp.asarray(ct, x.dtype))
+            for ct, x in zip(found, operands, strict=True)
+        )
+
+    edited.defvjp(fwd, bwd)
+    return edited(*xs, *captured)
 
 
 # --- arrays that a rule closes over ------------------------------------------------------

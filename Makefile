@@ -1,7 +1,9 @@
 # On a fresh machine `make demo` and `make test` need Python 3.11 or newer and nothing else.
 # Each builds .venv once; the stamp file makes the next call quick.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# The first interpreter that runs: a name may be a version manager's stand-in that does not.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+    if $$p -c '' >/dev/null 2>&1; then echo $$p; break; fi; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -43,16 +43,19 @@ def train(
     """Trains each side from the same weights on the same batches; fills the record."""
     for side in sides:
         side.start(initial_weights(settings, record.seed))
+    before = _evaluations(sides)
     for number, batch in enumerate(batches(domains, settings, record.seed)):
         scale = settings.scale(number) if record.reverses else 0.0
         looks = number % settings.look_every == 0
         if looks:
             _look(sides, domains, record, number)
         plain = [_plain(side, batch, scale, record) for side in sides] if looks else []
-        results = _steps(sides, batch, scale, record)
+        results = [side.step(batch, scale) for side in sides]
         _note(record, results, plain)
         progress()
     _look(sides, domains, record, settings.steps)
+    record.steps = settings.steps * len(sides)
+    record.evaluations = _evaluations(sides) - before - record.plain_evaluations
     return record
 
 
@@ -61,16 +64,6 @@ def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
     difference = sum(float(np.sum((x - y) ** 2)) for x, y in zip(a, b, strict=True))
     norm = sum(float(np.sum(y**2)) for y in b)
     return float(np.sqrt(difference / norm))
-
-
-def _steps(
-    sides: Sequence[Side], batch: Batch, scale: float, record: Record
-) -> list[tuple[float, list[Array]]]:
-    before = _evaluations(sides)
-    results = [side.step(batch, scale) for side in sides]
-    record.evaluations += _evaluations(sides) - before
-    record.steps += len(sides)
-    return results
 
 
 def _plain(side: Side, batch: Batch, scale: float, record: Record) -> list[Array]:

@@ -9,9 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gradtools.demo.compare import Record
-from gradtools.demo.data import Domains
+from gradtools.demo.data import CLASSES, Domains
 
-SAMPLES = 12
 _LABELS = {False: "without reversal", True: "with reversal"}
 _COLOURS = {False: "#b8542c", True: "#22688c"}
 _RIGHT, _WRONG = "#2a7d2a", "#c02020"
@@ -77,15 +76,18 @@ def _draw_samples(figure: Any, records: Sequence[Record], domains: Domains, back
         "clean source images (top); held-out target images of seed 0, read without (middle) "
         "and with reversal (bottom)"
     )
-    rows = figure.subplots(3, SAMPLES)
-    titles = np.argmax(domains.source_labels, axis=1)
-    _draw_row(rows[0], domains.source, titles, titles)
+    rows = figure.subplots(3, CLASSES)
+    labels = np.argmax(domains.source_labels, axis=1)
+    _draw_row(rows[0], domains.source, labels, labels)
     for row, record in zip(rows[1:], records[:2], strict=True):
-        _draw_row(row, domains.held_out, record.predictions[backend], domains.held_out_labels)
+        _draw_row(row, domains.held_out, domains.held_out_labels, record.predictions[backend])
 
 
-def _draw_row(row: Any, images: Any, titles: Any, labels: Any) -> None:
-    for axes, image, title, label in zip(row, images, titles, labels, strict=False):
-        axes.imshow(image.reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
-        axes.set_title(str(title), color=_RIGHT if title == label else _WRONG, fontsize=11)
+def _draw_row(row: Any, images: Any, labels: Any, predictions: Any) -> None:
+    """The first image of each class, headed by what was read in it."""
+    for label, axes in enumerate(row):
+        index = int(np.flatnonzero(labels == label)[0])
+        axes.imshow(images[index].reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
+        colour = _RIGHT if predictions[index] == label else _WRONG
+        axes.set_title(str(predictions[index]), color=colour, fontsize=11)
         axes.set_axis_off()

@@ -1,0 +1,387 @@
+"""A PyTorch module as a pure function of its parameters and buffers.
+
+``torch.func.functional_call`` swaps tensors inside the shared module, so two threads corrupt
+each other and the module. Here nothing is swapped: ``functionalize`` reads the module tree once
+into a plan, and each call builds a structural copy from it, every submodule with dictionaries of
+its own that hold the given parameters and clones of the given buffers. All else is shared,
+hooks included. What the tree refers to inside itself (tied tensors, shared submodules, bound
+methods, lists of weights) is bound to the copy.
+
+Under ``torch.compile``, which cannot build such copies, ``functional_call`` is traced on a
+private copy that no other code sees. ``gradtools.models`` documents the public name.
+"""
+
+import threading
+import types
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.torch.arrays import seed_of
+
+Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
+
+OWN_FIELDS = ("_parameters", "_buffers", "_modules")
+DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
+SCALARS = (bool, int, float, str, type(None))
+SEEDING = threading.RLock()  # the global random streams are one resource of the process
+
+
+@dataclass(frozen=True)
+class Node:
+    """One submodule: what its copy shares, and where its own tensors and children come from."""
+
+    kind: type
+    shared: dict[str, Any]
+    parameters: dict[str, str | None]
+    buffers: dict[str, str | None]
+    children: dict[str, int | None]
+    relinked: tuple[str, ...]  # shared fields that refer into the tree
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The module tree, read once. ``places`` maps a tensor's or module's id to its slot."""
+
+    nodes: tuple[Node, ...]
+    places: dict[int, tuple[str, Any]]
+    originals: tuple[Any, ...]  # keeps what the ids in ``places`` stand for alive
+
+
+def functionalize(
+    module: nn.Module,
+    *,
+    variables: Any = None,
+    train: bool | None = None,
+    rng_names: tuple[str, ...] = ("dropout",),
+) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
+    """``(apply, params, state)`` of a module. See ``gradtools.models``."""
+    _check_module(module, variables)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    state = {name: b.detach().clone() for name, b in module.named_buffers()}
+    plan = _plan(module)
+    if train is not None:
+        plan = _in_mode(plan, params, state, train)
+    private = _instantiate(plan, params, state)  # for torch.compile alone
+    shapes = {name: p.shape for name, p in params.items()}
+    state_shapes = {name: b.shape for name, b in state.items()}
+
+    def apply(params, state, *args, key=None, **kwargs):
+        _check_tensors("params", params, shapes)
+        _check_tensors("state", state, state_shapes)
+        if key is not None:
+            return _seeded_call(plan, params, state, args, kwargs, key)
+        if torch.compiler.is_compiling():
+            return _traced_call(private, params, state, args, kwargs)
+        return _call(plan, params, state, args, kwargs)
+
+    return apply, params, state
+
+
+def _call(plan: Plan, params: Mapping, state: Mapping, args: tuple, kwargs: dict) -> tuple:
+    _refuse_cached_parametrizations()
+    clones = {name: buffer.clone() for name, buffer in state.items()}
+    copies = _copies(plan, params, clones)
+    out = copies[0](*args, **kwargs)
+    return out, _buffers_of(plan, copies, clones)
+
+
+def _traced_call(private: nn.Module, params: Mapping, state: Mapping, args, kwargs) -> tuple:
+    clones = {name: buffer.clone() for name, buffer in state.items()}
+    out = torch.func.functional_call(private, (dict(params), clones), args, kwargs)
+    return out, clones
+
+
+@torch.compiler.disable
+def _seeded_call(plan: Plan, params: Mapping, state: Mapping, args, kwargs, key) -> tuple:
+    with _seeded(_seed(key), _devices((params, state, args, kwargs))):
+        return _call(plan, params, state, args, kwargs)
+
+
+# Reading the tree
+
+
+def _plan(module: nn.Module) -> Plan:
+    modules = list(module.modules())
+    parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+    places = {id(m): ("modules", i) for i, m in enumerate(modules)}
+    places |= {id(p): ("parameters", name) for name, p in parameters}
+    places |= {id(b): ("buffers", name) for name, b in buffers}
+    nodes = tuple(_node(m, places) for m in modules)
+    return Plan(nodes, places, (modules, parameters, buffers))
+
+
+def _node(module: nn.Module, places: dict) -> Node:
+    shared = {k: v for k, v in vars(module).items() if k not in OWN_FIELDS}
+    if "_compiled_call_impl" in shared:  # compiled for the original's own tensors
+        shared["_compiled_call_impl"] = None
+    relinked = tuple(k for k, v in shared.items() if _refers(v, places))
+    _check_closures(module, shared, places)
+    slots = [
+        {name: None if value is None else places[id(value)][1] for name, value in own.items()}
+        for own in (module._parameters, module._buffers, module._modules)
+    ]
+    return Node(type(module), shared, *slots, relinked)
+
+
+def _refers(value: Any, places: dict, depth: int = DEPTH) -> bool:
+    """Whether a shared field refers to a tensor or module of the tree."""
+    if id(value) in places:
+        return True
+    return depth > 0 and any(_refers(part, places, depth - 1) for part in _parts(value))
+
+
+def _parts(value: Any) -> tuple:
+    """What a container, bound method, partial function or weak reference holds."""
+    if type(value) in (list, tuple):
+        return tuple(value)
+    if type(value) in (dict, OrderedDict):
+        return tuple(value.values())
+    if type(value) is types.MethodType:
+        return (value.__self__,)
+    if type(value) is partial:
+        return (value.func, value.args, value.keywords)
+    if type(value) is weakref.ref:
+        return (value(),)
+    return ()
+
+
+def _relink(value: Any, resolve: Callable, depth: int = DEPTH) -> Any:
+    """``value`` with every reference into the tree replaced by the copy's own."""
+    own = resolve(value)
+    if own is not None or depth == 0:
+        return value if own is None else own
+    again = partial(_relink, resolve=resolve, depth=depth - 1)
+    if type(value) in (list, tuple):
+        return type(value)(again(part) for part in value)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((k, again(part)) for k, part in value.items())
+    if type(value) is types.MethodType:
+        return types.MethodType(value.__func__, again(value.__self__))
+    if type(value) is partial:
+        return partial(again(value.func), *again(value.args), **again(value.keywords))
+    if type(value) is weakref.ref and value() is not None:
+        return weakref.ref(again(value()))
+    return value
+
+
+def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
+    """A function that closes over the tree uses the original's tensors: refused, not silent."""
+    kind = type(module).__name__
+    for name, value in shared.items():
+        if _closes_over(value, places):
+            raise GradtoolsError(
+                f"functionalize: attribute {name!r} of {kind} is a function that closes over the "
+                "module or its tensors, so it would not see the given parameters. Make it a "
+                "method, or pass what it needs as an argument."
+            )
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(_closes_over(hook, places) for hook in hooks):
+        warnings.warn(
+            f"functionalize: a forward hook of {kind} closes over the module; it sees the "
+            "original module's tensors. Use the hook's first argument instead.",
+            GradtoolsWarning,
+            stacklevel=5,
+        )
+
+
+def _closes_over(function: Any, places: dict) -> bool:
+    cells = function.__closure__ if type(function) is types.FunctionType else None
+    return any(_refers(_contents(cell), places, 1) for cell in cells or ())
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+# Building a copy
+
+
+def _instantiate(plan: Plan, params: Mapping, buffers: Mapping) -> nn.Module:
+    return _copies(plan, params, buffers)[0]
+
+
+def _copies(plan: Plan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
+    copies = [object.__new__(node.kind) for node in plan.nodes]
+    slots = {"modules": copies, "parameters": params, "buffers": buffers}
+
+    def resolve(value):
+        place = plan.places.get(id(value))
+        return None if place is None else slots[place[0]][place[1]]
+
+    for copy, node in zip(copies, plan.nodes, strict=True):
+        fields = dict(node.shared)
+        for name in node.relinked:
+            fields[name] = _relink(fields[name], resolve)
+        fields["_parameters"] = _filled(node.parameters, params)
+        fields["_buffers"] = _filled(node.buffers, buffers)
+        fields["_modules"] = _filled(node.children, copies)
+        copy.__dict__.update(fields)
+    return copies
+
+
+def _filled(slots: dict[str, Any], source: Any) -> dict[str, Any]:
+    return {name: None if slot is None else source[slot] for name, slot in slots.items()}
+
+
+def _buffers_of(plan: Plan, copies: list[nn.Module], clones: dict) -> dict[str, Tensor]:
+    """The buffers after the call: changed in place, or assigned anew at any of their places."""
+    found = dict(clones)
+    for copy, node in zip(copies, plan.nodes, strict=True):
+        for name, slot in node.buffers.items():
+            value = copy._buffers.get(name)
+            if slot is not None and value is not None and value is not clones[slot]:
+                found[slot] = value
+    return found
+
+
+def _in_mode(plan: Plan, params: Mapping, state: Mapping, train: bool) -> Plan:
+    """The plan after ``module.train(train)``, which classes may override, on a scratch copy."""
+    scratch = {name: p.clone() for name, p in params.items()}
+    copies = _copies(plan, scratch, {name: b.clone() for name, b in state.items()})
+    copies[0].train(train)
+    for name, value in scratch.items():
+        if not torch.allclose(value, params[name], rtol=0, atol=0, equal_nan=True):
+            raise GradtoolsError(
+                f"functionalize: train={train} makes the module's train() change parameter "
+                f"{name!r}. Call module.train({train}) yourself and pass train=None."
+            )
+    nodes = (_with_scalars(node, copy) for node, copy in zip(plan.nodes, copies, strict=True))
+    return replace(plan, nodes=tuple(nodes))
+
+
+def _with_scalars(node: Node, copy: nn.Module) -> Node:
+    scalars = {k: v for k, v in vars(copy).items() if isinstance(v, SCALARS)}
+    return replace(node, shared=node.shared | scalars)
+
+
+# Checks
+
+
+def _check_module(module: Any, variables: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise GradtoolsError(
+            f"functionalize: got a {type(module).__module__}.{type(module).__qualname__}; the "
+            "PyTorch backend accepts a torch.nn.Module."
+        )
+    if variables is not None:
+        raise GradtoolsError(
+            "functionalize: a torch.nn.Module holds its own tensors; leave variables=None."
+        )
+    for name, part in module.named_modules():
+        _check_part(name or "the module", part)
+
+
+def _check_part(name: str, part: nn.Module) -> None:
+    mends = {
+        "ScriptModule": "functionalize the Python module before scripting it",
+        "DistributedDataParallel": "functionalize its .module",
+        "FullyShardedDataParallel": "functionalize the module before it is wrapped",
+        "OptimizedModule": "functionalize its ._orig_mod and compile apply",
+    }
+    for kind in type(part).__mro__:
+        if kind.__name__ in mends and kind.__module__.startswith("torch."):
+            raise GradtoolsError(
+                f"functionalize: {name} is a {kind.__name__}, whose tensors cannot be given from "
+                f"outside; {mends[kind.__name__]}."
+            )
+    for tensor_name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise GradtoolsError(
+                f"functionalize: {tensor_name!r} of {name} has no shape yet (a lazy module). "
+                "Call the module once on an example first."
+            )
+
+
+def _check_tensors(what: str, given: Any, shapes: dict[str, torch.Size]) -> None:
+    if not isinstance(given, Mapping):
+        raise GradtoolsError(
+            f"apply: {what} must be a dictionary from name to tensor, as functionalize returned "
+            f"it; got a {type(given).__name__}."
+        )
+    missing = [name for name in shapes if name not in given]
+    unexpected = [name for name in given if name not in shapes]
+    if missing or unexpected:
+        raise GradtoolsError(
+            f"apply: {what} must hold the names that functionalize returned; missing: "
+            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
+        )
+    for name, shape in shapes.items():
+        _check_tensor(what, name, given[name], shape)
+
+
+def _check_tensor(what: str, name: str, value: Any, shape: torch.Size) -> None:
+    if not isinstance(value, Tensor):
+        raise GradtoolsError(f"apply: {what}[{name!r}] must be a tensor, got {value!r}.")
+    if what == "params" and value.shape != shape:
+        raise GradtoolsError(
+            f"apply: params[{name!r}] has shape {tuple(value.shape)}, the module's has "
+            f"{tuple(shape)}. Give a tensor of that shape."
+        )
+
+
+def _refuse_cached_parametrizations() -> None:
+    """parametrize.cached() keys its cache by id(module), which copies reuse."""
+    if getattr(nn.utils.parametrize, "_cache_enabled", 0):
+        raise GradtoolsError(
+            "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
+            "copy's weights. Call apply outside of it."
+        )
+
+
+# Random streams
+
+
+def _seed(key: Any) -> int:
+    try:
+        return seed_of(key)
+    except RuntimeError as error:
+        raise GradtoolsError(
+            "apply: the key has no value here (it is mapped by vmap, or traced), and PyTorch's "
+            "generators are seeded with numbers. Under vmap pass one key that is not mapped and "
+            "randomness='different', or loop over the keys."
+        ) from error
+
+
+def _devices(tree: Any) -> list[torch.device]:
+    """The accelerator devices of all tensors in the call."""
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    return sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
+
+
+@contextmanager
+def _seeded(seed: int, devices: list[torch.device]) -> Iterator[None]:
+    """The global streams of CPU and ``devices``, seeded inside, and outside as they were.
+
+    ``torch.manual_seed`` would also seed the devices that are not saved here.
+    """
+    with SEEDING:
+        generators = [torch.default_generator, *(_generator(device) for device in devices)]
+        saved = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, saved, strict=True):
+                generator.set_state(state)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    backend = torch.get_device_module(device)
+    if hasattr(backend, "default_generators"):
+        return backend.default_generators[device.index or 0]
+    return backend._get_default_mps_generator()  # MPS has one device and no public name for it

@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 Entries = Sequence[Any]  # arrays, or None for a zero
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rule:
     """A function on a flat list of arrays, with its tangent and its cotangent map.
 
@@ -61,6 +61,9 @@ class Rule:
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
                 "give at least one, the other follows by transposition."
             )
+
+    def __repr__(self) -> str:
+        return f"<rule {self.name}>"
 
     def read(self, xs: Entries) -> list[Any]:
         """Those of the inputs that the linear maps read."""

@@ -60,7 +60,7 @@ def key(seed: Any) -> torch.Tensor:
 
 
 def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
-    """n independent keys, an int64 tensor of shape (n, 2). See ``gradtools.models``."""
+    """Independent keys, an int64 tensor of shape (n, 2). See ``gradtools.models``."""
     check_key("split", key)
     if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1:
         raise GradtoolsError(f"split: n must be a positive integer, got {n!r}.")

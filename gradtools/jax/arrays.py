@@ -1,0 +1,139 @@
+"""Arrays, keys and the array-API namespace of the JAX wing.
+
+Arrays come in with the dtype that NumPy gave them, or not at all: JAX would narrow float64 to
+float32 in silence unless x64 is on, and a seed beyond 32 bits to its low half.
+Keys are JAX's own.
+
+``gradtools.models`` documents the public names.
+"""
+
+import numbers
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+
+X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
+
+
+def asarray(x: Any) -> jax.Array:
+    """One array as a JAX array of the same dtype; JAX's pass through. See ``gradtools.models``."""
+    if isinstance(x, jax.Array):
+        return x
+    array = _as_numpy(x)
+    dtype = _default_dtype(array.dtype) if _is_plain(x) else array.dtype.newbyteorder("=")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise _too_wide(dtype, array.shape)
+    try:
+        return jnp.array(_checked(array, dtype), copy=True)
+    except TypeError as error:
+        raise _too_wide(dtype, array.shape) from error
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A NumPy copy of one array. See ``gradtools.models``."""
+    if isinstance(x, jax.core.Tracer):
+        raise GradtoolsError(
+            f"to_numpy: an array of shape {x.shape} has no values that NumPy could read inside "
+            "jit, vmap, grad and other transforms. Return it from the transformed function, as an "
+            "auxiliary output if need be, and convert it outside, or wrap the NumPy code in "
+            "host_function."
+        )
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return np.array(jax.random.key_data(x))
+    return np.array(_as_numpy(x))
+
+
+def key(seed: Any) -> jax.Array:
+    """JAX's key of an integer seed. See ``gradtools.models``."""
+    if isinstance(seed, jax.Array):
+        return jax.random.key(seed)
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise GradtoolsError(f"key: a seed is an integer, got {seed!r}.")
+    if not -(2**63) <= seed < 2**63:
+        raise GradtoolsError(f"key: a seed fits into 64 bits with its sign, got {seed}.")
+    if not jax.config.jax_enable_x64 and not -(2**31) <= seed < 2**31:
+        raise GradtoolsError(
+            f"key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. Take a "
+            f"smaller seed, or switch x64 on: {X64}."
+        )
+    return jax.random.key(int(seed))
+
+
+def split(key: jax.Array, n: int = 2) -> jax.Array:
+    """Independent keys, an array of shape (n,). See ``gradtools.models``."""
+    check_key("split", key)
+    if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1:
+        raise GradtoolsError(f"split: n must be a positive integer, got {n!r}.")
+    return jax.random.split(key, int(n))
+
+
+def check_key(caller: str, key: Any) -> None:
+    """Raises unless ``key`` is one key (an old-style key of two words is one too)."""
+    if isinstance(key, jax.Array):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim == (0 if typed else 1) and (typed or key.dtype == np.uint32):
+            return
+    found = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
+    raise GradtoolsError(
+        f"{caller}: a key is made by key(seed) or is an entry of split(key, n); got {found}."
+    )
+
+
+def xp() -> ModuleType:
+    """The array-API namespace of JAX."""
+    return jnp
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether x is made of Python numbers alone, which have no dtype of their own."""
+    if isinstance(x, (list, tuple)):
+        return all(_is_plain(item) for item in x)
+    return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
+
+
+def _as_numpy(x: Any) -> np.ndarray:
+    try:
+        array = np.asarray(x)
+    except Exception as error:
+        raise GradtoolsError(f"asarray: a {type(x).__name__} is no array: {error}") from error
+    if array.dtype.kind in "OSUMmT":
+        raise GradtoolsError(
+            f"asarray: {_described(x, array)} holds no numbers that JAX could take. Give one "
+            "array of numbers (for a tree of arrays, call asarray on each leaf)."
+        )
+    return array
+
+
+def _default_dtype(dtype: np.dtype) -> np.dtype:
+    """What JAX gives a Python number of this kind."""
+    wide = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}
+    return jax.dtypes.canonicalize_dtype(wide[dtype.kind])
+
+
+def _checked(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """``array`` in its dtype, native byte order; refuses integers that would wrap around."""
+    cast = array.astype(dtype)
+    if array.dtype.kind in "iu" and not np.array_equal(cast, array):
+        raise GradtoolsError(f"asarray: an integer here does not fit into {np.dtype(dtype).name}.")
+    return cast
+
+
+def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:
+    name = np.dtype(dtype).name
+    if name in ("float64", "complex128", "int64", "uint64"):
+        narrow = jax.dtypes.canonicalize_dtype(dtype)
+        mend = f"switch x64 on, {X64}, or narrow the array yourself with x.astype(np.{narrow})"
+    else:
+        mend = "convert it first, for example x.astype(np.float32)"
+    return GradtoolsError(
+        f"asarray: JAX cannot hold {name} (shape {shape}) as it is set up now; {mend}."
+    )
+
+
+def _described(x: Any, array: np.ndarray) -> str:
+    return f"a {type(x).__name__} (NumPy reads it as {array.dtype} of shape {array.shape})"

@@ -1,0 +1,564 @@
+"""Adding gradients up: into the parameters' own buffers, or into an accumulator of one's own.
+
+Taking a gradient and keeping it are two acts. `grad` does the first and writes nothing, so many
+threads may use it on shared parameters; what stands here does the second:
+
+    accumulate_gradients   buffer += g                    assign_gradients   buffer = g
+    GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
+
+The buffer is `.grad` in PyTorch and a pytree in JAX; how each is written stands in the wings'
+`accumulate.py`. Compensated sums carry each addition's rounding error along, found by Knuth's
+exact two-term sum (The Art of Computer Programming, vol. 2, 4.2.2), and add it at the end, as in
+Neumaier's variant of Kahan's summation (ZAMM 54, 1974).
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from threading import Lock
+from typing import Any, Protocol
+
+from gradtools.backend import Operators
+from gradtools.errors import GradtoolsError
+
+PRECISIONS = ("float16", "bfloat16", "float32", "float64")
+
+
+class Accumulation(Operators):
+    """The operators that write gradients, bound to a backend."""
+
+    def GradientAccumulator(
+        self, dtype: Any = None, compensated: bool = False
+    ) -> GradientAccumulator:
+        """A running weighted sum of gradients, safe from many threads.
+
+        After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n and `mean()` is that
+        over w_1 + ... + w_n. So chunks of unequal size average rightly: give each chunk's mean
+        gradient with its number of examples (or tokens) as the weight. See `GradientAccumulator`
+        in `gradtools.accumulate` for its methods.
+
+        Args:
+            dtype: The precision to add in, such as "float32" for bfloat16 gradients; complex
+                leaves use the complex dtype of that precision. None: the gradients' own.
+            compensated: Also carry the rounding error of every addition, and add it at the end.
+                The result is then about as good as adding in twice the precision, for one more
+                buffer and six more additions per entry. Rounding in w_i g_i itself stays.
+
+        Returns:
+            An empty `GradientAccumulator`.
+
+        Raises:
+            GradtoolsError: dtype is no floating precision.
+
+        Example:
+            >>> chunks = gt.GradientAccumulator()
+            >>> chunks.add({"w": gt.asarray([3.0, 0.0])}, weight=4)
+            >>> chunks.add({"w": gt.asarray([0.0, 9.0])}, weight=2)
+            >>> gt.to_numpy(chunks.mean()["w"]).tolist()
+            [2.0, 3.0]
+        """
+        return GradientAccumulator(self._backend, dtype, compensated)
+
+    def accumulate_gradients(self, target: Any, grads: Any) -> Any:
+        """Adds gradients into a buffer: the one way, with `assign_gradients`, to write them.
+
+        PyTorch: target is the real parameters, and `.grad` of each is added to as `backward()`
+        would: in place where it can be, created where it is None. One lock makes calls from many
+        threads add up; it does not guard against a `backward()` or an optimiser's step that runs
+        at the same time. Gradients are copied and detached; hooks do not fire, and
+        DistributedDataParallel does not reduce. Either everything is written or nothing.
+
+        JAX: target is the buffer, nothing is written, and the new buffer is what is returned; it
+        may be called under jit. Ask for the return value and one program serves both.
+
+        Only what `grads` names is touched: a dict may hold some of the target's keys, and an
+        entry of None leaves everything below it alone.
+
+        Args:
+            target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
+                which stands for the dict of its `named_parameters()`. JAX: a pytree of floating
+                or complex arrays, or None for zeros.
+            grads: The gradients: of the target's structure, shapes and dtypes.
+
+        Returns:
+            target in PyTorch, the new buffer in JAX.
+
+        Raises:
+            GradtoolsError: A structure, shape, dtype or device that does not match, named by its
+                leaf path; in PyTorch also a target that is no leaf or does not require grad.
+
+        Example:
+            >>> def f(x1, x2): return x1**2 + 5 * x2
+            >>> x1, x2 = gt.asarray(3.0), gt.asarray(1.0)
+            >>> if hasattr(x1, "requires_grad_"): # in PyTorch the parameters are their own buffers
+            ...     buffer = {"x1": x1.requires_grad_(), "x2": x2.requires_grad_()}
+            ... else:
+            ...     buffer = {"x1": gt.asarray(0.0), "x2": gt.asarray(0.0)}
+            >>> g1, g2 = gt.grad(f, argnums=(0, 1))(x1, x2)
+            >>> buffer = gt.accumulate_gradients(buffer, {"x1": g1})
+            >>> buffer = gt.accumulate_gradients(buffer, {"x1": g1})
+            >>> float(getattr(buffer["x1"], "grad", buffer["x1"]))
+            12.0
+        """
+        return self._backend.write_gradients(target, grads, add=True)
+
+    def assign_gradients(self, target: Any, grads: Any) -> Any:
+        """Sets a buffer to gradients, in place of what it held.
+
+        As `accumulate_gradients`, but `.grad` becomes a new tensor that holds the gradient
+        (PyTorch), or the new buffer holds it (JAX). What `grads` does not name, or names as None,
+        keeps its old value. In PyTorch one parameter that stands at two places of the target
+        can be given one gradient only.
+
+        Args:
+            target: As in `accumulate_gradients`.
+            grads: As in `accumulate_gradients`.
+
+        Returns:
+            target in PyTorch, the new buffer in JAX.
+
+        Raises:
+            GradtoolsError: As in `accumulate_gradients`.
+
+        Example:
+            >>> x = gt.asarray(3.0)
+            >>> if hasattr(x, "requires_grad_"):
+            ...     x = x.requires_grad_()
+            >>> buffer = gt.assign_gradients({"x": x}, {"x": gt.asarray(7.0)})
+            >>> buffer = gt.assign_gradients(buffer, {"x": gt.asarray(8.0)})
+            >>> float(getattr(buffer["x"], "grad", buffer["x"]))
+            8.0
+        """
+        return self._backend.write_gradients(target, grads, add=False)
+
+
+# --- which gradient belongs to which buffer ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A leaf of the target and the gradient meant for it.
+
+    Attributes:
+        path: The leaf's path in the target.
+        target: The parameter (PyTorch) or the buffer's array (JAX).
+        grad: The gradient, or None to leave this leaf alone.
+    """
+
+    path: str
+    target: Any
+    grad: Any
+
+
+@dataclass(frozen=True)
+class Trees:
+    """A framework's pytrees.
+
+    Attributes:
+        flatten: A tree to its leaves and its structure.
+        unflatten: A structure and leaves to a tree.
+        leaf_paths: A tree to its leaves' paths.
+    """
+
+    flatten: Callable[[Any], tuple[list[Any], Any]]
+    unflatten: Callable[[Any, list[Any]], Any]
+    leaf_paths: Callable[[Any], list[str]]
+
+
+def paired(trees: Trees, asked: str, target: Any, grads: Any) -> list[Entry]:
+    """One entry for each leaf of target, in the order in which it flattens."""
+    leaves, treedef = trees.flatten(target)
+    numbered = trees.unflatten(treedef, list(range(len(leaves))))
+    given = dict(_Pairing(trees, asked).pairs(numbered, grads, ""))
+    paths = trees.leaf_paths(target)
+    return [
+        Entry(path, leaf, given.get(i))
+        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
+    ]
+
+
+@dataclass(frozen=True)
+class _Pairing:
+    """Walks the target, its leaves replaced by their numbers, and the gradients side by side."""
+
+    trees: Trees
+    asked: str
+
+    def pairs(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
+        """(number of the target's leaf, its gradient) for every leaf that grads names."""
+        if grads is None:
+            return iter(())
+        if isinstance(numbered, int):
+            return self._leaf(numbered, grads, path)
+        if isinstance(numbered, Mapping):
+            return self._mapping(numbered, grads, path)
+        if isinstance(numbered, (list, tuple)):
+            return self._sequence(numbered, grads, path)
+        return self._node(numbered, grads, path)
+
+    def _leaf(self, number: int, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
+        leaves = self.trees.flatten(grads)[0]
+        if len(leaves) != 1 or leaves[0] is not grads:
+            self._refuse(path, grads, "one array, as in the target")
+        yield number, grads
+
+    def _mapping(
+        self, numbered: Mapping[Any, Any], grads: Any, path: str
+    ) -> Iterator[tuple[int, Any]]:
+        if not isinstance(grads, Mapping):
+            self._refuse(path, grads, f"a dict with keys among {_listed(numbered)}")
+        for key in grads:
+            below = f"{path}[{key!r}]"
+            if key not in numbered:
+                raise GradtoolsError(
+                    f"{self.asked}: grads{below} has no place in the target, whose keys there are "
+                    f"{_listed(numbered)}. Give gradients under the target's names; some of them "
+                    "may be left out."
+                )
+            yield from self.pairs(numbered[key], grads[key], below)
+
+    def _sequence(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
+        if not isinstance(grads, (list, tuple)) or len(grads) != len(numbered):
+            self._refuse(path, grads, f"a sequence of {len(numbered)} (None leaves an entry alone)")
+        fields = getattr(numbered, "_fields", None)
+        for i, (below, grad) in enumerate(zip(numbered, grads, strict=True)):
+            name = f".{fields[i]}" if fields else f"[{i}]"
+            yield from self.pairs(below, grad, path + name)
+
+    def _node(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
+        leaves, treedef = self.trees.flatten(numbered)
+        given, found = self.trees.flatten(grads)
+        if found != treedef:
+            self._refuse(path, grads, f"the target's structure {_one_line(treedef)}")
+        yield from ((i, grad) for i, grad in zip(leaves, given, strict=True) if grad is not None)
+
+    def _refuse(self, path: str, grads: Any, expected: str) -> None:
+        size = f" of {len(grads)}" if isinstance(grads, (list, tuple)) else ""
+        raise GradtoolsError(
+            f"{self.asked}: grads{path} is a {type(grads).__name__}{size}; expected {expected}. "
+            "Give the gradients the target's structure."
+        )
+
+
+def _listed(keys: Any, most: int = 8) -> str:
+    names = [repr(key) for key in keys]
+    return ", ".join(names[:most] + ["..."] * (len(names) > most)) or "none"
+
+
+# --- an accumulator of one's own ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _State:
+    """What has been added so far. It is replaced as a whole, so an `add` happens or does not.
+
+    Attributes:
+        treedef: The gradients' structure.
+        paths: Their leaf paths.
+        specs: What each leaf looked like when it came ("float32 of shape (2,) on cpu").
+        totals: The weighted sums.
+        errors: The rounding errors of the sums, when compensated.
+        weight: The sum of the weights.
+    """
+
+    treedef: Any
+    paths: tuple[str, ...]
+    specs: tuple[str, ...]
+    totals: tuple[Any, ...]
+    errors: tuple[Any, ...]
+    weight: Any
+
+
+class Wing(Protocol):
+    """What a wing's `accumulate.py` gives the accumulator."""
+
+    def detached(self, x: Any) -> Any | None:
+        """The array outside of every derivative; None if x is no array."""
+
+    def copied(self, x: Any) -> Any:
+        """The same numbers in memory of their own."""
+
+    def zeros_like(self, x: Any) -> Any:
+        """Zeros of its shape and dtype."""
+
+    def corrected(self, total: Any, error: Any) -> Any:
+        """The sum of both; where total is not finite, total."""
+
+    def as_number(self, x: Any) -> Any:
+        """A Python number where x holds a known one, x where it is traced, else None."""
+
+    def current_trace(self) -> Any:
+        """What tells one trace from another."""
+
+    def spec(self, x: Any) -> str:
+        """Dtype and shape, in words."""
+
+
+def _wing(backend: Any) -> Any:
+    """The room of this name in the backend's wing, a `Wing`."""
+    return import_module(f"gradtools.{backend.name}.accumulate")
+
+
+class GradientAccumulator:
+    """A running weighted sum of gradients; made by `gt.GradientAccumulator`.
+
+    All methods may be called from many threads: one lock orders them. It holds detached numbers
+    in memory of its own, and hands out copies. It is an ordinary Python object with state: in
+    JAX, make it, add to it and read it either outside of every transformation or all inside one
+    traced function; in PyTorch likewise with respect to `torch.func` transforms. Crossing that
+    line would leak a tracer, or add once where a compiled function runs many times, and raises.
+    """
+
+    def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
+        self._backend = backend
+        self._precision = _precision(dtype)
+        self._compensated = compensated
+        self._wing = _wing(backend)
+        self._trace = self._wing.current_trace()
+        self._lock = Lock()
+        self._state: _State | None = None
+
+    def add(self, grads: Any, weight: Any = 1) -> None:
+        """Adds weight times grads. An error leaves the accumulator as it was.
+
+        Args:
+            grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
+                and device at every call. An entry of None stays None.
+            weight: A real number, or an array of shape () that holds one. A concrete array is
+                read at once, which waits for its device.
+
+        Raises:
+            GradtoolsError: grads is unlike what was added before, holds something that is no
+                gradient, or crosses the border of a transformation; weight is no real scalar.
+        """
+        self._check_trace("add")
+        term = self._term(grads, self._weight(weight))
+        with self._lock:
+            old = self._state
+            self._state = self._owned(term) if old is None else self._joined(old, term)
+
+    def sum(self) -> Any:
+        """The sum of weight times gradient, in the precision of `dtype`.
+
+        Raises:
+            GradtoolsError: Nothing has been added.
+        """
+        state = self._filled("sum")
+        copied = [self._total(state, i) for i in range(len(state.paths))]
+        return self._backend.unflatten(state.treedef, copied)
+
+    def mean(self) -> Any:
+        """The sum over the sum of the weights.
+
+        Raises:
+            GradtoolsError: Nothing has been added, or the weights sum to zero. A total weight
+                that is traced is not known, and then zero gives NaN or infinity.
+        """
+        state = self._filled("mean")
+        if isinstance(state.weight, (int, float)) and state.weight == 0:
+            raise GradtoolsError(
+                "GradientAccumulator.mean: the weights sum to 0, so there is no mean. Give "
+                "weights with a sum other than 0, or use sum()."
+            )
+        totals = [self._total(state, i) for i in range(len(state.paths))]
+        means = [t / self._factor(state.weight, t) for t in totals]
+        return self._backend.unflatten(state.treedef, means)
+
+    def reset(self) -> None:
+        """Forgets everything; the next `add` may bring another structure."""
+        self._check_trace("reset")
+        with self._lock:
+            self._state = None
+
+    # --- one addition
+
+    def _term(self, grads: Any, weight: Any) -> _State:
+        """What an accumulator holds after grads alone; it may share the caller's memory."""
+        leaves, treedef = self._backend.flatten(grads)
+        paths = tuple(self._backend.leaf_paths(grads))
+        arrays = [self._array(path, x) for path, x in zip(paths, leaves, strict=True)]
+        specs = tuple(map(self._spec, arrays))
+        totals = [self._weighted(path, x, weight) for path, x in zip(paths, arrays, strict=True)]
+        return _State(treedef, paths, specs, tuple(totals), self._no_errors(totals), weight)
+
+    def _array(self, path: str, x: Any) -> Any:
+        """A leaf of grads, detached."""
+        array = self._wing.detached(x)
+        if array is None or not self._name(array).startswith(("float", "bfloat", "complex")):
+            found = f"a {type(x).__name__}" if array is None else self._spec(array)
+            raise GradtoolsError(
+                f"GradientAccumulator.add: grads{path} is {found}; expected a floating or complex "
+                "array. Differentiate with respect to floating arguments only, or put None there."
+            )
+        if self._compensated and self._spec(array).startswith("sparse"):
+            raise GradtoolsError(
+                f"GradientAccumulator.add: grads{path} is {self._spec(array)}; a compensated sum "
+                "needs dense arrays. Use compensated=False, or give a dense gradient."
+            )
+        return array
+
+    def _weighted(self, path: str, x: Any, weight: Any) -> Any:
+        """The weight times x, in the precision asked for."""
+        x = self._cast(path, x, self._precision)
+        if isinstance(weight, (int, float)) and weight == 1:
+            return x
+        return x * self._factor(weight, x)
+
+    def _cast(self, path: str, x: Any, name: str | None) -> Any:
+        if name is None:
+            return x
+        if self._name(x).startswith("complex"):
+            name = "complex128" if name == "float64" else "complex64"
+        cast = self._backend.cast(x, name)
+        if self._name(cast) != name:
+            raise GradtoolsError(
+                f"GradientAccumulator.add: grads{path} was to be added in {name}, and the backend "
+                f"gives {self._name(cast)}. Allow 64-bit numbers first (in JAX: jax_enable_x64), "
+                "or ask for a smaller dtype."
+            )
+        return cast
+
+    def _factor(self, weight: Any, x: Any) -> Any:
+        """The weight as something that multiplies x without changing its dtype."""
+        if isinstance(weight, (int, float)):
+            return float(weight)
+        real = {"complex64": "float32", "complex128": "float64"}
+        return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
+
+    def _joined(self, state: _State, term: _State) -> _State:
+        """The state with the term added."""
+        _check_alike(state, term)
+        pairs = [self._sum(a, b) for a, b in zip(state.totals, term.totals, strict=True)]
+        totals = tuple(total for total, _ in pairs)
+        errors: tuple[Any, ...] = ()
+        if self._compensated:
+            errors = tuple(e + new for e, (_, new) in zip(state.errors, pairs, strict=True))
+        weight = state.weight + term.weight
+        return _State(state.treedef, state.paths, state.specs, totals, errors, weight)
+
+    def _sum(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """(s, e) with s = a + b rounded and, if compensated, e = (a + b) - s exactly."""
+        s = a + b
+        if not self._compensated:
+            return s, None
+        share = s - a
+        return s, (a - (s - share)) + (b - share)
+
+    # --- what it is made of
+
+    def _owned(self, state: _State) -> _State:
+        return replace(state, totals=tuple(map(self._copied, state.totals)))
+
+    def _total(self, state: _State, i: int) -> Any:
+        total = state.totals[i]
+        if not self._compensated:
+            return self._copied(total)
+        return self._wing.corrected(total, state.errors[i])
+
+    def _no_errors(self, totals: list[Any]) -> tuple[Any, ...]:
+        if not self._compensated:
+            return ()
+        return tuple(map(self._wing.zeros_like, totals))
+
+    def _filled(self, asked: str) -> _State:
+        self._check_trace(asked)
+        with self._lock:
+            state = self._state
+        if state is None:
+            raise GradtoolsError(
+                f"GradientAccumulator.{asked}: nothing has been added, so there is no {asked}. "
+                "Call add(grads) first."
+            )
+        return state
+
+    def _weight(self, weight: Any) -> Any:
+        number = self._wing.as_number(weight)
+        real = isinstance(number, numbers.Real) or (
+            number is not None
+            and getattr(number, "shape", None) == ()
+            and not self._name(number).startswith("complex")
+        )
+        if not real:
+            found = repr(weight) if isinstance(weight, (str, complex)) else _described(weight)
+            raise GradtoolsError(
+                f"GradientAccumulator.add: weight is {found}; expected a real number or a real "
+                "array of shape (). Weights that differ from example to example belong into the "
+                "loss, before the gradient is taken."
+            )
+        return number
+
+    def _check_trace(self, asked: str) -> None:
+        if self._trace == self._wing.current_trace():
+            return
+        raise GradtoolsError(
+            f"GradientAccumulator.{asked}: the accumulator was made outside of the transformation "
+            "(jit, vmap, grad, scan, ...) in which it is used now, or inside of one that it has "
+            "left. It is a Python object with state, which a traced function cannot carry. Make, "
+            "fill and read it in one place, or carry a buffer through the function with "
+            "buffer = accumulate_gradients(buffer, grads)."
+        )
+
+    def _copied(self, x: Any) -> Any:
+        return self._wing.copied(x)
+
+    def _spec(self, x: Any) -> str:
+        return self._wing.spec(x)
+
+    def _name(self, x: Any) -> str:
+        return self._backend.dtype_name(x)
+
+
+def _check_alike(state: _State, term: _State) -> None:
+    """Raises unless the term has the leaves that came before."""
+    if state.treedef != term.treedef:
+        _refuse_structure(state, term)
+    for path, expected, found in zip(state.paths, state.specs, term.specs, strict=True):
+        if expected != found:
+            raise GradtoolsError(
+                f"GradientAccumulator.add: grads{path} is {found}; expected {expected}, as in the "
+                "first add. Use one accumulator for each model, or call reset() first."
+            )
+
+
+def _refuse_structure(state: _State, term: _State) -> None:
+    new = [path for path in term.paths if path not in state.paths]
+    lost = [path for path in state.paths if path not in term.paths]
+    what = "grads has containers of other types"
+    if new or lost:
+        what = f"grads{new[0]} is new" if new else f"grads{lost[0]} is missing"
+    raise GradtoolsError(
+        f"GradientAccumulator.add: {what}; came {_one_line(term.treedef)}, expected "
+        f"{_one_line(state.treedef)}, as in the first add. Use one accumulator for each model, or "
+        "call reset() first."
+    )
+
+
+def _precision(dtype: Any) -> str | None:
+    """The name of a floating dtype, given by name or as NumPy, PyTorch or JAX write it."""
+    if dtype is None:
+        return None
+    name = dtype if isinstance(dtype, str) else _dtype_name(dtype)
+    if name not in PRECISIONS:
+        raise GradtoolsError(
+            f"GradientAccumulator: dtype is {dtype!r}; expected one of {', '.join(PRECISIONS)} or "
+            "None. Complex gradients are added in the complex dtype of that precision."
+        )
+    return name
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return name.removeprefix("torch.")
+
+
+def _one_line(treedef: Any) -> str:
+    return " ".join(str(treedef).split())
+
+
+def _described(x: Any) -> str:
+    shape = getattr(x, "shape", None)
+    kind = f"a {type(x).__name__}"
+    return kind if shape is None else f"{kind} of shape {tuple(shape)} and dtype {x.dtype}"

@@ -1,0 +1,138 @@
+"""Writing gradients in JAX: a new buffer, since nothing can be written.
+
+The buffer is a pytree that the caller holds, as an optimiser's state is; so these run under jit,
+and many threads need no lock. `gradtools.accumulate` documents the public names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import get_opaque_trace_state
+from jax.tree_util import keystr
+
+from gradtools.accumulate import Entry, Trees, paired
+from gradtools.errors import GradtoolsError
+
+TREES = Trees(
+    jax.tree.flatten,
+    jax.tree.unflatten,
+    lambda tree: [keystr(path) for path, _ in jax.tree.leaves_with_path(tree)],
+)
+
+
+def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
+    """The new buffer: target with grads added to it, or put into it, where grads names them."""
+    asked = "accumulate_gradients" if add else "assign_gradients"
+    if target is None:
+        target = jax.tree.map(_zeros, grads)
+    entries = paired(TREES, asked, target, grads)
+    for entry in entries:
+        if entry.grad is not None:
+            _check(asked, entry)
+    return jax.tree.unflatten(jax.tree.structure(target), [_written(e, add) for e in entries])
+
+
+# --- what the accumulator needs ----------------------------------------------------------
+
+
+def detached(x: Any) -> jax.Array | None:
+    """The array outside of every derivative; None if x is no array."""
+    array = _array(x)
+    return array if array is None else jnp.asarray(jax.lax.stop_gradient(array))
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """The same numbers in memory of their own, which may be donated or deleted without harm."""
+    return jnp.array(x, copy=True)
+
+
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Zeros of its shape and dtype."""
+    return jnp.zeros_like(x)
+
+
+def corrected(total: jax.Array, error: jax.Array) -> jax.Array:
+    """The sum of both; where total is not finite, error is meaningless and total stands."""
+    return jnp.where(jnp.isfinite(total), total + error, total)
+
+
+def as_number(x: Any) -> Any:
+    """A Python number where x holds a known one, x itself where it is traced, else None."""
+    if isinstance(x, jax.core.Tracer):
+        return _wide(detached(x)) if x.shape == () else None
+    if getattr(x, "shape", None) == () and hasattr(x, "item"):
+        return x.item()
+    return x if isinstance(x, (int, float)) else None
+
+
+def _wide(x: Any) -> jax.Array:
+    """In at least 32 bits, so that sums of small dtypes neither round nor overflow."""
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def current_trace() -> Any:
+    """What tells one trace from another; equal outside of all, in every thread."""
+    return get_opaque_trace_state(convention="gradtools")
+
+
+def spec(x: Any) -> str:
+    """Dtype and shape, in words."""
+    return f"{x.dtype} of shape {tuple(x.shape)}"
+
+
+# --- what is written ---------------------------------------------------------------------
+
+
+def _zeros(g: Any) -> Any:
+    """Zeros for a gradient; what is none is left for the check to name."""
+    array = _array(g)
+    return g if array is None else jnp.zeros_like(array)
+
+
+def _written(entry: Entry, add: bool) -> Any:
+    if entry.grad is None:
+        return entry.target
+    g: Any = _array(entry.grad)
+    return _array(entry.target) + g if add else copied(g)
+
+
+def _check(asked: str, entry: Entry) -> None:
+    p: Any = _array(entry.target)
+    g: Any = _array(entry.grad)
+    for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
+        if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
+            found = f"a {type(given).__name__}" if array is None else spec(array)
+            _refuse(
+                asked,
+                f"{side}{entry.path} is {found}",
+                "a floating or complex array",
+                "Leave what has no gradient out of grads, or put None there.",
+            )
+    if (p.shape, p.dtype) != (g.shape, g.dtype):
+        _refuse(
+            asked,
+            f"grads{entry.path} is {spec(g)}",
+            f"{spec(p)}, as the buffer",
+            "Convert it to the buffer's dtype, or start the buffer with None."
+            if p.shape == g.shape
+            else "Reduce it over the batch first, or give it under another name.",
+        )
+
+
+def _array(x: Any) -> jax.Array | None:
+    """A JAX array, in memory of its own if NumPy could still change it; None for no array."""
+    if isinstance(x, jax.Array):
+        return x
+    if not isinstance(x, (np.ndarray, np.generic, int, float, complex)):
+        return None
+    if np.asarray(x).dtype in (jax.dtypes.float0, np.dtype(object)):
+        return None
+    return jnp.array(x)
+
+
+def _refuse(asked: str, found: str, expected: str, mend: str) -> None:
+    raise GradtoolsError(f"{asked}: {found}; expected {expected}. {mend}")

@@ -1,0 +1,235 @@
+"""Writing gradients in PyTorch: into `.grad` of the real parameters.
+
+The engine adds into `.grad` in place where it can and creates it where it is None; so does this,
+under one lock for the whole process, since Python's `p.grad = p.grad + g` loses what another
+thread adds between the read and the write. Everything that can fail (checks, allocation) comes
+before the first write. `gradtools.accumulate` documents the public names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gradtools.accumulate import Entry, Trees, paired
+from gradtools.errors import GradtoolsError
+
+TREES = Trees(
+    pytree.tree_flatten,
+    lambda treedef, leaves: pytree.tree_unflatten(leaves, treedef),
+    lambda tree: [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]],
+)
+_LOCK = threading.RLock()
+
+
+def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
+    """Adds to, or sets, `.grad` of every parameter that grads names: of all or of none."""
+    asked = "accumulate_gradients" if add else "assign_gradients"
+    entries = paired(TREES, asked, _parameters(asked, target), grads)
+    entries = [entry for entry in entries if entry.grad is not None]
+    with _LOCK, torch.inference_mode(False), torch.no_grad():
+        for entry in entries:
+            _check(asked, entry)
+        for write in _plan(asked, entries, add):
+            write()
+    return target
+
+
+# --- what the accumulator needs ----------------------------------------------------------
+
+
+def detached(x: Any) -> torch.Tensor | None:
+    """The tensor outside of every graph, its memory shared; None if x is no tensor."""
+    return x.detach() if isinstance(x, torch.Tensor) else None
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in memory of their own."""
+    return x.clone()
+
+
+def zeros_like(x: torch.Tensor) -> torch.Tensor:
+    """Zeros of its shape, dtype and device."""
+    return torch.zeros_like(x)
+
+
+def corrected(total: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """The sum of both; where total is not finite, error is meaningless and total stands."""
+    return torch.where(torch.isfinite(total), total + error, total)
+
+
+def as_number(x: Any) -> Any:
+    """A Python number where x holds a known one, x itself where it is traced, else None."""
+    if isinstance(x, torch.Tensor):
+        if x.ndim != 0:
+            return None
+        return _wide(x.detach()) if _is_traced(x) else x.item()
+    if getattr(x, "shape", None) == () and hasattr(x, "item"):
+        return x.item()
+    return x if isinstance(x, (int, float)) else None
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In at least 32 bits, so that sums of small dtypes neither round nor overflow."""
+    return x.float() if x.itemsize < 4 else x
+
+
+def current_trace() -> Any:
+    """What tells one nest of `torch.func` transforms from another; None outside of all."""
+    return torch._C._functorch.maybe_current_level()
+
+
+def spec(x: torch.Tensor) -> str:
+    """Layout (unless dense), dtype, shape and device, in words."""
+    layout = "" if x.layout == torch.strided else f"{_short(x.layout)} "
+    return f"{layout}{_short(x.dtype)} of shape {tuple(x.shape)} on {x.device}"
+
+
+# --- what is written, and how ------------------------------------------------------------
+
+
+def _parameters(asked: str, target: Any) -> Any:
+    """The pytree of parameters that target stands for."""
+    if isinstance(target, torch.nn.Module):
+        return dict(target.named_parameters(remove_duplicate=False))
+    if target is None:
+        raise GradtoolsError(
+            f"{asked}: target is None; expected the parameters whose .grad is to be written. Give "
+            "them as a pytree of leaf tensors or a torch.nn.Module."
+        )
+    return target
+
+
+def _plan(asked: str, entries: Iterable[Entry], add: bool) -> list[Callable[[], Any]]:
+    """The writes, ready to be done; no caller's tensor is touched or kept by them."""
+    merged = _merged(asked, entries, add)
+    buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
+    return [_write(p, _apart(g.detach(), buffers), add) for p, g in merged]
+
+
+def _merged(asked: str, entries: Iterable[Entry], add: bool) -> list[tuple[Any, Any]]:
+    """(parameter, gradient), each parameter once."""
+    found: dict[int, tuple[str, Any, Any]] = {}
+    for entry in entries:
+        path, grad = entry.path, entry.grad
+        if id(entry.target) in found:
+            path, _, other = found[id(entry.target)]
+            if not add:
+                raise GradtoolsError(
+                    f"{asked}: target{path} and target{entry.path} are one parameter, and each was "
+                    "given a gradient. Give it one, with None at the other place, or add both "
+                    "with accumulate_gradients."
+                )
+            grad = other.detach() + grad.detach()
+        found[id(entry.target)] = (path, entry.target, grad)
+    return [(target, grad) for _, target, grad in found.values()]
+
+
+def _write(p: torch.Tensor, g: torch.Tensor, add: bool) -> Callable[[], Any]:
+    old = p.grad if add else None
+    if old is None:
+        return _setter(p, g.clone())
+    if _is_writable(old) and old.layout in (torch.strided, g.layout):
+        return lambda: old.add_(g)
+    return _setter(p, g + old.detach() if old.layout != torch.strided else old.detach() + g)
+
+
+def _setter(p: torch.Tensor, new: torch.Tensor) -> Callable[[], Any]:
+    return lambda: setattr(p, "grad", new)
+
+
+def _is_writable(grad: torch.Tensor) -> bool:
+    """Whether adding in place is allowed and changes no graph and no entry twice."""
+    if grad.requires_grad or grad.is_inference():
+        return False
+    if grad.layout != torch.strided:
+        return True
+    return all(s != 0 or n <= 1 for n, s in zip(grad.shape, grad.stride(), strict=True))
+
+
+def _apart(g: torch.Tensor, buffers: set[Any]) -> torch.Tensor:
+    """g, or a copy of it where it lies in a buffer that is about to be written."""
+    memory = _memory(g)
+    return g.clone() if memory is not None and memory in buffers else g
+
+
+def _memory(x: torch.Tensor) -> Any:
+    """What tells the storage of x; None where x has none (sparse, wrapped, fake)."""
+    try:
+        return x.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+# --- checks ------------------------------------------------------------------------------
+
+
+def _check(asked: str, entry: Entry) -> None:
+    p, g, path = entry.target, entry.grad, entry.path
+    if not isinstance(p, torch.Tensor):
+        _refuse(asked, f"target{path} is a {type(p).__name__}", "a leaf tensor", "Give parameters.")
+    if not isinstance(g, torch.Tensor):
+        _refuse(asked, f"grads{path} is a {type(g).__name__}", "a tensor", "Convert it: asarray.")
+    if _is_traced(p) or _is_traced(g):
+        raise GradtoolsError(
+            f"{asked}: grads{path} belongs to a torch.func transform that is still running; .grad "
+            "would outlive it. Return the gradients from the transformed function and write them "
+            "outside."
+        )
+    _check_parameter(asked, path, p)
+    _check_match(asked, path, p, g)
+
+
+def _check_parameter(asked: str, path: str, p: torch.Tensor) -> None:
+    if not p.is_leaf:
+        _refuse(
+            asked,
+            f"target{path} is the result of {p.grad_fn.name()}",
+            "a leaf tensor",
+            "Give the parameter it was computed from; an intermediate result keeps no .grad.",
+        )
+    if not p.requires_grad:
+        _refuse(
+            asked,
+            f"target{path} has requires_grad=False",
+            "a tensor that requires grad",
+            "Call requires_grad_() on the real parameter (functionalize hands out detached "
+            "aliases, which are not it), or leave its name out of grads.",
+        )
+
+
+def _check_match(asked: str, path: str, p: torch.Tensor, g: torch.Tensor) -> None:
+    dtype = _expected_dtype(p, g)
+    if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
+        return
+    expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}"
+    mend = f"Convert it with .to({dtype}), or set the parameter's grad_dtype."
+    if g.device != p.device:
+        mend = f"Move it with .to({str(p.device)!r})."
+    if g.shape != p.shape:
+        mend = "Reduce it over the batch first, or give it under another name."
+    _refuse(asked, f"grads{path} is {spec(g)}", f"{expected}, as the parameter", mend)
+
+
+def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
+    """`p.grad_dtype`; where that allows any, what `.grad` has now."""
+    dtype = getattr(p, "grad_dtype", p.dtype)
+    if dtype is not None:
+        return dtype
+    return g.dtype if p.grad is None else p.grad.dtype
+
+
+def _refuse(asked: str, found: str, expected: str, mend: str) -> None:
+    raise GradtoolsError(f"{asked}: {found}; expected {expected}. {mend}")
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _short(name: Any) -> str:
+    return str(name).removeprefix("torch.")

@@ -1,0 +1,760 @@
+"""Accumulating gradients: the accumulator, and writing into buffers, in both backends."""
+
+import math
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+BACKENDS = ("torch", "jax")
+
+
+@pytest.fixture(params=BACKENDS)
+def gt(request):
+    """The namespace of each installed backend."""
+    pytest.importorskip(request.param)
+    return pytest.importorskip(f"gradtools.{request.param}")
+
+
+@pytest.fixture
+def torch_gt():
+    pytest.importorskip("torch")
+    return pytest.importorskip("gradtools.torch")
+
+
+@pytest.fixture
+def jax_gt():
+    pytest.importorskip("jax")
+    return pytest.importorskip("gradtools.jax")
+
+
+def is_torch(gt):
+    return gt.__name__ == "gradtools.torch"
+
+
+def f32(gt, values):
+    return gt.asarray(np.asarray(values, np.float32))
+
+
+def array(gt, values, dtype):
+    """An array of any dtype, given by name, bfloat16 included."""
+    x = f32(gt, np.asarray(values).real)
+    if np.iscomplexobj(values):
+        return gt.asarray(np.asarray(values, dtype))
+    if is_torch(gt):
+        import torch
+
+        return x.to(getattr(torch, dtype))
+    return x.astype(dtype)
+
+
+def zeros_buffer(gt, values):
+    """What gradients of `values` are written to: the parameters themselves, or zeros."""
+    if is_torch(gt):
+        return {name: f32(gt, value).requires_grad_() for name, value in values.items()}
+    return {name: f32(gt, np.zeros_like(value, np.float32)) for name, value in values.items()}
+
+
+def held(gt, leaf):
+    """What a leaf of the buffer holds, as NumPy; None for no gradient."""
+    if is_torch(gt):
+        return None if leaf.grad is None else gt.to_numpy(leaf.grad)
+    return np.asarray(leaf)
+
+
+def in_threads(work, n=8):
+    """Runs work(0), ..., work(n - 1) at once; raises the first error."""
+    start, errors = threading.Barrier(n), []
+
+    def run(i):
+        start.wait()
+        try:
+            work(i)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        sys.setswitchinterval(old)
+    if errors:
+        raise errors[0]
+
+
+def compensation_case():
+    """Float32 numbers whose plain sum is wrong in its fourth digit, and their sum."""
+    rng = np.random.default_rng(3)
+    big = rng.normal(size=200).astype(np.float32) * np.float32(2e4)
+    values = np.concatenate([big, rng.normal(size=200).astype(np.float32), -big])
+    return values, np.float32(math.fsum(map(float, values)))
+
+
+# --- GradientAccumulator: sums and means -------------------------------------------------
+
+
+def test_sum_is_the_weighted_sum_and_mean_divides_it_by_the_weights(gt):
+    acc = gt.GradientAccumulator()
+    acc.add({"w": f32(gt, [3.0, 0.0]), "b": (f32(gt, 1.0),)}, weight=4)
+    acc.add({"w": f32(gt, [0.0, 9.0]), "b": (f32(gt, 4.0),)}, weight=2)
+    total, mean = acc.sum(), acc.mean()
+    np.testing.assert_array_equal(gt.to_numpy(total["w"]), [12.0, 18.0])
+    np.testing.assert_array_equal(gt.to_numpy(mean["w"]), [2.0, 3.0])
+    assert float(total["b"][0]) == 12.0
+    assert float(mean["b"][0]) == 2.0
+
+
+def test_u11_two_losses_into_one_buffer_equal_the_gradient_of_their_sum(gt):
+    def loss1(w):
+        return (w**2).sum()
+
+    def loss2(w):
+        return (3 * w).sum()
+
+    w = f32(gt, [1.0, -2.0])
+    acc = gt.GradientAccumulator()
+    acc.add(gt.grad(loss1)(w))
+    acc.add(gt.grad(loss2)(w))
+    both = gt.grad(lambda w: loss1(w) + loss2(w))(w)
+    np.testing.assert_array_equal(gt.to_numpy(acc.sum()), gt.to_numpy(both))
+
+
+def test_u11_chunks_of_4_4_2_with_token_counts_equal_the_full_weighted_mean(gt):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(10, 3)).astype(np.float32)
+    tokens = rng.integers(1, 9, size=10).astype(np.float32)
+
+    def loss(w, x, tokens):
+        return (((x @ w) ** 2) * tokens).sum() / tokens.sum()
+
+    w = f32(gt, [0.5, -1.0, 2.0])
+    acc, grad = gt.GradientAccumulator(), gt.grad(loss)
+    for part in (slice(0, 4), slice(4, 8), slice(8, 10)):
+        chunk = f32(gt, x[part]), f32(gt, tokens[part])
+        acc.add(grad(w, *chunk), weight=chunk[1].sum())
+    full = grad(w, f32(gt, x), f32(gt, tokens))
+    np.testing.assert_allclose(gt.to_numpy(acc.mean()), gt.to_numpy(full), rtol=1e-5)
+    plain = gt.GradientAccumulator()
+    for part in (slice(0, 4), slice(4, 8), slice(8, 10)):
+        plain.add(grad(w, f32(gt, x[part]), f32(gt, tokens[part])))
+    assert np.abs(gt.to_numpy(plain.mean()) - gt.to_numpy(full)).max() > 1e-2
+
+
+@pytest.mark.parametrize("weight", [2, 2.0, np.float32(2), np.float64(2), np.array(2), "array"])
+def test_a_weight_is_any_real_scalar_and_keeps_the_gradients_dtype(gt, weight):
+    acc = gt.GradientAccumulator()
+    acc.add(f32(gt, [1.0, 3.0]), weight=f32(gt, 2.0) if isinstance(weight, str) else weight)
+    acc.add(f32(gt, [1.0, 3.0]), weight=1)
+    np.testing.assert_array_equal(gt.to_numpy(acc.sum()), [3.0, 9.0])
+    np.testing.assert_array_equal(gt.to_numpy(acc.mean()), [1.0, 3.0])
+    assert gt.to_numpy(acc.sum()).dtype == np.float32
+
+
+def test_integer_weights_beyond_32_bits_are_summed_exactly(gt):
+    acc = gt.GradientAccumulator()
+    for weight in (2**53, 1, -(2**53)):
+        acc.add(f32(gt, 0.0), weight=weight)
+    acc.add(f32(gt, 3.0), weight=2)
+    assert float(acc.mean()) == 2.0
+
+
+def test_reset_forgets_numbers_and_structure(gt):
+    acc = gt.GradientAccumulator()
+    acc.add({"w": f32(gt, [1.0])})
+    acc.reset()
+    acc.add(f32(gt, [[5.0]]))
+    np.testing.assert_array_equal(gt.to_numpy(acc.sum()), [[5.0]])
+
+
+def test_nan_and_infinity_stay(gt):
+    for compensated in (False, True):
+        acc = gt.GradientAccumulator(compensated=compensated)
+        for _ in range(3):
+            acc.add(f32(gt, [np.nan, np.inf, -np.inf, 1.0]))
+        np.testing.assert_array_equal(gt.to_numpy(acc.sum()), [np.nan, np.inf, -np.inf, 3.0])
+
+
+def test_none_entries_stay_none(gt):
+    acc = gt.GradientAccumulator()
+    for _ in range(2):
+        acc.add({"w": f32(gt, 1.0), "frozen": None})
+    assert acc.sum()["frozen"] is None
+    assert acc.mean()["frozen"] is None
+    assert float(acc.sum()["w"]) == 2.0
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_complex_gradients_add_up(gt, compensated):
+    acc = gt.GradientAccumulator(compensated=compensated)
+    acc.add(array(gt, [1 + 2j, -3j], "complex64"), weight=2)
+    acc.add(array(gt, [1 - 1j, 1.0 + 0j], "complex64"))
+    np.testing.assert_array_equal(gt.to_numpy(acc.sum()), np.array([3 + 3j, 1 - 6j]))
+    assert gt.to_numpy(acc.mean()).dtype == np.complex64
+
+
+# --- GradientAccumulator: precision ------------------------------------------------------
+
+
+def test_a_compensated_sum_equals_fsum_where_a_plain_one_is_wrong(gt):
+    values, exact = compensation_case()
+    plain, compensated = gt.GradientAccumulator(), gt.GradientAccumulator(compensated=True)
+    for value in values:
+        plain.add(f32(gt, value))
+        compensated.add(f32(gt, value))
+    assert abs(float(plain.sum()) - exact) > 1e-3
+    assert np.float32(float(compensated.sum())) == exact
+
+
+def test_a_compensated_complex_sum_equals_fsum_in_each_part(gt):
+    values, exact = compensation_case()
+    acc = gt.GradientAccumulator(compensated=True)
+    for re, im in zip(values, values[::-1], strict=True):
+        acc.add(array(gt, np.complex64(complex(re, im)), "complex64"))
+    assert complex(gt.to_numpy(acc.sum())) == complex(exact, exact)
+
+
+def test_bfloat16_gradients_are_added_in_float32_when_asked(gt):
+    one = array(gt, [1.0], "bfloat16")
+    plain, wide = gt.GradientAccumulator(), gt.GradientAccumulator(dtype="float32")
+    for _ in range(600):
+        plain.add(one)
+        wide.add(one)
+    assert float(plain.sum()[0]) == 256.0
+    assert float(wide.sum()[0]) == 600.0
+    assert gt.to_numpy(wide.mean()).dtype == np.float32
+
+
+def test_dtype_is_a_name_or_a_dtype_of_numpy_or_the_framework(gt):
+    framework = pytest.importorskip("torch" if is_torch(gt) else "jax.numpy")
+    for dtype in ("float32", np.float32, np.dtype("float32"), framework.float32):
+        acc = gt.GradientAccumulator(dtype=dtype)
+        acc.add(array(gt, [1.0], "bfloat16"))
+        assert gt.to_numpy(acc.sum()).dtype == np.float32
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_float64_that_the_backend_cannot_hold_is_refused(jax_gt):
+    import jax
+
+    with jax.enable_x64(False):
+        acc = jax_gt.GradientAccumulator(dtype="float64")
+        with pytest.raises(GradtoolsError, match=r"in float64, and the backend gives float32.*x64"):
+            acc.add(jax.numpy.ones(2, "float32"))
+
+
+# --- GradientAccumulator: memory, threads, errors ----------------------------------------
+
+
+def test_the_accumulator_shares_no_memory_with_the_callers_gradients(gt):
+    g = np.array([1.0, 2.0], np.float32)
+    mine = gt.asarray(g) if is_torch(gt) else g
+    acc = gt.GradientAccumulator()
+    acc.add(mine)
+    acc.add(mine, weight=2)
+    np.testing.assert_array_equal(np.asarray(mine), [1.0, 2.0])
+    mine[:] = 100.0
+    out = acc.sum()
+    if is_torch(gt):
+        out.mul_(7.0)
+    np.testing.assert_array_equal(gt.to_numpy(acc.sum()), [3.0, 6.0])
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_eight_threads_add_exactly(gt, compensated):
+    acc = gt.GradientAccumulator(compensated=compensated)
+
+    def work(i):
+        for k in range(50):
+            acc.add({"w": f32(gt, [i, k])}, weight=i + 1)
+
+    in_threads(work)
+    first = 50 * sum(i * (i + 1) for i in range(8))
+    second = sum(range(50)) * sum(i + 1 for i in range(8))
+    np.testing.assert_array_equal(gt.to_numpy(acc.sum()["w"]), [first, second])
+    expected = np.float32([first, second]) / np.float32(1800)
+    np.testing.assert_allclose(gt.to_numpy(acc.mean()["w"]), expected, rtol=1e-6)
+
+
+BAD_ADDS = {
+    "shape": (
+        lambda gt: {"w": [f32(gt, [1.0, 2.0, 3.0])]},
+        r"grads\['w'\]\[0\] is float32 of shape \(3,\).*; expected float32 of shape \(2,\)",
+    ),
+    "dtype": (
+        lambda gt: {"w": [array(gt, [1.0, 2.0], "bfloat16")]},
+        r"grads\['w'\]\[0\] is bfloat16 of shape \(2,\).*; expected float32 of shape \(2,\)",
+    ),
+    "new leaf": (
+        lambda gt: {"w": [f32(gt, [1.0, 2.0])], "b": f32(gt, 1.0)},
+        r"grads\['b'\] is new; came .*, expected .*reset\(\)",
+    ),
+    "missing leaf": (lambda gt: {"w": []}, r"grads\['w'\]\[0\] is missing"),
+    "container": (
+        lambda gt: {"w": (f32(gt, [1.0, 2.0]),)},
+        r"grads has containers of other types; came .*, expected",
+    ),
+    "integer": (
+        lambda gt: {"w": [gt.asarray(np.array([1, 2], np.int32))]},
+        r"grads\['w'\]\[0\] is int32 of shape \(2,\).*; expected a floating or complex array",
+    ),
+    "no array": (lambda gt: {"w": ["1"]}, r"grads\['w'\]\[0\] is a str; expected a floating"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ADDS)
+def test_a_gradient_unlike_the_first_is_refused_and_changes_nothing(gt, case):
+    make, text = BAD_ADDS[case]
+    acc = gt.GradientAccumulator()
+    acc.add({"w": [f32(gt, [1.0, 2.0])]})
+    with pytest.raises(GradtoolsError, match="GradientAccumulator.add: " + text):
+        acc.add(make(gt), weight=5)
+    np.testing.assert_array_equal(gt.to_numpy(acc.sum()["w"][0]), [1.0, 2.0])
+    np.testing.assert_array_equal(gt.to_numpy(acc.mean()["w"][0]), [1.0, 2.0])
+
+
+BAD_WEIGHTS = {
+    "vector": (lambda gt: f32(gt, [1.0, 2.0]), r"of shape \(2,\) and dtype .*float32; expected a"),
+    "complex": (lambda gt: 1j, r"weight is 1j; expected a real number"),
+    "text": (lambda gt: "2", r"weight is '2'; expected a real number"),
+    "nothing": (lambda gt: None, r"weight is a NoneType; expected a real number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WEIGHTS)
+def test_a_weight_that_is_no_real_scalar_is_refused(gt, case):
+    make, text = BAD_WEIGHTS[case]
+    acc = gt.GradientAccumulator()
+    with pytest.raises(GradtoolsError, match=text):
+        acc.add(f32(gt, 1.0), weight=make(gt))
+    with pytest.raises(GradtoolsError, match="nothing has been added"):
+        acc.sum()
+
+
+def test_an_empty_accumulator_has_no_sum_and_no_mean(gt):
+    acc = gt.GradientAccumulator()
+    with pytest.raises(GradtoolsError, match=r"\.sum: nothing has been added.*add\(grads\) first"):
+        acc.sum()
+    with pytest.raises(GradtoolsError, match=r"\.mean: nothing has been added"):
+        acc.mean()
+
+
+def test_weights_that_sum_to_zero_have_no_mean(gt):
+    acc = gt.GradientAccumulator()
+    acc.add(f32(gt, 1.0), weight=1)
+    acc.add(f32(gt, 3.0), weight=f32(gt, -1.0))
+    with pytest.raises(GradtoolsError, match=r"mean: the weights sum to 0.*sum\(\)"):
+        acc.mean()
+    assert float(acc.sum()) == -2.0
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8", int])
+def test_a_dtype_that_is_no_floating_precision_is_refused(gt, dtype):
+    with pytest.raises(GradtoolsError, match=r"dtype is .*expected one of float16, bfloat16"):
+        gt.GradientAccumulator(dtype=dtype)
+
+
+# --- GradientAccumulator: transformations ------------------------------------------------
+
+
+def test_an_accumulator_lives_within_one_traced_function(jax_gt):
+    import jax
+
+    def mean(gs, weights):
+        acc = jax_gt.GradientAccumulator(compensated=True)
+        for g, weight in zip(gs, weights, strict=True):
+            acc.add(g, weight)
+        return acc.mean()
+
+    gs = [np.float32([1.0, 2.0]), np.float32([4.0, 8.0])]
+    out = jax.jit(mean)(gs, [np.float32(1.0), np.int32(2)])
+    np.testing.assert_allclose(out, [3.0, 6.0], rtol=1e-6)
+    assert out.dtype == np.float32
+
+
+def test_traced_weights_of_small_dtypes_are_summed_in_32_bits(jax_gt):
+    import jax
+
+    def mean(g, weight):
+        acc = jax_gt.GradientAccumulator()
+        for _ in range(3):
+            acc.add(g, weight)
+        return acc.mean()
+
+    for weight in (np.int8(100), jax.numpy.bfloat16(100)):
+        assert float(jax.jit(mean)(np.float32(2.0), weight)) == 2.0
+
+
+def test_no_tracer_leaks_into_an_accumulator(jax_gt):
+    import jax
+
+    outside, leaked = jax_gt.GradientAccumulator(), []
+
+    def step(g):
+        outside.add(g)
+        return g
+
+    def leak(g):
+        leaked.append(jax_gt.GradientAccumulator())
+        leaked[0].add(g)
+        return g
+
+    for transform in (jax.jit, jax.vmap, lambda f: jax.grad(lambda g: f(g).sum())):
+        with pytest.raises(GradtoolsError, match=r"made outside of the transformation"):
+            transform(step)(np.ones(2, np.float32))
+    jax.jit(leak)(np.ones(2, np.float32))
+    with pytest.raises(GradtoolsError, match=r"inside of one that it has left"):
+        leaked[0].sum()
+
+
+def test_no_functorch_tensor_leaks_into_an_accumulator(torch_gt):
+    import torch
+
+    acc = torch_gt.GradientAccumulator()
+    with pytest.raises(GradtoolsError, match="made outside of the transformation"):
+        torch.func.vmap(lambda g: (acc.add(g), g)[1])(torch.ones(2))
+    inside = torch.func.grad(lambda x: (x * _added(torch_gt, x.detach())).sum())(torch.ones(2))
+    np.testing.assert_array_equal(inside.numpy(), [2.0, 2.0])
+
+
+def _added(gt, x):
+    acc = gt.GradientAccumulator()
+    acc.add(x)
+    acc.add(x)
+    return acc.sum()
+
+
+def test_attached_gradients_are_added_detached(torch_gt):
+    import torch
+
+    x = torch.tensor(2.0, requires_grad=True)
+    (g,) = torch.autograd.grad(x**3, x, create_graph=True)
+    acc = torch_gt.GradientAccumulator()
+    acc.add(g, weight=x)
+    assert not acc.sum().requires_grad
+    assert float(acc.sum()) == 24.0
+
+
+def test_jax_detaches_as_pytorch_does(jax_gt):
+    import jax
+
+    grad = jax.grad(lambda x: x * _added(jax_gt, x))(3.0)
+    assert float(grad) == 6.0
+
+
+def test_what_was_added_in_inference_mode_can_be_changed_outside(torch_gt):
+    import torch
+
+    with torch.inference_mode():
+        acc = torch_gt.GradientAccumulator()
+        acc.add(torch.ones(2))
+    acc.add(torch.ones(2))
+    acc.sum().add_(1.0)
+
+
+# --- accumulate_gradients and assign_gradients -------------------------------------------
+
+
+def u7(x1, x2):
+    return x1**2 + 5 * x2
+
+
+def test_u7_grad_touches_no_buffer_and_accumulating_adds_for_what_is_named(gt):
+    buffer = zeros_buffer(gt, {"x1": 3.0, "x2": 1.0})
+    x1, x2 = f32(gt, 3.0), f32(gt, 1.0)
+    if is_torch(gt):
+        x1, x2 = buffer["x1"], buffer["x2"]
+    g1, g2 = gt.grad(u7, argnums=(0, 1))(x1, x2)
+    assert (float(g1), float(g2)) == (6.0, 5.0)
+    untouched = None if is_torch(gt) else 0.0
+    assert held(gt, buffer["x1"]) == untouched
+
+    buffer = gt.accumulate_gradients(buffer, {"x1": g1, "x2": None})
+    buffer = gt.accumulate_gradients(buffer, {"x1": g1})
+    assert held(gt, buffer["x1"]) == 12.0
+    assert held(gt, buffer["x2"]) == untouched
+    buffer = gt.assign_gradients(buffer, {"x1": g1, "x2": g2})
+    assert (held(gt, buffer["x1"]), held(gt, buffer["x2"])) == (6.0, 5.0)
+
+
+def test_u7_eight_threads_take_right_gradients_at_shared_parameters(gt):
+    buffer = zeros_buffer(gt, {"w": np.ones(1000)})
+    w = buffer["w"] if is_torch(gt) else f32(gt, np.ones(1000))
+
+    def work(i):
+        for k in range(20):
+            g = gt.grad(lambda w: (float(i + k) * w).sum())(w)
+            assert (gt.to_numpy(g) == i + k).all()
+
+    in_threads(work)
+    if is_torch(gt):
+        assert w.grad is None
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_eight_threads_accumulate_exactly_into_grad(torch_gt, started):
+    import torch
+
+    w = torch.ones(10_000, requires_grad=True)
+    w.grad = torch.zeros(10_000) if started else None
+
+    def work(i):
+        for _ in range(50):
+            torch_gt.accumulate_gradients([w], [torch.full((10_000,), float(i + 1))])
+
+    in_threads(work)
+    assert (w.grad == 50 * 36).all()
+
+
+@pytest.mark.parametrize("tree", ["leaf", "list", "nested"])
+def test_targets_are_pytrees(gt, tree):
+    a, b = zeros_buffer(gt, {"a": [1.0, 2.0], "b": 3.0}).values()
+    ga = f32(gt, [1.0, 2.0])
+    target = {"leaf": a, "list": [a, b], "nested": {"z": (a, [b]), "a": b}}[tree]
+    grads = {"leaf": ga, "list": (ga, None), "nested": {"z": [ga, None]}}[tree]
+    new = gt.accumulate_gradients(gt.accumulate_gradients(target, grads), grads)
+    leaf = {"leaf": lambda t: t, "list": lambda t: t[0], "nested": lambda t: t["z"][0]}[tree](new)
+    np.testing.assert_array_equal(held(gt, leaf), [2.0, 4.0])
+    if tree == "nested":
+        assert held(gt, new["a"]) == (None if is_torch(gt) else 0.0)
+
+
+def test_accumulating_complex_gradients(gt):
+    value = np.array([1 + 1j, 2j], np.complex64)
+    target = gt.asarray(value).requires_grad_() if is_torch(gt) else gt.asarray(0 * value)
+    for _ in range(2):
+        target = gt.accumulate_gradients(target, gt.asarray(value))
+    np.testing.assert_array_equal(held(gt, target), 2 * value)
+
+
+BAD_WRITES = {
+    "unknown name": (
+        lambda gt: {"w": f32(gt, [1.0, 1.0]), "v": f32(gt, 1.0)},
+        r"grads\['v'\] has no place in the target, whose keys there are 'b', 'w'",
+    ),
+    "shape": (
+        lambda gt: {"b": f32(gt, 1.0), "w": f32(gt, [[1.0, 1.0]])},
+        r"grads\['w'\] is float32 of shape \(1, 2\).*; expected float32 of shape \(2,\).*Reduce",
+    ),
+    "dtype": (
+        lambda gt: {"b": f32(gt, 1.0), "w": array(gt, [1.0, 1.0], "bfloat16")},
+        r"grads\['w'\] is bfloat16 of shape \(2,\).*; expected float32 of shape \(2,\).*Convert",
+    ),
+    "structure": (
+        lambda gt: [f32(gt, [1.0, 1.0])],
+        r"grads is a list of 1; expected a dict with keys among 'b', 'w'",
+    ),
+    "below a leaf": (
+        lambda gt: {"b": f32(gt, 1.0), "w": [f32(gt, [1.0, 1.0])]},
+        r"grads\['w'\] is a list of 1; expected one array",
+    ),
+    "no array": (lambda gt: {"b": f32(gt, 1.0), "w": "1"}, r"grads\['w'\] is a str; expected"),
+}
+
+
+@pytest.mark.parametrize("write", ["accumulate_gradients", "assign_gradients"])
+@pytest.mark.parametrize("case", BAD_WRITES)
+def test_gradients_that_do_not_fit_are_refused_and_nothing_is_written(gt, case, write):
+    make, text = BAD_WRITES[case]
+    buffer = zeros_buffer(gt, {"b": 3.0, "w": [1.0, 2.0]})
+    before = {name: held(gt, leaf) for name, leaf in buffer.items()}
+    with pytest.raises(GradtoolsError, match=f"{write}: {text}"):
+        getattr(gt, write)(buffer, make(gt))
+    for name, leaf in buffer.items():
+        np.testing.assert_array_equal(held(gt, leaf), before[name])
+
+
+def test_a_sequence_of_another_length_is_refused(gt):
+    buffer = list(zeros_buffer(gt, {"w": [1.0, 2.0], "b": 3.0}).values())
+    with pytest.raises(GradtoolsError, match=r"grads is a list of 1; expected a sequence of 2"):
+        gt.accumulate_gradients(buffer, [f32(gt, [1.0, 1.0])])
+
+
+# --- PyTorch: .grad ----------------------------------------------------------------------
+
+
+def test_a_module_stands_for_its_named_parameters(torch_gt):
+    import torch
+
+    net = torch.nn.Linear(2, 1)
+    assert torch_gt.accumulate_gradients(net, {"bias": torch.ones(1)}) is net
+    assert net.weight.grad is None
+    assert net.bias.grad.item() == 1.0
+
+
+def test_grad_is_added_to_in_place_and_never_is_the_callers_tensor(torch_gt):
+    import torch
+
+    w, g = torch.ones(2, requires_grad=True), torch.ones(2)
+    torch_gt.accumulate_gradients([w], [g])
+    kept = w.grad
+    torch_gt.accumulate_gradients([w], [g])
+    assert w.grad is kept
+    g.fill_(100.0)
+    assert w.grad.tolist() == [2.0, 2.0]
+    torch_gt.assign_gradients([w], [g])
+    g.fill_(5.0)
+    assert w.grad.tolist() == [100.0, 100.0]
+    assert kept.tolist() == [2.0, 2.0]
+
+
+def test_gradients_that_are_grad_buffers_are_read_before_they_are_written(torch_gt):
+    import torch
+
+    a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    a.grad, b.grad = torch.tensor([1.0]), torch.tensor([10.0])
+    torch_gt.accumulate_gradients([a, b], [b.grad, a.grad])
+    assert (a.grad.item(), b.grad.item()) == (11.0, 11.0)
+    a.grad, b.grad = torch.tensor([1.0]), torch.tensor([10.0])
+    torch_gt.assign_gradients([a, b], [b.grad, a.grad])
+    assert (a.grad.item(), b.grad.item()) == (10.0, 1.0)
+
+
+def test_a_shared_parameter_adds_both_gradients_and_is_assigned_one(torch_gt):
+    import torch
+
+    w = torch.ones(1, requires_grad=True)
+    two = [torch.tensor([1.0]), torch.tensor([10.0])]
+    torch_gt.accumulate_gradients([w, w], two)
+    torch_gt.accumulate_gradients([w, w], two)
+    assert w.grad.item() == 22.0
+    with pytest.raises(GradtoolsError, match=r"target\[0\] and target\[1\] are one parameter"):
+        torch_gt.assign_gradients([w, w], two)
+    torch_gt.assign_gradients([w, w], [None, two[1]])
+    assert w.grad.item() == 10.0
+
+
+def test_what_is_written_is_detached_and_enters_no_graph(torch_gt):
+    import torch
+
+    w = torch.tensor(2.0, requires_grad=True)
+    (g,) = torch.autograd.grad(w**3, w, create_graph=True)
+    w.grad = g
+    torch_gt.accumulate_gradients(w, g)
+    assert w.grad.item() == 24.0
+    assert not w.grad.requires_grad
+    assert g.item() == 12.0
+    assert torch.autograd.grad(g, w)[0].item() == 12.0
+
+
+@pytest.mark.parametrize("kind", ["expanded", "inference", "sparse"])
+def test_a_grad_that_cannot_be_added_to_in_place_is_replaced(torch_gt, kind):
+    import torch
+
+    w = torch.ones(2, 2, requires_grad=True)
+    with torch.inference_mode():
+        inference = torch.ones(2, 2)
+    w.grad = {
+        "expanded": torch.ones(1, 1).expand(2, 2),
+        "inference": inference,
+        "sparse": torch.ones(2, 2).to_sparse(),
+    }[kind]
+    torch_gt.accumulate_gradients(w, torch.ones(2, 2))
+    assert (w.grad == 2.0).all()
+
+
+def test_writing_in_inference_mode_leaves_a_grad_that_backward_can_add_to(torch_gt):
+    import torch
+
+    w = torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        torch_gt.accumulate_gradients(w, torch.ones(2))
+    w.sum().backward()
+    assert w.grad.tolist() == [2.0, 2.0]
+
+
+def test_grad_dtype_decides_which_dtype_fits(torch_gt):
+    import torch
+
+    w = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(GradtoolsError, match=r"grads is float32.*expected bfloat16.*grad_dtype"):
+        torch_gt.accumulate_gradients(w, torch.ones(2))
+    w.grad_dtype = torch.float32
+    torch_gt.accumulate_gradients(w, torch.ones(2))
+    assert w.grad.dtype == torch.float32
+
+
+BAD_TARGETS = {
+    "no leaf": (
+        lambda torch: torch.ones(2, requires_grad=True) * 2,
+        r"target\['w'\] is the result of MulBackward0; expected a leaf tensor",
+    ),
+    "frozen": (
+        lambda torch: torch.ones(2),
+        r"target\['w'\] has requires_grad=False; expected a tensor that requires grad",
+    ),
+    "no tensor": (lambda torch: 1.0, r"target\['w'\] is a float; expected a leaf tensor"),
+    "device": (
+        lambda torch: torch.ones(2, device="meta", requires_grad=True),
+        r"grads\['w'\] is float32 of shape \(2,\) on cpu; expected .* on meta.*Move it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TARGETS)
+def test_a_target_without_a_grad_of_its_own_is_refused_and_nothing_is_written(torch_gt, case):
+    import torch
+
+    make, text = BAD_TARGETS[case]
+    good = torch.ones(2, requires_grad=True)
+    with pytest.raises(GradtoolsError, match=f"accumulate_gradients: {text}"):
+        torch_gt.accumulate_gradients(
+            {"good": good, "w": make(torch)}, {"good": torch.ones(2), "w": torch.ones(2)}
+        )
+    assert good.grad is None
+
+
+def test_a_target_of_none_is_refused_in_pytorch(torch_gt):
+    with pytest.raises(GradtoolsError, match=r"target is None; expected the parameters"):
+        torch_gt.accumulate_gradients(None, {})
+
+
+def test_grad_is_not_written_from_inside_a_transform(torch_gt):
+    import torch
+
+    w = torch.ones(2, requires_grad=True)
+
+    def step(g):
+        torch_gt.accumulate_gradients(w, g)
+        return g
+
+    with pytest.raises(GradtoolsError, match=r"torch.func transform that is still running"):
+        torch.func.vmap(step)(torch.ones(3, 2))
+    assert w.grad is None
+
+
+# --- JAX: the buffer that is returned ----------------------------------------------------
+
+
+def test_the_buffer_is_pure_and_may_be_carried_under_jit_and_scan(jax_gt):
+    import jax
+    import jax.numpy as jnp
+
+    buffer = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+
+    def step(buffer, x):
+        return jax_gt.accumulate_gradients(buffer, {"w": x * jnp.ones(2)}), None
+
+    new, _ = jax.jit(lambda b: jax.lax.scan(step, b, jnp.arange(4.0)))(buffer)
+    np.testing.assert_array_equal(new["w"], [6.0, 6.0])
+    np.testing.assert_array_equal(buffer["w"], [0.0, 0.0])
+
+
+def test_a_target_of_none_is_zeros_in_jax(jax_gt):
+    g = {"w": np.float32([1.0, 2.0]), "frozen": None}
+    for write in (jax_gt.accumulate_gradients, jax_gt.assign_gradients):
+        new = write(None, g)
+        np.testing.assert_array_equal(new["w"], [1.0, 2.0])
+        assert new["frozen"] is None
+    g["w"][:] = 9.0
+    np.testing.assert_array_equal(new["w"], [1.0, 2.0])
+
+
+def test_an_integer_buffer_is_refused(jax_gt):
+    with pytest.raises(GradtoolsError, match=r"target\['n'\] is int32 of shape \(\); expected a f"):
+        jax_gt.accumulate_gradients({"n": np.int32(0)}, {"n": np.float32(1.0)})

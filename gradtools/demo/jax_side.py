@@ -47,8 +47,7 @@ class JaxSide:
 
     def working(self) -> AbstractContextManager[Any]:
         """Double precision, for as long as the side works."""
-        context: AbstractContextManager[Any] = jax.enable_x64(True)
-        return context
+        return jax.enable_x64(True)
 
     def start(self, weights: Weights) -> None:
         """Builds the networks from NumPy weights, and a fresh optimiser."""
@@ -74,7 +73,7 @@ class JaxSide:
     def predict(self, images: Array) -> NDArray[Any]:
         """The most likely class of each image."""
         _, _, logits = self._functions()
-        return np.argmax(gt.to_numpy(logits(self._params, images)), axis=1)
+        return np.asarray(gt.to_numpy(logits(self._params, images))).argmax(axis=1)
 
     def evaluations(self) -> int:
         """How often the compiled program evaluated the cost, reported by a callback from it."""

@@ -20,7 +20,8 @@ def draw(records: Sequence[Record], domains: Domains, backends: Sequence[str], o
     """Writes demo.png into the folder and returns its path; records[0:2] are of seed 0."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     FigureCanvasAgg(figure)  # no window, whatever the user's settings
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1.2, 1))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.2, 1))
+    top, bottom = parts
     left, right = top.subplots(1, 2)
     _draw_accuracy(left, records, backends)
     _draw_differences(right, records)

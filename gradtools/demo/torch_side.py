@@ -68,7 +68,7 @@ class TorchSide:
         """The most likely class of each image."""
         with torch.no_grad():
             logits = self._program.logits(self._params, gt.asarray(images))
-        return np.argmax(gt.to_numpy(logits), axis=1)
+        return np.asarray(gt.to_numpy(logits)).argmax(axis=1)
 
     def evaluations(self) -> int:
         """How often the cost was evaluated."""
@@ -82,7 +82,8 @@ def _network(layers: Layers, name: str) -> nn.Sequential:
     """Linear layers with ReLU between; features end in one, heads do not."""
     modules: list[nn.Module] = []
     for matrix, bias in layers:
-        linear = nn.Linear(*matrix.shape, dtype=torch.float64)
+        width_in, width_out = matrix.shape
+        linear = nn.Linear(width_in, width_out, dtype=torch.float64)
         linear.load_state_dict({"weight": torch.tensor(matrix.T), "bias": torch.tensor(bias)})
         modules += [linear, nn.ReLU()]
     return nn.Sequential(*(modules if name == "features" else modules[:-1]))

@@ -1,0 +1,221 @@
+"""A JAX module as a pure function of its parameters and state.
+
+flax.linen, flax.nnx and equinox each split a module from its arrays in their own way; here each
+becomes ``apply(params, state, *args, key=None) -> (out, new_state)``. A library is looked for
+only among what the program has imported already: a module of a class that is not loaded cannot
+exist. ``gradtools.models`` documents the public name.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from gradtools.errors import GradtoolsError
+from gradtools.jax.arrays import check_key
+
+Apply = Callable[..., tuple[Any, Any]]
+MODES = {"train": True, "deterministic": False, "use_running_average": False}  # when training
+
+
+def functionalize(
+    module: Any,
+    *,
+    variables: Any = None,
+    train: bool | None = None,
+    rng_names: tuple[str, ...] = ("dropout",),
+) -> tuple[Apply, Any, Any]:
+    """``(apply, params, state)`` of a module. See ``gradtools.models``."""
+    if _is_a("flax.linen", module):
+        return _from_linen(module, variables, train, rng_names)
+    if _is_a("flax.nnx", module):
+        return _from_nnx(module, variables, train)
+    if _is_a("equinox", module):
+        return _from_equinox(module, variables, train)
+    raise GradtoolsError(
+        f"functionalize: got a {type(module).__module__}.{type(module).__qualname__}; the JAX "
+        "backend accepts a flax.linen, flax.nnx or equinox Module."
+    )
+
+
+def _is_a(library: str, module: Any) -> bool:
+    loaded = sys.modules.get(library)
+    return loaded is not None and isinstance(module, loaded.Module)
+
+
+# flax.linen
+
+
+def _from_linen(module: Any, variables: Any, train: bool | None, rng_names: tuple) -> tuple:
+    if variables is None:
+        raise GradtoolsError(
+            "functionalize: a flax.linen module does not hold its arrays; give "
+            "variables=module.init(key, *args)."
+        )
+    params = variables.get("params", {})
+    state = {name: tree for name, tree in variables.items() if name != "params"}
+    mode = _linen_mode(module, train)
+    layout = _layout(params)
+
+    def apply(params, state, *args, key=None, **kwargs):
+        _check_layout(params, layout)
+        rngs = None if key is None else _named_keys(key, rng_names)
+        call = {"rngs": rngs, "mutable": list(state), **mode, **kwargs}
+        out, updates = _linen_call(module, {"params": params, **state}, args, call, rng_names)
+        return out, {**state, **updates}
+
+    return apply, params, state
+
+
+def _linen_call(module: Any, variables: dict, args: tuple, call: dict, rng_names: tuple) -> Any:
+    try:
+        return module.apply(variables, *args, **call)
+    except sys.modules["flax.errors"].InvalidRngError as error:
+        mend = "pass key= to apply"
+        if call["rngs"] is not None:
+            mend = f"name the stream in functionalize's rng_names, which are {rng_names}"
+        raise GradtoolsError(f"apply: the module needs randomness; {mend}. ({error})") from error
+
+
+def _linen_mode(module: Any, train: bool | None) -> dict[str, bool]:
+    """The keyword by which this module learns that it is training."""
+    if train is None:
+        return {}
+    names = inspect.signature(type(module).__call__).parameters
+    mode = {name: train == sense for name, sense in MODES.items() if name in names}
+    if not mode:
+        raise GradtoolsError(
+            f"functionalize: {type(module).__name__}.__call__ has none of the arguments "
+            f"{', '.join(MODES)}, so train={train} cannot be passed on. Leave train=None and "
+            "give apply the keyword that your module knows."
+        )
+    return mode
+
+
+def _named_keys(key: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
+    check_key("apply", key)
+    return dict(zip(names, jax.random.split(key, max(len(names), 1)), strict=False))
+
+
+# flax.nnx
+
+
+def _from_nnx(module: Any, variables: Any, train: bool | None) -> tuple:
+    _refuse_variables("flax.nnx", variables)
+    nnx = sys.modules["flax.nnx"]
+    graph, params, streams, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    params, state = _fresh((params, {"rngs": streams, "variables": rest}))
+    layout = _layout(params)
+    known = set(nnx.to_flat_state(rest).paths)
+
+    def apply(params, state, *args, key=None, **kwargs):
+        _check_layout(params, layout)
+        model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
+        if train is not None:
+            model.train() if train else model.eval()
+        if key is not None:
+            _reseed(nnx, model, key)
+        out = model(*args, **kwargs)
+        streams, rest = nnx.state(model, nnx.RngState, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+        rest = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(rest) if p in known])
+        return out, {"rngs": streams if key is None else state["rngs"], "variables": rest}
+
+    return apply, params, state
+
+
+def _reseed(nnx: Any, model: Any, key: jax.Array) -> None:
+    """Each random stream of the model gets a key of its own, in the shape that it has."""
+    check_key("apply", key)
+    streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
+    for own, stream in zip(jax.random.split(key, max(len(streams), 1)), streams, strict=False):
+        shape = stream.key.get_value().shape
+        stream.key.set_value(jax.random.split(own, shape) if shape else own)
+        stream.count.set_value(jax.numpy.zeros(shape, jax.numpy.uint32))
+
+
+# equinox
+
+
+def _from_equinox(module: Any, variables: Any, train: bool | None) -> tuple:
+    eqx = sys.modules["equinox"]
+    if variables is not None and not isinstance(variables, eqx.nn.State):
+        raise GradtoolsError(
+            "functionalize: for an equinox module variables is the eqx.nn.State of "
+            f"eqx.nn.make_with_state, or None; got a {type(variables).__name__}."
+        )
+    if train is not None:
+        module = eqx.nn.inference_mode(module, value=not train)
+    params, static = eqx.partition(module, eqx.is_inexact_array)
+    layout, stateful = _layout(params), variables is not None
+    takes_key = _takes(module, "key")
+
+    def apply(params, state, *args, key=None, **kwargs):
+        _check_layout(params, layout)
+        if key is not None:
+            check_key("apply", key)
+        if takes_key:
+            kwargs = {"key": key, **kwargs}
+        model = eqx.combine(params, static)
+        if not stateful:
+            return _equinox_call(model, args, kwargs), state
+        # equinox invalidates a State that is written to: hand over another one
+        return _equinox_call(model, (*args, _fresh(state)), kwargs)
+
+    return apply, params, variables if stateful else {}
+
+
+def _equinox_call(model: Any, args: tuple, kwargs: dict) -> Any:
+    try:
+        return model(*args, **kwargs)
+    except RuntimeError as error:
+        if kwargs.get("key", True) is None and "key" in str(error):
+            raise GradtoolsError(
+                f"apply: the module needs randomness; pass key= to apply. ({error})"
+            ) from error
+        raise
+
+
+def _takes(module: Any, name: str) -> bool:
+    parameters = inspect.signature(module.__call__).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _fresh(tree: Any) -> Any:
+    """The same arrays in containers of their own."""
+    return jax.tree.map(lambda leaf: leaf, tree)
+
+
+# Checks
+
+
+def _refuse_variables(library: str, variables: Any) -> None:
+    if variables is not None:
+        raise GradtoolsError(
+            f"functionalize: a {library} module holds its own arrays; leave variables=None."
+        )
+
+
+def _layout(params: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf by its path."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {jax.tree_util.keystr(path): jax.numpy.shape(leaf) for path, leaf in leaves}
+
+
+def _check_layout(params: Any, expected: dict[str, tuple[int, ...]]) -> None:
+    found = _layout(params)
+    if found == expected:
+        return
+    missing = [path for path in expected if path not in found]
+    unexpected = [path for path in found if path not in expected]
+    if missing or unexpected:
+        raise GradtoolsError(
+            "apply: params must hold the leaves that functionalize returned; missing: "
+            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
+        )
+    path = next(path for path in expected if found[path] != expected[path])
+    raise GradtoolsError(
+        f"apply: params{path} has shape {found[path]}, the module's has {expected[path]}. Give an "
+        "array of that shape."
+    )

@@ -1,0 +1,640 @@
+"""Connectedness in JAX is data flow through the jaxpr, less the cut table."""
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402  (only where JAX is installed)
+from jax import lax  # noqa: E402
+from jax.experimental import io_callback  # noqa: E402
+
+from gradtools.jax.tracing import (  # noqa: E402
+    Cut,
+    find_cuts,
+    reached,
+    reached_matrix,
+    uses_primitive,
+)
+
+X = np.array([0.3, -0.7, 1.1], np.float32)
+A = np.eye(3, dtype=np.float32) + 0.1
+ONE = np.float32(1.5)
+Z = X + 1j * X[::-1]
+SHAPE = jax.ShapeDtypeStruct((3,), np.float32)
+MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+SPEC = jax.sharding.PartitionSpec("i")
+stop = lax.stop_gradient
+
+
+def jaxpr_of(f, *args):
+    return jax.make_jaxpr(f)(*args)
+
+
+# --- connected ---------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def hard_step(x):
+    return (x > 0).astype(x.dtype)
+
+
+hard_step.defjvp(lambda primals, tangents: (hard_step(*primals), tangents[0]))
+
+
+@jax.custom_vjp
+def kernel(x, y):
+    return jax.pure_callback(lambda a: np.sin(a), SHAPE, x, vmap_method="sequential") + y
+
+
+kernel.defvjp(lambda x, y: (kernel(x, y), x), lambda x, ct: (ct * jnp.cos(x), ct))
+
+
+def through_ref(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[0] = x[1]
+    return ref[...]
+
+
+def ref_in_loop(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+    lax.fori_loop(0, 3, lambda i, _: ref.__setitem__(i, x[i]), None)
+    return ref[...]
+
+
+def newton(theta):
+    def solve(f, y):
+        return lax.while_loop(lambda s: s < theta, lambda s: s + 1e-2, y)
+
+    return lax.custom_root(lambda y: y - theta, ONE, solve, lambda g, y: y / g(jnp.ones_like(y)))
+
+
+def slow_carry(x):
+    """Data needs three rounds to come from the first carry to the last."""
+    return lax.fori_loop(0, 9, lambda _, c: (c[0], c[0], c[1], c[2]), (x, 0 * ONE, ONE, ONE))[3]
+
+
+CONNECTED = {
+    "an identity": (lambda x: x, X),
+    "arithmetic": (lambda x: 2 * x + x**2, X),
+    "round, with derivative zero": (jnp.round, X),
+    "floor, with derivative zero": (jnp.floor, X),
+    "sign, with derivative zero": (jnp.sign, X),
+    "the power zero": (lambda x: x**0, X),
+    "a product with zero": (lambda x: 0 * x, X),
+    "clip": (lambda x: jnp.clip(x, -1, 1), X),
+    "maximum": (lambda x: jnp.maximum(x, 0), X),
+    "where, by its branches": (lambda x: jnp.where(x > 0, x, 0), X),
+    "relu": (jax.nn.relu, X),
+    "gelu": (jax.nn.gelu, X),
+    "softmax": (jax.nn.softmax, X),
+    "logsumexp, with its stopped shift": (jax.nn.logsumexp, X),
+    "the first derivative of relu": (jax.grad(jax.nn.relu), ONE),
+    "the first derivative of a batch of relu": (jax.vmap(jax.grad(jax.nn.relu)), X),
+    "the first derivative of leaky_relu": (jax.grad(jax.nn.leaky_relu), ONE),
+    "the gradient of a sum of squares": (jax.grad(lambda x: (x**2).sum()), X),
+    "a Hessian": (jax.hessian(lambda x: (x**3).sum()), X),
+    "a linearisation": (lambda x: jax.linearize(jnp.sin, x)[1](x), X),
+    "a norm": (jnp.linalg.norm, X),
+    "a solve, by its right-hand side": (lambda x: jnp.linalg.solve(A, x), X),
+    "a solve, by its matrix, whose LU is stopped": (lambda a: jnp.linalg.solve(a, X), A),
+    "cholesky": (jnp.linalg.cholesky, A),
+    "a QR decomposition": (lambda a: jnp.linalg.qr(a)[1], A),
+    "singular values": (lambda a: jnp.linalg.svd(a)[1], A),
+    "eigenvalues": (lambda a: jnp.linalg.eigh(a)[0], A),
+    "the determinant": (jnp.linalg.det, A),
+    "an implicit root, found by comparisons": (newton, ONE),
+    "einsum": (lambda x: jnp.einsum("i,ij->j", x, A), X),
+    "a convolution": (lambda x: jnp.convolve(x, X), X),
+    "sorted values": (jnp.sort, X),
+    "the values that follow a sort": (lambda x: lax.sort((X, x), num_keys=1)[1], X),
+    "the median": (jnp.median, X),
+    "top_k values": (lambda x: lax.top_k(x, 2)[0], X),
+    "a gather": (lambda x: x[jnp.array([0, 2])], X),
+    "a gather at argmax, by its values": (lambda x: x[jnp.argmax(x)], X),
+    "a scatter, by its updates": (lambda x: jnp.zeros(3).at[jnp.array([1])].add(x[:1]), X),
+    "a scatter, by its operand": (lambda x: x.at[0].set(1.0), X),
+    "at apply": (lambda x: x.at[0].apply(jnp.sin), X),
+    "a dynamic slice": (lambda x: lax.dynamic_slice(x, (1,), (2,)), X),
+    "a cumulative sum": (jnp.cumsum, X),
+    "a reduction of one's own": (lambda x: lax.reduce(x, ONE, lambda a, b: a * b + a, (0,)), X),
+    "max pooling": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "SAME"), X),
+    "an associative scan": (lambda x: lax.associative_scan(jnp.multiply, x), X),
+    "lax.map": (lambda x: lax.map(jnp.sin, x), X),
+    "vmap": (jax.vmap(jnp.sin), X),
+    "a scan, by its carry": (lambda x: lax.scan(lambda c, a: (c * a, a), x, X)[0], ONE),
+    "a scan, by what it scans": (lambda x: lax.scan(lambda c, a: (c, c * a), ONE, x)[1], X),
+    "a scan, by what it closes over": (
+        lambda x: lax.scan(lambda c, a: (c + x[0] * a, None), ONE, X)[0],
+        X,
+    ),
+    "an unrolled scan": (lambda x: lax.scan(lambda c, a: (c * a, a), ONE, x, unroll=3)[0], X),
+    "a scan of no steps, by its first carry": (
+        lambda x: lax.scan(lambda c, _: (stop(c), None), x, None, length=0)[0],
+        X,
+    ),
+    "the gradient of a scan": (
+        jax.grad(lambda x: lax.scan(lambda c, a: (c * a, a), ONE, x)[0]),
+        X,
+    ),
+    "a loop with a fixed count": (lambda x: lax.fori_loop(0, 3, lambda i, c: c * x, x), X),
+    "a loop through several carries": (slow_carry, ONE),
+    "a while loop, by its carry": (
+        lambda x: lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (x, 0))[0],
+        X,
+    ),
+    "a while loop, by what its body closes over": (
+        lambda x: lax.while_loop(lambda c: c < 9, lambda c: c + x[0], ONE),
+        X,
+    ),
+    "a while loop that may not run at all": (
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: stop(c) + 1, x),
+        X,
+    ),
+    "a cond with one branch cut": (lambda x: lax.cond(x[0] > 0, stop, lambda y: y, x), X),
+    "a switch": (lambda x: lax.switch(1, [jnp.sin, jnp.zeros_like], x), X),
+    "a batched cond, whose branches JAX stops": (
+        jax.vmap(lambda x: lax.cond(x > 0, jnp.sin, jnp.cos, x)),
+        X,
+    ),
+    "a choice by platform": (
+        lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.zeros_like),
+        X,
+    ),
+    "jit in jit": (jax.jit(lambda x: jax.jit(jnp.sin)(x) * 2), X),
+    "checkpoint": (jax.checkpoint(jnp.sin), X),
+    "the gradient of checkpoint": (jax.grad(jax.checkpoint(lambda x: jnp.sin(x).sum())), X),
+    "a composite": (lax.composite(lambda x: x * 2, name="my.op"), X),
+    "an optimisation barrier": (lax.optimization_barrier, X),
+    "a move to a device": (lambda x: jax.device_put(x), X),
+    "shard_map": (
+        jax.shard_map(lambda x: lax.psum(x, "i") + x, mesh=MESH, in_specs=SPEC, out_specs=SPEC),
+        X,
+    ),
+    "a custom_jvp with a comparison inside": (hard_step, X),
+    "a custom_vjp with a host callback inside": (lambda x: kernel(x, X), X),
+    "a batched custom_vjp": (jax.vmap(lambda x: kernel(x, X)), A),
+    "a mutable reference": (through_ref, X),
+    "a mutable reference written in a loop": (ref_in_loop, X),
+    "a random draw that is scaled": (lambda x: x * jax.random.normal(jax.random.key(0), (3,)), X),
+    "a reparameterised gamma": (lambda x: jax.random.gamma(jax.random.key(0), x), X + 2),
+    "a change of precision": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), X),
+    "a stop beside a free path": (lambda x: stop(x) * x, X),
+    "an FFT": (lambda x: jnp.fft.ifft(jnp.fft.fft(x)).real, X),
+    "the real part": (jnp.real, Z),
+    "the imaginary part": (jnp.imag, Z),
+    "the conjugate": (jnp.conj, Z),
+    "the modulus": (jnp.abs, Z),
+    "the angle": (jnp.angle, Z),
+    "a complex number from real parts": (lambda x: lax.complex(x, 2 * x), X),
+}
+
+
+@pytest.mark.parametrize("name", CONNECTED)
+def test_data_reaches_the_output_through(name):
+    f, x = CONNECTED[name]
+    assert reached(jaxpr_of(f, x)) == [True]
+
+
+# --- cut ---------------------------------------------------------------------------------
+
+
+def stopped(x):
+    return stop(x) * 2  # <- stop_gradient
+
+
+def stopped_in_jit(x):
+    return jax.jit(lambda y: stop(y) + 1)(x)  # <- stop_gradient
+
+
+def stopped_in_jit_in_jit(x):
+    @jax.jit
+    def inner(y):
+        z = y * 2
+        return stop(z)  # <- stop_gradient
+
+    return jax.jit(lambda y: inner(y) + 1)(x)
+
+
+def stopped_in_checkpoint(x):
+    return jax.checkpoint(lambda y: stop(y) + 1)(x)  # <- stop_gradient
+
+
+def stopped_in_vmap(x):
+    return jax.vmap(lambda y: stop(y) + 1)(x)  # <- stop_gradient
+
+
+def stopped_in_a_carry(x):
+    def body(c, a):
+        return stop(c) + a, None  # <- stop_gradient
+
+    return lax.scan(body, x[0], X)[0]
+
+
+def stopped_in_a_scan_of_x(x):
+    def body(c, a):
+        b = a + 1
+        return c + stop(b), None  # <- stop_gradient
+
+    return lax.scan(body, ONE, x)[0]
+
+
+def stopped_in_the_second_round(x):
+    def body(c, _):
+        return (stop(c[1]), c[0] * 2), None  # <- stop_gradient
+
+    return lax.scan(body, (ONE, x[0]), None, length=3)[0][0]
+
+
+def stopped_in_a_while_body(x):
+    def body(c):
+        return c + stop(x[0])  # <- stop_gradient
+
+    return lax.while_loop(lambda c: c < 9, body, ONE)
+
+
+def stopped_in_map(x):
+    return lax.map(lambda y: stop(y) + 1, x)  # <- stop_gradient
+
+
+def stopped_in_both_branches(x):
+    return lax.cond(True, lambda y: stop(y) + 1, lambda y: X, x)  # <- stop_gradient
+
+
+def stopped_in_shard_map(x):
+    body = lambda y: stop(y) + 1  # <- stop_gradient
+    return jax.shard_map(body, mesh=MESH, in_specs=SPEC, out_specs=SPEC)(x)
+
+
+def cast_to_integer(x):
+    return x.astype(jnp.int32) * 2.0  # <- convert_element_type
+
+
+def binarised(x):
+    return jnp.mean(x > 0.5)  # <- gt
+
+
+def chosen_by_comparison(x):
+    return jnp.where(x > 0, 1.0, -1.0)  # <- gt
+
+
+def branch_by_comparison(x):
+    positive = x[0] > 0  # <- gt
+    return lax.cond(positive, lambda: ONE, lambda: -ONE)
+
+
+def counted_by_while(x):
+    def more(c):
+        return c < x[0]  # <- lt
+
+    return lax.while_loop(more, lambda c: c + 1, ONE)
+
+
+def counted_from_the_carry(x):
+    def more(c):
+        return c[0] < 9  # <- lt
+
+    return lax.while_loop(more, lambda c: (c[0] + 1, c[1] * 2), (x[0], ONE))[1]
+
+
+def one_hot_of_argmax(x):
+    best = jnp.argmax(x)  # <- argmax
+    return jax.nn.one_hot(best, 3)
+
+
+def one_hot_of_a_float(x):
+    return jax.nn.one_hot(x, 3)  # <- eq
+
+
+def gathered_at_argmin(x):
+    return jnp.asarray(X)[jnp.argmin(x)]  # <- argmin
+
+
+def order_of_keys(x):
+    return lax.sort((x, jnp.asarray(X)), num_keys=1)[1]  # <- sort
+
+
+def order_by_argsort(x):
+    return jnp.asarray(X)[jnp.argsort(x)]  # <- sort
+
+
+def indices_of_top_k(x):
+    return lax.top_k(x, 2)[1] * 1.0  # <- top_k
+
+
+def through_numpy(x):
+    return jax.pure_callback(lambda a: np.sin(a), SHAPE, x)  # <- pure_callback
+
+
+def through_ordered_io(x):
+    return io_callback(lambda a: np.sin(a), SHAPE, x, ordered=True)  # <- io_callback
+
+
+def through_numpy_in_vmap(x):
+    one = jax.ShapeDtypeStruct((), np.float32)
+    sin = lambda a: np.sin(a)
+
+    def f(y):
+        return jax.pure_callback(sin, one, y, vmap_method="sequential")  # <- pure_callback
+
+    return jax.vmap(f)(x)
+
+
+def through_bits(x):
+    bits = lax.bitcast_convert_type(x, jnp.int32)  # <- bitcast_convert_type
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def finite_or_not(x):
+    return jnp.isfinite(x) * 1.0  # <- is_finite
+
+
+def integer_from_a_custom_rule(x):
+    @jax.custom_jvp
+    def count(y):
+        return (y > 0).sum()
+
+    count.defjvp(lambda primals, tangents: (count(*primals), np.zeros((), jax.dtypes.float0)))
+    return count(x) * 1.0  # <- custom_jvp_call
+
+
+def comparison_in_a_gradient(x):
+    return jax.grad(lambda y: jnp.where(y > 0, y, 2 * y).sum())(x)  # <- gt
+
+
+def stopped_in_a_gradient(x):
+    return jax.grad(lambda y: (stop(x) * y).sum())(jnp.asarray(X))  # <- stop_gradient
+
+
+CUT = [
+    stopped,
+    stopped_in_jit,
+    stopped_in_jit_in_jit,
+    stopped_in_checkpoint,
+    stopped_in_vmap,
+    stopped_in_a_carry,
+    stopped_in_a_scan_of_x,
+    stopped_in_the_second_round,
+    stopped_in_a_while_body,
+    stopped_in_map,
+    stopped_in_both_branches,
+    stopped_in_shard_map,
+    cast_to_integer,
+    binarised,
+    chosen_by_comparison,
+    branch_by_comparison,
+    counted_by_while,
+    counted_from_the_carry,
+    one_hot_of_argmax,
+    one_hot_of_a_float,
+    gathered_at_argmin,
+    order_of_keys,
+    order_by_argsort,
+    indices_of_top_k,
+    through_numpy,
+    through_ordered_io,
+    through_numpy_in_vmap,
+    through_bits,
+    finite_or_not,
+    integer_from_a_custom_rule,
+    comparison_in_a_gradient,
+    stopped_in_a_gradient,
+]
+
+
+def marked(f):
+    """The (operation, line) pairs that the comments in f's source announce."""
+    lines, first = inspect.getsourcelines(f)
+    marks = [(line.partition("# <- ")[2].strip(), first + i) for i, line in enumerate(lines)]
+    return [mark for mark in marks if mark[0]]
+
+
+@pytest.mark.parametrize("f", CUT, ids=lambda f: f.__name__)
+def test_data_is_cut_when_it_is(f):
+    assert reached(jaxpr_of(f, X)) == [False]
+
+
+@pytest.mark.parametrize("f", CUT, ids=lambda f: f.__name__)
+def test_the_cut_is_named_with_its_line_where_it_is(f):
+    cuts = find_cuts(jaxpr_of(f, X), 0)
+    assert [(cut.operation, cut.line) for cut in cuts] == marked(f)
+    assert {cut.file for cut in cuts} == {__file__}
+
+
+def test_stopping_a_pytree_cuts_every_leaf():
+    f = lambda tree: sum(stop(tree).values())
+    assert reached(jaxpr_of(f, {"a": X, "b": X})) == [False, False]
+
+
+# --- which output, which input -----------------------------------------------------------
+
+
+def test_each_output_has_its_own_inputs():
+    f = lambda x, y, z: (x * y, stop(y) + z, jnp.argmax(z))
+    expected = [[True, True, False], [False, False, True], [False, False, False]]
+    assert reached_matrix(jaxpr_of(f, X, X, X)) == expected
+
+
+def test_calls_keep_their_inputs_apart():
+    f = jax.jit(lambda x, y: (jax.checkpoint(jnp.sin)(x), jax.jit(jnp.cos)(y)))
+    assert reached_matrix(jaxpr_of(f, X, X)) == [[True, False], [False, True]]
+
+
+def test_carries_of_a_loop_keep_their_inputs_apart():
+    f = lambda x, y: lax.fori_loop(0, 3, lambda i, c: (c[0] * 2, c[1] + c[0]), (x, y))
+    assert reached_matrix(jaxpr_of(f, X, X)) == [[True, False], [True, True]]
+
+
+def test_barriers_keep_their_inputs_apart():
+    f = lambda x, y: lax.optimization_barrier((x, y))
+    assert reached_matrix(jaxpr_of(f, X, X)) == [[True, False], [False, True]]
+
+
+def test_a_custom_rule_keeps_what_its_function_does_not_use_apart():
+    f = jax.custom_jvp(lambda x, y: hard_step(x))
+    f.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
+    assert reached(jaxpr_of(f, X, X)) == [True, False]
+
+
+def test_integers_reach_nothing():
+    assert reached(jaxpr_of(lambda n, x: n * x, 2, X)) == [False, True]
+
+
+def test_a_key_reaches_nothing():
+    draw = lambda key: jax.random.normal(key, (3,))
+    assert reached(jaxpr_of(draw, jax.random.key(0))) == [False]
+
+
+def test_a_function_without_outputs_is_reached_by_nothing():
+    assert reached(jaxpr_of(lambda x: None, X)) == [False]
+
+
+def test_a_constant_output_is_reached_by_nothing():
+    assert reached_matrix(jaxpr_of(lambda x: (1.0, x), X)) == [[False], [True]]
+
+
+def test_printing_is_no_path():
+    def f(x, y):
+        jax.debug.print("{x}", x=x)
+        return y
+
+    assert reached(jaxpr_of(f, X, X)) == [False, True]
+
+
+# --- cuts --------------------------------------------------------------------------------
+
+
+def test_an_unused_input_has_no_cuts():
+    assert find_cuts(jaxpr_of(lambda x, y: y, X, X), 0) == []
+
+
+def test_a_connected_input_without_stops_has_no_cuts():
+    assert find_cuts(jaxpr_of(jnp.sin, X), 0) == []
+
+
+def test_a_stop_that_leads_nowhere_is_no_cut():
+    def f(x):
+        stop(x)
+        return (x > 0) * 1.0  # <- gt
+
+    cuts = find_cuts(jaxpr_of(f, X), 0)
+    assert [(cut.operation, cut.line) for cut in cuts] == marked(f)
+
+
+def test_only_the_cuts_of_the_asked_input_are_named():
+    def f(x, y):
+        a = stop(x)
+        b = stop(y)  # <- stop_gradient
+        return a + b
+
+    cuts = find_cuts(jaxpr_of(f, X, X), 1)
+    assert [(cut.operation, cut.line) for cut in cuts] == marked(f)
+
+
+def test_several_cuts_come_in_program_order():
+    def f(x):
+        a = jnp.argmax(x)  # <- argmax
+        b = lax.scan(lambda c, y: (c + stop(y), None), ONE, x)[0]  # <- stop_gradient
+        return a + b + (x > 0).sum()  # <- gt
+
+    cuts = find_cuts(jaxpr_of(f, X), 0)
+    assert [(cut.operation, cut.line) for cut in cuts] == marked(f)
+
+
+def test_a_line_is_named_once():
+    def f(x):
+        return sum(stop(x) + k for k in range(3))  # <- stop_gradient
+
+    assert len(find_cuts(jaxpr_of(f, X), 0)) == 1
+
+
+def test_the_line_is_that_of_each_use_of_a_jitted_library_function():
+    def f(x):
+        a = jax.nn.one_hot(x, 4)  # <- eq
+        b = jax.nn.one_hot(x, 4)  # <- eq
+        return a + b
+
+    cuts = find_cuts(jaxpr_of(f, X), 0)
+    assert [(cut.operation, cut.line) for cut in cuts] == marked(f)
+
+
+def test_a_cut_reads_as_operation_and_place():
+    (cut,) = find_cuts(jaxpr_of(stopped, X), 0)
+    assert str(cut) == f"stop_gradient at {Path(__file__).name}:{cut.line}"
+    assert str(Cut("gt", "a comparison has no derivative", None, None)) == "gt"
+
+
+@pytest.mark.parametrize(
+    ("f", "reason"),
+    [
+        (stopped, "the gradient is stopped"),
+        (binarised, "a comparison has no derivative"),
+        (cast_to_integer, "its output is int32"),
+        (through_numpy, "the computation leaves JAX"),
+        (order_of_keys, "of a key only its order is used"),
+    ],
+)
+def test_a_cut_gives_its_reason(f, reason):
+    assert [cut.reason for cut in find_cuts(jaxpr_of(f, X), 0)] == [reason]
+
+
+# --- primitives of our own ---------------------------------------------------------------
+
+
+def own_primitive(connects):
+    from jax.extend.core import Primitive
+
+    primitive = Primitive("own_rule")
+    primitive.def_abstract_eval(lambda x, y: x)
+    primitive.gradtools_connects = connects
+    return primitive
+
+
+def test_a_primitive_may_say_what_it_connects():
+    own = own_primitive(lambda eqn: [[False, True]])
+    assert reached(jaxpr_of(lambda x, y: own.bind(x, y), X, X)) == [False, True]
+
+
+def test_a_primitive_that_connects_nothing_is_named_as_the_cut():
+    own = own_primitive(lambda eqn: [[False, True]])
+    cuts = find_cuts(jaxpr_of(lambda x, y: own.bind(x, y), X, X), 0)
+    assert [cut.operation for cut in cuts] == ["own_rule"]
+
+
+def test_an_unknown_primitive_connects_everything():
+    own = own_primitive(None)
+    del own.gradtools_connects
+    assert reached(jaxpr_of(lambda x, y: own.bind(x, y), X, X)) == [True, True]
+
+
+# --- any equation ------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def ruled_sin(x):
+    return jnp.sin(x)
+
+
+ruled_sin.defjvp(lambda primals, tangents: (ruled_sin(*primals), tangents[0]))
+
+
+def is_sin(eqn):
+    return eqn.primitive.name == "sin"
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        jnp.sin,
+        jax.jit(jnp.sin),
+        jax.checkpoint(jnp.sin),
+        ruled_sin,
+        lambda x: lax.map(jnp.sin, x),
+        lambda x: lax.cond(True, jnp.sin, jnp.cos, x),
+        lambda x: lax.while_loop(lambda c: jnp.sin(c[0]) > 0, lambda c: c, x),
+        lambda x: lax.while_loop(lambda c: c[0] > 0, jnp.sin, x),
+        lambda x: x.at[0].apply(jnp.sin),
+        jax.shard_map(jnp.sin, mesh=MESH, in_specs=SPEC, out_specs=SPEC),
+    ],
+)
+def test_an_equation_is_found_at_any_depth(f):
+    assert uses_primitive(jaxpr_of(f, X), is_sin)
+
+
+def test_an_equation_that_is_not_there_is_not_found():
+    assert not uses_primitive(jaxpr_of(jax.jit(jnp.cos), X), is_sin)
+
+
+# --- size --------------------------------------------------------------------------------
+
+
+def test_a_jaxpr_that_shares_its_bodies_is_read_in_linear_time():
+    """Twelve nested calls, each twice: read one by one that would be 2**12 equations."""
+    f = jnp.sin
+    for _ in range(12):
+        f = jax.jit(lambda x, g=f: g(x) + g(x))
+    assert reached(jaxpr_of(f, X)) == [True]
+    assert find_cuts(jaxpr_of(lambda x: stop(f(x)), X), 0)

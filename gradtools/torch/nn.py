@@ -1,0 +1,40 @@
+"""Gradient reversal as a layer, for ``torch.nn`` models.
+
+Forward it is the identity, backward it multiplies by -scale: what is behind it ascends the loss
+that what is before it descends (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
+"""
+
+from typing import Any
+
+from torch import nn
+
+import gradtools.torch as gt
+
+
+class GradientReversal(nn.Module):
+    """The identity, with the gradient times ``-scale``.
+
+    Args:
+        scale: A real number, no parameter and no buffer. It may be assigned anew between calls,
+            for a schedule.
+
+    Example:
+        >>> import torch
+        >>> from gradtools.torch.nn import GradientReversal
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> GradientReversal(scale=0.5)(x).sum().backward()
+        >>> x.grad
+        tensor([-0.5000, -0.5000])
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Any, scale: Any = None) -> Any:
+        """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own."""
+        return gt.reverse_gradient(x, self.scale if scale is None else scale)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"scale={self.scale}"

@@ -216,9 +216,17 @@ def _cond_bodies(eqn: Eqn) -> list[_Body]:
 
 
 def _scan_body(eqn: Eqn) -> list[_Body]:
-    consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carried = _scan_counts(eqn)
     carries = tuple((k, consts + k) for k in range(carried))
     return [_Body(_open(eqn.params["jaxpr"]), range(len(eqn.invars)), carries)]
+
+
+def _scan_counts(eqn: Eqn) -> tuple[int, int]:
+    """How many constants and carries a scan has; jax 0.12 keeps them as a tree of its inputs."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts.vals)), len(list(carry.vals))
 
 
 def _while_bodies(eqn: Eqn) -> list[_Body]:
@@ -293,15 +301,10 @@ def _is_activation_rule(eqn: Eqn) -> bool:
     left of it in the jaxpr. No public mark tells it from a user's, so the stack must. Under
     jit JAX keeps no stack of it, and the rule of abs is in lax: these two are read as cut.
     """
-    if eqn.primitive.name not in _COMPARISONS or not _is_differentiated(eqn):
+    if eqn.primitive.name not in _COMPARISONS:
         return False
     inside = (f.function_name for f in _frames(eqn) if _is_activation_file(f.file_name))
     return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
-
-
-def _is_differentiated(eqn: Eqn) -> bool:
-    """Was it made by a derivative? Quick to ask, where reading a stack is slow."""
-    return "jvp" in str(getattr(eqn.source_info, "name_stack", "jvp"))
 
 
 def _is_activation_file(file: str) -> bool:
@@ -408,8 +411,9 @@ def _untouched(eqn: Eqn) -> list[int]:
         return [1 << first + k for k in range(len(eqn.outvars))]
     masks = [0] * len(eqn.outvars)
     if eqn.primitive.name == "scan" and not eqn.params["length"]:
-        for k in range(eqn.params["num_carry"]):
-            masks[k] = 1 << eqn.params["num_consts"] + k
+        consts, carried = _scan_counts(eqn)
+        for k in range(carried):
+            masks[k] = 1 << consts + k
     return masks
 
 

@@ -1,8 +1,10 @@
 """Accumulating gradients: the accumulator, and writing into buffers, in both backends."""
 
 import math
+import re
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -214,8 +216,8 @@ def test_a_compensated_sum_equals_fsum_where_a_plain_one_is_wrong(gt):
 def test_a_compensated_complex_sum_equals_fsum_in_each_part(gt):
     values, exact = compensation_case()
     acc = gt.GradientAccumulator(compensated=True)
-    for re, im in zip(values, values[::-1], strict=True):
-        acc.add(array(gt, np.complex64(complex(re, im)), "complex64"))
+    for real, imag in zip(values, values[::-1], strict=True):
+        acc.add(array(gt, np.complex64(complex(real, imag)), "complex64"))
     assert complex(gt.to_numpy(acc.sum())) == complex(exact, exact)
 
 
@@ -470,7 +472,7 @@ def test_u7_grad_touches_no_buffer_and_accumulating_adds_for_what_is_named(gt):
     if is_torch(gt):
         x1, x2 = buffer["x1"], buffer["x2"]
     g1, g2 = gt.grad(u7, argnums=(0, 1))(x1, x2)
-    assert (float(g1), float(g2)) == (6.0, 5.0)
+    assert (g1.item(), g2.item()) == (6.0, 5.0)
     untouched = None if is_torch(gt) else 0.0
     assert held(gt, buffer["x1"]) == untouched
 
@@ -758,3 +760,20 @@ def test_a_target_of_none_is_zeros_in_jax(jax_gt):
 def test_an_integer_buffer_is_refused(jax_gt):
     with pytest.raises(GradtoolsError, match=r"target\['n'\] is int32 of shape \(\); expected a f"):
         jax_gt.accumulate_gradients({"n": np.int32(0)}, {"n": np.float32(1.0)})
+
+
+# --- the page ----------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs" / "grad-or-backward.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_page_has_its_blocks():
+    assert len(BLOCKS) == 11
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_block_of_the_page_runs_as_it_stands(block):
+    for name in re.findall(r"^import ([\w.]+)", block, re.MULTILINE):
+        pytest.importorskip(name)
+    exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})

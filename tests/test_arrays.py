@@ -1,0 +1,234 @@
+"""Arrays, keys and the array-API namespace, the same in both wings."""
+
+import importlib
+import sys
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+
+@pytest.fixture(params=["torch", "jax"])
+def arrays(request):
+    pytest.importorskip(request.param)
+    return importlib.import_module(f"gradtools.{request.param}.arrays")
+
+
+@pytest.fixture
+def torch_arrays():
+    pytest.importorskip("torch")
+    return importlib.import_module("gradtools.torch.arrays")
+
+
+@pytest.fixture
+def jax_arrays():
+    pytest.importorskip("jax")
+    return importlib.import_module("gradtools.jax.arrays")
+
+
+HELD_BY_BOTH = [
+    np.float32,
+    np.float16,
+    np.complex64,
+    np.int32,
+    np.int8,
+    np.uint8,
+    np.uint16,
+    np.bool_,
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+]
+
+
+@pytest.mark.parametrize("dtype", HELD_BY_BOTH, ids=lambda d: np.dtype(d).name)
+def test_numpy_arrays_come_back_with_their_dtype_and_values(arrays, dtype):
+    x = np.arange(6).reshape(2, 3).astype(dtype)
+    back = arrays.to_numpy(arrays.asarray(x))
+    assert back.dtype == x.dtype
+    np.testing.assert_array_equal(back, x)
+
+
+def test_reversed_byte_swapped_and_read_only_arrays_are_taken(arrays):
+    x = np.arange(6).astype(">f4")[::-2]
+    x.flags.writeable = False
+    back = arrays.to_numpy(arrays.asarray(x))
+    assert back.dtype == np.float32
+    np.testing.assert_array_equal(back, [5, 3, 1])
+
+
+def test_asarray_shares_no_memory_with_its_argument(arrays):
+    x = np.zeros(1024, np.float32)
+    y = arrays.asarray(x)
+    x[:] = 1
+    assert arrays.to_numpy(y).sum() == 0
+
+
+def test_to_numpy_is_a_writable_copy(arrays):
+    x = arrays.asarray(np.zeros(3, np.float32))
+    arrays.to_numpy(x)[:] = 1
+    assert arrays.to_numpy(x).sum() == 0
+
+
+def test_the_frameworks_own_arrays_pass_through(arrays):
+    x = arrays.asarray(1.0)
+    assert arrays.asarray(x) is x
+
+
+def test_python_numbers_take_the_default_dtype(arrays):
+    def name(x):
+        return arrays.to_numpy(arrays.asarray(x)).dtype.name
+
+    assert name(1.5) == name([1, 2.5]) == name([]) == "float32"
+    assert name(1j) == "complex64"
+    assert name(True) == "bool"
+    assert name(3) in ("int64", "int32")
+
+
+@pytest.mark.parametrize("x", ["text", {"a": 1.0}, [[1.0], [1.0, 2.0]], np.ones(2, np.longdouble)])
+def test_what_is_no_array_of_numbers_is_refused(arrays, x):
+    with pytest.raises(GradtoolsError, match="asarray"):
+        arrays.asarray(x)
+
+
+def test_an_integer_that_does_not_fit_is_refused(arrays):
+    with pytest.raises(GradtoolsError, match="fit"):
+        arrays.asarray(2**63)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128", "uint64"])
+def test_jax_without_x64_refuses_wide_dtypes_and_names_the_mend(jax_arrays, dtype):
+    with pytest.raises(GradtoolsError, match=rf"{dtype} .*jax_enable_x64.*astype\(np\."):
+        jax_arrays.asarray(np.ones(3, dtype))
+
+
+def test_jax_without_x64_refuses_wide_numpy_numbers_inside_a_list(jax_arrays):
+    with pytest.raises(GradtoolsError, match="float64"):
+        jax_arrays.asarray([1.0, np.float64(2)])
+
+
+def test_jax_with_x64_keeps_float64(jax_arrays):
+    import jax
+
+    with jax.enable_x64(True):
+        assert jax_arrays.asarray(np.ones(3)).dtype == np.float64
+
+
+def test_torch_keeps_float64(torch_arrays):
+    import torch
+
+    assert torch_arrays.asarray(np.ones(3)).dtype == torch.float64
+    assert torch_arrays.asarray(np.float64(1)).dtype == torch.float64
+
+
+def test_torch_views_that_numpy_has_no_word_for_are_resolved(torch_arrays):
+    import torch
+
+    z = torch.tensor([1 + 2j], requires_grad=True)
+    np.testing.assert_array_equal(torch_arrays.to_numpy(z.conj()), [1 - 2j])
+    np.testing.assert_array_equal(torch_arrays.to_numpy(z.conj().imag), [-2])
+
+
+def test_torch_bfloat16_is_float32_where_ml_dtypes_is_missing(torch_arrays, monkeypatch):
+    import torch
+
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert torch_arrays.to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
+
+
+def test_to_numpy_inside_a_jax_transform_says_what_to_do(jax_arrays):
+    import jax
+
+    with pytest.raises(GradtoolsError, match="host_function"):
+        jax.jit(jax_arrays.to_numpy)(jax.numpy.ones(3))
+
+
+def test_to_numpy_inside_a_torch_transform_says_what_to_do(torch_arrays):
+    import torch
+
+    def peek(x):
+        torch_arrays.to_numpy(x)
+        return x.sum()
+
+    for transform in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(GradtoolsError, match="host_function"):
+            transform(peek)(torch.ones(3, 2)[0] if transform is torch.func.grad else torch.ones(3))
+    with pytest.raises(GradtoolsError, match="meta"):
+        torch_arrays.to_numpy(torch.ones(3, device="meta"))
+
+
+def test_a_key_is_a_function_of_its_seed(arrays):
+    words = {seed: tuple(arrays.to_numpy(arrays.key(seed))) for seed in (0, 1, -1, 2**31 - 1)}
+    assert words[0] == tuple(arrays.to_numpy(arrays.key(0)))
+    assert len(set(words.values())) == 4
+
+
+@pytest.mark.parametrize("seed", [1.5, "0", True, None, 2**63])
+def test_a_seed_that_is_no_integer_of_64_bits_is_refused(arrays, seed):
+    with pytest.raises(GradtoolsError, match="seed"):
+        arrays.key(seed)
+
+
+def test_jax_without_x64_refuses_a_seed_that_it_would_cut(jax_arrays):
+    import jax
+
+    for seed in (2**31, 2**32, -(2**31) - 1):
+        with pytest.raises(GradtoolsError, match="32 bits"):
+            jax_arrays.key(seed)
+    with jax.enable_x64(True):
+        big, zero = (jax_arrays.to_numpy(jax_arrays.key(s)) for s in (2**32, 0))
+    assert big.tolist() != zero.tolist()
+
+
+def test_children_of_keys_never_collide(arrays):
+    children = arrays.split(arrays.key(7), 100_000)
+    assert len(np.unique(arrays.to_numpy(children), axis=0)) == 100_000
+
+
+def test_grandchildren_never_collide_with_each_other_or_with_children(torch_arrays):
+    import torch
+
+    children = torch_arrays.split(torch_arrays.key(7), 50_000)
+    grandchildren = torch.func.vmap(torch_arrays.split)(children).reshape(-1, 2)
+    assert len(torch.unique(torch.cat([children, grandchildren]), dim=0)) == 150_000
+
+
+def test_every_bit_of_torch_keys_is_balanced_and_neighbours_do_not_correlate(torch_arrays):
+    import torch
+
+    children = torch_arrays.split(torch_arrays.key(0), 20_000)
+    bits = ((children[:, :, None] >> torch.arange(64)) & 1).double().reshape(20_000, 128) - 0.5
+    assert bits.mean(0).abs().max() < 0.02
+    assert (bits[1:] * bits[:-1]).mean(0).abs().max() < 0.01
+    assert (bits.T @ bits / 20_000 - torch.eye(128) / 4).abs().max() < 0.01
+
+
+def test_splitting_under_vmap_is_splitting_one_by_one(torch_arrays):
+    import torch
+
+    keys = torch_arrays.split(torch_arrays.key(0), 5)
+    mapped = torch.func.vmap(lambda k: torch_arrays.split(k, 3))(keys)
+    assert torch.equal(mapped, torch.stack([torch_arrays.split(k, 3) for k in keys]))
+
+
+def test_a_torch_child_does_not_depend_on_the_number_of_siblings(torch_arrays):
+    key = torch_arrays.key(0)
+    assert torch_arrays.split(key, 2).tolist() == torch_arrays.split(key, 9)[:2].tolist()
+
+
+def test_split_refuses_what_is_not_one_key(arrays):
+    for bad in (3, arrays.asarray(1.0), arrays.split(arrays.key(0), 4)):
+        with pytest.raises(GradtoolsError, match="split: a key"):
+            arrays.split(bad)
+    for n in (0, -1, 1.0, True):
+        with pytest.raises(GradtoolsError, match="positive integer"):
+            arrays.split(arrays.key(0), n)
+
+
+def test_one_function_is_written_once_through_xp(arrays):
+    xp = arrays.xp()
+    x = arrays.asarray(np.array([[1, 2], [3, 4]], np.float32))
+    y = xp.sum(xp.matmul(x, xp.permute_dims(x, (1, 0))), axis=0)
+    np.testing.assert_array_equal(arrays.to_numpy(y), [16, 36])

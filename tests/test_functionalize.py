@@ -1,0 +1,451 @@
+"""functionalize: a module as a pure function, in every library, with the same numbers."""
+
+import copy
+import threading
+from functools import partial
+
+import pytest
+
+from gradtools import GradtoolsError, GradtoolsWarning
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402  only where torch is installed
+
+from gradtools.torch.arrays import key, split  # noqa: E402
+from gradtools.torch.modules import functionalize  # noqa: E402
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def batch(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def contents(module):
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# PyTorch: what is handed out
+
+
+def test_params_are_detached_aliases_and_state_is_a_copy():
+    net = network()
+    _, params, state = functionalize(net)
+    assert list(params) == [name for name, _ in net.named_parameters()]
+    for name, p in net.named_parameters():
+        assert params[name].data_ptr() == p.data_ptr() and not params[name].requires_grad
+    for name, b in net.named_buffers():
+        assert torch.equal(state[name], b) and state[name].data_ptr() != b.data_ptr()
+
+
+def test_output_and_new_state_are_those_of_one_plain_call():
+    net, x = network(), batch(6, 4)
+    apply, params, state = functionalize(net)
+    plain = copy.deepcopy(net)
+    torch.manual_seed(3)
+    expected = plain(x)
+    torch.manual_seed(3)
+    out, new_state = apply(params, state, x)
+    assert torch.equal(out, expected)
+    assert same(new_state, dict(plain.named_buffers()))
+    assert not torch.equal(new_state["1.running_mean"], state["1.running_mean"])
+
+
+def test_apply_changes_neither_the_module_nor_its_arguments():
+    net, x = network(), batch(6, 4)
+    apply, params, state = functionalize(net)
+    before, given = contents(net), {name: b.clone() for name, b in state.items()}
+    for _ in range(3):
+        apply(params, state, x, key=key(0))
+    assert same(before, contents(net)) and same(given, state)
+
+
+def test_an_optimizer_step_on_the_module_is_seen_through_the_aliases():
+    net, x = network(), batch(6, 4)
+    apply, params, state = functionalize(net, train=False)
+    with torch.no_grad():
+        net[3].bias += 1
+    torch.testing.assert_close(apply(params, state, x)[0], net.eval()(x), rtol=0, atol=0)
+
+
+def test_gradients_are_those_of_the_plain_module():
+    net, x = network(), batch(6, 4)
+    apply, params, state = functionalize(net, train=False)
+    (expected,) = torch.autograd.grad(net.eval()(x).square().sum(), [net[0].weight])
+    leaf = params["0.weight"].clone().requires_grad_()
+    out, _ = apply({**params, "0.weight": leaf}, state, x)
+    (found,) = torch.autograd.grad(out.square().sum(), [leaf])
+    assert torch.equal(found, expected)
+    assert net[0].weight.grad is None
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_train_sets_the_mode_of_the_copy_alone(train):
+    net = network().train(not train)
+    apply, params, state = functionalize(net, train=train)
+    plain = copy.deepcopy(net).train(train)
+    torch.manual_seed(0)
+    expected = plain(batch(6, 4))
+    torch.manual_seed(0)
+    assert torch.equal(apply(params, state, batch(6, 4))[0], expected)
+    assert all(part.training is not train for part in net.modules())
+
+
+def test_a_train_method_that_freezes_a_layer_is_obeyed():
+    class Frozen(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[0].eval()
+            return self
+
+    apply, params, state = functionalize(Frozen(nn.BatchNorm1d(4)), train=True)
+    assert same(apply(params, state, batch(6, 4))[1], state)
+
+
+def test_a_train_method_that_writes_parameters_is_refused_and_writes_none():
+    class Merging(nn.Linear):
+        def train(self, mode=True):
+            if not mode:
+                self.weight.data += 1
+            return super().train(mode)
+
+    net = Merging(2, 2)
+    before = contents(net)
+    with pytest.raises(GradtoolsError, match=r"train\(\) change parameter 'weight'"):
+        functionalize(net, train=False)
+    assert same(before, contents(net))
+
+
+# PyTorch: threads
+
+
+def test_eight_threads_with_different_parameters_are_each_right_and_change_nothing():
+    net, x = network(), batch(6, 4)
+    before = contents(net)
+    apply, params, state = functionalize(net)
+    seeds = split(key(0), 8)
+    given = [{name: p * (i + 1) for name, p in params.items()} for i in range(8)]
+    expected = [apply(given[i], state, x, key=seeds[i]) for i in range(8)]
+    wrong = []
+
+    def work(i):
+        for _ in range(100):
+            out, new_state = apply(given[i], state, x, key=seeds[i])
+            if not (torch.equal(out, expected[i][0]) and same(new_state, expected[i][1])):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert same(before, contents(net))
+    assert not torch.equal(expected[0][0], expected[1][0])
+
+
+def test_threads_without_a_key_need_no_lock():
+    net, x = network().eval(), batch(6, 4)
+    apply, params, state = functionalize(net)
+    given = [{name: p * (i + 1) for name, p in params.items()} for i in range(8)]
+    expected = [apply(given[i], state, x)[0] for i in range(8)]
+    wrong = []
+
+    def work(i):
+        wrong.extend(
+            i for _ in range(100) if not torch.equal(apply(given[i], state, x)[0], expected[i])
+        )
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert wrong == []
+
+
+def test_an_exception_in_forward_leaves_the_module_and_the_random_stream_as_they_were():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            torch.rand(3)
+            self.norm(x)
+            raise ValueError("midway")
+
+    net = Fails()
+    before, apply_params_state = contents(net), functionalize(net)
+    stream = torch.get_rng_state()
+    with pytest.raises(ValueError, match="midway"):
+        apply_params_state[0](*apply_params_state[1:], batch(6, 4), key=key(0))
+    assert same(before, contents(net))
+    assert torch.equal(stream, torch.get_rng_state())
+
+
+# PyTorch: randomness
+
+
+def test_the_same_key_gives_the_same_mask_and_another_key_another():
+    apply, params, state = functionalize(nn.Dropout(0.5))
+    ones = torch.ones(200)
+    first, second = (apply(params, state, ones, key=key(0))[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, apply(params, state, ones, key=key(1))[0])
+
+
+def test_with_a_key_the_global_stream_is_untouched_and_without_one_it_advances():
+    apply, params, state = functionalize(nn.Dropout(0.5))
+    before = torch.get_rng_state()
+    apply(params, state, torch.ones(9), key=key(0))
+    assert torch.equal(before, torch.get_rng_state())
+    apply(params, state, torch.ones(9))
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_a_mapped_key_is_refused_with_the_mend():
+    apply, params, state = functionalize(nn.Dropout(0.5))
+    with pytest.raises(GradtoolsError, match="not mapped"):
+        torch.func.vmap(lambda k: apply(params, state, torch.ones(2), key=k)[0])(split(key(0), 3))
+
+
+@pytest.mark.parametrize("bad", [3, torch.zeros(2), torch.zeros(3, dtype=torch.int64)])
+def test_what_is_no_key_is_refused(bad):
+    apply, params, state = functionalize(nn.Dropout(0.5))
+    with pytest.raises(GradtoolsError, match="a key is an int64 tensor"):
+        apply(params, state, torch.ones(2), key=bad)
+
+
+# PyTorch: what a module tree may hold
+
+
+def reparametrised(kind):
+    return lambda: getattr(nn.utils.parametrizations, kind)(nn.Linear(4, 4))
+
+
+TREES = {
+    "lstm": lambda: nn.LSTM(4, 5, num_layers=2, bidirectional=True, dropout=0.3),
+    "gru": lambda: nn.GRU(4, 5),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8),
+    "weight_norm": reparametrised("weight_norm"),
+    "spectral_norm": reparametrised("spectral_norm"),
+    "orthogonal": reparametrised("orthogonal"),
+    "old_spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+    "embedding_bag": lambda: nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(3, affine=True)),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_new_parameters_reach_every_part_of_the_tree(name):
+    torch.manual_seed(0)
+    net, x = TREES[name](), batch(3, 2, 4) if name != "embedding_bag" else batch(2, 3, 4)
+    apply, params, state = functionalize(net)
+    before = contents(net)
+    moved = {name: p + 0.1 * torch.randn_like(p) for name, p in params.items()}
+    torch.manual_seed(1)
+    out, new_state = apply(moved, state, x)
+    assert same(before, contents(net))
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            p.copy_(moved[name])
+    torch.manual_seed(1)
+    expected = net(x)
+    leaves = (out, expected) if isinstance(out, torch.Tensor) else (out[0], expected[0])
+    assert torch.equal(*leaves)
+    assert same(new_state, dict(net.named_buffers()))
+
+
+def test_tied_parameters_and_shared_submodules_stay_tied():
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(shared, nn.Linear(4, 4), shared)
+    net[1].weight = shared.weight
+    apply, params, state = functionalize(net)
+    assert list(params) == ["0.weight", "0.bias", "1.bias"]
+    doubled = {name: 2 * p for name, p in params.items()}
+    out, _ = apply(doubled, state, batch(2, 4))
+    with torch.no_grad():
+        [p.mul_(2) for p in net.parameters()]
+    assert torch.equal(out, net(batch(2, 4)))
+
+
+def test_forward_hooks_see_the_copy():
+    net, seen = nn.Sequential(nn.Linear(4, 4)), []
+    net[0].register_forward_hook(lambda part, args, out: seen.append(part) or out + 1)
+    apply, params, state = functionalize(net)
+    out, _ = apply(params, state, batch(2, 4))
+    assert torch.equal(out, net(batch(2, 4)))
+    assert seen[0] is not net[0] and seen[0].weight is params["0.weight"]
+
+
+class Selfish(nn.Module):
+    """Refers to itself in the ways that modules do: bound method, parent, partial."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.parents = [self]
+        self.route = self.twice
+        self.late = partial(Selfish.once, self)
+
+    def once(self, x):
+        return self.inner(x)
+
+    def twice(self, x):
+        return self.parents[0].inner(self.late(x))
+
+    def forward(self, x):
+        return self.route(x)
+
+
+def test_what_the_tree_refers_to_inside_itself_is_the_copy():
+    net = Selfish()
+    apply, params, state = functionalize(net)
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    assert not apply(zeros, state, batch(2, 4))[0].any()
+    assert net(batch(2, 4)).any()
+
+
+def test_a_closure_over_the_module_is_refused_and_in_a_hook_it_is_told():
+    net = nn.Linear(4, 4)
+    net.loss = lambda x: net(x).sum()
+    with pytest.raises(GradtoolsError, match=r"'loss' of Linear .* closes over"):
+        functionalize(net)
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda part, args, out: out + hooked.bias)
+    with pytest.warns(GradtoolsWarning, match="hook of Linear closes over"):
+        functionalize(hooked)
+
+
+class Counting(nn.Module):
+    """Assigns a buffer anew and counts in a plain number."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.total = self.total + x.sum()
+        return x * self.calls
+
+
+def test_a_buffer_assigned_anew_is_in_the_new_state_and_numbers_stay_on_the_copy():
+    net = Counting()
+    apply, params, state = functionalize(net)
+    for _ in range(2):
+        out, new_state = apply(params, state, torch.ones(3))
+        assert new_state["total"] == 3 and out.sum() == 3
+    assert net.total == 0 and net.calls == 0 and state["total"] == 0
+
+
+def test_a_compiled_module_call_does_not_bring_back_the_original():
+    net = nn.Linear(4, 4)
+    net.compile(backend="eager")
+    apply, params, state = functionalize(net)
+    assert not apply({name: 0 * p for name, p in params.items()}, state, batch(2, 4))[0].any()
+
+
+# PyTorch: transforms
+
+
+def test_it_runs_under_func_grad_with_batch_statistics():
+    net, x = network(), batch(6, 4)
+    apply, params, state = functionalize(net)
+
+    def loss(params):
+        out, new_state = apply(params, state, x, key=key(0))
+        return out.square().sum(), new_state
+
+    grads, new_state = torch.func.grad(loss, has_aux=True)(params)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    expected = torch.autograd.grad(loss(leaves)[0], list(leaves.values()))
+    for found, want in zip(grads.values(), expected, strict=True):
+        torch.testing.assert_close(found, want)
+    assert same(new_state, loss(params)[1])
+
+
+def test_it_runs_under_vmap_over_examples_and_over_models():
+    net, x = network(), batch(6, 4)
+    apply, params, state = functionalize(net, train=False)
+    rows = torch.func.vmap(lambda row: apply(params, state, row[None])[0][0])(x)
+    torch.testing.assert_close(rows, apply(params, state, x)[0])
+    stacked = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
+    both = torch.func.vmap(lambda p: apply(p, state, x)[0])(stacked)
+    torch.testing.assert_close(both[0], apply(params, state, x)[0])
+
+
+def test_a_key_under_vmap_gives_each_example_its_own_mask():
+    apply, params, state = functionalize(nn.Dropout(0.5))
+    masked = torch.func.vmap(
+        lambda row: apply(params, state, row, key=key(0))[0], randomness="different"
+    )(torch.ones(2, 100))
+    assert not torch.equal(masked[0], masked[1])
+
+
+def test_it_compiles_without_a_graph_break_and_stays_pure():
+    net, x = network(), batch(6, 4)
+    apply, params, state = functionalize(net)
+    before, given = contents(net), {name: b.clone() for name, b in state.items()}
+    compiled = torch.compile(apply, backend="eager", fullgraph=True)
+    torch.manual_seed(0)
+    expected = apply(params, state, x)
+    torch.manual_seed(0)
+    out, new_state = compiled(params, state, x)
+    torch.testing.assert_close(out, expected[0])
+    assert same(new_state, expected[1]) and same(before, contents(net)) and same(given, state)
+    keyed = torch.compile(apply, backend="eager")(params, state, x, key=key(0))
+    assert torch.equal(keyed[0], apply(params, state, x, key=key(0))[0])
+
+
+# PyTorch: what is refused
+
+
+def test_wrong_names_and_shapes_are_named():
+    apply, params, state = functionalize(network())
+    x = batch(6, 4)
+    rest = {name: p for name, p in params.items() if name != "0.bias"}
+    with pytest.raises(GradtoolsError, match=r"params .*missing: \['0.bias'\]"):
+        apply(rest, state, x)
+    with pytest.raises(GradtoolsError, match=r"unexpected: \['extra'\]"):
+        apply({**params, "extra": x}, state, x)
+    with pytest.raises(GradtoolsError, match=r"'0.bias'\] has shape \(3,\).*\(8,\)"):
+        apply({**params, "0.bias": torch.zeros(3)}, state, x)
+    with pytest.raises(GradtoolsError, match=r"state .*missing: \['1.running_mean'"):
+        apply(params, {}, x)
+    with pytest.raises(GradtoolsError, match="must be a tensor"):
+        apply({**params, "0.bias": None}, state, x)
+    with pytest.raises(GradtoolsError, match="dictionary"):
+        apply(list(params), state, x)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda: 3, "builtins.int; .*torch.nn.Module"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "RecursiveScriptModule|ScriptModule"),
+        (lambda: torch.compile(nn.Linear(2, 2)), "OptimizedModule.*_orig_mod"),
+        (lambda: nn.LazyLinear(2), "no shape yet"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_modules_whose_tensors_cannot_be_given_are_refused(module, message):
+    with pytest.raises(GradtoolsError, match=message):
+        functionalize(module())
+
+
+def test_variables_are_refused_for_torch_and_cached_parametrizations_too():
+    with pytest.raises(GradtoolsError, match="variables=None"):
+        functionalize(nn.Linear(2, 2), variables={})
+    apply, params, state = functionalize(nn.Linear(2, 2))
+    with (
+        nn.utils.parametrize.cached(),
+        pytest.raises(GradtoolsError, match="outside of it"),
+    ):
+        apply(params, state, batch(1, 2))

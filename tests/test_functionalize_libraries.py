@@ -1,0 +1,398 @@
+"""functionalize for flax.linen, flax.nnx and equinox, and against torch.nn from one set of weights.
+
+The network is dense, batch normalisation, tanh, dense. Conventions differ in two places, named
+here once: the new running value is (1 - m) old + m batch in PyTorch, and m old + (1 - m) batch in
+flax and equinox; PyTorch's running variance is unbiased, n / (n - 1) times the others'.
+"""
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+jax = pytest.importorskip("jax")
+linen = pytest.importorskip("flax.linen")
+nnx = pytest.importorskip("flax.nnx")
+eqx = pytest.importorskip("equinox")
+import jax.numpy as jnp  # noqa: E402  only where jax is installed
+
+from gradtools.jax.modules import functionalize  # noqa: E402
+
+IN, HIDDEN, OUT, BATCH = 4, 8, 3, 6
+MOMENTUM = 0.9
+KEY = jax.random.key(5)
+
+
+class Linen(linen.Module):
+    rate: float = 0.0
+
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.Dense(HIDDEN, param_dtype=x.dtype)(x)
+        x = linen.BatchNorm(not train, momentum=MOMENTUM, param_dtype=x.dtype)(x)
+        x = linen.Dropout(self.rate, deterministic=not train)(jnp.tanh(x))
+        return linen.Dense(OUT, param_dtype=x.dtype)(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rate=0.0, dtype=jnp.float32):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(IN, HIDDEN, rngs=rngs, param_dtype=dtype)
+        self.norm = nnx.BatchNorm(HIDDEN, momentum=MOMENTUM, rngs=rngs, param_dtype=dtype)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+        self.again = nnx.Dropout(rate, rngs=rngs)
+        self.last = nnx.Linear(HIDDEN, OUT, rngs=rngs, param_dtype=dtype)
+
+    def __call__(self, x):
+        return self.last(self.again(self.drop(jnp.tanh(self.norm(self.first(x))))))
+
+
+class Equinox(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    drop: eqx.nn.Dropout
+    last: eqx.nn.Linear
+
+    def __init__(self, rate=0.0, dtype=jnp.float32):
+        self.first = eqx.nn.Linear(IN, HIDDEN, key=KEY, dtype=dtype)
+        self.norm = eqx.nn.BatchNorm(HIDDEN, "batch", momentum=MOMENTUM, mode="batch", dtype=dtype)
+        self.drop = eqx.nn.Dropout(rate)
+        self.last = eqx.nn.Linear(HIDDEN, OUT, key=KEY, dtype=dtype)
+
+    def __call__(self, x, state, *, key=None):
+        x, state = self.norm(self.first(x), state)
+        return self.last(self.drop(jnp.tanh(x), key=key)), state
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (HIDDEN, IN), "b1": HIDDEN, "w2": (OUT, HIDDEN), "b2": OUT, "g": HIDDEN}
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+
+def inputs():
+    return np.random.default_rng(1).standard_normal((BATCH, IN))
+
+
+def run_torch(train):
+    torch = pytest.importorskip("torch")
+    from gradtools.torch.modules import functionalize
+
+    norm = torch.nn.BatchNorm1d(HIDDEN, momentum=1 - MOMENTUM)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(IN, HIDDEN), norm, torch.nn.Tanh(), torch.nn.Linear(HIDDEN, OUT)
+    )
+    apply, params, state = functionalize(net.double(), train=train)
+    names = {"w1": "0.weight", "b1": "0.bias", "g": "1.weight", "w2": "3.weight", "b2": "3.bias"}
+    given = {names[n]: torch.tensor(w).requires_grad_() for n, w in weights().items()}
+    out, new = apply({**params, **given}, state, torch.tensor(inputs()))
+    (gradient,) = torch.autograd.grad(out.square().sum(), given["0.weight"])
+    unbiased = BATCH / (BATCH - 1) if train else 1.0
+    variance = new["1.running_var"] - MOMENTUM if train else new["1.running_var"]
+    variance = variance / unbiased + (MOMENTUM if train else 0.0)
+    return out.detach().numpy(), new["1.running_mean"].numpy(), variance.numpy(), gradient.numpy()
+
+
+def in_jax(apply, params, state, read, place):
+    def loss(w1):
+        out, new = apply(place(params, w1), state, jnp.asarray(inputs()))
+        return jnp.sum(out**2), (out, read(new))
+
+    grad, (out, (mean, variance)) = jax.grad(loss, has_aux=True)(jnp.asarray(weights()["w1"]))
+    return tuple(map(np.asarray, (out, mean, variance, grad)))
+
+
+def run_linen(train):
+    w = weights()
+    variables = Linen().init(KEY, jnp.asarray(inputs()), train=False)
+    apply, params, state = functionalize(Linen(), variables=variables, train=train)
+    params = {
+        "Dense_0": {"kernel": w["w1"].T, "bias": w["b1"]},
+        "BatchNorm_0": {"scale": w["g"], "bias": np.zeros(HIDDEN)},
+        "Dense_1": {"kernel": w["w2"].T, "bias": w["b2"]},
+    }
+    state = jax.tree.map(lambda x: x.astype(jnp.float64), state)
+    return in_jax(
+        apply,
+        params,
+        state,
+        lambda new: (
+            new["batch_stats"]["BatchNorm_0"]["mean"],
+            new["batch_stats"]["BatchNorm_0"]["var"],
+        ),
+        lambda p, w1: {**p, "Dense_0": {**p["Dense_0"], "kernel": w1.T}},
+    )
+
+
+def run_nnx(train):
+    w, net = weights(), Nnx(dtype=jnp.float64)
+    net.first.kernel[...], net.first.bias[...] = w["w1"].T, w["b1"]
+    net.last.kernel[...], net.last.bias[...] = w["w2"].T, w["b2"]
+    net.norm.scale[...] = w["g"]
+    apply, params, state = functionalize(net, train=train)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), state["variables"])
+    state = {**state, "variables": wide}
+
+    def place(params, w1):
+        params = jax.tree.map(lambda x: x, params)
+        params["first"]["kernel"] = nnx.Param(w1.T)
+        return params
+
+    def read(new):
+        return new["variables"]["norm"]["mean"].get_value(), new["variables"]["norm"][
+            "var"
+        ].get_value()
+
+    return in_jax(apply, params, state, read, place)
+
+
+def run_equinox(train):
+    w = weights()
+    net, memory = eqx.nn.make_with_state(Equinox)(dtype=jnp.float64)
+
+    def slots(n):
+        return (n.first.weight, n.first.bias, n.norm.weight, n.last.weight, n.last.bias)
+
+    arrays = [jnp.asarray(w[name]) for name in ("w1", "b1", "g", "w2", "b2")]
+    net = eqx.tree_at(slots, net, arrays)
+    apply, params, state = functionalize(net, variables=memory, train=train)
+
+    def batched(params, state, x):
+        one = jax.vmap(lambda row: apply(params, state, row), axis_name="batch", out_axes=(0, None))
+        return one(x)
+
+    def read(new):
+        mean, variance = new.get(net.norm.batch_state_index)
+        return mean, variance
+
+    return in_jax(
+        batched, params, state, read, lambda p, w1: eqx.tree_at(lambda n: n.first.weight, p, w1)
+    )
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("run", [run_linen, run_nnx], ids=["linen", "nnx"])
+def test_the_same_weights_give_pytorchs_numbers_and_batch_statistics(x64, run, train):
+    for found, expected in zip(run(train), run_torch(train), strict=True):
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_equinox_gives_the_numbers_of_linen_in_training(x64):
+    """Its running statistics start at the first batch's, unlike the others'; not compared."""
+    found, expected = run_equinox(True), run_linen(True)
+    for i in (0, 3):
+        np.testing.assert_allclose(found[i], expected[i], rtol=1e-12, atol=1e-13)
+
+
+# One call, each library
+
+
+def small_linen(rate=0.5, train=True):
+    variables = Linen(rate).init(KEY, jnp.ones((BATCH, IN)), train=False)
+    return functionalize(Linen(rate), variables=variables, train=train)
+
+
+def small_nnx(rate=0.5, train=True):
+    return functionalize(Nnx(rate), train=train)
+
+
+def small_equinox(rate=0.5, train=True):
+    net, memory = eqx.nn.make_with_state(Equinox)(rate)
+    apply, params, state = functionalize(net, variables=memory, train=train)
+
+    def batched(params, state, x, key=None):
+        keys = None if key is None else jax.random.split(key, len(x))
+        one = jax.vmap(
+            lambda row, key: apply(params, state, row, key=key),
+            in_axes=(0, None if key is None else 0),
+            axis_name="batch",
+            out_axes=(0, None),
+        )
+        return one(x, keys)
+
+    return batched, params, state
+
+
+LIBRARIES = pytest.mark.parametrize("make", [small_linen, small_nnx, small_equinox])
+
+
+def values(tree):
+    leaves = jax.tree.leaves(tree)
+    return [
+        np.asarray(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        ).copy()
+        for x in leaves
+    ]
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@LIBRARIES
+def test_the_same_key_gives_the_same_numbers_and_another_key_others(make):
+    apply, params, state = make()
+    x = jnp.asarray(inputs(), jnp.float32)
+    first, second, other = (apply(params, state, x, key=jax.random.key(i))[0] for i in (0, 0, 1))
+    assert np.array_equal(first, second) and not np.array_equal(first, other)
+
+
+@LIBRARIES
+def test_apply_changes_none_of_its_arguments_and_may_be_called_again(make):
+    apply, params, state = make()
+    x, before = jnp.asarray(inputs(), jnp.float32), values((params, state))
+    results = [values(apply(params, state, x, key=KEY)) for _ in range(2)]
+    assert equal(*results)
+    assert equal(before, values((params, state)))
+
+
+@LIBRARIES
+def test_state_goes_in_and_comes_out_in_one_structure_also_through_scan(make):
+    apply, params, state = make()
+    x = jnp.asarray(inputs(), jnp.float32)
+
+    def step(state, key):
+        out, state = apply(params, state, x, key=key)
+        return state, out
+
+    last, outs = jax.lax.scan(step, state, jax.random.split(KEY, 3))
+    assert outs.shape == (3, BATCH, OUT)
+    assert jax.tree.structure(last) == jax.tree.structure(state)
+    assert not equal(values(last), values(state))
+
+
+@LIBRARIES
+def test_gradients_are_taken_with_respect_to_params_under_jit(make):
+    apply, params, state = make()
+    x = jnp.asarray(inputs(), jnp.float32)
+    grads = jax.jit(jax.grad(lambda p: apply(p, state, x, key=KEY)[0].sum()))(params)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert any(np.any(g) for g in values(grads))
+
+
+@LIBRARIES
+def test_evaluation_mode_draws_nothing_and_counts_nothing(make):
+    apply, params, state = make(train=True)
+    _, state = apply(params, state, jnp.asarray(inputs(), jnp.float32), key=KEY)
+    apply, params, _ = make(train=False)
+    x = jnp.asarray(inputs(), jnp.float32)
+    out, new = apply(params, state, x)
+    assert equal(values(new), values(state))
+    assert np.array_equal(out, apply(params, state, x)[0])
+
+
+@pytest.mark.parametrize("make", [small_linen, small_equinox])
+def test_randomness_without_a_key_is_refused_by_name(make):
+    apply, params, state = make()
+    with pytest.raises(GradtoolsError, match=r"pass key= to apply"):
+        apply(params, state, jnp.ones((BATCH, IN)))
+
+
+def test_nnx_without_a_key_counts_its_own_streams_on():
+    apply, params, state = small_nnx()
+    x = jnp.ones((BATCH, IN))
+    out, new = apply(params, state, x)
+    again, _ = apply(params, new, x)
+    assert not np.array_equal(out, again)
+    _, keyed = apply(params, state, x, key=KEY)
+    assert equal(values(keyed["rngs"]), values(state["rngs"]))
+
+
+def test_two_nnx_dropouts_of_one_stream_name_get_masks_of_their_own():
+    class Two(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.a, self.b = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x):
+            return self.a(x), self.b(x)
+
+    apply, params, state = functionalize(Two())
+    (a, b), _ = apply(params, state, jnp.ones(200), key=KEY)
+    assert not np.array_equal(a, b)
+
+
+def test_the_nnx_module_is_left_as_it_was():
+    net = Nnx(0.5)
+    apply, params, state = functionalize(net, train=True)
+    before = values(nnx.state(net))
+    apply(params, state, jnp.asarray(inputs(), jnp.float32))
+    assert equal(before, values(nnx.state(net)))
+
+
+def test_linen_streams_are_those_of_rng_names():
+    variables = Linen(0.5).init(KEY, jnp.ones((BATCH, IN)), train=False)
+    apply, params, state = functionalize(Linen(0.5), variables=variables, rng_names=("noise",))
+    with pytest.raises(GradtoolsError, match=r"rng_names, which are \('noise',\)"):
+        apply(params, state, jnp.ones((BATCH, IN)), True, key=KEY)
+
+
+def test_linen_keywords_of_the_call_win_over_train():
+    apply, params, state = small_linen(train=True)
+    _, new = apply(params, state, jnp.ones((BATCH, IN)), train=False)
+    assert equal(values(new), values(state))
+
+
+class Deterministic(linen.Module):
+    @linen.compact
+    def __call__(self, x, deterministic=True):
+        return linen.Dropout(0.5)(x, deterministic=deterministic)
+
+
+def test_train_reaches_a_linen_module_that_knows_deterministic():
+    apply, params, state = functionalize(Deterministic(), variables={}, train=True)
+    assert (apply(params, state, jnp.ones(200), key=KEY)[0] == 0).any()
+
+
+def test_train_is_refused_where_the_linen_module_has_no_word_for_it():
+    net = linen.Dense(2)
+    variables = net.init(KEY, jnp.ones(3))
+    with pytest.raises(GradtoolsError, match="train=True cannot be passed on"):
+        functionalize(net, variables=variables, train=True)
+
+
+def test_an_equinox_module_that_takes_no_key_is_called_without_one():
+    class Plain(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return self.w * x
+
+    apply, params, state = functionalize(Plain(jnp.ones(2)))
+    assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], [1, 1])
+
+
+@LIBRARIES
+def test_wrong_params_are_named(make):
+    apply, params, state = make()
+    x = jnp.ones((BATCH, IN))
+    with pytest.raises(GradtoolsError, match=r"params.* has shape .*the module's has"):
+        apply(jax.tree.map(lambda p: jnp.ones((7, *p.shape)), params), state, x, key=KEY)
+    with pytest.raises(GradtoolsError, match="missing: "):
+        apply({}, state, x, key=KEY)
+
+
+def test_what_is_no_module_or_has_the_wrong_variables_is_refused():
+    with pytest.raises(GradtoolsError, match=r"builtins.int; .*flax.linen, flax.nnx or equinox"):
+        functionalize(3)
+    with pytest.raises(GradtoolsError, match=r"variables=module\.init"):
+        functionalize(linen.Dense(2))
+    with pytest.raises(GradtoolsError, match="variables=None"):
+        functionalize(Nnx(), variables={})
+    with pytest.raises(GradtoolsError, match=r"eqx.nn.State"):
+        functionalize(eqx.nn.Identity(), variables={})
+
+
+@pytest.mark.parametrize("make", [small_linen, small_nnx])
+def test_what_is_no_key_is_refused(make):
+    apply, params, state = make()
+    with pytest.raises(GradtoolsError, match="a key is made by"):
+        apply(params, state, jnp.ones((BATCH, IN)), key=3)

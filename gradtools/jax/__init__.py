@@ -1,0 +1,79 @@
+"""gradtools for JAX: `import gradtools.jax as gt`."""
+
+from gradtools.api import Api
+from gradtools.jax.backend import JaxBackend
+
+_api = Api(JaxBackend())
+
+GradientAccumulator = _api.GradientAccumulator
+accumulate_gradients = _api.accumulate_gradients
+asarray = _api.asarray
+assign_gradients = _api.assign_gradients
+checkpoint = _api.checkpoint
+clip_gradient = _api.clip_gradient
+compile = _api.compile
+functionalize = _api.functionalize
+grad = _api.grad
+hessian = _api.hessian
+hvp = _api.hvp
+jacobian = _api.jacobian
+jvp = _api.jvp
+key = _api.key
+known_gradient = _api.known_gradient
+linearize = _api.linearize
+minimax_value_and_grad = _api.minimax_value_and_grad
+mixed_partial = _api.mixed_partial
+per_example_grad = _api.per_example_grad
+reverse_gradient = _api.reverse_gradient
+scale_gradient = _api.scale_gradient
+split = _api.split
+stop_gradient = _api.stop_gradient
+straight_through = _api.straight_through
+to_numpy = _api.to_numpy
+transform_gradient = _api.transform_gradient
+value_and_grad = _api.value_and_grad
+vjp = _api.vjp
+vmap = _api.vmap
+
+__all__ = [
+    "GradientAccumulator",
+    "accumulate_gradients",
+    "asarray",
+    "assign_gradients",
+    "checkpoint",
+    "clip_gradient",
+    "compile",
+    "functionalize",
+    "grad",
+    "hessian",
+    "hvp",
+    "jacobian",
+    "jvp",
+    "key",
+    "known_gradient",
+    "linearize",
+    "minimax_value_and_grad",
+    "mixed_partial",
+    "per_example_grad",
+    "reverse_gradient",
+    "scale_gradient",
+    "split",
+    "stop_gradient",
+    "straight_through",
+    "to_numpy",
+    "transform_gradient",
+    "value_and_grad",
+    "vjp",
+    "vmap",
+    "xp",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "xp":  # looked up when asked for: an import of gradtools stays light
+        return _api.xp
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

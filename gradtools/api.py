@@ -1,0 +1,16 @@
+"""The public operators, collected. Each is documented where it is written.
+
+`Api(backend)` binds them to a backend; the namespaces `gradtools.torch` and `gradtools.jax`
+export its methods under their names.
+"""
+
+from __future__ import annotations
+
+from gradtools.accumulate import Accumulation
+from gradtools.derivatives import Derivatives
+from gradtools.edits import Edits
+from gradtools.models import Models
+
+
+class Api(Derivatives, Edits, Accumulation, Models):
+    """Every public operator, bound to one backend."""

@@ -1,0 +1,123 @@
+"""The narrow waist: what a framework must be able to do.
+
+Everything above is written once, on flat lists of arrays. A function handed to the waist, `fun`,
+takes the differentiated leaves and returns two lists, `(outs, extras)`: the arrays that are
+differentiated, and those that are only handed through. A third backend is one more folder with
+this Protocol in it.
+
+Gradtools' complex convention holds on this side: a pullback is J^H v. Where a framework's own
+convention is another, its wing converts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gradtools.rules import Rule
+
+Array = Any
+Fun = Callable[..., tuple[list[Array], list[Array]]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of a function, and its derivative there.
+
+    Attributes:
+        outs: The differentiated outputs.
+        extras: The outputs that were only handed through.
+        pullback: Cotangents of outs (None: zero) to cotangents of the leaves (None: not reached).
+        nested: Whether a gradtools derivative was taken inside: then "not reached" may be an
+            honest zero.
+        checked: Whether None in a pullback's result can be relied on.
+        where_lost: Where the path from leaf i to the output is cut, for messages.
+    """
+
+    outs: list[Array]
+    extras: list[Array]
+    pullback: Callable[[Sequence[Array | None]], list[Array | None]]
+    nested: Callable[[], bool] = lambda: False
+    checked: bool = True
+    where_lost: Callable[[int], list[str]] = lambda i: []
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A function that was looked at before it runs, where the framework can do that.
+
+    Attributes:
+        run: Evaluates it; with `run` in its place the user's function runs once.
+        reverse_only: Whether it holds something that forward mode cannot enter.
+        jacobian_mode: Which mode takes fewer passes.
+    """
+
+    run: Fun
+    reverse_only: bool = False
+    jacobian_mode: str = "reverse"
+
+
+class Backend(Protocol):
+    """What a wing provides."""
+
+    name: str
+    hvp_mode: str  # what mode="auto" means for hvp and hessian
+    xp: Any  # the array-API namespace
+
+    # Pytrees. None is an empty tree.
+    def flatten(self, tree: Any) -> tuple[list[Any], Any]: ...
+    def unflatten(self, treedef: Any, leaves: Sequence[Any]) -> Any: ...
+    def leaf_paths(self, tree: Any) -> list[str]: ...
+
+    # Arrays.
+    def is_array(self, x: Any) -> bool: ...
+    def is_inexact(self, x: Array) -> bool: ...
+    def is_complex(self, x: Array) -> bool: ...
+    def dtype_name(self, x: Array) -> str: ...
+    def asarray(self, x: Any) -> Array: ...
+    def cast(self, x: Any, like: Array | str) -> Array: ...
+    def real_scalar(self, x: Any, like: Array) -> Array: ...
+    def zeros_like(self, x: Array) -> Array: ...
+    def unit_basis(self, x: Array) -> Array: ...
+    def is_known_zero(self, x: Array) -> bool: ...
+
+    # Derivatives.
+    def vjp(self, fun: Fun, leaves: list[Array], *, stage: bool, once: bool) -> Evaluation: ...
+    def jvp(
+        self, fun: Fun, leaves: list[Array], tangents: list[Array]
+    ) -> tuple[list[Array], list[Array], list[Array]]: ...
+    def linearize(
+        self, fun: Fun, leaves: list[Array]
+    ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]: ...
+    def stage(self, fun: Fun, leaves: list[Array]) -> Staged: ...
+    def without_graph(self, fun: Callable[[], Any]) -> Any: ...
+    def constant(self, x: Array, message: str, *sources: Any) -> Array: ...
+    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]: ...
+    def stop_gradient(self, x: Array) -> Array: ...
+    def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any: ...
+
+    # The framework's own transforms.
+    def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]: ...
+    def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]: ...
+    def checkpoint(self, f: Any) -> Callable[..., Any]: ...
+    def compile(self, f: Any, **options: Any) -> Callable[..., Any]: ...
+
+    # Models and writing.
+    def functionalize(
+        self, module: Any, *, variables: Any, train: bool | None, rng_names: tuple[str, ...]
+    ) -> tuple[Callable[..., Any], Any, Any]: ...
+    def to_numpy(self, x: Array) -> Any: ...
+    def key(self, seed: int) -> Array: ...
+    def split(self, key: Array, n: int = 2) -> Array: ...
+    accumulation: Any  # the wing's room for what writes
+
+
+class Operators:
+    """Public operators, bound to one backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __repr__(self) -> str:
+        return f"<gradtools for {self._backend.name}>"

@@ -1,0 +1,256 @@
+"""One call of a user's function, seen as a function of flat arrays.
+
+The derivative operators speak of arguments and pytrees, the waist of lists of arrays. A `Call`
+is the bridge: it sets the differentiated leaves apart, names each by its argument and path, and
+puts results back into their trees. All checks of what the user passed stand here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gradtools.backend import Array, Backend
+from gradtools.errors import GradtoolsError
+
+
+class Call:
+    """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        asked: str,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        argnums: tuple[int, ...],
+        has_aux: bool = False,
+    ) -> None:
+        self.backend, self.asked, self.f, self.has_aux = backend, asked, f, has_aux
+        self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
+        self.trees: list[Any] = []
+        self.leaves: list[Array] = []
+        self.paths: list[str] = []
+        self.counts: list[int] = []
+        self._template: list[list[Any]] = []
+        for i in argnums:
+            self._add_argument(i)
+
+    def _add_argument(self, i: int) -> None:
+        """Sets apart the leaves of argument i."""
+        leaves, treedef = self.backend.flatten(self.args[i])
+        paths = self.backend.leaf_paths(self.args[i])
+        named = [f"argument {i}{path}" for path in paths]
+        active = [leaf is not None for leaf in leaves]
+        found = [
+            differentiable_leaf(self.backend, self.asked, leaf, name)
+            for leaf, name, a in zip(leaves, named, active, strict=True)
+            if a
+        ]
+        self.trees.append((treedef, active))
+        self.leaves += found
+        self.paths += [name for name, a in zip(named, active, strict=True) if a]
+        self.counts.append(len(found))
+
+    # --- the function of flat arrays
+
+    def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
+        """f at other leaves: `(outs, extras)`. Remembers the tree of what f returned."""
+        args = list(self.args)
+        for i, tree in zip(self.argnums, self.to_trees(leaves), strict=True):
+            args[i] = tree
+        result = self.f(*args, **self.kwargs)
+        out, aux = self._parted(result)
+        backend = self.backend
+        out_leaves, self._out_def = backend.flatten(out)
+        self._out_paths = backend.leaf_paths(out)
+        aux_leaves, self._aux_def = backend.flatten(aux)
+        arrays = [self._as_output(x, p) for x, p in zip(out_leaves, self._out_paths, strict=True)]
+        self._inexact = [x is not None and backend.is_inexact(x) for x in arrays]
+        self._present = [x is not None for x in arrays]
+        self._aux_static = [None if backend.is_array(x) else (x,) for x in aux_leaves]
+        outs = [x for x, inexact in zip(arrays, self._inexact, strict=True) if inexact]
+        extras = [
+            x
+            for x, inexact in zip(arrays, self._inexact, strict=True)
+            if x is not None and not inexact
+        ]
+        return outs, extras + [x for x in aux_leaves if backend.is_array(x)]
+
+    def _parted(self, result: Any) -> tuple[Any, Any]:
+        if not self.has_aux:
+            return result, None
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise GradtoolsError(
+                f"{self.asked}: with has_aux=True f must return a pair (output, aux), got "
+                f"{describe(self.backend, result)}."
+            )
+        return result
+
+    def _as_output(self, x: Any, path: str) -> Array | None:
+        if x is None and path:
+            return None
+        if self.backend.is_array(x):
+            return x
+        try:
+            return self.backend.asarray(x)
+        except (TypeError, ValueError, GradtoolsError) as error:
+            raise GradtoolsError(
+                f"{self.asked}: f returned {describe(self.backend, x)} at output{path}, expected "
+                "an array. Return arrays, and anything else through has_aux=True."
+            ) from error
+
+    # --- back into trees
+
+    def to_trees(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """One tree for each differentiated argument, with `leaves` in place of its own."""
+        left = iter(leaves)
+        return tuple(
+            self.backend.unflatten(treedef, [next(left) if a else None for a in active])
+            for treedef, active in self.trees
+        )
+
+    def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
+        """The leaves of one tree for each differentiated argument, checked against them."""
+        found: list[Array] = []
+        named = zip(self.argnums, trees, self.trees, strict=True)
+        for i, tree, (treedef, active) in named:
+            leaves, came = self.backend.flatten(tree)
+            if came != treedef:
+                raise GradtoolsError(
+                    f"{self.asked}: {what} {i} has the structure {came}, expected that of "
+                    f"argument {i}, {treedef}."
+                )
+            found += [leaf for leaf, a in zip(leaves, active, strict=True) if a]
+        return [
+            matching(self.backend, self.asked, x, like, path.replace("argument", what, 1), path)
+            for x, like, path in zip(found, self.leaves, self.paths, strict=True)
+        ]
+
+    def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
+        """`(out, aux)` of f from the flat lists."""
+        diff, rest = iter(outs), iter(extras)
+        leaves = [
+            next(diff) if inexact else next(rest) if present else None
+            for inexact, present in zip(self._inexact, self._present, strict=True)
+        ]
+        aux = [static[0] if static else next(rest) for static in self._aux_static]
+        backend = self.backend
+        return backend.unflatten(self._out_def, leaves), backend.unflatten(self._aux_def, aux)
+
+    def tangent_output(self, tangents: Sequence[Array]) -> Any:
+        """The tree of f's output with tangents; None where the output is no float."""
+        left = iter(tangents)
+        leaves = [next(left) if inexact else None for inexact in self._inexact]
+        return self.backend.unflatten(self._out_def, leaves)
+
+    def cotangents(self, tree: Any, outs: Sequence[Array]) -> list[Array]:
+        """The leaves of a cotangent tree that belong to `outs`, checked against them."""
+        leaves, came = self.backend.flatten(tree)
+        if came != self._out_def:
+            raise GradtoolsError(
+                f"{self.asked}: the cotangent has the structure {came}, expected that of f's "
+                f"output, {self._out_def}."
+            )
+        paired = zip(leaves, self._out_paths, self._inexact, strict=True)
+        found = [(leaf, path) for leaf, path, inexact in paired if inexact]
+        return [
+            matching(self.backend, self.asked, ct, y, f"cotangent{path}", f"output{path}")
+            for (ct, path), y in zip(found, outs, strict=True)
+        ]
+
+    def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
+        """The one real number that f returned, or an error that says what it was."""
+        single = len(self._inexact) == 1 and self._out_paths == [""]
+        out = outs[0] if single and outs else None
+        if out is not None and tuple(out.shape) == () and not self.backend.is_complex(out):
+            return out
+        came = describe(self.backend, self.output(outs, extras)[0])
+        mend = "Reduce it, for instance with .sum() or .mean()"
+        if out is not None and self.backend.is_complex(out):
+            mend = "Take its real part, or a norm"
+        elif single and not outs:
+            mend = "Keep it floating: a cast to integer or boolean has no derivative"
+        if not self.has_aux and not single:
+            mend += ", or return (loss, aux) with has_aux=True"
+        raise GradtoolsError(
+            f"{self.asked}: f must return one real number, an array of shape (); got {came}. "
+            f"{mend}."
+        )
+
+
+def normalized_argnums(asked: str, argnums: Any, count: int) -> tuple[int, ...]:
+    """argnums as a tuple of positions from 0, each checked against the number of arguments."""
+    given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
+    positions = []
+    for i in given:
+        if isinstance(i, bool) or not hasattr(i, "__index__"):
+            raise GradtoolsError(f"{asked}: argnums must hold integers, got {i!r}.")
+        i = operator.index(i)
+        if not -count <= i < count:
+            raise GradtoolsError(
+                f"{asked}: argnums holds {i}, but f was called with {count} positional "
+                f"arguments (0 to {count - 1}). Keyword arguments are not differentiated; pass "
+                "what is to be differentiated by position."
+            )
+        positions.append(i % count)
+    if len(set(positions)) < len(positions):
+        raise GradtoolsError(f"{asked}: argnums {given} names an argument twice.")
+    if not positions:
+        raise GradtoolsError(f"{asked}: argnums is empty; name at least one argument.")
+    return tuple(positions)
+
+
+def differentiable_leaf(backend: Backend, asked: str, leaf: Any, name: str) -> Array:
+    """The leaf as an array that can be differentiated, or an error that names it."""
+    if isinstance(leaf, bool | int):
+        raise _not_differentiable(asked, name, f"the Python {type(leaf).__name__} {leaf!r}")
+    if not backend.is_array(leaf):
+        leaf = _converted(backend, asked, leaf, name)
+    if not backend.is_inexact(leaf):
+        came = f"an array of dtype {backend.dtype_name(leaf)} and shape {tuple(leaf.shape)}"
+        raise _not_differentiable(asked, name, came)
+    return leaf
+
+
+def _converted(backend: Backend, asked: str, leaf: Any, name: str) -> Array:
+    if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
+        came = f"an object of type {type(leaf).__name__}"
+        raise _not_differentiable(asked, name, came)
+    return backend.asarray(leaf)
+
+
+def _not_differentiable(asked: str, name: str, came: str) -> GradtoolsError:
+    return GradtoolsError(
+        f"{asked}: {name} is {came}; what is differentiated must be a floating or complex array. "
+        "Cast it, or keep it in an argument that argnums does not name."
+    )
+
+
+def matching(
+    backend: Backend, asked: str, x: Any, like: Array, name: str, like_name: str
+) -> Array:
+    """x as an array of like's shape and dtype, or an error that names both."""
+    if isinstance(x, bool | int | float | complex):
+        x = backend.cast(x, like)
+    elif not backend.is_array(x):
+        x = _converted(backend, asked, x, name)
+    came = (tuple(x.shape), backend.dtype_name(x))
+    wanted = (tuple(like.shape), backend.dtype_name(like))
+    if came != wanted:
+        raise GradtoolsError(
+            f"{asked}: {name} has shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and "
+            f"{wanted[1]}, those of {like_name}. Reshape or cast it."
+        )
+    return x
+
+
+def describe(backend: Backend, x: Any) -> str:
+    """What x is, in a few words, for messages."""
+    if backend.is_array(x):
+        return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
+    if isinstance(x, tuple | list | dict):
+        return f"a {type(x).__name__} of {len(x)}"
+    return f"{x!r}" if x is None else f"a {type(x).__name__}"

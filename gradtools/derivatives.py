@@ -1,0 +1,822 @@
+"""Derivatives of functions, written once on the waist's vjp, jvp and linearize.
+
+With J the Jacobian of f at x and Re<u, v> the inner product,
+
+    pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
+
+and everything here is one of the two, or one through the other. The gradient of a real f is
+J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from gradtools.backend import Array, Backend, Evaluation, Fun, Operators
+from gradtools.calls import Call, normalized_argnums
+from gradtools.errors import DisconnectedInputError, GradtoolsError, GradtoolsWarning
+
+Argnums = int | Sequence[int]
+Disconnected = Literal["raise", "warn", "zeros", "strict"]
+JacobianMode = Literal["auto", "forward", "reverse"]
+HvpMode = Literal["auto", "forward_over_reverse", "reverse_over_reverse"]
+_DISCONNECTED = ("raise", "warn", "zeros", "strict")
+_JACOBIAN_MODES = ("auto", "forward", "reverse")
+_HVP_MODES = ("auto", "forward_over_reverse", "reverse_over_reverse")
+
+
+class Derivatives(Operators):
+    """The operators that differentiate."""
+
+    def grad(
+        self,
+        f: Callable[..., Any],
+        argnums: Argnums = 0,
+        has_aux: bool = False,
+        disconnected_inputs: Disconnected = "raise",
+    ) -> Callable[..., Any]:
+        """The gradient function of a real scalar f: J^H 1.
+
+        f is evaluated once. Nothing but f's own effects remains: no `.grad` is touched.
+
+        Args:
+            f: Takes and returns pytrees of arrays; its output is one real array of shape ().
+            argnums: Which positional arguments to differentiate: an integer or a tuple.
+            has_aux: Whether f returns `(output, aux)`; aux may hold anything.
+            disconnected_inputs: What happens when an argument does not reach the output:
+                "raise", "warn", "zeros", or "strict", which raises for any single leaf.
+
+        Returns:
+            A function of f's arguments, returning a pytree like the argument (a tuple of them
+            if argnums is a tuple), or `(grads, aux)`.
+
+        Raises:
+            GradtoolsError: (on call) The output is not a real scalar; a differentiated argument
+                holds something that is not a floating or complex array; argnums is out of range.
+            DisconnectedInputError: (on call) As `disconnected_inputs` says.
+
+        Example:
+            >>> x = {"w": gt.asarray(np.float32([1.0, 2.0]))}
+            >>> g = gt.grad(lambda x: (x["w"] ** 2).sum())(x)
+            >>> gt.to_numpy(g["w"]).tolist()
+            [2.0, 4.0]
+        """
+        both = self._scalar_gradient("grad", f, argnums, has_aux, disconnected_inputs)
+
+        def gradient(*args: Any, **kwargs: Any) -> Any:
+            _, aux, grads = both(args, kwargs)
+            return (grads, aux) if has_aux else grads
+
+        return _named("grad", f, gradient)
+
+    def value_and_grad(
+        self,
+        f: Callable[..., Any],
+        argnums: Argnums = 0,
+        has_aux: bool = False,
+        disconnected_inputs: Disconnected = "raise",
+    ) -> Callable[..., Any]:
+        """The value and the gradient of a real scalar f, from one evaluation.
+
+        Args:
+            f: As in `grad`.
+            argnums: As in `grad`.
+            has_aux: As in `grad`.
+            disconnected_inputs: As in `grad`.
+
+        Returns:
+            A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)`.
+
+        Raises:
+            GradtoolsError: As `grad` does.
+            DisconnectedInputError: As `grad` does.
+
+        Example:
+            >>> value, g = gt.value_and_grad(lambda x: x ** 2)(gt.asarray(np.float32(3.0)))
+            >>> float(value), float(g)
+            (9.0, 6.0)
+        """
+        both = self._scalar_gradient("value_and_grad", f, argnums, has_aux, disconnected_inputs)
+
+        def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+            value, aux, grads = both(args, kwargs)
+            return ((value, aux) if has_aux else value), grads
+
+        return _named("value_and_grad", f, value_and_gradient)
+
+    def minimax_value_and_grad(
+        self, f: Callable[..., Any], minimize: Argnums, maximize: Argnums
+    ) -> Callable[..., Any]:
+        """The value, and for every player the direction from which it descends.
+
+        One evaluation serves the players that minimise f and those that maximise it: the
+        gradients of the latter come out negated, so that each takes `x - lr * grad`.
+
+        Args:
+            f: As in `grad`.
+            minimize: The argnums of the players that minimise f.
+            maximize: The argnums of the players that maximise it.
+
+        Returns:
+            A function of f's arguments, returning `(value, grads)`, grads in ascending argnum
+            order.
+
+        Raises:
+            GradtoolsError: As `grad` does, or if an argument both minimises and maximises.
+            DisconnectedInputError: If a player does not reach f's output.
+
+        Example:
+            >>> f = lambda x, y: x ** 2 - y ** 2
+            >>> two = gt.asarray(np.float32(2.0))
+            >>> value, grads = gt.minimax_value_and_grad(f, 0, 1)(two, two)
+            >>> [float(g) for g in grads]
+            [4.0, 4.0]
+        """
+        down, up = (
+            tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize)
+        )
+        both = self._scalar_gradient("minimax_value_and_grad", f, (*down, *up), False, "raise")
+
+        def value_and_directions(*args: Any, **kwargs: Any) -> Any:
+            value, _, grads = both(args, kwargs)
+            signed = [g if i < len(down) else self._negated(g) for i, g in enumerate(grads)]
+            order = normalized_argnums("minimax_value_and_grad", (*down, *up), len(args))
+            return value, tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
+
+        return _named("minimax_value_and_grad", f, value_and_directions)
+
+    def vjp(self, f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+        """The value of f and its pullback c -> J^H c, from one evaluation.
+
+        Args:
+            f: Takes and returns pytrees of arrays.
+            primals: Pytrees of floating or complex arrays.
+            has_aux: Whether f returns `(output, aux)`.
+
+        Returns:
+            `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent like out
+            (what stands at leaves that are not floating or complex is ignored), may be called
+            many times, and returns a tuple with one pytree for each primal; what does not reach
+            the output gives zeros.
+
+        Raises:
+            GradtoolsError: A leaf is not differentiable, or a cotangent does not fit.
+
+        Example:
+            >>> out, pullback = gt.vjp(lambda x: x ** 2, gt.asarray(np.float32(3.0)))
+            >>> (g,) = pullback(out)
+            >>> float(out), float(g)
+            (9.0, 54.0)
+        """
+        call = Call(self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux)
+        _some(primals, "vjp")
+        found = self._backend.vjp(call, call.leaves, stage=False, once=False)
+        out, aux = call.output(found.outs, found.extras)
+
+        def pullback(cotangent: Any) -> tuple[Any, ...]:
+            cts = call.cotangents(cotangent, found.outs)
+            return call.to_trees(self._filled(call, found.pullback(cts)))
+
+        return (out, pullback, aux) if has_aux else (out, pullback)
+
+    def jvp(
+        self,
+        f: Callable[..., Any],
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        has_aux: bool = False,
+    ) -> Any:
+        """The value of f and J t, in forward mode: no graph is kept.
+
+        Args:
+            f: Takes and returns pytrees of arrays.
+            primals: One pytree of floating or complex arrays for each argument.
+            tangents: The same structure, shapes and dtypes.
+            has_aux: Whether f returns `(output, aux)`.
+
+        Returns:
+            `(out, tangent_out)` or `(out, tangent_out, aux)`; tangent_out is None at leaves
+            that are not floating or complex.
+
+        Raises:
+            GradtoolsError: A tangent does not fit its primal; f holds something that forward
+                mode cannot enter (a reverse-only edit, a kernel without forward mode).
+
+        Example:
+            >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))
+            >>> out, dout = gt.jvp(lambda x: x ** 2, (x,), (t,))
+            >>> float(out), float(dout)
+            (9.0, 6.0)
+        """
+        primals, tangents = _same_length("jvp", primals, tangents)
+        call = Call(self._backend, "jvp", f, primals, {}, tuple(range(len(primals))), has_aux)
+        moving = call.from_trees(tangents, "tangent")
+        outs, extras, pushed = self._backend.jvp(call, call.leaves, moving)
+        out, aux = call.output(outs, extras)
+        tangent_out = call.tangent_output(pushed)
+        return (out, tangent_out, aux) if has_aux else (out, tangent_out)
+
+    def linearize(self, f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+        """The value of f and its pushforward t -> J t, from one evaluation.
+
+        Args:
+            f: Takes and returns pytrees of arrays.
+            primals: Pytrees of floating or complex arrays.
+
+        Returns:
+            `(out, pushforward)`. The pushforward takes one tangent for each primal and may be
+            called many times. It keeps what `vjp` keeps; where one direction is enough, `jvp`
+            keeps nothing.
+
+        Raises:
+            GradtoolsError: A leaf is not differentiable, or a tangent does not fit.
+
+        Example:
+            >>> out, pushforward = gt.linearize(lambda x: x ** 2, gt.asarray(np.float32(3.0)))
+            >>> float(pushforward(gt.asarray(np.float32(1.0))))
+            6.0
+        """
+        _some(primals, "linearize")
+        call = Call(self._backend, "linearize", f, primals, {}, tuple(range(len(primals))))
+        outs, extras, push = self._backend.linearize(call, call.leaves)
+
+        def pushforward(*tangents: Any) -> Any:
+            _same_length("linearize", primals, tangents)
+            return call.tangent_output(push(call.from_trees(tangents, "tangent")))
+
+        return call.output(outs, extras)[0], pushforward
+
+    def jacobian(
+        self,
+        f: Callable[..., Any],
+        argnums: Argnums = 0,
+        mode: JacobianMode = "auto",
+        chunk_size: int | None = None,
+    ) -> Callable[..., Any]:
+        """The Jacobian of f: every output entry by every input entry.
+
+        Args:
+            f: Takes and returns pytrees of arrays; real inputs.
+            argnums: Which positional arguments to differentiate.
+            mode: "reverse" pulls back one unit cotangent for each output entry, "forward" pushes
+                one unit tangent for each input entry. "auto" takes the smaller number in JAX;
+                in PyTorch, where the size of the output is known only after the evaluation
+                that reverse mode needs anyway, it is "reverse".
+            chunk_size: How many of them at once; all by default. 1 is a plain loop, which
+                needs no vmap.
+
+        Returns:
+            A function of f's arguments. For an output leaf of shape s and an input leaf of shape
+            t it returns an array of shape s + t, in the tree of the output, with the tree of the
+            argument (a tuple of trees if argnums is a tuple) at each leaf.
+
+        Raises:
+            GradtoolsError: An input is complex (its Jacobian is no complex matrix: use pairs of
+                real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
+                unknown; the chunk size is below 1.
+
+        Example:
+            >>> x = gt.asarray(np.float32([1.0, 2.0]))
+            >>> gt.to_numpy(gt.jacobian(lambda x: x ** 2)(x)).tolist()
+            [[2.0, 0.0], [0.0, 4.0]]
+        """
+        _one_of("jacobian", "mode", mode, _JACOBIAN_MODES)
+        _check_chunk_size("jacobian", chunk_size)
+
+        def jacobian_of(*args: Any, **kwargs: Any) -> Any:
+            return self._jacobian("jacobian", f, argnums, mode, chunk_size, args, kwargs)
+
+        return _named("jacobian", f, jacobian_of)
+
+    def hvp(
+        self,
+        f: Callable[..., Any],
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        mode: HvpMode = "auto",
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The gradient of a real scalar f and its Hessian times a vector, from one evaluation.
+
+        For complex arguments the Hessian is that of the real and imaginary parts: real-linear
+        in the tangent, symmetric under Re<u, v>.
+
+        Args:
+            f: As in `grad`.
+            primals: One pytree of floating or complex arrays for each argument.
+            tangents: The same structure, shapes and dtypes.
+            mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp
+                of it), or "auto": the latter in PyTorch, the former in JAX, where f has no
+                reverse-only edit.
+
+        Returns:
+            `(gradient, product)`, each a tuple with one pytree for each primal.
+
+        Raises:
+            GradtoolsError: As `grad` and `jvp` do.
+
+        Example:
+            >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))
+            >>> (g,), (h,) = gt.hvp(lambda x: x ** 3, (x,), (t,))
+            >>> float(g), float(h)
+            (27.0, 18.0)
+
+        Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994.
+        """
+        _one_of("hvp", "mode", mode, _HVP_MODES)
+        primals, tangents = _same_length("hvp", primals, tangents)
+        argnums = tuple(range(len(primals)))
+        call = Call(self._backend, "hvp", f, primals, {}, argnums)
+        moving = call.from_trees(tangents, "tangent")
+        mode, fun = self._second_order(call, mode)
+        gradient = self._flat_gradient(call, fun)
+        if mode == "forward_over_reverse":
+            grads, _, products = self._backend.jvp(gradient, call.leaves, moving)
+        else:
+            found = self._backend.vjp(gradient, call.leaves, stage=False, once=True)
+            grads, products = found.outs, self._filled(call, found.pullback(moving))
+        return call.to_trees(grads), call.to_trees(products)
+
+    def hessian(self, f: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+        """The Hessian of a real scalar f of real arguments.
+
+        Args:
+            f: As in `grad`.
+            argnums: Which positional arguments to differentiate.
+
+        Returns:
+            A function of f's arguments. For argument leaves of shapes s and t it returns an
+            array of shape s + t, in the tree of the argument, with that tree again at each leaf;
+            for a tuple of argnums, a tuple of tuples.
+
+        Raises:
+            GradtoolsError: An input is complex, or as `grad` does.
+
+        Example:
+            >>> x = gt.asarray(np.float32([1.0, 2.0]))
+            >>> gt.to_numpy(gt.hessian(lambda x: (x ** 3).sum())(x)).tolist()
+            [[6.0, 0.0], [0.0, 12.0]]
+        """
+
+        def hessian_of(*args: Any, **kwargs: Any) -> Any:
+            positions = normalized_argnums("hessian", argnums, len(args))
+            call = Call(self._backend, "hessian", f, args, kwargs, positions)
+            _refuse_complex(self._backend, call)
+            mode, fun = self._second_order(call, "auto")
+            gradient = self._flat_gradient(call, fun)
+            blocks = self._blocks(gradient, call.leaves, mode.split("_")[0], None)
+            rows = [call.to_trees(row) for row in blocks]
+            if isinstance(argnums, tuple | list):
+                return call.to_trees(rows)
+            return call.to_trees([row[0] for row in rows])[0]
+
+        return _named("hessian", f, hessian_of)
+
+    def per_example_grad(
+        self,
+        f: Callable[..., Any],
+        argnums: Argnums = 0,
+        in_axes: Any = None,
+        chunk_size: int | None = None,
+    ) -> Callable[..., Any]:
+        """One gradient for each example of a batch.
+
+        Args:
+            f: A real scalar function of one example, as in `grad`.
+            argnums: Which positional arguments to differentiate.
+            in_axes: Which arguments are split, as in `vmap`: one entry for each argument, None
+                where it is shared. None altogether means: the arguments in argnums are shared,
+                every array of the others is split on axis 0.
+            chunk_size: How many examples at once; all by default. 1 is a plain loop, which
+                needs no vmap: in PyTorch it takes any eager code.
+
+        Returns:
+            A function of f's arguments; what `grad` would return, each leaf with the examples
+            in front.
+
+        Raises:
+            GradtoolsError: Batch sizes differ, there is none, in_axes does not fit, or as `grad`.
+
+        Example:
+            >>> w, x = gt.asarray(np.float32(2.0)), gt.asarray(np.float32([1.0, 3.0]))
+            >>> g = gt.per_example_grad(lambda w, x: w * x ** 2)(w, x)
+            >>> gt.to_numpy(g).tolist()
+            [1.0, 9.0]
+        """
+        _check_chunk_size("per_example_grad", chunk_size)
+        gradient = self._scalar_gradient("per_example_grad", f, argnums, False, "raise")
+
+        def per_example(*args: Any, **kwargs: Any) -> Any:
+            positions = normalized_argnums("per_example_grad", argnums, len(args))
+            batch = _Batch(self._backend, args, positions, in_axes)
+            return batch.map(lambda *one: gradient(one, kwargs)[2], chunk_size)
+
+        return _named("per_example_grad", f, per_example)
+
+    def mixed_partial(
+        self, f: Callable[..., Any], G: Callable[..., Any], y: Any, z: Any, u: Any
+    ) -> Any:
+        """(d/dy) <u, (d/dz) f(y, G(z))>, with one forward-mode pass through G and no graph of it.
+
+        With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
+        at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
+        What is kept does not grow with the depth of G. G, z and u are constants here.
+
+        Args:
+            f: A real scalar function of y and of what G returns.
+            G: Any function of z that has a forward mode.
+            y: A pytree of floating or complex arrays.
+            z: The same, for G.
+            u: A pytree like z, or a list of such pytrees.
+
+        Returns:
+            A pytree like y, or a list of them.
+
+        Raises:
+            GradtoolsError: u does not fit z; G has no forward mode; in PyTorch, when the result
+                is differentiated with respect to z, u or a parameter of G that they reach.
+
+        Example:
+            >>> y, z, u = (gt.asarray(np.float32(v)) for v in (2.0, 3.0, 1.0))
+            >>> float(gt.mixed_partial(lambda y, g: (y * g) ** 2, lambda z: z * z, y, z, u))
+            432.0
+        """
+        single = self._backend.flatten(u)[1] == self._backend.flatten(z)[1]
+        if not single and not isinstance(u, list):
+            self.jvp(G, (z,), (u,))
+        directions = [u] if single else u
+        found = [self._mixed_partial(f, G, y, z, direction) for direction in directions]
+        return found[0] if single else found
+
+    # --- helpers that need the backend
+
+    def _scalar_gradient(
+        self, asked: str, f: Any, argnums: Argnums, has_aux: bool, disconnected: str
+    ) -> Callable[[Sequence[Any], dict[str, Any]], tuple[Any, Any, Any]]:
+        """`(args, kwargs) -> (value, aux, grads)`."""
+        _one_of(asked, "disconnected_inputs", disconnected, _DISCONNECTED)
+        _callable(asked, f)
+
+        def run(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+            positions = normalized_argnums(asked, argnums, len(args))
+            call = Call(self._backend, asked, f, args, kwargs, positions, has_aux)
+            stage = disconnected != "zeros"
+            found = self._backend.vjp(call, call.leaves, stage=stage, once=True)
+            grads = self._gradient(call, found, disconnected)
+            value, aux = call.output(found.outs, found.extras)
+            trees = call.to_trees(grads)
+            return value, aux, trees if isinstance(argnums, tuple | list) else trees[0]
+
+        return run
+
+    def _gradient(self, call: Call, found: Evaluation, disconnected: str) -> list[Array]:
+        out = call.scalar(found.outs, found.extras) if found.outs else None
+        if out is None:
+            call.scalar(found.outs, found.extras)
+        grads = found.pullback([self._backend.cast(1.0, out)])
+        if disconnected != "zeros":
+            _Connection(self._backend, call, found, grads).check(disconnected)
+        return self._filled(call, grads)
+
+    def _filled(self, call: Call, grads: Sequence[Array | None]) -> list[Array]:
+        zeros = self._backend.zeros_like
+        return [zeros(x) if g is None else g for x, g in zip(call.leaves, grads, strict=True)]
+
+    def _flat_gradient(self, call: Call, fun: Fun) -> Fun:
+        """The gradient of a call as a function of flat arrays; `fun` is what evaluates it."""
+
+        def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
+            found = self._backend.vjp(fun, list(leaves), stage=False, once=True)
+            return self._gradient(call, found, "zeros"), []
+
+        return gradient
+
+    def _second_order(self, call: Call, mode: str) -> tuple[str, Fun]:
+        """The mode that "auto" means for this call, and what evaluates it."""
+        if mode != "auto" or self._backend.hvp_mode == "reverse_over_reverse":
+            return (self._backend.hvp_mode if mode == "auto" else mode), call
+        staged = self._backend.stage(call, call.leaves)
+        mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
+        return mode, staged.run
+
+    def _negated(self, tree: Any) -> Any:
+        leaves, treedef = self._backend.flatten(tree)
+        return self._backend.unflatten(treedef, [None if x is None else -x for x in leaves])
+
+    def _mixed_partial(self, f: Any, G: Any, y: Any, z: Any, u: Any) -> Any:
+        backend = self._backend
+        g, w = backend.without_graph(lambda: self.jvp(G, (z,), (u,)))
+        message = (
+            "mixed_partial: it keeps no graph of G, so its result has no derivative with respect "
+            "to z and u. Differentiate with grad twice if you need that one."
+        )
+        leaves, treedef = backend.flatten((g, w))
+        sources = backend.flatten((z, u))[0]
+        leaves = [x if x is None else backend.constant(x, message, *sources) for x in leaves]
+        g, w = backend.unflatten(treedef, leaves)
+        call = Call(backend, "mixed_partial", f, (y, g), {}, (0, 1))
+        count = call.counts[0]
+        moving = [x for x in backend.flatten(w)[0] if x is not None]
+        mode, fun = self._second_order(call, "auto")
+        if mode == "forward_over_reverse":
+            found = backend.jvp(_partial_of(self, call, fun, 0), call.leaves[count:], moving)[2]
+        else:
+            by_g = _partial_of(self, call, fun, 1)
+            evaluation = backend.vjp(by_g, call.leaves[:count], stage=False, once=True)
+            pulled = zip(call.leaves, evaluation.pullback(moving), strict=False)
+            found = [backend.zeros_like(x) if p is None else p for x, p in pulled]
+        return call.to_trees([*found, *call.leaves[count:]])[0]
+
+    # --- jacobian
+
+    def _jacobian(
+        self,
+        asked: str,
+        f: Any,
+        argnums: Argnums,
+        mode: str,
+        chunk_size: int | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        _callable(asked, f)
+        positions = normalized_argnums(asked, argnums, len(args))
+        call = Call(self._backend, asked, f, args, kwargs, positions)
+        _refuse_complex(self._backend, call)
+        fun: Fun = call
+        if mode == "auto":
+            staged = self._backend.stage(call, call.leaves)
+            mode, fun = staged.jacobian_mode, staged.run
+        blocks = self._blocks(fun, call.leaves, mode, chunk_size)
+        rows = [call.to_trees(row) for row in blocks]
+        if not isinstance(argnums, tuple | list):
+            rows = [row[0] for row in rows]
+        return call.tangent_output(rows)
+
+    def _blocks(
+        self, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
+    ) -> list[list[Array]]:
+        """For each output leaf, for each input leaf, an array of shape s + t."""
+        return (self._columns if mode == "forward" else self._rows)(fun, leaves, chunk_size)
+
+    def _rows(self, fun: Fun, leaves: list[Array], chunk_size: int | None) -> list[list[Array]]:
+        backend = self._backend
+        found = backend.vjp(fun, leaves, stage=False, once=False)
+        blocks = []
+        for k, y in enumerate(found.outs):
+
+            def pull(unit: Array, k: int = k) -> list[Array]:
+                cts = [unit if i == k else None for i in range(len(found.outs))]
+                pulled = zip(leaves, found.pullback(cts), strict=True)
+                return [backend.zeros_like(x) if g is None else g for x, g in pulled]
+
+            rows = backend.map_batches(pull, [backend.unit_basis(y)], chunk_size)
+            pairs = zip(rows, leaves, strict=True)
+            blocks.append([row.reshape((*y.shape, *x.shape)) for row, x in pairs])
+        return blocks
+
+    def _columns(self, fun: Fun, leaves: list[Array], chunk_size: int | None) -> list[list[Array]]:
+        backend = self._backend
+        columns = []
+        for k, x in enumerate(leaves):
+
+            def push(unit: Array, k: int = k) -> list[Array]:
+                zeros = backend.zeros_like
+                moving = [unit if i == k else zeros(leaf) for i, leaf in enumerate(leaves)]
+                return backend.jvp(fun, leaves, moving)[2]
+
+            pushed = backend.map_batches(push, [backend.unit_basis(x)], chunk_size)
+            last = [backend.xp.moveaxis(column, 0, -1) for column in pushed]
+            columns.append([c.reshape((*c.shape[:-1], *x.shape)) for c in last])
+        return [list(row) for row in zip(*columns, strict=True)]
+
+
+class _Connection:
+    """Which differentiated arguments do not reach the output, and what to say about it."""
+
+    def __init__(
+        self, backend: Backend, call: Call, found: Evaluation, grads: Sequence[Array | None]
+    ) -> None:
+        self.backend, self.call, self.found, self.grads = backend, call, found, grads
+
+    def check(self, policy: str) -> None:
+        if not self.found.checked:
+            return self._warn_of_zeros()
+        if all(g is not None for g in self.grads) or self.found.nested():
+            return None
+        lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
+        if not lost:
+            return None
+        message = self._message(lost)
+        if policy != "warn":
+            raise DisconnectedInputError(message)
+        return warnings.warn(message, GradtoolsWarning, stacklevel=5)
+
+    def _lost_leaves(self) -> list[tuple[str, int]]:
+        named = enumerate(zip(self.call.paths, self.grads, strict=True))
+        return [(path, i) for i, (path, g) in named if g is None]
+
+    def _lost_arguments(self) -> list[tuple[str, int]]:
+        lost, start = [], 0
+        for i, count in zip(self.call.argnums, self.call.counts, strict=True):
+            if count and all(g is None for g in self.grads[start : start + count]):
+                lost.append((f"argument {i}", start))
+            start += count
+        return lost
+
+    def _message(self, lost: list[tuple[str, int]]) -> str:
+        names = ", ".join(name for name, _ in lost)
+        cuts = [cut for _, i in lost for cut in self.found.where_lost(i)]
+        where = f" It is cut by {'; '.join(dict.fromkeys(cuts))}." if cuts else ""
+        return (
+            f"{self.call.asked}: {names} does not reach the output of f by a differentiable path."
+            f"{where} It may be unused, stopped or detached, cast to an integer, compared, or it "
+            "may leave the framework (.item(), .numpy(), no_grad). If zero is what you mean, pass "
+            'disconnected_inputs="zeros".'
+        )
+
+    def _warn_of_zeros(self) -> None:
+        start = 0
+        for i, count in zip(self.call.argnums, self.call.counts, strict=True):
+            grads = self.grads[start : start + count]
+            start += count
+            if count and all(g is None or self.backend.is_known_zero(g) for g in grads):
+                warnings.warn(
+                    f"{self.call.asked}: the gradient of argument {i} is zero everywhere, and f "
+                    "could not be traced to see whether the argument reaches the output (it "
+                    "branches on values, or leaves the framework).",
+                    GradtoolsWarning,
+                    stacklevel=6,
+                )
+
+
+class _Batch:
+    """The arguments of `per_example_grad`, split into what is shared and what is mapped."""
+
+    def __init__(
+        self, backend: Backend, args: Sequence[Any], argnums: tuple[int, ...], in_axes: Any
+    ) -> None:
+        self.backend = backend
+        flat = [backend.flatten(a) for a in args]
+        self.treedefs = [treedef for _, treedef in flat]
+        self.leaves = [leaves for leaves, _ in flat]
+        self.axes = self._axes(args, argnums, in_axes)
+        self._check_sizes(args)
+
+    def _axes(self, args: Any, argnums: tuple[int, ...], in_axes: Any) -> list[list[int | None]]:
+        if in_axes is None:
+            in_axes = tuple(None if i in argnums else 0 for i in range(len(args)))
+        if isinstance(in_axes, int):
+            in_axes = (in_axes,) * len(args)
+        if not isinstance(in_axes, tuple | list) or len(in_axes) != len(args):
+            raise GradtoolsError(
+                f"per_example_grad: in_axes is {in_axes!r}; expected one entry for each of the "
+                f"{len(args)} positional arguments."
+            )
+        return [
+            self._leaf_axes(i, axes, leaves)
+            for i, (axes, leaves) in enumerate(zip(in_axes, self.leaves, strict=True))
+        ]
+
+    def _leaf_axes(self, i: int, axes: Any, leaves: list[Any]) -> list[int | None]:
+        if axes is None or isinstance(axes, int):
+            return [axes if self.backend.is_array(leaf) else None for leaf in leaves]
+        try:
+            return self.treedefs[i].flatten_up_to(axes)
+        except (ValueError, TypeError) as error:
+            raise GradtoolsError(
+                f"per_example_grad: in_axes[{i}] is {axes!r}; expected an integer, None, or a "
+                f"tree of them like argument {i}, {self.treedefs[i]}."
+            ) from error
+
+    def _check_sizes(self, args: Any) -> None:
+        sizes: dict[int, str] = {}
+        for i, (leaves, axes) in enumerate(zip(self.leaves, self.axes, strict=True)):
+            paths = self.backend.leaf_paths(args[i])
+            for leaf, axis, path in zip(leaves, axes, paths, strict=True):
+                if axis is None:
+                    continue
+                if not -len(leaf.shape) <= axis < len(leaf.shape):
+                    raise GradtoolsError(
+                        f"per_example_grad: argument {i}{path} of shape {tuple(leaf.shape)} has "
+                        f"no axis {axis} to split on. Set its entry of in_axes to None to share it."
+                    )
+                sizes.setdefault(leaf.shape[axis], f"argument {i}{path}")
+        if not sizes:
+            raise GradtoolsError(
+                "per_example_grad: no argument is split, so there are no examples. Pass the batch "
+                "in an argument outside argnums, or name its axis in in_axes."
+            )
+        if len(sizes) > 1:
+            found = ", ".join(f"{size} in {name}" for size, name in sizes.items())
+            raise GradtoolsError(
+                f"per_example_grad: the batch sizes differ: {found}. Set in_axes so that every "
+                "split axis has one entry for each example."
+            )
+        if 0 in sizes:
+            raise GradtoolsError(f"per_example_grad: the batch is empty ({sizes[0]} has size 0).")
+
+    def map(self, one: Callable[..., Any], chunk_size: int | None) -> Any:
+        """`one` at each example, stacked."""
+        backend = self.backend
+        flat_axes = [a for axes in self.axes for a in axes]
+        flat = [leaf for leaves in self.leaves for leaf in leaves]
+        batch = [
+            backend.xp.moveaxis(x, a, 0)
+            for x, a in zip(flat, flat_axes, strict=True)
+            if a is not None
+        ]
+        treedef: list[Any] = []
+
+        def on_flat(*example: Array) -> list[Array]:
+            left = iter(example)
+            full = [x if a is None else next(left) for x, a in zip(flat, flat_axes, strict=True)]
+            leaves, found = backend.flatten(one(*self._arguments(full)))
+            treedef[:] = [found]
+            return leaves
+
+        found = backend.map_batches(on_flat, batch, chunk_size)
+        return backend.unflatten(treedef[0], found)
+
+    def _arguments(self, flat: list[Any]) -> list[Any]:
+        left = iter(flat)
+        pairs = zip(self.treedefs, self.leaves, strict=True)
+        return [self.backend.unflatten(t, [next(left) for _ in leaves]) for t, leaves in pairs]
+
+
+def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun:
+    """For f(y, g): its gradient in argument `which`, as a function of the other's leaves."""
+    count = call.counts[0]
+    own = slice(None, count) if which == 0 else slice(count, None)
+
+    def gradient(*others: Array) -> tuple[list[Array], list[Array]]:
+        def one(*mine: Array) -> tuple[list[Array], list[Array]]:
+            return fun(*mine, *others) if which == 0 else fun(*others, *mine)
+
+        leaves = call.leaves[own]
+        found = operators._backend.vjp(one, leaves, stage=False, once=True)
+        out = call.scalar(found.outs, found.extras)
+        pulled = found.pullback([operators._backend.cast(1.0, out)])
+        zeros = operators._backend.zeros_like
+        return [zeros(x) if p is None else p for x, p in zip(leaves, pulled, strict=True)], []
+
+    return gradient
+
+
+def _refuse_complex(backend: Backend, call: Call) -> None:
+    for x, path in zip(call.leaves, call.paths, strict=True):
+        if backend.is_complex(x):
+            raise GradtoolsError(
+                f"{call.asked}: {path} is complex ({backend.dtype_name(x)}). The Jacobian of a "
+                "function that is not holomorphic is no complex matrix. Pass the real and "
+                "imaginary parts as two real arrays, or use hvp, jvp or vjp, which are real-linear."
+            )
+
+
+def _named(operator: str, f: Any, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    _callable(operator, f)
+    name = getattr(f, "__name__", type(f).__name__)
+    wrapper.__name__ = f"{operator}({name})"
+    wrapper.__qualname__ = wrapper.__name__
+    return wrapper
+
+
+def _callable(asked: str, f: Any) -> None:
+    if not callable(f):
+        raise GradtoolsError(f"{asked}: f must be a function, got {f!r}.")
+
+
+def _one_of(asked: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise GradtoolsError(f"{asked}: {name} is {value!r}; expected one of {allowed}.")
+
+
+def _check_chunk_size(asked: str, chunk_size: int | None) -> None:
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise GradtoolsError(f"{asked}: chunk_size is {chunk_size!r}; expected 1 or more, or None.")
+
+
+def _some(primals: Sequence[Any], asked: str) -> None:
+    if not primals:
+        raise GradtoolsError(f"{asked}: no primals were given; pass f's arguments after f.")
+
+
+def _same_length(asked: str, primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    for name, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, tuple | list):
+            raise GradtoolsError(
+                f"{asked}: {name} must be a tuple with one entry for each argument of f, got a "
+                f"{type(given).__name__}. For one argument write (x,)."
+            )
+    if len(primals) != len(tangents) or not primals:
+        raise GradtoolsError(
+            f"{asked}: got {len(primals)} primals and {len(tangents)} tangents; expected one "
+            "tangent for each primal, and at least one."
+        )
+    return tuple(primals), tuple(tangents)
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
+

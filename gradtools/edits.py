@@ -1,0 +1,512 @@
+"""Edited gradients: the value passes through bit for bit, the derivative is another.
+
+Each edit is a rule whose primal is the identity, y = x. What differs is the cotangent map:
+
+    reverse, scale    x' = s y'          linear: both modes, every order
+    straight_through  x' = J_g^H y'      of a surrogate g: linear too
+    clip              x' = c(y')         not linear: reverse mode only
+    transform         x' = fn(y')        the same
+    known             x' = dx            the same
+
+Because a rule's derivative is taken at its own output, an edit is met again at second order:
+with scale s the Hessian of f(scale(x)) is s^2 f''.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+from gradtools.backend import Array, Backend, Operators
+from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule
+
+# --- the rules ---------------------------------------------------------------------------
+
+SCALE = Rule(
+    "scale_gradient",
+    primal=lambda x, s: [x],
+    tangent=lambda xs, dxs: [None if dxs[0] is None else xs[1] * dxs[0]],
+    cotangent=lambda xs, cts: [xs[1] * cts[0], None],
+    passive=(1,),
+    uses=(1,),
+    captures=False,
+)
+"""Inputs x and s; dy = s dx."""
+
+REPLACE = Rule(
+    "straight_through",
+    primal=lambda y, s: [y],
+    tangent=lambda xs, dxs: [dxs[1]],
+    cotangent=lambda xs, cts: [None, cts[0]],
+    passive=(0,),
+    uses=(),
+    captures=False,
+)
+"""Inputs y and s; the value of y with the derivative of s."""
+
+KNOWN = Rule(
+    "known_gradient",
+    primal=lambda x, dx: [x],
+    cotangent=lambda xs, cts: [xs[1], None],
+    passive=(1,),
+    uses=(1,),
+    captures=False,
+    reverse_only=True,
+)
+"""Inputs x and dx; whatever comes in, the cotangent is dx."""
+
+
+@lru_cache
+def clip_rule(backend: Backend, count: int, by_norm: bool, by_value: bool) -> Rule:
+    """Inputs: `count` leaves, then the bounds that are there; clipped jointly."""
+    bounds = tuple(range(count, count + by_norm + by_value))
+
+    def cotangent(xs: Any, cts: Any) -> list[Any]:
+        found = list(cts[:count])
+        if by_value:
+            found = [_clip_modulus(backend, ct, xs[-1]) for ct in found]
+        if by_norm:
+            found = _clip_norm(backend, found, xs[count])
+        return [*found, *(None for _ in bounds)]
+
+    return Rule(
+        "clip_gradient",
+        primal=lambda *xs: list(xs[:count]),
+        cotangent=cotangent,
+        passive=bounds,
+        uses=bounds,
+        captures=False,
+        reverse_only=True,
+    )
+
+
+def _clip_modulus(backend: Backend, ct: Array, bound: Array) -> Array:
+    xp = backend.xp
+    bound = backend.real_scalar(bound, ct)
+    if not backend.is_complex(ct):
+        return xp.minimum(xp.maximum(ct, -bound), bound)
+    outside = xp.abs(ct) > bound
+    size = xp.abs(xp.where(outside, ct, xp.ones_like(ct)))
+    return ct * xp.where(outside, bound / size, xp.ones_like(size))
+
+
+def _clip_norm(backend: Backend, cts: list[Array], bound: Array) -> list[Array]:
+    """Times min(1, bound / norm). The norm is that of c / max|c|, which cannot overflow."""
+    xp = backend.xp
+    filled = [_wide(backend, ct) for ct in cts if 0 not in ct.shape]
+    if not filled:
+        return cts
+    largest = xp.max(backend.stop_gradient(xp.abs(filled[0])))
+    for ct in filled[1:]:
+        largest = xp.maximum(largest, xp.max(backend.stop_gradient(xp.abs(ct))))
+    zero = largest == 0
+    unit = xp.where(zero, xp.ones_like(largest), largest)
+    total = sum(_squares(backend, ct / unit) for ct in filled)
+    norm = unit * xp.sqrt(xp.where(zero, xp.ones_like(total), total))
+    factor = xp.minimum(xp.ones_like(norm), backend.real_scalar(bound, norm) / norm)
+    factor = xp.where(zero, xp.ones_like(factor), factor)
+    return [ct * backend.real_scalar(factor, ct) for ct in cts]
+
+
+def _wide(backend: Backend, ct: Array) -> Array:
+    """16-bit leaves in float32: the norm of a long one needs the digits."""
+    narrow = backend.dtype_name(ct) in ("float16", "bfloat16")
+    return backend.cast(ct, "float32") if narrow else ct
+
+
+def _squares(backend: Backend, ct: Array) -> Array:
+    xp = backend.xp
+    if not backend.is_complex(ct):
+        return xp.sum(ct * ct)
+    re, im = xp.real(ct), xp.imag(ct)
+    return xp.sum(re * re + im * im)
+
+
+# --- the public edits --------------------------------------------------------------------
+
+
+class Edits(Operators):
+    """The operators that edit a gradient."""
+
+    def reverse_gradient(self, x: Any, scale: Any = 1.0) -> Any:
+        """The identity whose derivative is times `-scale`: y = x, dy = -scale dx.
+
+        Linear, so it works in forward and reverse mode, at every order and in every mix. At
+        second order the factor appears again: the Hessian of f(reverse_gradient(x)) is
+        scale^2 f''.
+
+        Args:
+            x: A pytree of arrays. Leaves that are not floating or complex pass through.
+            scale: A real number, or a real array that broadcasts to every leaf's shape; it may
+                be traced or scheduled. It is not differentiated.
+
+        Returns:
+            x, bit for bit.
+
+        Raises:
+            GradtoolsError: scale is complex or does not broadcast.
+
+        Example:
+            >>> x = gt.asarray(np.float32(3.0))
+            >>> float(gt.grad(lambda x: gt.reverse_gradient(x, 0.5) ** 2)(x))
+            -3.0
+
+        Source: Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
+        """
+        return self._scaled("reverse_gradient", x, scale, -1)
+
+    def scale_gradient(self, x: Any, scale: Any) -> Any:
+        """The identity whose derivative is times `scale`: y = x, dy = scale dx.
+
+        Args:
+            x: A pytree of arrays. Leaves that are not floating or complex pass through.
+            scale: A real number, or a real array that broadcasts to every leaf's shape; it may
+                be traced or scheduled. It is not differentiated.
+
+        Returns:
+            x, bit for bit.
+
+        Raises:
+            GradtoolsError: scale is complex or does not broadcast.
+
+        Example:
+            >>> x = gt.asarray(np.float32(3.0))
+            >>> float(gt.grad(lambda x: gt.scale_gradient(x, 0.5) ** 2)(x))
+            3.0
+        """
+        return self._scaled("scale_gradient", x, scale, 1)
+
+    def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
+        backend = self._backend
+
+        def one(leaf: Array, path: str) -> Array:
+            factor = _factor(backend, name, leaf, path, scale)
+            return backend.apply_rule(SCALE, leaf, factor if sign > 0 else -factor)[0]
+
+        return _map_inexact(backend, one, x)
+
+    def stop_gradient(self, x: Any) -> Any:
+        """The identity without a derivative: y = x, dy = 0, in both modes.
+
+        Args:
+            x: A pytree of arrays.
+
+        Returns:
+            x, bit for bit, cut from what it was computed from.
+
+        Example:
+            >>> x = gt.asarray(np.float32(3.0))
+            >>> float(gt.grad(lambda x: x * gt.stop_gradient(x))(x))
+            3.0
+        """
+        return _map_inexact(self._backend, lambda leaf, path: self._backend.stop_gradient(leaf), x)
+
+    def clip_gradient(self, x: Any, max_norm: Any = None, max_value: Any = None) -> Any:
+        """The identity whose cotangent is clipped: by modulus first, then by the global norm.
+
+        Each entry c becomes c min(1, max_value / |c|); then all leaves together are multiplied
+        by min(1, max_norm / norm), where norm is the 2-norm over all leaves of x. There is no
+        epsilon; a zero cotangent stays zero, and NaN stays NaN. Reverse mode only; at second
+        order the clip is met again.
+
+        Args:
+            x: A pytree of arrays.
+            max_norm: A non-negative real scalar, or None.
+            max_value: A non-negative real scalar, or None.
+
+        Returns:
+            x, bit for bit.
+
+        Raises:
+            GradtoolsError: Neither bound is given, or one is negative; under `gt.jvp`.
+
+        Example:
+            >>> x = gt.asarray(np.float32([3.0, 4.0]))
+            >>> g = gt.grad(lambda x: (gt.clip_gradient(x, max_norm=1.0) ** 2).sum())(x)
+            >>> gt.to_numpy(g).round(4).tolist()
+            [0.6000000238418579, 0.800000011920929]
+
+        Source: Pascanu, Mikolov and Bengio, On the difficulty of training RNNs, 2013.
+        """
+        bounds = {"max_norm": max_norm, "max_value": max_value}
+        given = {name: bound for name, bound in bounds.items() if bound is not None}
+        if not given:
+            raise GradtoolsError("clip_gradient: give max_norm, max_value or both.")
+        for name, bound in given.items():
+            if isinstance(bound, int | float) and bound < 0:
+                raise GradtoolsError(f"clip_gradient: {name} is {bound}; it must not be negative.")
+        backend = self._backend
+
+        def edit(leaves: list[Array]) -> list[Array]:
+            rule = clip_rule(backend, len(leaves), max_norm is not None, max_value is not None)
+            limits = [backend.real_scalar(bound, leaves[0]) for bound in given.values()]
+            return backend.apply_rule(rule, *leaves, *limits)
+
+        return _edit_jointly(backend, edit, x)
+
+    def transform_gradient(self, x: Any, fn: Callable[[Any], Any]) -> Any:
+        """The identity whose cotangent becomes `fn(cotangent)`. Reverse mode only.
+
+        Args:
+            x: A pytree of arrays.
+            fn: Takes and returns a pytree like x, with the same shapes and dtypes (None at
+                leaves that are not floating or complex). At second order it is met again.
+
+        Returns:
+            x, bit for bit.
+
+        Raises:
+            GradtoolsError: fn returns another structure or shape; under `gt.jvp`.
+
+        Example:
+            >>> x = gt.asarray(np.float32(3.0))
+            >>> float(gt.grad(lambda x: gt.transform_gradient(x, lambda c: c + 1) ** 2)(x))
+            7.0
+        """
+        if not callable(fn):
+            raise GradtoolsError(f"transform_gradient: fn must be callable, got {fn!r}.")
+        backend = self._backend
+        leaves, treedef = backend.flatten(x)
+        places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
+
+        def cotangent(xs: Any, cts: Any) -> list[Any]:
+            full: list[Any] = [None] * len(leaves)
+            for i, ct in zip(places, cts, strict=True):
+                full[i] = ct
+            found = fn(backend.unflatten(treedef, full))
+            return _like_cotangents(backend, found, backend.unflatten(treedef, full), cts)
+
+        rule = Rule(
+            "transform_gradient",
+            primal=lambda *xs: list(xs),
+            cotangent=cotangent,
+            uses=(),
+            reverse_only=True,
+        )
+        return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)
+
+    def known_gradient(self, x: Any, dx: Any) -> Any:
+        """The identity whose cotangent becomes `dx`, whatever comes in (Theano's known_grads).
+
+        If x reaches the output by data flow, its gradient is dx, also where the incoming
+        cotangent is zero. Leaf by leaf; reverse mode only. The gradient may itself be
+        differentiated with respect to dx.
+
+        Args:
+            x: A pytree of arrays.
+            dx: A pytree like x, with the same shapes and dtypes.
+
+        Returns:
+            x, bit for bit.
+
+        Raises:
+            GradtoolsError: dx has another structure, shape or dtype; under `gt.jvp`.
+
+        Example:
+            >>> x = gt.asarray(np.float32(3.0))
+            >>> dx = gt.asarray(np.float32(5.0))
+            >>> float(gt.grad(lambda x: gt.known_gradient(x, dx) ** 2)(x))
+            5.0
+        """
+        backend = self._backend
+        leaves, treedef = backend.flatten(x)
+        given, given_def = backend.flatten(dx)
+        if treedef != given_def:
+            raise GradtoolsError(
+                f"known_gradient: dx has the structure {given_def}, expected that of x, {treedef}."
+            )
+        paths = backend.leaf_paths(x)
+        edited = [
+            _known(backend, *leaf) if _edited(backend, leaf[0]) else leaf[0]
+            for leaf in zip(leaves, given, paths, strict=True)
+        ]
+        return backend.unflatten(treedef, edited)
+
+    def straight_through(
+        self, f: Callable[..., Any], surrogate: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """A function with the value of `f`, exactly, and the derivative of `surrogate`.
+
+        The derivative is right in both modes and at every order; f itself is never
+        differentiated and sees detached inputs. It may be a NumPy function.
+
+        Args:
+            f: Any function; a boolean or integer result is cast to the surrogate's dtype.
+            surrogate: A differentiable function whose results have f's shapes; the identity if
+                None.
+
+        Returns:
+            A function with f's arguments.
+
+        Raises:
+            GradtoolsError: (on call) f and surrogate disagree in structure, shape or dtype.
+
+        Example:
+            >>> hard = gt.straight_through(lambda x: x > 0.5, lambda x: x * x)
+            >>> x = gt.asarray(np.float32(3.0))
+            >>> float(hard(x)), float(gt.grad(hard)(x))
+            (1.0, 6.0)
+
+        Source: Bengio, Leonard and Courville, Estimating or propagating gradients through
+        stochastic neurons, 2013.
+        """
+        if not callable(f) or not (surrogate is None or callable(surrogate)):
+            raise GradtoolsError("straight_through: f and surrogate must be functions.")
+        return _StraightThrough(self._backend, f, surrogate)
+
+
+# --- helpers -----------------------------------------------------------------------------
+
+
+def _edited(backend: Backend, leaf: Any) -> bool:
+    return backend.is_array(leaf) and backend.is_inexact(leaf)
+
+
+def _map_inexact(backend: Backend, one: Callable[[Array, str], Array], x: Any) -> Any:
+    """`one` at every leaf of x that is a floating or complex array."""
+    if _edited(backend, x):
+        return one(x, "")
+    leaves, treedef = backend.flatten(x)
+    paths = backend.leaf_paths(x)
+    return backend.unflatten(
+        treedef,
+        [
+            one(leaf, path) if _edited(backend, leaf) else leaf
+            for leaf, path in zip(leaves, paths, strict=True)
+        ],
+    )
+
+
+def _edit_jointly(backend: Backend, edit: Callable[[list[Array]], list[Array]], x: Any) -> Any:
+    """One edit of all floating and complex leaves of x together."""
+    leaves, treedef = backend.flatten(x)
+    places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
+    if not places:
+        return x
+    for i, new in zip(places, edit([leaves[i] for i in places]), strict=True):
+        leaves[i] = new
+    return backend.unflatten(treedef, leaves)
+
+
+def _factor(backend: Backend, name: str, leaf: Array, path: str, scale: Any) -> Array:
+    if isinstance(scale, float | int):
+        return backend.real_scalar(scale, leaf)
+    if isinstance(scale, complex) or (backend.is_array(scale) and backend.is_complex(scale)):
+        raise GradtoolsError(
+            f"{name}: scale is complex; it must be real. For a complex factor write a rule."
+        )
+    factor = backend.real_scalar(scale, leaf)
+    shape, wanted = tuple(factor.shape), tuple(leaf.shape)
+    fits = len(shape) <= len(wanted) and all(
+        a in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False)
+    )
+    if not fits:
+        raise GradtoolsError(
+            f"{name}: scale has shape {shape}, which does not broadcast to leaf x{path} of shape "
+            f"{wanted}. Give a scalar, or an array that broadcasts to every leaf."
+        )
+    return factor
+
+
+def _known(backend: Backend, x: Array, dx: Any, path: str) -> Array:
+    dx = dx if backend.is_array(dx) else backend.asarray(dx)
+    came = (tuple(dx.shape), backend.dtype_name(dx))
+    wanted = (tuple(x.shape), backend.dtype_name(x))
+    if came != wanted:
+        raise GradtoolsError(
+            f"known_gradient: dx{path} has shape {came[0]} and dtype {came[1]}, expected "
+            f"{wanted[0]} and {wanted[1]}, those of x{path}."
+        )
+    return backend.apply_rule(KNOWN, x, dx)[0]
+
+
+def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[Array]:
+    """What a transform returned, as leaves; it must look like what it was given."""
+    leaves, treedef = backend.flatten(found)
+    given, expected = backend.flatten(like)
+    if treedef != expected:
+        raise GradtoolsError(
+            f"transform_gradient: fn returned the structure {treedef}, expected {expected}."
+        )
+    found = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
+    for i, (new, ct) in enumerate(zip(found, cts, strict=True)):
+        came = (tuple(new.shape), backend.dtype_name(new))
+        wanted = (tuple(ct.shape), backend.dtype_name(ct))
+        if came != wanted:
+            raise GradtoolsError(
+                f"transform_gradient: fn returned leaf {i} with shape {came[0]} and dtype "
+                f"{came[1]}, expected {wanted[0]} and {wanted[1]}, those of the cotangent."
+            )
+    return found
+
+
+class _StraightThrough:
+    """`straight_through(f, surrogate)`, as a callable that prints what it is."""
+
+    def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
+        self._backend, self._f, self._surrogate = backend, f, surrogate
+        self.__name__ = f"straight_through({_name(f)})"
+        self.__wrapped__ = f
+
+    def __repr__(self) -> str:
+        through = "identity" if self._surrogate is None else _name(self._surrogate)
+        return f"<straight_through {_name(self._f)}, derivative of {through}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        backend = self._backend
+        through = self._through(args, kwargs)
+        leaves, treedef = backend.flatten(through)
+        stopped = _map_inexact(backend, lambda leaf, _: backend.stop_gradient(leaf), (args, kwargs))
+        value = backend.call_on_host(partial(_call, self._f), stopped, through)
+        values, value_def = backend.flatten(value)
+        if value_def != treedef:
+            raise GradtoolsError(
+                f"straight_through: {_name(self._f)} returned the structure {value_def}, its "
+                f"surrogate {treedef}; they must be the same."
+            )
+        return backend.unflatten(
+            treedef,
+            [self._leaf(i, v, s) for i, (v, s) in enumerate(zip(values, leaves, strict=True))],
+        )
+
+    def _through(self, args: Any, kwargs: Any) -> Any:
+        if self._surrogate is not None:
+            return self._surrogate(*args, **kwargs)
+        if len(args) != 1 or kwargs:
+            raise GradtoolsError(
+                f"straight_through: {_name(self._f)} was called with {len(args)} positional and "
+                f"{len(kwargs)} keyword arguments; without a surrogate the derivative is that of "
+                "the identity, which has one argument. Give a surrogate."
+            )
+        return args[0]
+
+    def _leaf(self, i: int, value: Any, through: Array) -> Array:
+        backend = self._backend
+        from_numpy = not backend.is_array(value)
+        if from_numpy:
+            value = backend.cast(value, through)
+        if tuple(value.shape) != tuple(through.shape):
+            raise GradtoolsError(
+                f"straight_through: leaf {i} of {_name(self._f)} has shape {tuple(value.shape)}, "
+                f"that of the surrogate {tuple(through.shape)}; they must be the same."
+            )
+        if not backend.is_inexact(value):
+            value = backend.cast(value, through)
+        elif backend.dtype_name(value) != backend.dtype_name(through):
+            raise GradtoolsError(
+                f"straight_through: leaf {i} of {_name(self._f)} has dtype "
+                f"{backend.dtype_name(value)}, that of the surrogate {backend.dtype_name(through)}."
+                " Cast one of them, so that the value is exactly what you mean."
+            )
+        return backend.apply_rule(REPLACE, value, through)[0]
+
+
+def _call(f: Any, arguments: Any) -> Any:
+    args, kwargs = arguments
+    return f(*args, **kwargs)
+
+
+def _name(f: Any) -> str:
+    return getattr(f, "__name__", None) or type(f).__name__

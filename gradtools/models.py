@@ -82,7 +82,8 @@ class Models(Operators):
           ``axis_name`` that batch normalisation needs, are the caller's.
 
         Conventions differ: PyTorch's running variance is unbiased and its momentum m is
-        ``1 - m`` elsewhere; flax's variance is biased.
+        ``1 - m`` elsewhere; flax's and equinox's is biased, and equinox, in evaluation, divides its
+        statistics by ``1 - m^calls``.
 
         Args:
             module: A ``torch.nn.Module``, or a ``flax.linen``, ``flax.nnx`` or ``equinox`` module.
@@ -102,7 +103,7 @@ class Models(Operators):
                 name, or params of another shape; in JAX, randomness without a key.
 
         Example:
-            >>> gt.functionalize(3)
+            >>> gt.functionalize(3)  # doctest: +ELLIPSIS
             Traceback (most recent call last):
             gradtools.errors.GradtoolsError: functionalize: got a builtins.int; ...
         """

@@ -17,7 +17,6 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from threading import Lock
 from typing import Any, Protocol
 
@@ -103,7 +102,7 @@ class Accumulation(Operators):
             >>> float(getattr(buffer["x1"], "grad", buffer["x1"]))
             12.0
         """
-        return self._backend.write_gradients(target, grads, add=True)
+        return self._backend.accumulation.write_gradients(target, grads, add=True)
 
     def assign_gradients(self, target: Any, grads: Any) -> Any:
         """Sets a buffer to gradients, in place of what it held.
@@ -132,7 +131,7 @@ class Accumulation(Operators):
             >>> float(getattr(buffer["x"], "grad", buffer["x"]))
             8.0
         """
-        return self._backend.write_gradients(target, grads, add=False)
+        return self._backend.accumulation.write_gradients(target, grads, add=False)
 
 
 # --- which gradient belongs to which buffer ----------------------------------------------
@@ -273,16 +272,16 @@ class _State:
 
 
 class Wing(Protocol):
-    """What a wing's `accumulate.py` gives the accumulator."""
+    """What a wing's `accumulate.py` provides: the backend's `accumulation`."""
+
+    def write_gradients(self, target: Any, grads: Any, *, add: bool) -> Any:
+        """Adds grads to target, or sets it to them: what the public operators return."""
 
     def detached(self, x: Any) -> Any | None:
         """The array outside of every derivative; None if x is no array."""
 
     def copied(self, x: Any) -> Any:
         """The same numbers in memory of their own."""
-
-    def zeros_like(self, x: Any) -> Any:
-        """Zeros of its shape and dtype."""
 
     def corrected(self, total: Any, error: Any) -> Any:
         """The sum of both; where total is not finite, total."""
@@ -295,11 +294,6 @@ class Wing(Protocol):
 
     def spec(self, x: Any) -> str:
         """Dtype and shape, in words."""
-
-
-def _wing(backend: Any) -> Any:
-    """The room of this name in the backend's wing, a `Wing`."""
-    return import_module(f"gradtools.{backend.name}.accumulate")
 
 
 class GradientAccumulator:
@@ -316,7 +310,7 @@ class GradientAccumulator:
         self._backend = backend
         self._precision = _precision(dtype)
         self._compensated = compensated
-        self._wing = _wing(backend)
+        self._wing: Wing = backend.accumulation
         self._trace = self._wing.current_trace()
         self._lock = Lock()
         self._state: _State | None = None
@@ -461,7 +455,7 @@ class GradientAccumulator:
     def _no_errors(self, totals: list[Any]) -> tuple[Any, ...]:
         if not self._compensated:
             return ()
-        return tuple(map(self._wing.zeros_like, totals))
+        return tuple(map(self._backend.zeros_like, totals))
 
     def _filled(self, asked: str) -> _State:
         self._check_trace(asked)

@@ -50,11 +50,6 @@ def copied(x: jax.Array) -> jax.Array:
     return jnp.array(x, copy=True)
 
 
-def zeros_like(x: jax.Array) -> jax.Array:
-    """Zeros of its shape and dtype."""
-    return jnp.zeros_like(x)
-
-
 def corrected(total: jax.Array, error: jax.Array) -> jax.Array:
     """The sum of both; where total is not finite, error is meaningless and total stands."""
     return jnp.where(jnp.isfinite(total), total + error, total)

@@ -13,16 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from gradtools.accumulate import Entry, Trees, paired
 from gradtools.errors import GradtoolsError
+from gradtools.torch import trees
 
-TREES = Trees(
-    pytree.tree_flatten,
-    lambda treedef, leaves: pytree.tree_unflatten(leaves, treedef),
-    lambda tree: [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]],
-)
+TREES = Trees(trees.flatten, trees.unflatten, trees.leaf_paths)
 _LOCK = threading.RLock()
 
 
@@ -50,11 +46,6 @@ def detached(x: Any) -> torch.Tensor | None:
 def copied(x: torch.Tensor) -> torch.Tensor:
     """The same numbers in memory of their own."""
     return x.clone()
-
-
-def zeros_like(x: torch.Tensor) -> torch.Tensor:
-    """Zeros of its shape, dtype and device."""
-    return torch.zeros_like(x)
 
 
 def corrected(total: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
@@ -188,7 +179,7 @@ def _check_parameter(asked: str, path: str, p: torch.Tensor) -> None:
     if not p.is_leaf:
         _refuse(
             asked,
-            f"target{path} is the result of {p.grad_fn.name()}",
+            f"target{path} is the result of {type(p.grad_fn).__name__}",
             "a leaf tensor",
             "Give the parameter it was computed from; an intermediate result keeps no .grad.",
         )

@@ -54,14 +54,15 @@ def key(seed: Any) -> jax.Array:
         return jax.random.key(seed)
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise GradtoolsError(f"key: a seed is an integer, got {seed!r}.")
+    seed = int(seed)
     if not -(2**63) <= seed < 2**63:
         raise GradtoolsError(f"key: a seed fits into 64 bits with its sign, got {seed}.")
-    if not jax.config.jax_enable_x64 and not -(2**31) <= seed < 2**31:
+    if not _x64() and not -(2**31) <= seed < 2**31:
         raise GradtoolsError(
             f"key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. Take a "
             f"smaller seed, or switch x64 on: {X64}."
         )
-    return jax.random.key(int(seed))
+    return jax.random.key(seed)
 
 
 def split(key: jax.Array, n: int = 2) -> jax.Array:
@@ -87,6 +88,10 @@ def check_key(caller: str, key: Any) -> None:
 def xp() -> ModuleType:
     """The array-API namespace of JAX."""
     return jnp
+
+
+def _x64() -> bool:
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def _is_plain(x: Any) -> bool:

@@ -177,9 +177,10 @@ def _seed(seed: Any) -> torch.Tensor:
         return seed.to(torch.int64)
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise GradtoolsError(f"key: a seed is an integer, got {seed!r}.")
+    seed = int(seed)
     if not -(2**63) <= seed < 2**63:
         raise GradtoolsError(f"key: a seed fits into 64 bits with its sign, got {seed}.")
-    return torch.tensor(int(seed), dtype=torch.int64)
+    return torch.tensor(seed, dtype=torch.int64)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

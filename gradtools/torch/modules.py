@@ -113,7 +113,7 @@ def _seeded_call(plan: Plan, params: Mapping, state: Mapping, args, kwargs, key)
 def _plan(module: nn.Module) -> Plan:
     modules = list(module.modules())
     parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
-    places = {id(m): ("modules", i) for i, m in enumerate(modules)}
+    places: dict[int, tuple[str, Any]] = {id(m): ("modules", i) for i, m in enumerate(modules)}
     places |= {id(p): ("parameters", name) for name, p in parameters}
     places |= {id(b): ("buffers", name) for name, b in buffers}
     nodes = tuple(_node(m, places) for m in modules)
@@ -126,11 +126,13 @@ def _node(module: nn.Module, places: dict) -> Node:
         shared["_compiled_call_impl"] = None
     relinked = tuple(k for k, v in shared.items() if _refers(v, places))
     _check_closures(module, shared, places)
-    slots = [
-        {name: None if value is None else places[id(value)][1] for name, value in own.items()}
-        for own in (module._parameters, module._buffers, module._modules)
-    ]
-    return Node(type(module), shared, *slots, relinked)
+    own = (module._parameters, module._buffers, module._modules)
+    parameters, buffers, children = (_slots(fields, places) for fields in own)
+    return Node(type(module), shared, parameters, buffers, children, relinked)
+
+
+def _slots(fields: Mapping[str, Any], places: dict) -> dict[str, Any]:
+    return {k: None if v is None else places[id(v)][1] for k, v in fields.items()}
 
 
 def _refers(value: Any, places: dict, depth: int = DEPTH) -> bool:
@@ -214,7 +216,7 @@ def _instantiate(plan: Plan, params: Mapping, buffers: Mapping) -> nn.Module:
 
 
 def _copies(plan: Plan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
-    copies = [object.__new__(node.kind) for node in plan.nodes]
+    copies: list[Any] = [object.__new__(node.kind) for node in plan.nodes]
     slots = {"modules": copies, "parameters": params, "buffers": buffers}
 
     def resolve(value):
@@ -298,7 +300,7 @@ def _check_part(name: str, part: nn.Module) -> None:
                 f"outside; {mends[kind.__name__]}."
             )
     for tensor_name, tensor in [*part._parameters.items(), *part._buffers.items()]:
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(tensor):
             raise GradtoolsError(
                 f"functionalize: {tensor_name!r} of {name} has no shape yet (a lazy module). "
                 "Call the module once on an example first."

@@ -300,7 +300,7 @@ def _check_part(name: str, part: nn.Module) -> None:
                 f"outside; {mends[kind.__name__]}."
             )
     for tensor_name, tensor in [*part._parameters.items(), *part._buffers.items()]:
-        if nn.parameter.is_lazy(tensor):
+        if tensor is not None and nn.parameter.is_lazy(tensor):
             raise GradtoolsError(
                 f"functionalize: {tensor_name!r} of {name} has no shape yet (a lazy module). "
                 "Call the module once on an example first."

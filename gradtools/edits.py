@@ -32,6 +32,7 @@ SCALE = Rule(
     passive=(1,),
     uses=(1,),
     captures=False,
+    identity=True,
 )
 """Inputs x and s; dy = s dx."""
 
@@ -43,6 +44,7 @@ REPLACE = Rule(
     passive=(0,),
     uses=(),
     captures=False,
+    identity=True,
 )
 """Inputs y and s; the value of y with the derivative of s."""
 
@@ -53,13 +55,14 @@ KNOWN = Rule(
     passive=(1,),
     uses=(1,),
     captures=False,
+    identity=True,
     reverse_only=True,
 )
 """Inputs x and dx; whatever comes in, the cotangent is dx."""
 
 
 @lru_cache
-def clip_rule(backend: Backend, count: int, by_norm: bool, by_value: bool) -> Rule:
+def _clip_rule(backend: Backend, count: int, by_norm: bool, by_value: bool) -> Rule:
     """Inputs: `count` leaves, then the bounds that are there; clipped jointly."""
     bounds = tuple(range(count, count + by_norm + by_value))
 
@@ -78,6 +81,7 @@ def clip_rule(backend: Backend, count: int, by_norm: bool, by_value: bool) -> Ru
         passive=bounds,
         uses=bounds,
         captures=False,
+        identity=True,
         reverse_only=True,
     )
 
@@ -240,7 +244,8 @@ class Edits(Operators):
         backend = self._backend
 
         def edit(leaves: list[Array]) -> list[Array]:
-            rule = clip_rule(backend, len(leaves), max_norm is not None, max_value is not None)
+            kind = (len(leaves), max_norm is not None, max_value is not None)
+            rule = _clip_rule(backend, *kind)
             limits = [backend.real_scalar(bound, leaves[0]) for bound in given.values()]
             return backend.apply_rule(rule, *leaves, *limits)
 
@@ -268,6 +273,10 @@ class Edits(Operators):
         if not callable(fn):
             raise GradtoolsError(f"transform_gradient: fn must be callable, got {fn!r}.")
         backend = self._backend
+        backend.refuse_to_compile(
+            "transform_gradient takes a Python function, which compiled code drops in silence "
+            "under torch.func (pytorch#193279)"
+        )
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
 
@@ -283,6 +292,7 @@ class Edits(Operators):
             primal=lambda *xs: list(xs),
             cotangent=cotangent,
             uses=(),
+            identity=True,
             reverse_only=True,
         )
         return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)

@@ -12,8 +12,10 @@ rule enters a framework's own differentiation stands in `torch/rules.py` and `ja
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradtools.errors import GradtoolsError
@@ -21,6 +23,15 @@ from gradtools.errors import GradtoolsError
 Array = Any
 Shape = tuple[int, ...]
 Entries = Sequence[Any]  # arrays, or None for a zero
+
+
+KEYS = itertools.count()
+_BY_KEY: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
+
+
+def by_key(key: int) -> Rule:
+    """The rule with this key."""
+    return _BY_KEY[key]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,6 +51,8 @@ class Rule:
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
+        identity: Whether the outputs are inputs as they came.
+        key: A number by which compiled code finds the rule again, see `by_key`.
         dx_shape: The shape of input i's tangent from the input's own. They differ only under
             vmap, where a tangent may carry the batch and its input not.
     """
@@ -53,6 +66,8 @@ class Rule:
     reverse_only: bool = False
     captures: bool = True
     closed_over: tuple[int, ...] = ()
+    identity: bool = False
+    key: int = field(default_factory=lambda: next(KEYS))
     dx_shape: Callable[[int, Shape], Shape] = lambda i, shape: shape
 
     def __post_init__(self) -> None:
@@ -61,6 +76,7 @@ class Rule:
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
                 "give at least one, the other follows by transposition."
             )
+        _BY_KEY[self.key] = self
 
     def __repr__(self) -> str:
         return f"<rule {self.name}>"
@@ -108,6 +124,7 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, dx_axes: Entries, size: i
 
     return replace(
         rule,
+        key=next(KEYS),
         dx_shape=dx_shape,
         primal=primal,
         tangent=None if rule.tangent is None else tangent,

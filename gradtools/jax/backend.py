@@ -161,6 +161,9 @@ class JaxBackend:
                 vmap_method="sequential",
             )
 
+    def refuse_to_compile(self, reason: str) -> None:
+        pass  # jit traces everything
+
     # --- the framework's own transforms
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:

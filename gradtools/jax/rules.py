@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import Rule, batched, spread
+from gradtools.rules import KEYS, Rule, batched, spread
 
 Mask = tuple[bool, ...]
 _NO_TRACE = get_opaque_trace_state(convention="flax")
@@ -431,6 +431,7 @@ def _lift_captured(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         tangent=tangent and (lambda a, v: tangent(a, list(a[:n]), _filled(v[:n], dxs))),
         cotangent=cotangent and run_cotangent,
         captures=False,
+        key=next(KEYS),
         closed_over=tuple(range(n, n + len(consts))),
     )
     return lifted, consts

@@ -29,6 +29,13 @@ from gradtools.torch.rules import apply_rule, is_inexact
 Tensor = torch.Tensor
 
 
+_REAL = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
 class TorchBackend:
     """What `gradtools.backend.Backend` asks, by PyTorch."""
 
@@ -74,7 +81,7 @@ class TorchBackend:
         return torch.as_tensor(x, device=like.device).to(dtype)
 
     def real_scalar(self, x: Any, like: Array) -> Array:
-        dtype = like.dtype.to_real()
+        dtype = _REAL.get(like.dtype, like.dtype)
         return x.to(dtype) if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype)
 
     def zeros_like(self, x: Array) -> Array:
@@ -137,6 +144,10 @@ class TorchBackend:
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         return f(args)
+
+    def refuse_to_compile(self, reason: str) -> None:
+        if is_compiling():
+            torch._dynamo.graph_break(msg=reason)
 
     # --- the framework's own transforms
 

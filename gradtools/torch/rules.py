@@ -23,17 +23,21 @@ import torch.autograd.forward_ad as forward_ad
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, batched, spread
-from gradtools.torch.compiling import opaque_to_dynamo
+from gradtools.rules import Rule, batched, by_key, spread
+from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 
 Tensor = torch.Tensor
 
 
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    if rule.reverse_only:
-        return list(_ReverseOnly.apply(rule, *xs))
-    return list(_BothModes.apply(rule, *xs))
+    if is_compiling():
+        return list(_apply_by_key(rule.key, *xs))
+    return list(_apply(rule, xs))
+
+
+def _apply(rule: Rule, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (_ReverseOnly if rule.reverse_only else _BothModes).apply(rule, *xs)
 
 
 class _ReverseOnly(torch.autograd.Function):
@@ -41,7 +45,11 @@ class _ReverseOnly(torch.autograd.Function):
 
     @staticmethod
     def forward(rule: Rule, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(rule.primal(*xs))
+        ys = rule.primal(*xs)
+        if rule.identity and forward_ad._current_level >= 0:
+            # An output that is an input must have a tangent that is a view of its tangent.
+            ys = [y.clone() for y in ys]
+        return tuple(ys)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
@@ -214,19 +222,10 @@ def _batched(rule: Rule, size: int, dims: Sequence[int | None], xs: Sequence[Ten
     return (batched(rule, _Lists, axes, axes, size), *front)
 
 
-_BY_KEY: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
-
-
-def key_of(rule: Rule) -> int:
-    """A number by which compiled code finds the rule; dynamo sees constants, not objects."""
-    _BY_KEY[id(rule)] = rule
-    return id(rule)
-
-
 @opaque_to_dynamo
-def apply_by_key(key: int, *xs: Tensor) -> tuple[Tensor, ...]:
-    """`apply_rule` as one node of dynamo's graph."""
-    return _BothModes.apply(_BY_KEY[key], *xs)
+def _apply_by_key(key: int, *xs: Tensor) -> tuple[Tensor, ...]:
+    """`apply_rule` as one node of dynamo's graph, which holds no Python objects."""
+    return _apply(by_key(key), xs)
 
 
 def is_inexact(x: Any) -> bool:

@@ -1,0 +1,76 @@
+"""What every test shares: the backends, one device, double precision."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import numpy as np
+import pytest
+
+import gradtools
+
+BACKENDS = ("torch", "jax")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gradtools-backend",
+        choices=(*BACKENDS, "both"),
+        default="both",
+        help="run tests that take a backend with this one only",
+    )
+
+
+def _wanted(config: pytest.Config) -> list[str]:
+    asked = config.getoption("--gradtools-backend")
+    return [b for b in BACKENDS if asked in (b, "both") and b in gradtools.available_backends()]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = _wanted(config)
+    if "jax" in wanted:
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    if "torch" in wanted:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    wanted = _wanted(config)
+    absent = [b for b in BACKENDS if b not in wanted]
+    return f"gradtools backends: {', '.join(wanted)}; left out: {', '.join(absent) or 'none'}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend_name" in metafunc.fixturenames:
+        metafunc.parametrize("backend_name", _wanted(metafunc.config), scope="session")
+
+
+def pytest_ignore_collect(collection_path, config: pytest.Config) -> bool | None:
+    """A file named test_torch_* or test_jax_* needs that backend; test_both_* needs both."""
+    name, wanted = collection_path.name, _wanted(config)
+    for backend in BACKENDS:
+        if name.startswith((f"test_{backend}_", "test_both_")) and backend not in wanted:
+            return True
+    return None
+
+
+@pytest.fixture
+def gt(backend_name: str):
+    """The namespace of one backend; a test that takes it runs once for each."""
+    return importlib.import_module(f"gradtools.{backend_name}")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20261121)
+
+
+@pytest.fixture(scope="session")
+def torch_device() -> str:
+    """The device of PyTorch's tests: GRADTOOLS_TEST_DEVICE, else the CPU."""
+    return os.environ.get("GRADTOOLS_TEST_DEVICE", "cpu")

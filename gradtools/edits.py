@@ -61,10 +61,13 @@ KNOWN = Rule(
 """Inputs x and dx; whatever comes in, the cotangent is dx."""
 
 
-@lru_cache
-def _clip_rule(backend: Backend, count: int, by_norm: bool, by_value: bool) -> Rule:
-    """Inputs: `count` leaves, then the bounds that are there; clipped jointly."""
-    bounds = tuple(range(count, count + by_norm + by_value))
+CLIP_BY_NORM, CLIP_BY_VALUE, CLIP_BY_BOTH = 1, 2, 3
+
+
+def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
+    """Inputs: `count` leaves, then max_norm and max_value as far as `kind` has them."""
+    by_norm, by_value = kind & CLIP_BY_NORM, kind & CLIP_BY_VALUE
+    bounds = tuple(range(count, count + (kind == CLIP_BY_BOTH) + 1))
 
     def cotangent(xs: Any, cts: Any) -> list[Any]:
         found = list(cts[:count])
@@ -133,6 +136,11 @@ def _squares(backend: Backend, ct: Array) -> Array:
 
 class Edits(Operators):
     """The operators that edit a gradient."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        # Dynamo takes the rule that this returns as a constant.
+        self._clip_rule = backend.constant_result(lru_cache(partial(clip_rule, backend)))
 
     def reverse_gradient(self, x: Any, scale: Any = 1.0) -> Any:
         """The identity whose derivative is times `-scale`: y = x, dy = -scale dx.
@@ -244,8 +252,8 @@ class Edits(Operators):
         backend = self._backend
 
         def edit(leaves: list[Array]) -> list[Array]:
-            kind = (len(leaves), max_norm is not None, max_value is not None)
-            rule = _clip_rule(backend, *kind)
+            kind = CLIP_BY_NORM * (max_norm is not None) + CLIP_BY_VALUE * (max_value is not None)
+            rule = self._clip_rule(len(leaves), kind)
             limits = [backend.real_scalar(bound, leaves[0]) for bound in given.values()]
             return backend.apply_rule(rule, *leaves, *limits)
 

@@ -145,6 +145,13 @@ class TorchBackend:
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         return f(args)
 
+    def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        def constant(*args: Any) -> Any:
+            return fun(*args)
+
+        constant._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does
+        return constant
+
     def refuse_to_compile(self, reason: str) -> None:
         if is_compiling():
             torch._dynamo.graph_break(msg=reason)
@@ -201,9 +208,9 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             create_graph=create,
             allow_unused=True,
         )
-        return [g if g is None or create else _detached(g) for g in grads]
+        return [g if g is None or create else _free(g) for g in grads]
 
-    free = (lambda x: x) if attached else _detached
+    free = (lambda x: x) if attached else _free
     return Evaluation(
         [free(y) for y in outs], [free(x) for x in extras], pullback, nested=lambda: nested
     )
@@ -238,7 +245,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         pushed = [next(found) if y.requires_grad else None for y in outs]
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
 
-    free = (lambda x: x) if attached else _detached
+    free = (lambda x: x) if attached else _free
     return [free(y) for y in outs], [free(x) for x in extras], push
 
 
@@ -259,20 +266,30 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
 def _alias(x: Tensor, keep: bool) -> Tensor:
     """x under another name, tracked: a view of x if it is tracked already, else a leaf.
 
-    Never `detach`, which would drop the tangent of a dual number in silence.
+    The tangent of a dual number stays, which `detach` alone would drop in silence.
     """
-    with torch.inference_mode(False), torch.set_grad_enabled(keep):
-        alias = x.clone() if x.is_inference() else x.view_as(x)
+    with torch.inference_mode(False):
+        if x.is_inference():
+            return x.clone().requires_grad_()
+        alias = x.view_as(x) if keep and x.requires_grad else _detached(x)
     return alias if alias.requires_grad else alias.requires_grad_()
 
 
 def _detached(x: Tensor) -> Tensor:
-    if not x.requires_grad:
-        return x
-    if forward_ad._current_level < 0 or forward_ad.unpack_dual(x).tangent is None:
+    """x cut from its graph; its tangent, if it is a dual number, stays."""
+    primal, tangent = _unpacked(x)
+    if tangent is None:
         return x.detach()
-    with torch.no_grad():
-        return x.view_as(x)
+    return forward_ad.make_dual(primal.detach(), tangent.detach())
+
+
+def _free(x: Tensor) -> Tensor:
+    """x, detached if there is anything to detach it from."""
+    return _detached(x) if x.requires_grad else x
+
+
+def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return (x, None) if forward_ad._current_level < 0 else forward_ad.unpack_dual(x)
 
 
 def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
@@ -329,7 +346,9 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
     primals = [y.primal for y in unpacked]
     pushed = [torch.zeros_like(y) if t is None else t for y, t in unpacked]
-    return primals, extras, pushed
+    if torch.is_grad_enabled():
+        return primals, extras, pushed
+    return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
 
 
 @contextmanager
@@ -400,7 +419,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor]) -> Evaluation:
         filled = tuple(
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
-        grads = pull(filled)
+        # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
+        grads = [g.view_as(g) for g in pull(filled)]
         if not reached:
             return list(grads)
         return [g if r else None for g, r in zip(grads, reached, strict=True)]

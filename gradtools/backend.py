@@ -83,7 +83,13 @@ class Backend(Protocol):
     def is_known_zero(self, x: Array) -> bool: ...
 
     # Derivatives.
-    def vjp(self, fun: Fun, leaves: list[Array], *, stage: bool, once: bool) -> Evaluation: ...
+    def vjp(
+        self, fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool
+    ) -> Evaluation:
+        """One evaluation. `groups`: sizes of the groups of leaves of which it is asked whether
+        they reach the output, None if it is not. `once`: the pullback is called once."""
+        ...
+
     def jvp(
         self, fun: Fun, leaves: list[Array], tangents: list[Array]
     ) -> tuple[list[Array], list[Array], list[Array]]: ...

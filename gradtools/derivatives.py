@@ -172,7 +172,7 @@ class Derivatives(Operators):
         """
         call = Call(self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux)
         _some(primals, "vjp")
-        found = self._backend.vjp(call, call.leaves, stage=False, once=False)
+        found = self._backend.vjp(call, call.leaves, groups=None, once=False)
         out, aux = call.output(found.outs, found.extras)
 
         def pullback(cotangent: Any) -> tuple[Any, ...]:
@@ -334,7 +334,7 @@ class Derivatives(Operators):
         if mode == "forward_over_reverse":
             grads, _, products = self._backend.jvp(gradient, call.leaves, moving)
         else:
-            found = self._backend.vjp(gradient, call.leaves, stage=False, once=True)
+            found = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
             grads, products = found.outs, self._filled(call, found.pullback(moving))
         return call.to_trees(grads), call.to_trees(products)
 
@@ -461,8 +461,10 @@ class Derivatives(Operators):
         def run(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
             positions = normalized_argnums(asked, argnums, len(args))
             call = Call(self._backend, asked, f, args, kwargs, positions, has_aux)
-            stage = disconnected != "zeros"
-            found = self._backend.vjp(call, call.leaves, stage=stage, once=True)
+            groups = {"zeros": None, "strict": [1] * len(call.leaves)}.get(
+                disconnected, call.counts
+            )
+            found = self._backend.vjp(call, call.leaves, groups=groups, once=True)
             grads = self._gradient(call, found, disconnected)
             value, aux = call.output(found.outs, found.extras)
             trees = call.to_trees(grads)
@@ -487,7 +489,7 @@ class Derivatives(Operators):
         """The gradient of a call as a function of flat arrays; `fun` is what evaluates it."""
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
-            found = self._backend.vjp(fun, list(leaves), stage=False, once=True)
+            found = self._backend.vjp(fun, list(leaves), groups=None, once=True)
             return self._gradient(call, found, "zeros"), []
 
         return gradient
@@ -523,7 +525,7 @@ class Derivatives(Operators):
             found = backend.jvp(_partial_of(self, call, fun, 0), call.leaves[count:], moving)[2]
         else:
             by_g = _partial_of(self, call, fun, 1)
-            evaluation = backend.vjp(by_g, call.leaves[:count], stage=False, once=True)
+            evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=True)
             pulled = zip(call.leaves, evaluation.pullback(moving), strict=False)
             found = [backend.zeros_like(x) if p is None else p for x, p in pulled]
         return call.to_trees([*found, *call.leaves[count:]])[0]
@@ -562,7 +564,7 @@ class Derivatives(Operators):
 
     def _rows(self, fun: Fun, leaves: list[Array], chunk_size: int | None) -> list[list[Array]]:
         backend = self._backend
-        found = backend.vjp(fun, leaves, stage=False, once=False)
+        found = backend.vjp(fun, leaves, groups=None, once=False)
         blocks = []
         for k, y in enumerate(found.outs):
 
@@ -755,7 +757,7 @@ def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun
             return fun(*mine, *others) if which == 0 else fun(*others, *mine)
 
         leaves = call.leaves[own]
-        found = operators._backend.vjp(one, leaves, stage=False, once=True)
+        found = operators._backend.vjp(one, leaves, groups=None, once=True)
         out = call.scalar(found.outs, found.extras)
         pulled = found.pullback([operators._backend.cast(1.0, out)])
         zeros = operators._backend.zeros_like

@@ -84,8 +84,10 @@ class JaxBackend:
         outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
         return Staged(traced.run, traced.reverse_only, "forward" if inputs < outs else "reverse")
 
-    def vjp(self, fun: Fun, leaves: list[Array], *, stage: bool, once: bool) -> Evaluation:
-        traced = _traced(fun, leaves) if stage else None
+    def vjp(
+        self, fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool
+    ) -> Evaluation:
+        traced = _traced(fun, leaves) if groups is not None else None
         with jax.named_scope(_SCOPE):
             outs, pull, extras = jax.vjp(
                 fun if traced is None else traced.run, *leaves, has_aux=True

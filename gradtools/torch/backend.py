@@ -99,17 +99,20 @@ class TorchBackend:
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
         return Staged(fun)
 
-    def vjp(self, fun: Fun, leaves: list[Array], *, stage: bool, once: bool) -> Evaluation:
+    def vjp(
+        self, fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool
+    ) -> Evaluation:
         _note_derivative()
-        if _in_functorch():
-            return _functorch_vjp(fun, leaves)
-        return _eager_vjp(fun, leaves, once)
+        with _explained():
+            if _in_functorch():
+                return _functorch_vjp(fun, leaves, groups)
+            return _eager_vjp(fun, leaves, once)
 
     def jvp(
         self, fun: Fun, leaves: list[Array], tangents: list[Array]
     ) -> tuple[list[Array], list[Array], list[Array]]:
         _note_derivative()
-        with _explained("jvp"):
+        with _explained():
             if _in_functorch():
                 return _functorch_jvp(fun, leaves, tangents)
             if forward_ad._current_level >= 0:
@@ -122,9 +125,10 @@ class TorchBackend:
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
         """The pushforward as the transpose of the pullback: f is evaluated once, in any mode."""
         _note_derivative()
-        if _in_functorch():
-            return _functorch_linearize(fun, leaves)
-        return _eager_linearize(fun, leaves)
+        with _explained():
+            if _in_functorch():
+                return _functorch_linearize(fun, leaves)
+            return _eager_linearize(fun, leaves)
 
     def without_graph(self, fun: Callable[[], Any]) -> Any:
         with torch.no_grad():
@@ -165,7 +169,7 @@ class TorchBackend:
         if chunk_size == 1:
             rows = [f(*example) for example in zip(*batch, strict=True)]
             return [torch.stack(column) for column in zip(*rows, strict=True)]
-        with _explained("vmap"):
+        with _explained():
             mapped = torch.vmap(
                 lambda *xs: tuple(f(*xs)), randomness="different", chunk_size=chunk_size
             )
@@ -200,14 +204,15 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if not pairs:
             return [None] * len(aliases)
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
-        grads = torch.autograd.grad(
-            [y for y, _ in pairs],
-            aliases,
-            [ct for _, ct in pairs],
-            retain_graph=create or not once,
-            create_graph=create,
-            allow_unused=True,
-        )
+        with _explained():
+            grads = torch.autograd.grad(
+                [y for y, _ in pairs],
+                aliases,
+                [ct for _, ct in pairs],
+                retain_graph=create or not once,
+                create_graph=create,
+                allow_unused=True,
+            )
         return [g if g is None or create else _free(g) for g in grads]
 
     free = (lambda x: x) if attached else _free
@@ -254,9 +259,7 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
     keep = torch.is_grad_enabled()
     aliases = [_alias(x, keep) for x in leaves]
     with torch.inference_mode(False), torch.enable_grad():
-        before = _derivatives_taken()
-        outs, extras = fun(*aliases)
-        nested = _derivatives_taken() != before
+        outs, extras, nested = _watched(fun, aliases)
     attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(outs, aliases))
     for alias in aliases:
         alias.gradtools_spent = True  # nobody asks for it again: not a reason to stay attached
@@ -352,15 +355,15 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 
 
 @contextmanager
-def _explained(asked: str) -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """PyTorch's refusals, in words that say what to do."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        mend = _mend(str(error))
-        if mend is None or isinstance(error, GradtoolsError):
+        mend = next((mend for part, mend in _MENDS.items() if part in str(error)), None)
+        if mend is None:
             raise
-        raise GradtoolsError(f"{asked}: {mend} PyTorch says: {error}") from error
+        raise GradtoolsError(f"{mend} PyTorch says: {error}") from error
 
 
 _MENDS = {
@@ -382,15 +385,34 @@ _MENDS = {
         "normalisation's running statistics in training mode), which vmap cannot follow. Put "
         "the module in evaluation mode, functionalize it, or use chunk_size=1, a plain loop."
     ),
+    "would mutate a captured Tensor": (
+        "f changes a tensor in place that it captured (such as batch normalisation's running "
+        "statistics in training mode), which torch.func's transforms cannot follow. Put the "
+        "module in evaluation mode or functionalize it; or take the derivative outside of the "
+        "transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
+    ),
+    "use_reentrant=True": (
+        "f holds a reentrant torch.utils.checkpoint, which takes no derivative with respect to "
+        "chosen inputs. Pass use_reentrant=False to it, or use gt.checkpoint."
+    ),
+    "marked with @once_differentiable": (
+        "f holds a torch.autograd.Function marked once_differentiable, which has no second "
+        "derivative in reverse mode."
+    ),
+    "it must override the setup_context staticmethod": (
+        "f holds an old-style torch.autograd.Function (forward takes ctx), which torch.func's "
+        "transforms cannot enter. Split its forward into forward and setup_context, or take the "
+        "derivative outside of the transform (chunk_size=1 is a plain loop)."
+    ),
+    "it does not have vmap support": (
+        "f holds a torch.autograd.Function without a vmap rule. Give it one "
+        "(generate_vmap_rule = True), or use chunk_size=1, a plain loop."
+    ),
     "It looks like you're either (1) calling .item()": (
         "f takes a Python number out of a tensor, which vmap cannot follow. chunk_size=1 is a "
         "plain loop that can."
     ),
 }
-
-
-def _mend(message: str) -> str | None:
-    return next((mend for part, mend in _MENDS.items() if part in message), None)
 
 
 # --- inside functorch and dynamo ---------------------------------------------------------
@@ -400,15 +422,17 @@ def _in_functorch() -> bool:
     return is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _functorch_vjp(fun: Fun, leaves: list[Tensor]) -> Evaluation:
+def _functorch_vjp(
+    fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None
+) -> Evaluation:
     reached: list[bool] = []
     nested: list[bool] = []
 
     def paired(*xs: Tensor) -> Any:
-        before = _derivatives_taken()
-        outs, extras = fun(*xs)
-        nested[:] = [_derivatives_taken() != before]
-        if not is_compiling():
+        asked = groups if groups is not None and is_compiling() else ()
+        outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
+        nested[:] = [inside]
+        if groups is not None and not is_compiling():
             found = {id(leaf) for leaf in _leaves_of(outs)}
             reached[:] = [id(x) in found for x in xs]
         return tuple(outs), tuple(extras)
@@ -420,14 +444,39 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor]) -> Evaluation:
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
-        grads = [g.view_as(g) for g in pull(filled)]
+        with _explained():
+            grads = [g.view_as(g) for g in pull(filled)]
         if not reached:
             return list(grads)
         return [g if r else None for g, r in zip(grads, reached, strict=True)]
 
-    return Evaluation(
-        list(outs), list(extras), pullback, nested=lambda: nested[0], checked=bool(reached)
-    )
+    return Evaluation(list(outs), list(extras), pullback, nested=lambda: nested[0])
+
+
+def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:
+    """f, noting at trace time for each leaf whether its group reaches an output.
+
+    Dynamo shows no graph to walk, but knows at each level whether a result depends on what that
+    level differentiates: so each group gets a level of its own. It adds nothing to what runs.
+    """
+    if not groups:
+        return fun(*xs)
+    mine, others = xs[: groups[0]], xs[groups[0] :]
+    deeper: list[bool] = []
+
+    def level(*tracked: Tensor) -> Any:
+        def rest(*a: Tensor) -> Any:
+            return fun(*tracked, *a)
+
+        outs, extras = _probed(rest, others, groups[1:], deeper)
+        hit = any(y.requires_grad for y in outs)
+        reached[:] = [hit for _ in tracked] + deeper
+        return tuple(outs), tuple(extras)
+
+    if not mine:
+        return level()
+    outs, _, extras = torch.func.vjp(level, *mine, has_aux=True)
+    return list(outs), list(extras)
 
 
 def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
@@ -452,13 +501,27 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 # --- whether f takes a derivative itself -------------------------------------------------
 
-_taken = threading.local()
+_eager = threading.local()
+_compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty before and after
+
+
+def _open_derivatives() -> list[list[bool]]:
+    """One flag for each derivative whose function is being evaluated."""
+    return _compiled if is_compiling() else _eager.__dict__.setdefault("open", [])
 
 
 def _note_derivative() -> None:
-    if not is_compiling():
-        _taken.count = _derivatives_taken() + 1
+    for flag in _open_derivatives():
+        flag[0] = True
 
 
-def _derivatives_taken() -> int:
-    return 0 if is_compiling() else getattr(_taken, "count", 0)
+def _watched(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
+    """f at xs, and whether it took a gradtools derivative itself."""
+    flag = [False]
+    still_open = _open_derivatives()
+    still_open.append(flag)
+    try:
+        outs, extras = fun(*xs)
+    finally:
+        still_open.pop()
+    return outs, extras, flag[0]

@@ -63,7 +63,14 @@ class Backend(Protocol):
 
     name: str
     hvp_mode: str  # what mode="auto" means for hvp and hessian
-    xp: Any  # the array-API namespace
+
+    @property
+    def xp(self) -> Any:
+        """The array-API namespace."""
+
+    @property
+    def accumulation(self) -> Any:
+        """The wing's room for what writes."""
 
     # Pytrees. None is an empty tree.
     def flatten(self, tree: Any) -> tuple[list[Any], Any]: ...
@@ -86,8 +93,11 @@ class Backend(Protocol):
     def vjp(
         self, fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool
     ) -> Evaluation:
-        """One evaluation. `groups`: sizes of the groups of leaves of which it is asked whether
-        they reach the output, None if it is not. `once`: the pullback is called once."""
+        """One evaluation, and its pullback.
+
+        groups: Sizes of the groups of leaves of which it is asked whether they reach the output.
+        once: The pullback is called once, and may free what it needs.
+        """
         ...
 
     def jvp(
@@ -119,7 +129,6 @@ class Backend(Protocol):
     def to_numpy(self, x: Array) -> Any: ...
     def key(self, seed: int) -> Array: ...
     def split(self, key: Array, n: int = 2) -> Array: ...
-    accumulation: Any  # the wing's room for what writes
 
 
 class Operators:

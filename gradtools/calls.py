@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gradtools.backend import Array, Backend
@@ -30,29 +31,22 @@ class Call:
     ) -> None:
         self.backend, self.asked, self.f, self.has_aux = backend, asked, f, has_aux
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
-        self.trees: list[Any] = []
-        self.leaves: list[Array] = []
-        self.paths: list[str] = []
-        self.counts: list[int] = []
-        self._template: list[list[Any]] = []
-        for i in argnums:
-            self._add_argument(i)
+        flat = [backend.flatten(self.args[i]) for i in argnums]
+        self.treedefs = [treedef for _, treedef in flat]
+        self.counts = [len(leaves) for leaves, _ in flat]
+        self.leaves: list[Array] = [leaf for leaves, _ in flat for leaf in leaves]
+        for k, leaf in enumerate(self.leaves):
+            if not (backend.is_array(leaf) and backend.is_inexact(leaf)):
+                self.leaves[k] = differentiable_leaf(backend, asked, leaf, self.paths[k])
 
-    def _add_argument(self, i: int) -> None:
-        """Sets apart the leaves of argument i."""
-        leaves, treedef = self.backend.flatten(self.args[i])
-        paths = self.backend.leaf_paths(self.args[i])
-        named = [f"argument {i}{path}" for path in paths]
-        active = [leaf is not None for leaf in leaves]
-        found = [
-            differentiable_leaf(self.backend, self.asked, leaf, name)
-            for leaf, name, a in zip(leaves, named, active, strict=True)
-            if a
+    @property
+    def paths(self) -> list[str]:
+        """The name of each differentiated leaf. Made when a message needs it."""
+        return [
+            f"argument {i}{path}"
+            for i in self.argnums
+            for path in self.backend.leaf_paths(self.args[i])
         ]
-        self.trees.append((treedef, active))
-        self.leaves += found
-        self.paths += [name for name, a in zip(named, active, strict=True) if a]
-        self.counts.append(len(found))
 
     # --- the function of flat arrays
 
@@ -64,19 +58,15 @@ class Call:
         result = self.f(*args, **self.kwargs)
         out, aux = self._parted(result)
         backend = self.backend
+        self._out = out
         out_leaves, self._out_def = backend.flatten(out)
-        self._out_paths = backend.leaf_paths(out)
         aux_leaves, self._aux_def = backend.flatten(aux)
-        arrays = [self._as_output(x, p) for x, p in zip(out_leaves, self._out_paths, strict=True)]
-        self._inexact = [x is not None and backend.is_inexact(x) for x in arrays]
-        self._present = [x is not None for x in arrays]
+        arrays = [self._as_output(k, x) for k, x in enumerate(out_leaves)]
+        self._inexact = [backend.is_inexact(x) for x in arrays]
         self._aux_static = [None if backend.is_array(x) else (x,) for x in aux_leaves]
-        outs = [x for x, inexact in zip(arrays, self._inexact, strict=True) if inexact]
-        extras = [
-            x
-            for x, inexact in zip(arrays, self._inexact, strict=True)
-            if x is not None and not inexact
-        ]
+        paired = list(zip(arrays, self._inexact, strict=True))
+        outs = [x for x, inexact in paired if inexact]
+        extras = [x for x, inexact in paired if not inexact]
         return outs, extras + [x for x in aux_leaves if backend.is_array(x)]
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
@@ -89,18 +79,21 @@ class Call:
             )
         return result
 
-    def _as_output(self, x: Any, path: str) -> Array | None:
-        if x is None and path:
-            return None
+    def _as_output(self, k: int, x: Any) -> Array:
         if self.backend.is_array(x):
             return x
         try:
             return self.backend.asarray(x)
         except (TypeError, ValueError, GradtoolsError) as error:
             raise GradtoolsError(
-                f"{self.asked}: f returned {describe(self.backend, x)} at output{path}, expected "
-                "an array. Return arrays, and anything else through has_aux=True."
+                f"{self.asked}: f returned {describe(self.backend, x)} at "
+                f"{self._out_paths[k]}, expected an array. Return arrays, and anything else "
+                "through has_aux=True."
             ) from error
+
+    @property
+    def _out_paths(self) -> list[str]:
+        return [f"output{path}" for path in self.backend.leaf_paths(self._out)]
 
     # --- back into trees
 
@@ -108,34 +101,35 @@ class Call:
         """One tree for each differentiated argument, with `leaves` in place of its own."""
         left = iter(leaves)
         return tuple(
-            self.backend.unflatten(treedef, [next(left) if a else None for a in active])
-            for treedef, active in self.trees
+            [
+                self.backend.unflatten(treedef, [next(left) for _ in range(count)])
+                for treedef, count in zip(self.treedefs, self.counts, strict=True)
+            ]
         )
 
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """The leaves of one tree for each differentiated argument, checked against them."""
         found: list[Array] = []
-        named = zip(self.argnums, trees, self.trees, strict=True)
-        for i, tree, (treedef, active) in named:
+        for i, tree, treedef in zip(self.argnums, trees, self.treedefs, strict=True):
             leaves, came = self.backend.flatten(tree)
             if came != treedef:
                 raise GradtoolsError(
                     f"{self.asked}: {what} {i} has the structure {came}, expected that of "
                     f"argument {i}, {treedef}."
                 )
-            found += [leaf for leaf, a in zip(leaves, active, strict=True) if a]
+            found += leaves
         return [
-            matching(self.backend, self.asked, x, like, path.replace("argument", what, 1), path)
-            for x, like, path in zip(found, self.leaves, self.paths, strict=True)
+            matching(self.backend, self.asked, x, like, partial(self._names, what, k))
+            for k, (x, like) in enumerate(zip(found, self.leaves, strict=True))
         ]
+
+    def _names(self, what: str, k: int) -> tuple[str, str]:
+        return self.paths[k].replace("argument", what, 1), self.paths[k]
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
         """`(out, aux)` of f from the flat lists."""
         diff, rest = iter(outs), iter(extras)
-        leaves = [
-            next(diff) if inexact else next(rest) if present else None
-            for inexact, present in zip(self._inexact, self._present, strict=True)
-        ]
+        leaves = [next(diff) if inexact else next(rest) for inexact in self._inexact]
         aux = [static[0] if static else next(rest) for static in self._aux_static]
         backend = self.backend
         return backend.unflatten(self._out_def, leaves), backend.unflatten(self._aux_def, aux)
@@ -154,16 +148,19 @@ class Call:
                 f"{self.asked}: the cotangent has the structure {came}, expected that of f's "
                 f"output, {self._out_def}."
             )
-        paired = zip(leaves, self._out_paths, self._inexact, strict=True)
-        found = [(leaf, path) for leaf, path, inexact in paired if inexact]
+        places = [k for k, inexact in enumerate(self._inexact) if inexact]
         return [
-            matching(self.backend, self.asked, ct, y, f"cotangent{path}", f"output{path}")
-            for (ct, path), y in zip(found, outs, strict=True)
+            matching(self.backend, self.asked, leaves[k], y, partial(self._ct_names, k))
+            for k, y in zip(places, outs, strict=True)
         ]
+
+    def _ct_names(self, k: int) -> tuple[str, str]:
+        name = self._out_paths[k]
+        return name.replace("output", "cotangent", 1), name
 
     def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
         """The one real number that f returned, or an error that says what it was."""
-        single = len(self._inexact) == 1 and self._out_paths == [""]
+        single = len(self._inexact) == 1 and not isinstance(self._out, tuple | list | dict)
         out = outs[0] if single and outs else None
         if out is not None and tuple(out.shape) == () and not self.backend.is_complex(out):
             return out
@@ -230,16 +227,17 @@ def _not_differentiable(asked: str, name: str, came: str) -> GradtoolsError:
 
 
 def matching(
-    backend: Backend, asked: str, x: Any, like: Array, name: str, like_name: str
+    backend: Backend, asked: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
 ) -> Array:
     """x as an array of like's shape and dtype, or an error that names both."""
     if isinstance(x, bool | int | float | complex):
         x = backend.cast(x, like)
     elif not backend.is_array(x):
-        x = _converted(backend, asked, x, name)
-    came = (tuple(x.shape), backend.dtype_name(x))
-    wanted = (tuple(like.shape), backend.dtype_name(like))
-    if came != wanted:
+        x = _converted(backend, asked, x, names()[0])
+    if x.shape != like.shape or x.dtype != like.dtype:
+        came = (tuple(x.shape), backend.dtype_name(x))
+        wanted = (tuple(like.shape), backend.dtype_name(like))
+        name, like_name = names()
         raise GradtoolsError(
             f"{asked}: {name} has shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and "
             f"{wanted[1]}, those of {like_name}. Reshape or cast it."

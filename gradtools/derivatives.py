@@ -134,9 +134,7 @@ class Derivatives(Operators):
             >>> [float(g) for g in grads]
             [4.0, 4.0]
         """
-        down, up = (
-            tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize)
-        )
+        down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
         both = self._scalar_gradient("minimax_value_and_grad", f, (*down, *up), False, "raise")
 
         def value_and_directions(*args: Any, **kwargs: Any) -> Any:
@@ -804,7 +802,9 @@ def _some(primals: Sequence[Any], asked: str) -> None:
         raise GradtoolsError(f"{asked}: no primals were given; pass f's arguments after f.")
 
 
-def _same_length(asked: str, primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _same_length(
+    asked: str, primals: Any, tangents: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, tuple | list):
             raise GradtoolsError(
@@ -821,4 +821,3 @@ def _same_length(asked: str, primals: Any, tangents: Any) -> tuple[tuple[Any, ..
 
 def _first(pair: tuple[int, Any]) -> int:
     return pair[0]
-

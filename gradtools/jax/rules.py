@@ -94,7 +94,9 @@ def _transposed_cotangent(rule: Rule, xs: Any, dxs: Any, outs: Any) -> list[Any]
 
     found = _transpose(rule, "cotangent", pull, examples, [dx for dx in dxs if dx is not None])
     full = spread(found, carried)
-    return [jnp.zeros(o.shape, o.dtype) if v is None else v for v, o in zip(full, outs, strict=True)]
+    return [
+        jnp.zeros(o.shape, o.dtype) if v is None else v for v, o in zip(full, outs, strict=True)
+    ]
 
 
 def _transposed_tangent(rule: Rule, xs: Any, cts: Any, wanted: Mask) -> list[Any]:
@@ -178,9 +180,7 @@ cotangent_p = _define("gradtools_cotangent", _cotangent)
 
 def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
     ys = primal_p.bind(*xs, rule=rule)
-    given = tuple(
-        _carries(dx) and i not in rule.passive for i, dx in enumerate(dxs)
-    )
+    given = tuple(_carries(dx) and i not in rule.passive for i, dx in enumerate(dxs))
     for i in rule.closed_over:
         if given[i]:
             raise _closed_over_error(rule)
@@ -188,10 +188,7 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
         return ys, [_zero(y) for y in ys]
     moving = [dx for dx, g in zip(dxs, given, strict=True) if g]
     dys = tangent_p.bind(*rule.read(xs), *moving, rule=rule, given=given)
-    return ys, [
-        dy if _is_differentiable(y) else _zero(y)
-        for y, dy in zip(ys, dys, strict=True)
-    ]
+    return ys, [dy if _is_differentiable(y) else _zero(y) for y, dy in zip(ys, dys, strict=True)]
 
 
 def _zero(y: Any) -> Any:

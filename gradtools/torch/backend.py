@@ -29,6 +29,7 @@ from gradtools.torch.rules import apply_rule, is_inexact
 Tensor = torch.Tensor
 
 
+_SPENT = "gradtools_spent"
 _REAL = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
@@ -153,7 +154,8 @@ class TorchBackend:
         def constant(*args: Any) -> Any:
             return fun(*args)
 
-        constant._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does
+        # What torch.compiler.assume_constant_result does, without importing dynamo.
+        setattr(constant, "_dynamo_marked_constant", True)  # noqa: B010 (mypy)
         return constant
 
     def refuse_to_compile(self, reason: str) -> None:
@@ -197,9 +199,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         pairs = [
-            (y, ct)
-            for y, ct in zip(outs, cts, strict=True)
-            if ct is not None and y.requires_grad
+            (y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad
         ]
         if not pairs:
             return [None] * len(aliases)
@@ -233,14 +233,20 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         )
 
     def push(tangents: list[Tensor]) -> list[Tensor]:
-        pairs = [
-            (p, t)
-            for p, t in zip(pulled, tangents, strict=True)
-            if p is not None and p.requires_grad
-        ] if tracked else []
+        pairs = (
+            [
+                (p, t)
+                for p, t in zip(pulled, tangents, strict=True)
+                if p is not None and p.requires_grad
+            ]
+            if tracked
+            else []
+        )
         found: Iterator[Tensor | None] = iter([None] * len(tracked))
         if pairs:
-            create = torch.is_grad_enabled() and (attached or any(t.requires_grad for _, t in pairs))
+            create = torch.is_grad_enabled() and (
+                attached or any(t.requires_grad for _, t in pairs)
+            )
             ps, ts = zip(*pairs, strict=True)
             found = iter(
                 torch.autograd.grad(
@@ -262,7 +268,8 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
         outs, extras, nested = _watched(fun, aliases)
     attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(outs, aliases))
     for alias in aliases:
-        alias.gradtools_spent = True  # nobody asks for it again: not a reason to stay attached
+        # Nobody asks for it again, so it is no reason for another result to stay attached.
+        setattr(alias, _SPENT, True)
     return outs, extras, aliases, attached, nested
 
 
@@ -298,9 +305,7 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
     """Whether the graph of outs holds a leaf that is not an alias of ours."""
     own = {id(a) for a in aliases}
-    return any(
-        id(leaf) not in own and not hasattr(leaf, "gradtools_spent") for leaf in _leaves_of(outs)
-    )
+    return any(id(leaf) not in own and not hasattr(leaf, _SPENT) for leaf in _leaves_of(outs))
 
 
 def _leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -422,9 +427,7 @@ def _in_functorch() -> bool:
     return is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _functorch_vjp(
-    fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None
-) -> Evaluation:
+def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
     reached: list[bool] = []
     nested: list[bool] = []
 
@@ -437,7 +440,7 @@ def _functorch_vjp(
             reached[:] = [id(x) in found for x in xs]
         return tuple(outs), tuple(extras)
 
-    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)
+    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         filled = tuple(
@@ -475,7 +478,7 @@ def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list
 
     if not mine:
         return level()
-    outs, _, extras = torch.func.vjp(level, *mine, has_aux=True)
+    outs, _, extras = torch.func.vjp(level, *mine, has_aux=True)  # type: ignore[misc]
     return list(outs), list(extras)
 
 
@@ -484,7 +487,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
         outs, extras = fun(*xs)
         return tuple(outs), tuple(extras)
 
-    outs, pushed, extras = torch.func.jvp(paired, tuple(leaves), tuple(tangents), has_aux=True)
+    outs, pushed, extras = torch.func.jvp(paired, tuple(leaves), tuple(tangents), has_aux=True)  # type: ignore[misc]
     return list(outs), list(extras), list(pushed)
 
 
@@ -493,7 +496,7 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         outs, extras = fun(*xs)
         return tuple(outs), tuple(extras)
 
-    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)
+    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     zeros = tuple(torch.zeros_like(y) for y in outs)
     _, push = torch.func.vjp(pull, zeros)
     return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])

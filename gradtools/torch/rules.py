@@ -188,7 +188,9 @@ def _times(factor: float, a: Any) -> Any:
 
 
 def _close(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None]
+    pairs = [
+        (a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None
+    ]
     return all(_near(a, b) for a, b in pairs)
 
 

@@ -194,9 +194,9 @@ class Edits(Operators):
         backend = self._backend
 
         def one(leaf: Array, path: str) -> Array:
-            factor = _factor(backend, name, leaf, path, scale)
-            return backend.apply_rule(SCALE, leaf, factor if sign > 0 else -factor)[0]
+            return backend.apply_rule(SCALE, leaf, _factor(backend, name, leaf, path, signed))[0]
 
+        signed = scale if sign > 0 else -scale
         return _map_inexact(backend, one, x)
 
     def stop_gradient(self, x: Any) -> Any:

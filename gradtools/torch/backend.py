@@ -79,6 +79,8 @@ class TorchBackend:
             return x.to(dtype)
         if isinstance(like, str):
             return torch.as_tensor(x).to(dtype)
+        if isinstance(x, bool | int | float | complex):
+            return torch.full((), x, dtype=dtype, device=like.device)
         return torch.as_tensor(x, device=like.device).to(dtype)
 
     def real_scalar(self, x: Any, like: Array) -> Array:
@@ -498,7 +500,7 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     zeros = tuple(torch.zeros_like(y) for y in outs)
-    _, push = torch.func.vjp(pull, zeros)
+    _, push = torch.func.vjp(pull, zeros)  # type: ignore[misc]
     return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])
 
 

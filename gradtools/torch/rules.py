@@ -72,7 +72,6 @@ class _BothModes(_ReverseOnly):
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.rule, ctx.count = inputs[0], len(inputs) - 1
         read = ctx.rule.read(inputs[1:])
-        ctx.shapes = [(tuple(x.shape), x.dtype) for x in inputs[1:]]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*read)
         ctx.save_for_forward(*read)

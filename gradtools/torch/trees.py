@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree  # the registry that torch.func itself uses
 
 
@@ -26,8 +27,13 @@ class TreeDef:
         return str(pytree.tree_unflatten(marks, self.spec)).replace("'*'", "*")
 
 
+_LEAF = TreeDef(pytree.tree_structure(0), (True,))
+
+
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     """The leaves that are not None, and the structure."""
+    if isinstance(tree, torch.Tensor):  # the commonest tree
+        return [tree], _LEAF
     leaves, spec = pytree.tree_flatten(tree)
     present = tuple([leaf is not None for leaf in leaves])
     return [leaf for leaf in leaves if leaf is not None], TreeDef(spec, present)
@@ -35,6 +41,8 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
 
 def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
     """The tree with these leaves."""
+    if treedef is _LEAF:
+        return leaves[0]
     left = iter(leaves)
     full = [next(left) if there else None for there in treedef.present]
     return pytree.tree_unflatten(full, treedef.spec)

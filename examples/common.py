@@ -1,0 +1,98 @@
+"""What the examples share: the command line, one run for each backend, the comparison.
+
+An example is one function ``show(gt, backend)``, where ``gt`` is ``gradtools.torch`` or
+``gradtools.jax``. It prints what it shows, claims what must hold, and returns by name the arrays
+on which both backends must agree.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+import gradtools
+
+Show = Callable[[Any, str], dict[str, Any]]
+
+
+def main(show: Show, tolerance: float = 1e-12) -> None:
+    """Runs show on the backends asked for; leaves with status 1 if a claim fails."""
+    results = {}
+    for backend in _wanted():
+        print(f"{backend}:")
+        gt = importlib.import_module(f"gradtools.{backend}")
+        with double_precision(backend):
+            results[backend] = {name: flat(gt, tree) for name, tree in show(gt, backend).items()}
+    if len(results) == 2:
+        largest = max(difference(a, results["jax"][n]) for n, a in results["torch"].items())
+        print("both:")
+        claim(f"largest difference between the backends {largest:.1e}", largest <= tolerance)
+
+
+def claim(text: str, holds: Any) -> None:
+    """Prints a claim that holds; leaves with status 1 at one that does not."""
+    if not holds:
+        sys.exit(f"  FAILED: {text}")
+    print(f"  {text}")
+
+
+def flat(gt: Any, tree: Any) -> np.ndarray:
+    """All numbers of a tree of dictionaries, tuples, lists and arrays, in one vector."""
+    if isinstance(tree, dict):
+        tree = [tree[key] for key in sorted(tree)]
+    if isinstance(tree, (list, tuple)):
+        return np.concatenate([flat(gt, branch) for branch in tree])
+    return np.ravel(tree if isinstance(tree, float) else gt.to_numpy(tree))
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference, relative to the largest number of b; NaN counts as infinite."""
+    found = float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-300))
+    return found if np.isfinite(found) else float("inf")
+
+
+def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
+    """``count`` notes an evaluation while the program runs, also a compiled one; ``total``."""
+    calls: list[None] = []
+    note = lambda: calls.append(None)
+    if backend == "torch":
+        return note, lambda: len(calls)
+    import jax
+
+    def total() -> int:
+        jax.effects_barrier()
+        return len(calls)
+
+    return lambda: jax.debug.callback(note), total
+
+
+@contextmanager
+def double_precision(backend: str) -> Iterator[None]:
+    """JAX in 64 bits, in every thread, and then as before; PyTorch needs no switch."""
+    if backend == "torch":
+        yield
+        return
+    import jax
+
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def _wanted() -> list[str]:
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--backend", choices=("torch", "jax", "both"), default="both")
+    asked = parser.parse_args().backend
+    installed = gradtools.available_backends()
+    if asked != "both" and asked not in installed:
+        sys.exit(f"{asked} is not installed: pip install 'gradtools[{asked}]'")
+    for absent in {"torch", "jax"} - set(installed) if asked == "both" else ():
+        print(f"left out: {absent} is not installed")
+    return [b for b in installed if asked in (b, "both")]

@@ -1,0 +1,98 @@
+"""A and B go down and C goes up on one cost, from one forward and one backward pass a step.
+
+The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x). ``minimax_value_and_grad`` returns for each
+player the direction from which it descends, C's negated, so that ordinary optimisers do the rest:
+one Adam for A and B, one for C. The plain way, beside it, flips the signs of C's gradients by hand.
+"""
+
+import numpy as np
+from common import claim, counter, difference, flat, main
+
+STEPS, RATE = 50, 1e-2
+RNG = np.random.default_rng(0)
+X = RNG.uniform(size=(10, 1))
+WEIGHTS = {name: RNG.normal(size=shape) for name, shape in zip("ABC", [(1, 2), (2, 3), (2, 3)])}
+BIASES = {"A": 0.1 * RNG.normal(size=2), "B": RNG.normal(size=3), "C": RNG.normal(size=3)}
+
+
+def show(gt, backend):
+    count, evaluations = counter(backend)
+    train = {"torch": train_torch, "jax": train_jax}[backend]
+
+    def cost(A, B, C, x, layers):
+        count()
+        d = lambda y, x: abs(y) ** (x + 1)
+        h = layers["A"](A, x)
+        return (d(layers["B"](B, h), x) - d(layers["C"](C, h), x)).sum()
+
+    minimax = gt.minimax_value_and_grad(cost, minimize=(0, 1), maximize=2)
+
+    def by_hand(*args):
+        value, (a, b, c) = gt.value_and_grad(cost, argnums=(0, 1, 2))(*args)
+        return value, (a, b, {name: -grad for name, grad in c.items()})
+
+    values, numbers = train(gt, minimax)
+    plain_values, plain_numbers = train(gt, by_hand)
+    apart = difference(flat(gt, numbers), flat(gt, plain_numbers))
+
+    print(f"  the cost went from {values[0]:.4f} to {values[-1]:.4f}")
+    claim(f"{evaluations() // 2} evaluations of the cost in {STEPS} steps",
+          evaluations() == 2 * STEPS)
+    claim(f"parameters differ from signs flipped by hand by {apart:.1e}", apart < 1e-12)
+    return {"values": values, "parameters": numbers}
+
+
+def train_torch(gt, gradient):
+    import torch
+
+    nets = {n: torch.nn.Linear(*w.shape, dtype=torch.float64) for n, w in WEIGHTS.items()}
+    for name, net in nets.items():
+        net.load_state_dict({"weight": gt.asarray(WEIGHTS[name].T), "bias": gt.asarray(BIASES[name])})
+    pure = {name: gt.functionalize(net) for name, net in nets.items()}
+    layers = {n: (lambda p, x, a=a, s=s: a(p, s, x)[0]) for n, (a, _, s) in pure.items()}
+    params = [pure[name][1] for name in "ABC"]  # aliases: they move along with the optimiser
+    down = torch.optim.Adam([*nets["A"].parameters(), *nets["B"].parameters()], lr=RATE)
+    up = torch.optim.Adam(nets["C"].parameters(), lr=RATE)
+
+    values = []
+    for _ in range(STEPS):
+        value, grads = gradient(*params, gt.asarray(X), layers)
+        for net, grad in zip(nets.values(), grads):
+            gt.assign_gradients(net, grad)
+        down.step()
+        up.step()
+        values.append(float(value))
+    return values, {n: [net.weight.T, net.bias] for n, net in nets.items()}
+
+
+def train_jax(gt, gradient):
+    import flax.linen as nn
+    import jax
+    import optax
+
+    layers, params = {}, []
+    for name, weight in WEIGHTS.items():
+        variables = {"kernel": gt.asarray(weight), "bias": gt.asarray(BIASES[name])}
+        dense = nn.Dense(weight.shape[1], param_dtype=weight.dtype)
+        apply, p, state = gt.functionalize(dense, variables={"params": variables})
+        layers[name] = lambda p, x, a=apply, s=state: a(p, s, x)[0]
+        params.append(p)
+    adam = optax.adam(RATE)
+    down, up = adam.init(params[:2]), adam.init(params[2])
+
+    @jax.jit
+    def step(params, down, up):
+        value, (a, b, c) = gradient(*params, gt.asarray(X), layers)
+        moves_ab, down = adam.update([a, b], down)
+        moves_c, up = adam.update(c, up)
+        return optax.apply_updates(params, [*moves_ab, moves_c]), down, up, value
+
+    values = []
+    for _ in range(STEPS):
+        params, down, up, value = step(params, down, up)
+        values.append(float(value))
+    return values, {n: [p["kernel"], p["bias"]] for n, p in zip("ABC", params)}
+
+
+if __name__ == "__main__":
+    main(show)

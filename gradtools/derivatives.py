@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from gradtools.backend import Array, Backend, Evaluation, Fun, Operators
 from gradtools.calls import Call, normalized_argnums
 from gradtools.errors import DisconnectedInputError, GradtoolsError, GradtoolsWarning
@@ -474,7 +476,7 @@ class Derivatives(Operators):
         out = call.scalar(found.outs, found.extras) if found.outs else None
         if out is None:
             call.scalar(found.outs, found.extras)
-        grads = found.pullback([self._backend.cast(1.0, out)])
+        grads = found.pullback([self._backend.ones_like(out)])
         if disconnected != "zeros":
             _Connection(self._backend, call, found, grads).check(disconnected)
         return self._filled(call, grads)
@@ -571,7 +573,11 @@ class Derivatives(Operators):
                 pulled = zip(leaves, found.pullback(cts), strict=True)
                 return [backend.zeros_like(x) if g is None else g for x, g in pulled]
 
-            rows = backend.map_batches(pull, [backend.unit_basis(y)], chunk_size)
+            basis = backend.unit_basis(y)
+            rows = _mapped(backend, pull, basis, chunk_size)
+            if backend.is_complex(y):  # of real inputs: a pullback sees one part at a time
+                imaginary = _mapped(backend, pull, 1j * basis, chunk_size)
+                rows = [re + 1j * im for re, im in zip(rows, imaginary, strict=True)]
             pairs = zip(rows, leaves, strict=True)
             blocks.append([row.reshape((*y.shape, *x.shape)) for row, x in pairs])
         return blocks
@@ -586,7 +592,7 @@ class Derivatives(Operators):
                 moving = [unit if i == k else zeros(leaf) for i, leaf in enumerate(leaves)]
                 return backend.jvp(fun, leaves, moving)[2]
 
-            pushed = backend.map_batches(push, [backend.unit_basis(x)], chunk_size)
+            pushed = _mapped(backend, push, backend.unit_basis(x), chunk_size)
             last = [backend.xp.moveaxis(column, 0, -1) for column in pushed]
             columns.append([c.reshape((*c.shape[:-1], *x.shape)) for c in last])
         return [list(row) for row in zip(*columns, strict=True)]
@@ -660,9 +666,13 @@ class _Batch:
         self.backend = backend
         flat = [backend.flatten(a) for a in args]
         self.treedefs = [treedef for _, treedef in flat]
-        self.leaves = [leaves for leaves, _ in flat]
+        self.leaves = [[self._as_array(leaf) for leaf in leaves] for leaves, _ in flat]
         self.axes = self._axes(args, argnums, in_axes)
         self._check_sizes(args)
+
+    def _as_array(self, leaf: Any) -> Any:
+        """NumPy's arrays are split as well; anything else that is no array is shared."""
+        return self.backend.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _axes(self, args: Any, argnums: tuple[int, ...], in_axes: Any) -> list[list[int | None]]:
         if in_axes is None:
@@ -697,6 +707,16 @@ class _Batch:
             for leaf, axis, path in zip(leaves, axes, paths, strict=True):
                 if axis is None:
                     continue
+                if isinstance(axis, bool) or not isinstance(axis, int):
+                    raise GradtoolsError(
+                        f"per_example_grad: the entry of in_axes for argument {i}{path} is "
+                        f"{axis!r}; expected an integer or None."
+                    )
+                if not self.backend.is_array(leaf):
+                    raise GradtoolsError(
+                        f"per_example_grad: argument {i}{path} is a {type(leaf).__name__}, which "
+                        "has no axis to split on. Set its entry of in_axes to None to share it."
+                    )
                 if not -len(leaf.shape) <= axis < len(leaf.shape):
                     raise GradtoolsError(
                         f"per_example_grad: argument {i}{path} of shape {tuple(leaf.shape)} has "
@@ -745,6 +765,11 @@ class _Batch:
         return [self.backend.unflatten(t, [next(left) for _ in leaves]) for t, leaves in pairs]
 
 
+def _mapped(backend: Backend, f: Any, basis: Array, chunk_size: int | None) -> list[Array]:
+    """f at each row of a basis; one of no rows is not cut into chunks."""
+    return backend.map_batches(f, [basis], chunk_size if basis.shape[0] else None)
+
+
 def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun:
     """For f(y, g): its gradient in argument `which`, as a function of the other's leaves."""
     count = call.counts[0]
@@ -757,7 +782,7 @@ def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun
         leaves = call.leaves[own]
         found = operators._backend.vjp(one, leaves, groups=None, once=True)
         out = call.scalar(found.outs, found.extras)
-        pulled = found.pullback([operators._backend.cast(1.0, out)])
+        pulled = found.pullback([operators._backend.ones_like(out)])
         zeros = operators._backend.zeros_like
         return [zeros(x) if p is None else p for x, p in zip(leaves, pulled, strict=True)], []
 

@@ -67,7 +67,10 @@ class JaxBackend:
         return jnp.asarray(x, jnp.finfo(like.dtype).dtype)
 
     def zeros_like(self, x: Array) -> Array:
-        return jnp.zeros_like(x)
+        return jax.lax.full_like(x, 0)
+
+    def ones_like(self, x: Array) -> Array:
+        return jax.lax.full_like(x, 1)
 
     def unit_basis(self, x: Array) -> Array:
         return jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
@@ -95,7 +98,7 @@ class JaxBackend:
 
         def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
             filled = [
-                jnp.zeros_like(y) if ct is None else conj(ct)
+                jax.lax.full_like(y, 0) if ct is None else conj(ct)
                 for ct, y in zip(cts, outs, strict=True)
             ]
             with jax.named_scope(_SCOPE):

@@ -90,6 +90,9 @@ class TorchBackend:
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)
 
+    def ones_like(self, x: Array) -> Array:
+        return torch.ones_like(x, requires_grad=False)
+
     def unit_basis(self, x: Array) -> Array:
         eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
         return eye.reshape(x.numel(), *x.shape)

@@ -10,6 +10,7 @@ J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -565,34 +566,47 @@ class Derivatives(Operators):
     def _rows(self, fun: Fun, leaves: list[Array], chunk_size: int | None) -> list[list[Array]]:
         backend = self._backend
         found = backend.vjp(fun, leaves, groups=None, once=False)
-        blocks = []
-        for k, y in enumerate(found.outs):
+        full = [x for x in leaves if not _is_empty(x)]
 
-            def pull(unit: Array, k: int = k) -> list[Array]:
+        def rows_of(k: int, basis: Array) -> list[Array]:
+            def pull(unit: Array) -> list[Array]:
                 cts = [unit if i == k else None for i in range(len(found.outs))]
                 pulled = zip(leaves, found.pullback(cts), strict=True)
-                return [backend.zeros_like(x) if g is None else g for x, g in pulled]
+                filled = [backend.zeros_like(x) if g is None else g for x, g in pulled]
+                return [g for g in filled if not _is_empty(g)]
 
-            basis = backend.unit_basis(y)
-            rows = _mapped(backend, pull, basis, chunk_size)
+            return backend.map_batches(pull, [basis], chunk_size)
+
+        def block_row(k: int, y: Array) -> list[Array]:
+            if _is_empty(y) or not full:
+                return [_empty_block(backend, y, x) for x in leaves]
+            rows = rows_of(k, backend.unit_basis(y))
             if backend.is_complex(y):  # of real inputs: a pullback sees one part at a time
-                imaginary = _mapped(backend, pull, 1j * basis, chunk_size)
+                imaginary = rows_of(k, 1j * backend.unit_basis(y))
                 rows = [re + 1j * im for re, im in zip(rows, imaginary, strict=True)]
-            pairs = zip(rows, leaves, strict=True)
-            blocks.append([row.reshape((*y.shape, *x.shape)) for row, x in pairs])
-        return blocks
+            left = iter(rows)
+            return [
+                _empty_block(backend, y, x)
+                if _is_empty(x)
+                else next(left).reshape((*y.shape, *x.shape))
+                for x in leaves
+            ]
+
+        return [block_row(k, y) for k, y in enumerate(found.outs)]
 
     def _columns(self, fun: Fun, leaves: list[Array], chunk_size: int | None) -> list[list[Array]]:
         backend = self._backend
         columns = []
         for k, x in enumerate(leaves):
+            # An empty leaf has no unit tangents; one empty tangent tells the outputs' shapes.
+            basis = x.reshape((1, *x.shape)) if _is_empty(x) else backend.unit_basis(x)
 
             def push(unit: Array, k: int = k) -> list[Array]:
                 zeros = backend.zeros_like
                 moving = [unit if i == k else zeros(leaf) for i, leaf in enumerate(leaves)]
                 return backend.jvp(fun, leaves, moving)[2]
 
-            pushed = _mapped(backend, push, backend.unit_basis(x), chunk_size)
+            pushed = [c[: _size(x)] for c in backend.map_batches(push, [basis], chunk_size)]
             last = [backend.xp.moveaxis(column, 0, -1) for column in pushed]
             columns.append([c.reshape((*c.shape[:-1], *x.shape)) for c in last])
         return [list(row) for row in zip(*columns, strict=True)]
@@ -765,9 +779,18 @@ class _Batch:
         return [self.backend.unflatten(t, [next(left) for _ in leaves]) for t, leaves in pairs]
 
 
-def _mapped(backend: Backend, f: Any, basis: Array, chunk_size: int | None) -> list[Array]:
-    """f at each row of a basis; one of no rows is not cut into chunks."""
-    return backend.map_batches(f, [basis], chunk_size if basis.shape[0] else None)
+def _size(x: Array) -> int:
+    return math.prod(x.shape)
+
+
+def _is_empty(x: Array) -> bool:
+    return 0 in x.shape
+
+
+def _empty_block(backend: Backend, y: Array, x: Array) -> Array:
+    """The Jacobian of an empty y, or in an empty x."""
+    empty = y if _is_empty(y) else x
+    return backend.zeros_like(empty).reshape((*y.shape, *x.shape))
 
 
 def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun:

@@ -153,7 +153,25 @@ class TorchBackend:
         return x.detach()
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        return f(args)
+        """`f(args)`; inside functorch's levels, if f wants NumPy arrays, under all of them."""
+        try:
+            return f(args)
+        except RuntimeError as error:
+            if "Cannot access data pointer" not in str(error):
+                raise
+            shapes, treedef = trees.flatten(like)
+            xs, argdef = trees.flatten(args)
+
+            def run(*values: Tensor) -> list[Tensor]:
+                found, came = trees.flatten(f(trees.unflatten(argdef, values)))
+                if came != treedef:
+                    raise GradtoolsError(
+                        f"straight_through: the function returned the structure {came}, its "
+                        f"surrogate {treedef}; they must be the same."
+                    ) from None
+                return [self.cast(y, s) for y, s in zip(found, shapes, strict=True)]
+
+            return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:
@@ -215,7 +233,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
                 aliases,
                 [ct for _, ct in pairs],
                 retain_graph=create or not once,
-                create_graph=create,
+                create_graph=create or forward_ad._current_level >= 0,  # else tangents go wrong
                 allow_unused=True,
             )
         return [g if g is None or create else _free(g) for g in grads]
@@ -255,7 +273,12 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             ps, ts = zip(*pairs, strict=True)
             found = iter(
                 torch.autograd.grad(
-                    ps, dummies, ts, retain_graph=True, create_graph=create, allow_unused=True
+                    ps,
+                    dummies,
+                    ts,
+                    retain_graph=True,
+                    create_graph=create
+                    or forward_ad._current_level >= 0,  # else tangents go wrong allow_unused=True
                 )
             )
         pushed = [next(found) if y.requires_grad else None for y in outs]
@@ -343,6 +366,36 @@ class _Constant(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> Any:
         raise GradtoolsError(ctx.message)
+
+
+class _OnHost(torch.autograd.Function):
+    """A function on plain tensors, called beneath functorch's levels. It has no derivative."""
+
+    @staticmethod
+    def forward(run: Callable[..., list[Tensor]], *xs: Any) -> tuple[Tensor, ...]:
+        return tuple(run(*xs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        ctx.count = len(inputs)
+        ctx.mark_non_differentiable(*outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        return (None,) * ctx.count
+
+    @staticmethod
+    def jvp(ctx: Any, *dxs: Any) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, run: Any, *xs: Any) -> Any:
+        def example(i: int) -> list[Any]:
+            dims = zip(xs, in_dims[1:], strict=True)
+            return [x if d is None else x.select(d, i) for x, d in dims]
+
+        rows = [_OnHost.apply(run, *example(i)) for i in range(info.batch_size)]
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), 0
 
 
 # --- forward mode ------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""The engines that differentiate in JAX.
+
+Where it matters whether an argument reaches the output, the function is traced to a jaxpr first
+and then run from it: the user's Python runs once, and the jaxpr tells what JAX's own zeros do
+not. JAX's pullback is the conjugate of gradtools'; it is converted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from gradtools.backend import Array, Evaluation, Fun, Staged
+from gradtools.errors import GradtoolsError
+from gradtools.jax import tracing
+from gradtools.jax.rules import reverse_only_p
+from gradtools.jax.trees import conj
+
+_SCOPE = "gradtools_derivative"
+_UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError)
+
+
+def stage(fun: Fun, leaves: list[Array]) -> Staged:
+    """The function as a jaxpr, and what can be read from it."""
+    traced = _traced(fun, leaves)
+    if traced is None:
+        return Staged(fun)
+    outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
+    return Staged(traced.run, traced.reverse_only, "forward" if inputs < outs else "reverse")
+
+
+def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
+    """One evaluation and its pullback."""
+    traced = _traced(fun, leaves) if groups is not None else None
+    with jax.named_scope(_SCOPE):
+        outs, pull, extras = jax.vjp(fun if traced is None else traced.run, *leaves, has_aux=True)
+
+    def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
+        filled = [
+            jax.lax.full_like(y, 0) if ct is None else conj(ct)
+            for ct, y in zip(cts, outs, strict=True)
+        ]
+        with jax.named_scope(_SCOPE):
+            grads = [conj(g) for g in pull(filled)]
+        if traced is None:
+            return grads
+        return [g if r else None for g, r in zip(grads, traced.reached, strict=True)]
+
+    if traced is None:
+        return Evaluation(outs, extras, pullback, checked=False)
+    return Evaluation(
+        outs,
+        extras,
+        pullback,
+        nested=lambda: traced.nested,
+        where_lost=lambda i: [str(cut) for cut in tracing.find_cuts(traced.closed, i)],
+    )
+
+
+def jvp(
+    fun: Fun, leaves: list[Array], tangents: list[Array]
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """`(outs, extras, pushed)`."""
+    try:
+        with jax.named_scope(_SCOPE):
+            outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
+    except TypeError as error:
+        if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
+            raise
+        raise _reverse_only_error("jvp") from error
+    return outs, extras, pushed
+
+
+def linearize(
+    fun: Fun, leaves: list[Array]
+) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
+    """`(outs, extras, pushforward)`."""
+    try:
+        with jax.named_scope(_SCOPE):
+            outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
+    except TypeError as error:
+        if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
+            raise
+        raise _reverse_only_error("linearize") from error
+    return outs, extras, lambda tangents: push(*tangents)
+
+
+def _reverse_only_error(asked: str) -> GradtoolsError:
+    return GradtoolsError(
+        f"{asked}: f holds a function that has a reverse rule only (clip_gradient, "
+        "transform_gradient, known_gradient, or a jax.custom_vjp), which forward mode cannot "
+        "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
+    )
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A function of flat arrays, seen once as a jaxpr and then run from it."""
+
+    closed: Any
+    treedef: Any
+    out_avals: list[Any]
+
+    def run(self, *leaves: Array) -> Any:
+        flat = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+        return jax.tree.unflatten(self.treedef, flat)
+
+    @cached_property
+    def reached(self) -> list[bool]:
+        """For each leaf, whether it reaches one of the differentiated outputs."""
+        rows = tracing.reached_matrix(self.closed)[: len(self.out_avals)]
+        return [any(row[i] for row in rows) for i in range(len(self.closed.in_avals))]
+
+    @cached_property
+    def reverse_only(self) -> bool:
+        return tracing.uses_primitive(self.closed, lambda eqn: eqn.primitive is reverse_only_p)
+
+    @cached_property
+    def nested(self) -> bool:
+        def inside(eqn: Any) -> bool:
+            return _SCOPE in str(eqn.source_info.name_stack)
+
+        return tracing.uses_primitive(self.closed, inside)
+
+
+def _traced(fun: Fun, leaves: list[Array]) -> _Traced | None:
+    """fun as a jaxpr; None where it branches on values or leaves the framework.
+
+    The jaxpr is what is then evaluated, so the user's function runs once. Where this fails, what
+    ran of it runs again: what else it does besides returning, it then does twice.
+    """
+    try:
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
+    except _UNTRACEABLE:
+        return None
+    return _Traced(closed, jax.tree.structure(shapes), closed.out_avals[: len(shapes[0])])

@@ -1,0 +1,383 @@
+"""The engines that differentiate in PyTorch.
+
+Which one does depends on where the call stands:
+
+- in eager code `torch.autograd.grad` on aliases of the inputs, which takes any eager function;
+- inside functorch's transforms and in compiled code `torch.func`, which is what traces there;
+- forward mode by dual numbers at the outermost level, by `torch.func.jvp` inside functorch, and
+  inside another dual level as the transpose of the pullback, since dual levels do not nest.
+
+Results stay differentiable exactly when grad mode is on at entry and an argument or a captured
+tensor requires grad; otherwise they are detached and the graph is freed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from gradtools.backend import Evaluation, Fun
+from gradtools.errors import GradtoolsError
+from gradtools.rules import spread
+from gradtools.torch.compiling import is_compiling
+from gradtools.torch.rules import is_inexact
+
+Tensor = torch.Tensor
+_SPENT = "gradtools_spent"
+
+
+def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
+    """One evaluation and its pullback, by the engine that fits."""
+    _note_derivative()
+    with explained():
+        if _in_functorch():
+            return _functorch_vjp(fun, leaves, groups)
+        return _eager_vjp(fun, leaves, once)
+
+
+def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
+    """`(outs, extras, pushed)`, by the engine that fits."""
+    _note_derivative()
+    with explained():
+        if _in_functorch():
+            return _functorch_jvp(fun, leaves, tangents)
+        if forward_ad._current_level >= 0:
+            outs, extras, push = _eager_linearize(fun, leaves)
+            return outs, extras, push(tangents)
+        return _dual_jvp(fun, leaves, tangents)
+
+
+def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
+    """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
+    _note_derivative()
+    with explained():
+        if _in_functorch():
+            return _functorch_linearize(fun, leaves)
+        return _eager_linearize(fun, leaves)
+
+
+# --- the eager engine --------------------------------------------------------------------
+
+
+def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
+    outs, extras, aliases, attached, nested = _evaluate(fun, leaves)
+
+    def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        pairs = [
+            (y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad
+        ]
+        if not pairs:
+            return [None] * len(aliases)
+        create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
+        with explained():
+            grads = torch.autograd.grad(
+                [y for y, _ in pairs],
+                aliases,
+                [ct for _, ct in pairs],
+                retain_graph=create or not once,
+                create_graph=create or forward_ad._current_level >= 0,  # else tangents go wrong
+                allow_unused=True,
+            )
+        return [g if g is None or create else _free(g) for g in grads]
+
+    free = (lambda x: x) if attached else _free
+    return Evaluation(
+        [free(y) for y in outs], [free(x) for x in extras], pullback, nested=lambda: nested
+    )
+
+
+def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
+    outs, extras, aliases, attached, _ = _evaluate(fun, leaves)
+    tracked = [y for y in outs if y.requires_grad]
+    with torch.enable_grad():
+        dummies = [torch.zeros_like(y, requires_grad=True) for y in tracked]
+        pulled = (
+            torch.autograd.grad(tracked, aliases, dummies, create_graph=True, allow_unused=True)
+            if tracked
+            else ()
+        )
+
+    def push(tangents: list[Tensor]) -> list[Tensor]:
+        moved = [
+            (p, t)
+            for p, t in zip(pulled, tangents, strict=bool(tracked))
+            if p is not None and p.requires_grad
+        ]
+        found: Sequence[Tensor | None] = [None] * len(tracked)
+        if moved:
+            create = torch.is_grad_enabled() and (
+                attached or any(t.requires_grad for _, t in moved)
+            )
+            found = torch.autograd.grad(
+                [p for p, _ in moved],
+                dummies,
+                [t for _, t in moved],
+                retain_graph=True,
+                create_graph=create,
+                allow_unused=True,
+            )
+            found = [v if v is None or create else _free(v) for v in found]
+        pushed = spread(found, [y.requires_grad for y in outs])
+        return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
+
+    free = (lambda x: x) if attached else _free
+    return [free(y) for y in outs], [free(x) for x in extras], push
+
+
+def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
+    """f at aliases of the leaves, once, with a graph: outs, extras, aliases, attached, nested."""
+    keep = torch.is_grad_enabled()
+    aliases = [_alias(x, keep) for x in leaves]
+    with torch.inference_mode(False), torch.enable_grad():
+        outs, extras, nested = _watched(fun, aliases)
+    attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(outs, aliases))
+    for alias in aliases:
+        # Nobody asks for it again, so it is no reason for another result to stay attached.
+        setattr(alias, _SPENT, True)
+    return outs, extras, aliases, attached, nested
+
+
+def _alias(x: Tensor, keep: bool) -> Tensor:
+    """x under another name, tracked: a view of x if it is tracked already, else a leaf.
+
+    The tangent of a dual number stays, which `detach` alone would drop in silence.
+    """
+    with torch.inference_mode(False):
+        if x.is_inference():
+            return x.clone().requires_grad_()
+        alias = x.view_as(x) if keep and x.requires_grad else _detached(x)
+    return alias if alias.requires_grad else alias.requires_grad_()
+
+
+def _detached(x: Tensor) -> Tensor:
+    """x cut from its graph; its tangent, if it is a dual number, stays."""
+    primal, tangent = _unpacked(x)
+    if tangent is None:
+        return x.detach()
+    return forward_ad.make_dual(primal.detach(), tangent.detach())
+
+
+def _free(x: Tensor) -> Tensor:
+    """x, detached if there is anything to detach it from."""
+    return _detached(x) if x.requires_grad else x
+
+
+def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return (x, None) if forward_ad._current_level < 0 else forward_ad.unpack_dual(x)
+
+
+def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
+    """Whether the graph of outs holds a leaf that is not an alias of ours."""
+    own = {id(a) for a in aliases}
+    return any(id(leaf) not in own and not hasattr(leaf, _SPENT) for leaf in _leaves_of(outs))
+
+
+def _leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves of the autograd graph of outs."""
+    seen: set[Any] = set()
+    todo = [y.grad_fn for y in outs if y.grad_fn is not None]
+    yield from (y for y in outs if y.grad_fn is None and y.requires_grad)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+# --- forward mode ------------------------------------------------------------------------
+
+
+def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
+    with torch.inference_mode(False), forward_ad.dual_level():
+        duals = [
+            forward_ad.make_dual(x.clone() if x.is_inference() else x, t)
+            for x, t in zip(leaves, tangents, strict=True)
+        ]
+        outs, extras = fun(*duals)
+        unpacked = [forward_ad.unpack_dual(y) for y in outs]
+        extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
+    primals = [y.primal for y in unpacked]
+    pushed = [torch.zeros_like(y) if t is None else t for y, t in unpacked]
+    if torch.is_grad_enabled():
+        return primals, extras, pushed
+    return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """PyTorch's refusals, in words that say what to do."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        mend = next((mend for part, mend in _MENDS.items() if part in str(error)), None)
+        if mend is None:
+            raise
+        raise GradtoolsError(f"{mend} PyTorch says: {error}") from error
+
+
+_MENDS = {
+    "must implement the jvp function": (
+        "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
+        "known_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
+        "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
+    ),
+    "Trying to use forward AD with": (
+        "f holds an operation that has no forward mode in PyTorch. For attention use "
+        "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "
+        "linearize, which needs double backward instead."
+    ),
+    "vmap: It looks like you're attempting to use a Tensor in some data-dependent": (
+        "f branches on values, which vmap cannot follow. chunk_size=1 is a plain loop that can."
+    ),
+    "vmap: inplace arithmetic": (
+        "f changes a tensor in place that is shared by all examples (such as batch "
+        "normalisation's running statistics in training mode), which vmap cannot follow. Put "
+        "the module in evaluation mode, functionalize it, or use chunk_size=1, a plain loop."
+    ),
+    "would mutate a captured Tensor": (
+        "f changes a tensor in place that it captured (such as batch normalisation's running "
+        "statistics in training mode), which torch.func's transforms cannot follow. Put the "
+        "module in evaluation mode or functionalize it; or take the derivative outside of the "
+        "transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
+    ),
+    "use_reentrant=True": (
+        "f holds a reentrant torch.utils.checkpoint, which takes no derivative with respect to "
+        "chosen inputs. Pass use_reentrant=False to it, or use gt.checkpoint."
+    ),
+    "marked with @once_differentiable": (
+        "f holds a torch.autograd.Function marked once_differentiable, which has no second "
+        "derivative in reverse mode."
+    ),
+    "it must override the setup_context staticmethod": (
+        "f holds an old-style torch.autograd.Function (forward takes ctx), which torch.func's "
+        "transforms cannot enter. Split its forward into forward and setup_context, or take the "
+        "derivative outside of the transform (chunk_size=1 is a plain loop)."
+    ),
+    "it does not have vmap support": (
+        "f holds a torch.autograd.Function without a vmap rule. Give it one "
+        "(generate_vmap_rule = True), or use chunk_size=1, a plain loop."
+    ),
+    "It looks like you're either (1) calling .item()": (
+        "f takes a Python number out of a tensor, which vmap cannot follow. chunk_size=1 is a "
+        "plain loop that can."
+    ),
+}
+
+
+# --- inside functorch and dynamo ---------------------------------------------------------
+
+
+def _in_functorch() -> bool:
+    return is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
+    reached: list[bool] = []
+    nested: list[bool] = []
+
+    def paired(*xs: Tensor) -> Any:
+        asked = groups if groups is not None and is_compiling() else ()
+        outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
+        nested[:] = [inside]
+        if groups is not None and not is_compiling():
+            found = {id(leaf) for leaf in _leaves_of(outs)}
+            reached[:] = [id(x) in found for x in xs]
+        return tuple(outs), tuple(extras)
+
+    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
+
+    def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        filled = tuple(
+            torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
+        )
+        # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
+        with explained():
+            grads = [g.view_as(g) for g in pull(filled)]
+        if not reached:
+            return list(grads)
+        return [g if r else None for g, r in zip(grads, reached, strict=True)]
+
+    return Evaluation(list(outs), list(extras), pullback, nested=lambda: nested[0])
+
+
+def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:
+    """f, noting at trace time for each leaf whether its group reaches an output.
+
+    Dynamo shows no graph to walk, but knows at each level whether a result depends on what that
+    level differentiates: so each group gets a level of its own. It adds nothing to what runs.
+    """
+    if not groups:
+        return fun(*xs)
+    mine, others = xs[: groups[0]], xs[groups[0] :]
+    deeper: list[bool] = []
+
+    def level(*tracked: Tensor) -> Any:
+        def rest(*a: Tensor) -> Any:
+            return fun(*tracked, *a)
+
+        outs, extras = _probed(rest, others, groups[1:], deeper)
+        hit = any(y.requires_grad for y in outs)
+        reached[:] = [hit for _ in tracked] + deeper
+        return tuple(outs), tuple(extras)
+
+    if not mine:
+        return level()
+    outs, _, extras = torch.func.vjp(level, *mine, has_aux=True)  # type: ignore[misc]
+    return list(outs), list(extras)
+
+
+def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
+    def paired(*xs: Tensor) -> Any:
+        outs, extras = fun(*xs)
+        return tuple(outs), tuple(extras)
+
+    outs, pushed, extras = torch.func.jvp(paired, tuple(leaves), tuple(tangents), has_aux=True)  # type: ignore[misc]
+    return list(outs), list(extras), list(pushed)
+
+
+def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
+    def paired(*xs: Tensor) -> Any:
+        outs, extras = fun(*xs)
+        return tuple(outs), tuple(extras)
+
+    outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
+    zeros = tuple(torch.zeros_like(y) for y in outs)
+    _, push = torch.func.vjp(pull, zeros)  # type: ignore[misc]
+    return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])
+
+
+# --- whether f takes a derivative itself -------------------------------------------------
+
+_eager = threading.local()
+_compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty before and after
+
+
+def _open_derivatives() -> list[list[bool]]:
+    """One flag for each derivative whose function is being evaluated."""
+    return _compiled if is_compiling() else _eager.__dict__.setdefault("open", [])
+
+
+def _note_derivative() -> None:
+    for flag in _open_derivatives():
+        flag[0] = True
+
+
+def _watched(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
+    """f at xs, and whether it took a gradtools derivative itself."""
+    flag = [False]
+    still_open = _open_derivatives()
+    still_open.append(flag)
+    try:
+        outs, extras = fun(*xs)
+    finally:
+        still_open.pop()
+    return outs, extras, flag[0]

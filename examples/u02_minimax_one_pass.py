@@ -11,8 +11,9 @@ from common import claim, counter, difference, flat, main
 STEPS, RATE = 50, 1e-2
 RNG = np.random.default_rng(0)
 X = RNG.uniform(size=(10, 1))
-WEIGHTS = {name: RNG.normal(size=shape) for name, shape in zip("ABC", [(1, 2), (2, 3), (2, 3)])}
-BIASES = {"A": 0.1 * RNG.normal(size=2), "B": RNG.normal(size=3), "C": RNG.normal(size=3)}
+SHAPES = {"A": (1, 2), "B": (2, 3), "C": (2, 3)}
+WEIGHTS = {name: RNG.normal(size=shape) for name, shape in SHAPES.items()}
+BIASES = {name: RNG.normal(size=out) for name, (_, out) in SHAPES.items()}
 
 
 def show(gt, backend):
@@ -32,12 +33,13 @@ def show(gt, backend):
         return value, (a, b, {name: -grad for name, grad in c.items()})
 
     values, numbers = train(gt, minimax)
-    plain_values, plain_numbers = train(gt, by_hand)
+    _, plain_numbers = train(gt, by_hand)
     apart = difference(flat(gt, numbers), flat(gt, plain_numbers))
 
     print(f"  the cost went from {values[0]:.4f} to {values[-1]:.4f}")
-    claim(f"{evaluations() // 2} evaluations of the cost in {STEPS} steps",
-          evaluations() == 2 * STEPS)
+    claim(
+        f"{evaluations() // 2} evaluations of the cost in {STEPS} steps", evaluations() == 2 * STEPS
+    )
     claim(f"parameters differ from signs flipped by hand by {apart:.1e}", apart < 1e-12)
     return {"values": values, "parameters": numbers}
 
@@ -47,7 +49,9 @@ def train_torch(gt, gradient):
 
     nets = {n: torch.nn.Linear(*w.shape, dtype=torch.float64) for n, w in WEIGHTS.items()}
     for name, net in nets.items():
-        net.load_state_dict({"weight": gt.asarray(WEIGHTS[name].T), "bias": gt.asarray(BIASES[name])})
+        net.load_state_dict(
+            {"weight": gt.asarray(WEIGHTS[name].T), "bias": gt.asarray(BIASES[name])}
+        )
     pure = {name: gt.functionalize(net) for name, net in nets.items()}
     layers = {n: (lambda p, x, a=a, s=s: a(p, s, x)[0]) for n, (a, _, s) in pure.items()}
     params = [pure[name][1] for name in "ABC"]  # aliases: they move along with the optimiser
@@ -57,7 +61,7 @@ def train_torch(gt, gradient):
     values = []
     for _ in range(STEPS):
         value, grads = gradient(*params, gt.asarray(X), layers)
-        for net, grad in zip(nets.values(), grads):
+        for net, grad in zip(nets.values(), grads, strict=True):
             gt.assign_gradients(net, grad)
         down.step()
         up.step()
@@ -91,7 +95,7 @@ def train_jax(gt, gradient):
     for _ in range(STEPS):
         params, down, up, value = step(params, down, up)
         values.append(float(value))
-    return values, {n: [p["kernel"], p["bias"]] for n, p in zip("ABC", params)}
+    return values, {n: [p["kernel"], p["bias"]] for n, p in zip("ABC", params, strict=True)}
 
 
 if __name__ == "__main__":

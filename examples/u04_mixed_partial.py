@@ -37,15 +37,21 @@ def show(gt, backend):
             results[way.__name__, depth] = flat(gt, result)
     for depth in DEPTHS:
         kept, plain = bytes_of["ours", depth], bytes_of["double_backward", depth]
-        print(f"  {depth:2} layers: mixed_partial {kept / 1e6:.2f} MB, double backward "
-              f"{plain / 1e6:.2f} MB")
+        print(
+            f"  {depth:2} layers: mixed_partial {kept / 1e6:.2f} MB, double backward "
+            f"{plain / 1e6:.2f} MB"
+        )
     shallow, deep = DEPTHS
     apart = max(difference(results["ours", d], results["double_backward", d]) for d in DEPTHS)
     claim(f"both ways agree: they differ by {apart:.1e}", apart < 1e-12)
-    claim("mixed_partial's memory does not grow with the depth",
-          bytes_of["ours", deep] == bytes_of["ours", shallow])
-    claim("double backward's does",
-          bytes_of["double_backward", deep] > 3 * bytes_of["double_backward", shallow])
+    claim(
+        "mixed_partial's memory does not grow with the depth",
+        bytes_of["ours", deep] == bytes_of["ours", shallow],
+    )
+    claim(
+        "double backward's does",
+        bytes_of["double_backward", deep] > 3 * bytes_of["double_backward", shallow],
+    )
     the_wrong_way(gt, f, lambda z: G(z, weights), y, z)
     return {"small": small, **{f"deep {d}": gt.asarray(results["ours", d]) for d in DEPTHS}}
 

@@ -1,0 +1,72 @@
+"""Gradients of several losses and of unequal chunks, added up before one step, weighted rightly.
+
+A model of the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each chunk's loss is
+the mean over its own letters, so its weight is how many letters it has: with these weights a
+``GradientAccumulator`` gives the gradient of the mean over all letters. Equal weights do not.
+"""
+
+import numpy as np
+from common import claim, difference, flat, main
+
+SENTENCES = """
+beautiful is better than ugly
+explicit is better than implicit
+simple is better than complex
+complex is better than complicated
+flat is better than nested
+sparse is better than dense
+readability counts
+in the face of ambiguity refuse the temptation to guess
+now is better than never
+if the implementation is hard to explain it may be a bad idea
+""".strip().splitlines()
+LETTERS = sorted(set("".join(SENTENCES)))
+CHUNKS = [SENTENCES[:4], SENTENCES[4:8], SENTENCES[8:]]
+
+
+def show(gt, backend):
+    xp = gt.xp
+
+    def misfit(W, pairs):
+        """The mean over the letters of -log p(next letter | letter), p = softmax of W's row."""
+        here, after = pairs
+        logits = here @ W
+        return xp.mean(xp.log(xp.sum(xp.exp(logits), axis=1)) - xp.sum(logits * after, axis=1))
+
+    def roughness(W, pairs):
+        return 0.1 * xp.mean(W**2)
+
+    W = gt.asarray(np.random.default_rng(0).normal(size=(len(LETTERS), len(LETTERS))))
+    pairs = lambda sentences: tuple(map(gt.asarray, letter_pairs(sentences)))
+    full = gt.grad(misfit)(W, pairs(SENTENCES))
+
+    weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
+    for chunk in CHUNKS:
+        grads, letters = gt.grad(misfit)(W, pairs(chunk)), len(pairs(chunk)[0])
+        weighted.add(grads, weight=letters)
+        equal.add(grads)
+        print(f"  {len(chunk)} sentences, {letters} letters")
+    right, wrong = (difference(flat(gt, a.mean()), flat(gt, full)) for a in (weighted, equal))
+    claim(f"weighted by letters, the chunks' gradient is off by {right:.1e}", right < 1e-12)
+    claim(f"with equal weights it would be off by {wrong:.1%}", wrong > 0.01)
+
+    both = gt.grad(lambda W: misfit(W, pairs(SENTENCES)) + roughness(W, None))(W)
+    losses = gt.GradientAccumulator()
+    for loss in (misfit, roughness):
+        losses.add(gt.grad(loss)(W, pairs(SENTENCES)))
+    apart = difference(flat(gt, losses.sum()), flat(gt, both))
+    claim(f"one loss after the other differs from their sum by {apart:.1e}", apart < 1e-12)
+    return {"chunks": weighted.mean(), "losses": losses.sum()}
+
+
+def letter_pairs(sentences):
+    """Each letter and the one after it, as rows of zeros and ones."""
+    one_hot = np.eye(len(LETTERS))
+    index = {letter: i for i, letter in enumerate(LETTERS)}
+    here = [index[a] for line in sentences for a in line[:-1]]
+    after = [index[a] for line in sentences for a in line[1:]]
+    return one_hot[here], one_hot[after]
+
+
+if __name__ == "__main__":
+    main(show)

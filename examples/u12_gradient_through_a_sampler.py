@@ -1,0 +1,84 @@
+"""The gradient at an intermediate result, sampled example by example, then carried on.
+
+cost = g(h(x)). What arrives at h's output is passed through a sampler, a key for each example: a
+Bernoulli mask over its entries, divided by the rate, so that the mean is kept. Or it is replaced by
+a known one. From there it goes on to the parameters and is pooled over the batch, all in one
+backward pass.
+"""
+
+import numpy as np
+from common import claim, difference, flat, main
+from sklearn.datasets import load_digits
+from tqdm import trange
+
+RATE, DRAWS, BATCH = 0.5, 400, 32
+
+
+def show(gt, backend):
+    xp = gt.xp
+    images, classes = load_digits(return_X_y=True)
+    x, labels = gt.asarray(images[:BATCH] / 16), gt.asarray(np.eye(10)[classes[:BATCH]])
+    rng = np.random.default_rng(0)
+    params = {"w": gt.asarray(rng.normal(scale=0.1, size=(64, 16))), "b": gt.asarray(np.zeros(16))}
+    head = gt.asarray(rng.normal(scale=0.5, size=(16, 10)))
+    draw = {"torch": bernoulli_torch, "jax": bernoulli_jax}[backend]
+
+    h = lambda params: xp.tanh(x @ params["w"] + params["b"])
+
+    def g(features):
+        logits = features @ head
+        return xp.mean(xp.log(xp.sum(xp.exp(logits), axis=1)) - xp.sum(logits * labels, axis=1))
+
+    def masks(key):
+        return xp.stack([draw(k, 16) for k in gt.split(key, BATCH)]) / RATE
+
+    def sampled(params, key):
+        through = lambda cotangent: cotangent * masks(key)
+        return gt.grad(lambda p: g(gt.transform_gradient(h(p), through)))(params)
+
+    def two_stages(params, key):
+        features, pullback = gt.vjp(h, params)
+        return pullback(gt.grad(g)(features) * masks(key))[0]
+
+    if backend == "jax":
+        sampled = gt.compile(sampled)
+    key = gt.key(0)
+    apart = difference(flat(gt, sampled(params, key)), flat(gt, two_stages(params, key)))
+    claim(f"the sampler inside differs from two stages by hand by {apart:.1e}", apart < 1e-12)
+
+    known = gt.asarray(rng.normal(size=(BATCH, 16)) / BATCH)
+    replaced = gt.grad(lambda p: g(gt.known_gradient(h(p), known)))(params)
+    by_hand = gt.vjp(h, params)[1](known)[0]
+    apart = difference(flat(gt, replaced), flat(gt, by_hand))
+    claim(f"replaced, it differs from the pullback by hand by {apart:.1e}", apart < 1e-12)
+
+    plain = gt.grad(lambda p: g(h(p)))(params)
+    keys = gt.split(gt.key(1), DRAWS)
+    draws = np.stack(
+        [flat(gt, sampled(params, keys[i])) for i in trange(DRAWS, desc="  draws", leave=False)]
+    )
+    off = np.linalg.norm(draws.mean(axis=0) - flat(gt, plain))
+    expected = np.sqrt(draws.var(axis=0, ddof=1).sum() / DRAWS)
+    claim(
+        f"the mean of {DRAWS} draws is {off:.4f} from the plain gradient; "
+        f"{expected:.4f} is its standard error",
+        off < 1.5 * expected,
+    )
+    return {"plain": plain, "replaced": replaced}
+
+
+def bernoulli_torch(key, n):
+    import torch
+
+    generator = torch.Generator().manual_seed(int(key[0]))
+    return torch.bernoulli(torch.full((n,), RATE, dtype=torch.float64), generator=generator)
+
+
+def bernoulli_jax(key, n):
+    import jax
+
+    return jax.random.bernoulli(key, RATE, (n,)).astype("float64")
+
+
+if __name__ == "__main__":
+    main(show)

@@ -230,6 +230,12 @@ def matching(
     backend: Backend, asked: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
 ) -> Array:
     """x as an array of like's shape and dtype, or an error that names both."""
+    if isinstance(x, complex) and not backend.is_complex(like):
+        name, like_name = names()
+        raise GradtoolsError(
+            f"{asked}: {name} is the complex number {x}, but {like_name} is real "
+            f"({backend.dtype_name(like)}). Pass a real number."
+        )
     if isinstance(x, bool | int | float | complex):
         x = backend.cast(x, like)
     elif not backend.is_array(x):

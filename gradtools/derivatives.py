@@ -171,6 +171,7 @@ class Derivatives(Operators):
             >>> float(out), float(g)
             (9.0, 54.0)
         """
+        _callable("vjp", f)
         call = Call(self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux)
         _some(primals, "vjp")
         found = self._backend.vjp(call, call.leaves, groups=None, once=False)
@@ -211,6 +212,7 @@ class Derivatives(Operators):
             >>> float(out), float(dout)
             (9.0, 6.0)
         """
+        _callable("jvp", f)
         primals, tangents = _same_length("jvp", primals, tangents)
         call = Call(self._backend, "jvp", f, primals, {}, tuple(range(len(primals))), has_aux)
         moving = call.from_trees(tangents, "tangent")
@@ -239,6 +241,7 @@ class Derivatives(Operators):
             >>> float(pushforward(gt.asarray(np.float32(1.0))))
             6.0
         """
+        _callable("linearize", f)
         _some(primals, "linearize")
         call = Call(self._backend, "linearize", f, primals, {}, tuple(range(len(primals))))
         outs, extras, push = self._backend.linearize(call, call.leaves)
@@ -325,6 +328,7 @@ class Derivatives(Operators):
 
         Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994.
         """
+        _callable("hvp", f)
         _one_of("hvp", "mode", mode, _HVP_MODES)
         primals, tangents = _same_length("hvp", primals, tangents)
         argnums = tuple(range(len(primals)))
@@ -443,6 +447,8 @@ class Derivatives(Operators):
             >>> float(gt.mixed_partial(lambda y, g: (y * g) ** 2, lambda z: z * z, y, z, u))
             432.0
         """
+        _callable("mixed_partial", f)
+        _callable("mixed_partial", G, "G")
         single = self._backend.flatten(u)[1] == self._backend.flatten(z)[1]
         if not single and not isinstance(u, list):
             self.jvp(G, (z,), (u,))
@@ -830,9 +836,9 @@ def _named(operator: str, f: Any, wrapper: Callable[..., Any]) -> Callable[..., 
     return wrapper
 
 
-def _callable(asked: str, f: Any) -> None:
+def _callable(asked: str, f: Any, name: str = "f") -> None:
     if not callable(f):
-        raise GradtoolsError(f"{asked}: f must be a function, got {f!r}.")
+        raise GradtoolsError(f"{asked}: {name} must be a function, got {f!r}.")
 
 
 def _one_of(asked: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -841,7 +847,8 @@ def _one_of(asked: str, name: str, value: Any, allowed: tuple[str, ...]) -> None
 
 
 def _check_chunk_size(asked: str, chunk_size: int | None) -> None:
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and (not whole or chunk_size < 1):
         raise GradtoolsError(f"{asked}: chunk_size is {chunk_size!r}; expected 1 or more, or None.")
 
 

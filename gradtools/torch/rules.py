@@ -37,7 +37,12 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (_ReverseOnly if rule.reverse_only else _BothModes).apply(rule, *xs)
+    return (_ReverseOnly if rule.reverse_only else _BothModes).apply(rule, *_apart(xs))
+
+
+def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The same, one tensor given twice under two names: a saved input may not be an output."""
+    return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
 
 class _ReverseOnly(torch.autograd.Function):
@@ -75,6 +80,7 @@ class _BothModes(_ReverseOnly):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*read)
         ctx.save_for_forward(*read)
+        ctx.like = [(y.shape, y.dtype, y.device) if is_inexact(y) else None for y in outputs]
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
@@ -89,7 +95,12 @@ class _BothModes(_ReverseOnly):
             read = [forward_ad.unpack_dual(x, level=0).primal for x in ctx.saved_tensors]
             xs = ctx.rule.placed(read, ctx.count)
             moving = [None if i in ctx.rule.passive else dx for i, dx in enumerate(dxs)]
-            return tuple(_tangent(ctx.rule, xs, moving))
+            dys = zip(_tangent(ctx.rule, xs, moving), ctx.like, strict=True)
+            return tuple([_zeros(*like) if dy is None and like else dy for dy, like in dys])
+
+
+def _zeros(shape: Any, dtype: Any, device: Any) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 # --- the maps, and the one that was not given --------------------------------------------

@@ -1,0 +1,157 @@
+"""Each framework's own transforms and bit patterns under one name, for tests of gradtools.
+
+Nothing here goes through gradtools, so it can serve as the other side of a comparison.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class TorchNative:
+    name = "torch"
+    compile_options = {"backend": "aot_eager", "fullgraph": True}  # noqa: RUF012 - never changed
+
+    def array(self, x: Any, dtype: str | None = None) -> Any:
+        import torch
+
+        x = torch.from_numpy(np.array(x))
+        return x if dtype is None else x.to(getattr(torch, dtype))
+
+    def bits(self, x: Any) -> bytes:
+        import torch
+
+        x = x.detach().clone().reshape(-1)
+        return x.view(torch.uint8).numpy().tobytes()
+
+    def dtype(self, x: Any) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def grad(self, f: Any) -> Any:
+        import torch
+
+        return torch.func.grad(f)
+
+    def vjp(self, f: Any, *xs: Any) -> Any:
+        import torch
+
+        return torch.func.vjp(f, *xs)
+
+    def jvp(self, f: Any, xs: Any, dxs: Any) -> Any:
+        import torch
+
+        return torch.func.jvp(f, xs, dxs)
+
+    def vmap(self, f: Any, in_axes: Any = 0) -> Any:
+        import torch
+
+        return torch.vmap(f, in_dims=in_axes)
+
+    def jit(self, f: Any) -> Any:
+        import torch
+
+        torch._dynamo.reset()
+        return torch.compile(f, **self.compile_options)
+
+    def loop(self, body: Any, x: Any, times: int) -> Any:
+        for _ in range(times):
+            x = body(x)
+        return x
+
+    while_loop = loop
+
+    def cond(self, which: bool, yes: Any, no: Any, x: Any) -> Any:
+        return yes(x) if which else no(x)
+
+    def checkpoint(self, f: Any) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        return lambda *xs: checkpoint(f, *xs, use_reentrant=False)
+
+
+class JaxNative:
+    name = "jax"
+    compile_options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    def array(self, x: Any, dtype: str | None = None) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.asarray(np.array(x), dtype)
+
+    def bits(self, x: Any) -> bytes:
+        return np.asarray(x).tobytes()
+
+    def dtype(self, x: Any) -> str:
+        return str(x.dtype)
+
+    def grad(self, f: Any) -> Any:
+        import jax
+
+        return jax.grad(f)
+
+    def vjp(self, f: Any, *xs: Any) -> Any:
+        import jax
+
+        return jax.vjp(f, *xs)
+
+    def jvp(self, f: Any, xs: Any, dxs: Any) -> Any:
+        import jax
+
+        return jax.jvp(f, xs, dxs)
+
+    def vmap(self, f: Any, in_axes: Any = 0) -> Any:
+        import jax
+
+        return jax.vmap(f, in_axes)
+
+    def jit(self, f: Any) -> Any:
+        import jax
+
+        return jax.jit(f)
+
+    def loop(self, body: Any, x: Any, times: int) -> Any:
+        import jax
+
+        return jax.lax.scan(lambda c, _: (body(c), None), x, None, length=times)[0]
+
+    def while_loop(self, body: Any, x: Any, times: int) -> Any:
+        import jax
+
+        start = (0, x)
+        return jax.lax.while_loop(lambda c: c[0] < times, lambda c: (c[0] + 1, body(c[1])), start)[
+            1
+        ]
+
+    def cond(self, which: Any, yes: Any, no: Any, x: Any) -> Any:
+        import jax
+
+        return jax.lax.cond(which, yes, no, x)
+
+    def checkpoint(self, f: Any) -> Any:
+        import jax
+
+        return jax.checkpoint(f)
+
+
+NATIVE = {"torch": TorchNative(), "jax": JaxNative()}
+
+
+def second_order(gt: Any, mix: str, f: Any, x: Any, v: Any, w: Any) -> Any:
+    """w^T H v of a scalar f by one of the four mixes of forward (f) and reverse (r) mode.
+
+    The first letter is the outer derivative. Only products and sums, so shapes may be any.
+    """
+
+    def along_v(x: Any) -> Any:
+        if mix[1] == "f":
+            return gt.jvp(f, (x,), (v,))[1]
+        return (gt.grad(f)(x) * v).sum()
+
+    if mix[0] == "f":
+        return gt.jvp(along_v, (x,), (w,))[1]
+    return (gt.grad(along_v)(x) * w).sum()
+
+
+MIXES = ("rr", "fr", "rf", "ff")

@@ -1,0 +1,1042 @@
+"""Edited gradients: the value bit for bit, the derivative as promised, in every transform."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from native import MIXES, NATIVE, second_order
+
+from gradtools import DisconnectedInputError, GradtoolsError
+
+
+@pytest.fixture
+def native(backend_name):
+    return NATIVE[backend_name]
+
+
+def same(found, expected, rtol=1e-13):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=0)
+
+
+def number(x):
+    return float(x)
+
+
+EDITS = {
+    "reverse": lambda gt, x: gt.reverse_gradient(x, 0.5),
+    "scale": lambda gt, x: gt.scale_gradient(x, 3.0),
+    "stop": lambda gt, x: gt.stop_gradient(x),
+    "clip_norm": lambda gt, x: gt.clip_gradient(x, max_norm=1.0),
+    "clip_value": lambda gt, x: gt.clip_gradient(x, max_value=0.5),
+    "transform": lambda gt, x: gt.transform_gradient(x, lambda c: c),
+    "known": lambda gt, x: gt.known_gradient(x, gt.stop_gradient(x)),
+    "straight_through": lambda gt, x: gt.straight_through(lambda x: x)(x),
+}
+LINEAR = ("reverse", "scale", "straight_through")
+REVERSE_ONLY = ("clip_norm", "clip_value", "transform", "known")
+
+
+@pytest.fixture(params=EDITS)
+def edit(request, gt):
+    return lambda x: EDITS[request.param](gt, x)
+
+
+# --- the value -----------------------------------------------------------------------------
+
+_WORDS = {
+    # Quiet and signalling NaN with payloads, -0, 0, inf, -inf, the least denormal, 1, the largest.
+    "float16": [0x7E15, 0x7C01, 0x8000, 0, 0x7C00, 0xFC00, 1, 0x3C00, 0x7BFF],
+    "bfloat16": [0x7FC5, 0x7F81, 0x8000, 0, 0x7F80, 0xFF80, 1, 0x3F80, 0x7F7F],
+    "float32": [
+        0x7FC01234,
+        0x7F800001,
+        1 << 31,
+        0,
+        0x7F800000,
+        0xFF800000,
+        1,
+        0x3F800000,
+        0x7F7FFFFF,
+    ],
+    "float64": [
+        0x7FF8000000001234,
+        0x7FF0000000000001,
+        1 << 63,
+        0,
+        0x7FF0000000000000,
+        0xFFF0000000000000,
+        1,
+        0x3FF0000000000000,
+        0x7FEFFFFFFFFFFFFF,
+    ],
+}
+_DTYPES = (*_WORDS, "complex64", "complex128")
+
+
+def hard_numbers(native, dtype):
+    """An array of this dtype that holds every kind of number, with known bits."""
+    part = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+    size = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[part]
+    words = np.array(_WORDS[part], f"u{size}")
+    if part != dtype:
+        words = np.stack([words, words[::-1]], -1).reshape(-1)
+    if native.name == "torch":
+        import torch
+
+        return torch.frombuffer(bytearray(words.tobytes()), dtype=getattr(torch, dtype)).clone()
+    import jax.numpy as jnp
+
+    return jnp.asarray(np.frombuffer(words.tobytes(), jnp.dtype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_the_value_passes_through_bit_for_bit(edit, native, dtype):
+    x = hard_numbers(native, dtype)
+    y = edit(x)
+    assert native.dtype(y) == dtype
+    assert native.bits(y) == native.bits(x)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_the_value_passes_through_bit_for_bit_while_it_is_differentiated(edit, gt, native, dtype):
+    x = hard_numbers(native, dtype)
+    y, _ = gt.vjp(edit, x)
+    assert native.dtype(y) == dtype
+    assert native.bits(y) == native.bits(x)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "complex128"))
+def test_the_value_passes_through_bit_for_bit_under_vmap(edit, gt, native, dtype):
+    x = hard_numbers(native, dtype)
+    assert native.bits(gt.vmap(edit)(x)) == native.bits(x)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_value_passes_through_bit_for_bit_in_forward_mode(gt, native, name):
+    x = hard_numbers(native, "float64")
+    y, _ = gt.jvp(lambda x: EDITS[name](gt, x), (x,), (x,))
+    assert native.bits(y) == native.bits(x)
+
+
+def test_the_output_is_not_the_very_object_whose_gradient_others_use(gt):
+    """An edit bends the gradient on its own path and on no other."""
+    x = gt.asarray(3.0)
+    found = gt.grad(lambda x: gt.reverse_gradient(x, 2.0) * 5 + x * 7)(x)
+    assert number(found) == -10 + 7
+
+
+def test_writing_into_an_edited_tensor_in_place_is_differentiated_rightly(backend_name, gt):
+    if backend_name != "torch":
+        pytest.skip("JAX has no writing in place")
+
+    def f(x):
+        y = gt.reverse_gradient(x, 2.0)
+        y = y * 1
+        y[0] = 0
+        return (y * 3).sum()
+
+    assert gt.grad(f)(gt.asarray(np.ones(2))).tolist() == [0.0, -6.0]
+
+
+# --- pytrees -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in EDITS if n != "straight_through"])
+def test_trees_keep_their_structure_their_integers_and_their_nones(gt, native, name):
+    count = native.array(np.arange(3))
+    tree = {"w": (native.array([1.5, 2.5]), None), "n": count, "k": 7, "flag": native.array([True])}
+    out = EDITS[name](gt, tree)
+    assert set(out) == set(tree) and isinstance(out["w"], tuple) and out["w"][1] is None
+    assert out["n"] is count and out["k"] == 7 and out["flag"] is tree["flag"]
+    assert native.bits(out["w"][0]) == native.bits(tree["w"][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("reverse", ([-1.0, -1.0], -1.5)),
+        ("scale", ([6.0, 6.0], 9.0)),
+        ("stop", ([0.0, 0.0], 0.0)),
+        ("clip_value", ([0.5, 0.5], 0.5)),
+        ("clip_norm", ([2 / math.sqrt(17), 2 / math.sqrt(17)], 3 / math.sqrt(17))),
+        ("transform", ([2.0, 2.0], 3.0)),
+        ("known", ([5.0, 6.0], 7.0)),
+    ],
+)
+def test_every_leaf_of_a_tree_is_edited(gt, native, name, expected):
+    tree = {"a": native.array([5.0, 6.0]), "b": native.array(7.0), "n": native.array(1)}
+
+    def f(a, b):
+        out = EDITS[name](gt, {"a": a, "b": b, "n": tree["n"], "nothing": None})
+        return 2 * out["a"].sum() + 3 * out["b"]
+
+    a, b = gt.grad(f, (0, 1), disconnected_inputs="zeros")(tree["a"], tree["b"])
+    same(gt.to_numpy(a), expected[0])
+    same(gt.to_numpy(b), expected[1])
+
+
+@pytest.mark.parametrize("name", [n for n in EDITS if n != "straight_through"])
+@pytest.mark.parametrize("tree", [None, {}, (), [None, None]])
+def test_a_tree_without_leaves_comes_back(gt, name, tree):
+    assert EDITS[name](gt, tree) == tree
+
+
+# --- scales --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.5, 2, np.float64(0.5), np.float32(0.25), np.array(3.0)])
+def test_a_scale_may_be_any_real_number(gt, scale):
+    x = gt.asarray(np.array([1.0, 2.0]))
+    found = gt.grad(lambda x: gt.reverse_gradient(x, scale).sum())(x)
+    same(gt.to_numpy(found), [-float(scale)] * 2)
+    found = gt.grad(lambda x: gt.scale_gradient(x, scale).sum())(x)
+    same(gt.to_numpy(found), [float(scale)] * 2)
+
+
+def test_the_scale_of_a_reversal_is_one_unless_given(gt):
+    assert number(gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(3.0))) == -6.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "complex128"])
+def test_a_scale_does_not_change_the_dtype_of_value_or_gradient(gt, native, dtype):
+    x = native.array([1.0, 2.0], dtype)
+    for scale in (0.5, np.float64(0.5), gt.asarray(np.float64(0.5)), gt.asarray(2)):
+        y, pullback = gt.vjp(lambda x, scale=scale: gt.scale_gradient(x, scale), x)
+        (g,) = pullback(x)
+        assert native.dtype(y) == native.dtype(g) == dtype
+
+
+def test_a_scale_may_be_an_array_that_broadcasts(gt, rng):
+    x = gt.asarray(rng.normal(size=(2, 3)))
+    ct = rng.normal(size=(2, 3))
+    for shape in [(), (1,), (3,), (2, 1), (1, 3), (2, 3)]:
+        scale = rng.normal(size=shape)
+        _, pullback = gt.vjp(lambda x, s=scale: gt.reverse_gradient(x, gt.asarray(s)), x)
+        same(gt.to_numpy(pullback(gt.asarray(ct))[0]), -scale * ct)
+        _, pushed = gt.jvp(
+            lambda x, s=scale: gt.reverse_gradient(x, gt.asarray(s)), (x,), (gt.asarray(ct),)
+        )
+        same(gt.to_numpy(pushed), -scale * ct)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4, 3), (1, 2, 3), (0,)])
+@pytest.mark.parametrize("operator", ["reverse_gradient", "scale_gradient"])
+def test_a_scale_that_does_not_broadcast_is_refused_by_leaf(gt, operator, shape):
+    x = {"w": gt.asarray(np.ones((2, 3)))}
+    with pytest.raises(GradtoolsError) as caught:
+        getattr(gt, operator)(x, gt.asarray(np.ones(shape)))
+    text = str(caught.value)
+    assert text.startswith(operator) and str(shape) in text and "(2, 3)" in text and "'w'" in text
+
+
+@pytest.mark.parametrize("operator", ["reverse_gradient", "scale_gradient"])
+@pytest.mark.parametrize("scale", [1j, np.complex128(2), np.array(1j), "array"])
+def test_a_complex_scale_is_refused(gt, operator, scale):
+    scale = gt.asarray(np.array(1j)) if isinstance(scale, str) else scale
+    with pytest.raises(GradtoolsError, match="complex"):
+        getattr(gt, operator)(gt.asarray(np.ones(2)), scale)
+
+
+def test_a_scale_may_be_traced_and_scheduled_without_a_second_trace(gt, native):
+    traces = []
+
+    def counting(graph, inputs):
+        traces.append(graph)
+        return graph.forward
+
+    def step(x, i):
+        if native.name == "jax":
+            traces.append(i)
+        scale = i / 10.0
+        return gt.grad(lambda x: (gt.reverse_gradient(x, scale) ** 2).sum())(x)
+
+    options = {} if native.name == "jax" else {"backend": counting, "fullgraph": True}
+    compiled = gt.compile(step, **options)
+    x = native.array([1.0, 2.0])
+    for i in range(1, 6):
+        found = compiled(x, native.array(float(i)))
+        same(gt.to_numpy(found), np.array([-2.0, -4.0]) * i / 10)
+    assert len(traces) == 1
+
+
+def test_a_scale_is_not_differentiated(gt):
+    x, s = gt.asarray(2.0), gt.asarray(0.5)
+    f = lambda x, s: gt.reverse_gradient(x, s) ** 2
+    found = gt.grad(f, 1, disconnected_inputs="zeros")(x, s)
+    assert number(found) == 0
+    assert number(gt.jvp(lambda s: f(x, s), (s,), (s,))[1]) == 0
+
+
+def test_the_derivative_in_the_scale_of_a_gradient_is_there(gt):
+    """The first derivative depends on s, and second order may ask how: d/ds (-2 s x) = -2 x."""
+    x, s = gt.asarray(2.0), gt.asarray(0.5)
+    gradient = lambda s: gt.grad(lambda x: gt.reverse_gradient(x, s) ** 2)(x)
+    assert number(gradient(s)) == -2.0
+    assert number(gt.grad(gradient)(s)) == -4.0
+    assert number(gt.jvp(gradient, (s,), (gt.asarray(1.0),))[1]) == -4.0
+
+
+# --- second and third order of the linear edits -----------------------------------------------
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("scale", [1.0, 0.5, 3.0])
+def test_the_hessian_of_a_reversed_function_is_the_squared_scale_times_its_own(gt, rng, mix, scale):
+    x, v, w = (rng.normal(size=4) for _ in range(3))
+    a = rng.normal(size=(4, 4))
+    f = lambda y: ((gt.asarray(a) @ y) ** 3).sum()
+    hessian = a.T @ np.diag(6 * (a @ x)) @ a
+    args = [gt.asarray(z) for z in (x, v, w)]
+    found = second_order(gt, mix, lambda x: f(gt.reverse_gradient(x, scale)), *args)
+    same(number(found), scale**2 * (w @ hessian @ v), rtol=1e-12)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_scale_given_as_an_array_enters_the_hessian_from_both_sides(gt, rng, mix):
+    x, v, w, s = (rng.normal(size=3) for _ in range(4))
+    a = rng.normal(size=(3, 3))
+    hessian = a.T @ np.diag(6 * (a @ x)) @ a
+    f = lambda x: ((gt.asarray(a) @ gt.scale_gradient(x, gt.asarray(s))) ** 3).sum()
+    found = second_order(gt, mix, f, *(gt.asarray(z) for z in (x, v, w)))
+    same(number(found), (s * w) @ hessian @ (s * v), rtol=1e-12)
+
+
+@pytest.mark.parametrize("modes", itertools.product("fr", repeat=3), ids="".join)
+def test_third_order_brings_the_third_power_in_all_eight_mixes(gt, modes):
+    one = gt.asarray(1.0)
+    derivative = {"r": gt.grad, "f": lambda f: lambda x: gt.jvp(f, (x,), (one,))[1]}
+    f = lambda x: gt.reverse_gradient(x, 0.5) ** 4
+    for mode in modes:
+        f = derivative[mode](f)
+    assert number(f(gt.asarray(2.0))) == -(0.5**3) * 24 * 2
+
+
+@pytest.mark.parametrize("mode", ["auto", "forward_over_reverse", "reverse_over_reverse"])
+def test_hvp_and_hessian_meet_the_reversal_twice(gt, mode):
+    x, v = gt.asarray(np.array([1.0, 2.0])), gt.asarray(np.array([1.0, -1.0]))
+    f = lambda x: (gt.reverse_gradient(x, 0.5) ** 3).sum()
+    (g,), (h,) = gt.hvp(f, (x,), (v,), mode=mode)
+    assert gt.to_numpy(g).tolist() == [-1.5, -6.0]
+    assert gt.to_numpy(h).tolist() == [1.5, -3.0]
+    assert gt.to_numpy(gt.hessian(f)(x)).tolist() == [[1.5, 0.0], [0.0, 3.0]]
+
+
+def test_two_reversals_cancel(gt):
+    x = gt.asarray(3.0)
+    f = lambda x: gt.reverse_gradient(gt.reverse_gradient(x, 2.0), 0.5) ** 3
+    assert number(gt.grad(f)(x)) == 27.0
+    assert number(gt.grad(gt.grad(f))(x)) == 18.0
+
+
+def test_jacobians_in_both_modes_are_scaled(gt):
+    x = gt.asarray(np.array([1.0, 2.0]))
+    for mode in ("forward", "reverse", "auto"):
+        found = gt.jacobian(lambda x: gt.reverse_gradient(x, 3.0) ** 2, mode=mode)(x)
+        assert gt.to_numpy(found).tolist() == [[-6.0, 0.0], [0.0, -12.0]]
+
+
+def test_reversal_is_adjoint_to_itself(gt, rng):
+    x, v, c = (rng.normal(size=3) + 1j * rng.normal(size=3) for _ in range(3))
+    f = lambda x: gt.reverse_gradient(x, 0.7)
+    _, pushed = gt.jvp(f, (gt.asarray(x),), (gt.asarray(v),))
+    _, pullback = gt.vjp(f, gt.asarray(x))
+    pulled = gt.to_numpy(pullback(gt.asarray(c))[0])
+    same(np.vdot(c, gt.to_numpy(pushed)).real, np.vdot(pulled, v).real)
+
+
+# --- stop ----------------------------------------------------------------------------------
+
+
+def test_stop_cuts_both_modes_and_is_reported_as_a_cut(gt):
+    x = gt.asarray(3.0)
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(lambda x: gt.stop_gradient(x) ** 2)(x)
+    assert number(gt.grad(lambda x: x * gt.stop_gradient(x))(x)) == 3.0
+    assert number(gt.jvp(lambda x: gt.stop_gradient(x) ** 2, (x,), (x,))[1]) == 0.0
+
+
+def test_stop_cuts_both_modes_at_second_order(gt):
+    x, one = gt.asarray(3.0), gt.asarray(1.0)
+    f = lambda x: x**2 * gt.stop_gradient(x) ** 2
+    for mix in MIXES:
+        assert number(second_order(gt, mix, f, x, one, one)) == 18.0
+
+
+# --- clip ----------------------------------------------------------------------------------
+
+
+def clipped(gt, cts, **bounds):
+    """What comes out of clip_gradient for these cotangents, as NumPy arrays."""
+    arrays = [
+        c if hasattr(c, "requires_grad") or hasattr(c, "aval") else gt.asarray(c) for c in cts
+    ]
+    _, pullback = gt.vjp(lambda *xs: gt.clip_gradient(xs, **bounds), *arrays)
+    return pullback(tuple(arrays))
+
+
+def test_a_cotangent_inside_both_bounds_is_unchanged_bit_for_bit(gt, native, rng):
+    ct = gt.asarray(rng.normal(size=100))
+    norm = float(np.linalg.norm(gt.to_numpy(ct)))
+    (found,) = clipped(gt, [ct], max_norm=norm * 1.0000001, max_value=100.0)
+    assert native.bits(found) == native.bits(ct)
+
+
+def test_a_norm_exactly_at_the_bound_is_not_clipped(gt):
+    """There is no epsilon: 5 / 5 is 1."""
+    (found,) = clipped(gt, [np.array([3.0, 4.0])], max_norm=5.0)
+    assert gt.to_numpy(found).tolist() == [3.0, 4.0]
+
+
+def test_the_norm_is_that_of_all_leaves_jointly(gt, rng):
+    a, b = rng.normal(size=(2, 3)), rng.normal(size=4)
+    total = np.sqrt((a**2).sum() + (b**2).sum())
+    for found, ct in zip(clipped(gt, [a, b], max_norm=0.5), (a, b), strict=True):
+        same(gt.to_numpy(found), ct * 0.5 / total)
+
+
+def test_values_are_clipped_before_the_norm(gt):
+    (found,) = clipped(gt, [np.array([3.0, -100.0])], max_norm=2.5, max_value=4.0)
+    assert gt.to_numpy(found).tolist() == [1.5, -2.0]
+
+
+def test_a_complex_cotangent_is_clipped_by_its_modulus(gt):
+    ct = np.array([3 + 4j, 0.3 - 0.4j, 0j, -5j])
+    (found,) = clipped(gt, [ct], max_value=1.0)
+    same(gt.to_numpy(found), [0.6 + 0.8j, 0.3 - 0.4j, 0j, -1j])
+    (found,) = clipped(gt, [np.array([3 + 4j, 12j])], max_norm=1.3)
+    same(gt.to_numpy(found), [0.3 + 0.4j, 1.2j])
+
+
+def test_the_joint_norm_goes_over_leaves_of_different_dtypes(gt, native):
+    cts = [native.array([3.0], "float32"), native.array([4j]), native.array([12.0])]
+    found = clipped(gt, cts, max_norm=1.3)
+    assert [native.dtype(c) for c in found] == ["float32", "complex128", "float64"]
+    for c, expected in zip(found, (0.3, 0.4j, 1.2), strict=True):
+        same(gt.to_numpy(c), [expected], rtol=1e-7)
+
+
+def test_a_zero_cotangent_stays_zero(gt):
+    for bounds in ({"max_norm": 0.0}, {"max_norm": 1.0}, {"max_value": 0.0}, {"max_value": 1.0}):
+        for zero in (np.zeros(3), np.zeros(2, np.complex64), np.zeros(())):
+            (found,) = clipped(gt, [zero], **bounds)
+            assert gt.to_numpy(found).tolist() == zero.tolist()
+
+
+def test_a_bound_of_zero_gives_zero(gt):
+    for bounds in ({"max_norm": 0.0}, {"max_value": 0.0}):
+        (found,) = clipped(gt, [np.array([1.0, -2.0])], **bounds)
+        assert gt.to_numpy(found).tolist() == [0.0, 0.0]
+
+
+def test_an_infinite_bound_changes_nothing(gt):
+    for bounds in ({"max_norm": math.inf}, {"max_value": math.inf}):
+        for ct in ([1.0, -2.0], [1.0 + 2j]):
+            (found,) = clipped(gt, [np.array(ct)], **bounds)
+            assert gt.to_numpy(found).tolist() == ct
+
+
+def test_nan_stays_nan(gt):
+    (found,) = clipped(gt, [np.array([np.nan, 2.0, -3.0])], max_value=1.0)
+    found = gt.to_numpy(found)
+    assert np.isnan(found[0]) and found[1:].tolist() == [1.0, -1.0]
+    (found,) = clipped(gt, [np.array([np.nan + 1j, 2.0j])], max_value=1.0)
+    found = gt.to_numpy(found)
+    assert np.isnan(found[0]) and found[1] == 1j
+    for bounds in ({"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 1.0}):
+        (found,) = clipped(gt, [np.array([np.nan, 2.0])], **bounds)
+        assert np.isnan(gt.to_numpy(found)[0])
+
+
+def test_an_infinite_entry_is_clipped_by_value(gt):
+    (found,) = clipped(gt, [np.array([np.inf, -np.inf, 1.0])], max_value=2.0)
+    assert gt.to_numpy(found).tolist() == [2.0, -2.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30, 3e38, 1e-36])
+def test_the_norm_of_very_large_and_very_small_float32_is_right(gt, size):
+    ct = np.float32([size, size])
+    (found,) = clipped(gt, [ct], max_norm=np.float32(size / 2))
+    same(gt.to_numpy(found), ct * np.float32(0.5 / math.sqrt(2)), rtol=5e-7)
+
+
+def test_the_norm_and_modulus_of_very_large_complex64_are_right(gt):
+    ct = np.complex64([1e30 + 1e30j])
+    (found,) = clipped(gt, [ct], max_norm=1.0)
+    same(gt.to_numpy(found), np.complex64([1 + 1j]) / np.sqrt(np.float32(2)), rtol=5e-7)
+    (found,) = clipped(gt, [ct], max_value=1.0)
+    same(gt.to_numpy(found), np.complex64([1 + 1j]) / np.sqrt(np.float32(2)), rtol=5e-7)
+
+
+@pytest.mark.parametrize(("dtype", "large"), [("float16", 60000.0), ("bfloat16", 3e38)])
+def test_the_norm_of_16_bit_cotangents_does_not_overflow(gt, native, dtype, large):
+    (found,) = clipped(gt, [native.array([large, large], dtype)], max_norm=1.0)
+    assert native.dtype(found) == dtype
+    same(gt.to_numpy(found).astype(float), [1 / math.sqrt(2)] * 2, rtol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_norm_of_a_long_16_bit_cotangent_keeps_its_digits(gt, native, dtype):
+    """A sum of 65536 ones stops at 256 in bfloat16 and overflows in float16."""
+    (found,) = clipped(gt, [native.array(np.ones(65536), dtype)], max_norm=128.0)
+    assert set(gt.to_numpy(found).astype(float).tolist()) == {0.5}
+
+
+def test_empty_leaves_count_nothing(gt):
+    empty, full = np.zeros((0, 3)), np.array([3.0, 4.0])
+    found = clipped(gt, [empty, full], max_norm=1.0, max_value=10.0)
+    assert tuple(found[0].shape) == (0, 3)
+    same(gt.to_numpy(found[1]), [0.6, 0.8])
+    (found,) = clipped(gt, [empty], max_norm=1.0, max_value=1.0)
+    assert tuple(found.shape) == (0, 3)
+
+
+def test_bounds_may_be_traced(gt, native):
+    def f(x, bound):
+        return gt.grad(lambda x: (gt.clip_gradient(x, max_norm=bound) ** 2).sum())(x)
+
+    compiled = gt.compile(f, **native.compile_options)
+    x = native.array([3.0, 4.0])
+    for bound in (1.0, 5.0, 20.0):
+        factor = min(1, bound / 10)
+        same(gt.to_numpy(compiled(x, native.array(bound))), np.array([6.0, 8.0]) * factor)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ({}, "give max_norm, max_value or both"),
+        ({"max_norm": -1.0}, "max_norm is -1.0"),
+        ({"max_value": -2}, "max_value is -2"),
+    ],
+)
+def test_missing_and_negative_bounds_are_refused(gt, bounds, text):
+    with pytest.raises(GradtoolsError, match=text):
+        gt.clip_gradient(gt.asarray(1.0), **bounds)
+
+
+# --- transform -----------------------------------------------------------------------------
+
+
+def test_transform_replaces_the_cotangent_of_the_whole_tree(gt):
+    x = {"a": gt.asarray(np.array([1.0, 2.0])), "b": gt.asarray(np.array(3.0))}
+
+    def swap_sizes(c):
+        return {"a": c["a"] * c["b"], "b": c["b"] + c["a"].sum()}
+
+    def f(x):
+        y = gt.transform_gradient(x, swap_sizes)
+        return (5 * y["a"]).sum() + 7 * y["b"]
+
+    g = gt.grad(f)(x)
+    assert gt.to_numpy(g["a"]).tolist() == [35.0, 35.0] and number(g["b"]) == 17.0
+
+
+def test_transform_sees_none_at_leaves_that_are_not_differentiable(gt, native):
+    seen = []
+
+    def look(c):
+        seen.append((c["n"], c["k"], c["nothing"]))
+        return c
+
+    rest = {"n": native.array(1), "k": 2, "nothing": None}
+    gt.grad(lambda x: gt.transform_gradient({"x": x, **rest}, look)["x"])(gt.asarray(1.0))
+    assert seen == [(None, None, None)] * len(seen) and seen
+
+
+def test_transform_and_clip_see_the_cotangent_in_the_convention_of_gradtools(gt, native):
+    """f = Re(conj(w) z) has the gradient w; JAX's own is its conjugate, and stays so outside."""
+    z, w = native.array(1 + 2j), native.array(3 - 4j)
+    seen = []
+
+    def turn(c):
+        seen.append(c)
+        return c * 1j
+
+    def f(z):
+        y = gt.transform_gradient(z, turn)
+        return y.real * w.real + y.imag * w.imag
+
+    assert complex(gt.grad(f)(z)) == (3 - 4j) * 1j
+    outside = complex(native.grad(f)(z))
+    assert outside == ((3 - 4j) * 1j if native.name == "torch" else ((3 - 4j) * 1j).conjugate())
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda c: c[:1], "shape"),
+        (lambda c: (c, c), "structure"),
+        (lambda c: None, "structure"),
+        (lambda c: c > 0, "dtype"),
+        (lambda c: c * 1j, "dtype"),
+    ],
+)
+def test_transform_refuses_what_does_not_look_like_the_cotangent(gt, fn, text):
+    with pytest.raises(GradtoolsError, match=f"transform_gradient: fn returned .*{text}"):
+        gt.grad(lambda x: gt.transform_gradient(x, fn).sum())(gt.asarray(np.ones(2)))
+
+
+def test_transform_refuses_what_is_not_a_function(gt):
+    with pytest.raises(GradtoolsError, match="callable"):
+        gt.transform_gradient(gt.asarray(1.0), 3.0)
+
+
+def test_the_same_function_may_be_transformed_with_other_closures(gt):
+    """A rule of an earlier call is never met again in place of a later one."""
+    x = gt.asarray(1.0)
+    for k in range(5):
+        found = gt.grad(lambda x, k=k: gt.transform_gradient(x, lambda c: c * k))(x)
+        assert number(found) == k
+
+
+# --- known ---------------------------------------------------------------------------------
+
+
+def test_known_gradient_is_what_was_given_whatever_comes_in(gt):
+    x, dx = gt.asarray(np.array([1.0, 2.0])), gt.asarray(np.array([5.0, -7.0]))
+    for after in (lambda y: (y**2).sum(), lambda y: (0 * y).sum(), lambda y: -y.sum() * 1e9):
+        found = gt.grad(lambda x, after=after: after(gt.known_gradient(x, dx)))(x)
+        assert gt.to_numpy(found).tolist() == [5.0, -7.0]
+
+
+def test_known_gradient_comes_where_a_cotangent_of_zeros_comes(gt):
+    """y reaches the output by data flow through a product with zero: dx still arrives."""
+    x, dx = gt.asarray(2.0), gt.asarray(5.0)
+    assert number(gt.grad(lambda x: gt.known_gradient(x, dx) * 0.0 + x)(x)) == 6.0
+
+
+def test_known_gradient_of_what_does_not_reach_the_output_is_not_delivered(gt):
+    x, dx = gt.asarray(2.0), gt.asarray(5.0)
+
+    def f(x):
+        gt.known_gradient(x, dx)
+        return x * 3
+
+    assert number(gt.grad(f)(x)) == 3.0
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(lambda x: gt.stop_gradient(gt.known_gradient(x, dx)))(x)
+
+
+def test_known_gradient_goes_on_through_the_chain_rule(gt):
+    x, dx = gt.asarray(2.0), gt.asarray(5.0)
+    assert number(gt.grad(lambda x: gt.known_gradient(x**3, dx) * 100)(x)) == 5 * 12
+
+
+def test_known_gradient_is_differentiated_with_respect_to_what_was_given(gt):
+    x, dx = gt.asarray(2.0), gt.asarray(5.0)
+    gradient = lambda dx: gt.grad(lambda x: gt.known_gradient(x**2, dx**2) ** 3)(x)
+    assert number(gradient(dx)) == 100.0
+    assert number(gt.grad(gradient)(dx)) == 40.0
+
+
+def test_what_is_edited_may_be_its_own_scale_or_its_own_known_gradient(gt):
+    x = gt.asarray(3.0)
+    assert number(gt.grad(lambda x: gt.known_gradient(x, x) * 7)(x)) == 3.0
+    assert number(gt.grad(lambda x: gt.scale_gradient(x, x) * 7)(x)) == 21.0
+    assert number(gt.grad(gt.grad(lambda x: gt.scale_gradient(x, x) * 7))(x)) == 7.0
+
+
+def test_known_gradient_has_no_first_derivative_with_respect_to_what_was_given(gt):
+    x, dx = gt.asarray(2.0), gt.asarray(5.0)
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(lambda dx: gt.known_gradient(x, dx) ** 2)(dx)
+    found = gt.grad(lambda dx: gt.known_gradient(x, dx) * dx)(dx)
+    assert number(found) == 2.0
+
+
+def test_known_gradient_of_complex_arrays_is_in_the_convention_of_gradtools(gt, native):
+    z, dz = native.array(1 + 2j), native.array(3 - 4j)
+    f = lambda z: abs(gt.known_gradient(z, dz)) ** 2
+    assert complex(gt.grad(f)(z)) == 3 - 4j
+
+
+@pytest.mark.parametrize(
+    ("dx", "text"),
+    [
+        (np.ones(3), r"shape \(3,\)"),
+        (np.ones(2, np.float32), "dtype float32"),
+        ({"a": np.ones(2)}, "structure"),
+    ],
+)
+def test_known_gradient_refuses_what_does_not_look_like_its_argument(gt, dx, text):
+    dx = {"a": gt.asarray(dx["a"])} if isinstance(dx, dict) else gt.asarray(dx)
+    with pytest.raises(GradtoolsError, match=f"known_gradient: dx.*{text}"):
+        gt.known_gradient(gt.asarray(np.ones(2)), dx)
+
+
+# --- what has a reverse rule only --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REVERSE_ONLY)
+def test_forward_mode_through_a_reverse_only_edit_is_refused(gt, name):
+    x = gt.asarray(np.ones(2))
+    f = lambda x: EDITS[name](gt, x)
+    with pytest.raises(GradtoolsError, match=r"reverse rule only"):
+        gt.jvp(f, (x,), (x,))
+    with pytest.raises(GradtoolsError, match=r"reverse rule only"):
+        gt.jacobian(f, mode="forward")(x)
+    with pytest.raises(GradtoolsError, match=r"reverse rule only"):
+        gt.hvp(lambda x: (f(x) ** 2).sum(), (x,), (x,), mode="forward_over_reverse")
+    with pytest.raises(GradtoolsError, match=r"reverse rule only"):
+        gt.jvp(gt.grad(lambda x: (f(x) ** 2).sum()), (x,), (x,))
+
+
+@pytest.mark.parametrize("name", REVERSE_ONLY)
+def test_a_native_jvp_through_a_reverse_only_edit_shows_the_frameworks_own_error(gt, native, name):
+    x = native.array(np.ones(2))
+    error = {"jax": TypeError, "torch": RuntimeError}[native.name]
+    text = {"jax": "forward-mode autodiff", "torch": "jvp"}[native.name]
+    with pytest.raises(error, match=text):
+        native.jvp(lambda x: EDITS[name](gt, x), (x,), (x,))
+
+
+@pytest.mark.parametrize("name", REVERSE_ONLY)
+def test_forward_mode_in_another_argument_passes_a_reverse_only_edit(gt, name):
+    x = gt.asarray(np.ones(2))
+    _, pushed = gt.jvp(lambda y: EDITS[name](gt, x) * y, (x,), (x,))
+    assert gt.to_numpy(pushed).tolist() == [1.0, 1.0]
+
+
+def clip_jacobian(c, bound):
+    """Of c -> bound c / |c|, outside of the ball."""
+    norm = np.linalg.norm(c)
+    return bound * (np.eye(len(c)) - np.outer(c, c) / norm**2) / norm
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_a_clip_is_met_again_at_second_order(gt, size):
+    """Pulled back through c -> c / |c| at 2x, then through x -> 2x, then clipped itself."""
+    x, v = np.array([3.0, 4.0]), size * np.array([1.0, 2.0])
+    product = 2 * clip_jacobian(2 * x, 1.0) @ v
+    product *= min(1, 1 / np.linalg.norm(product))
+    assert (np.linalg.norm(product) == pytest.approx(1.0)) == (size > 1)
+    f = lambda x: (gt.clip_gradient(x, max_norm=1.0) ** 2).sum()
+    at, along = gt.asarray(x), gt.asarray(v)
+    found = gt.grad(lambda x: (gt.grad(f)(x) * along).sum())(at)
+    same(gt.to_numpy(found), product, rtol=1e-12)
+    for mode in ("auto", "reverse_over_reverse"):
+        (g,), (h,) = gt.hvp(f, (at,), (along,), mode=mode)
+        same(gt.to_numpy(g), [0.6, 0.8])
+        same(gt.to_numpy(h), product, rtol=1e-12)
+
+
+def test_a_clip_that_does_not_bite_leaves_the_hessian(gt):
+    x, v = gt.asarray(np.array([3.0, 4.0])), gt.asarray(np.array([0.1, 0.2]))
+    f = lambda x: (gt.clip_gradient(x, max_norm=1e6, max_value=1e6) ** 3).sum()
+    (_,), (h,) = gt.hvp(f, (x,), (v,))
+    same(gt.to_numpy(h), 6 * np.array([0.3, 0.8]))
+    same(gt.to_numpy(gt.hessian(f)(x)), np.diag([18.0, 24.0]))
+
+
+def test_a_transform_is_met_again_at_second_order(gt):
+    """With c -> 3c + 1: the gradient is 3 f' + 1, its pullback of v is 3 (3 f'' v) + 1."""
+    x, v = gt.asarray(2.0), gt.asarray(5.0)
+    f = lambda x: gt.transform_gradient(x, lambda c: 3 * c + 1) ** 3
+    (g,), (h,) = gt.hvp(f, (x,), (v,))
+    assert number(g) == 3 * 12 + 1
+    assert number(h) == 3 * (12 * 3 * 5) + 1
+
+
+def test_the_second_derivative_of_a_known_gradient_is_zero(gt):
+    x, dx = gt.asarray(2.0), gt.asarray(5.0)
+    f = lambda x: gt.known_gradient(x, dx) ** 3
+    assert number(gt.grad(gt.grad(f))(x)) == 0.0
+    (g,), (h,) = gt.hvp(f, (x,), (x,))
+    assert (number(g), number(h)) == (5.0, 0.0)
+
+
+def test_two_edits_of_one_path_act_in_the_order_of_the_backward_pass(gt):
+    x = gt.asarray(np.array([3.0, 4.0]))
+    late = lambda x: (gt.reverse_gradient(gt.clip_gradient(x, max_norm=1.0), 5.0) ** 2).sum()
+    early = lambda x: (gt.clip_gradient(gt.reverse_gradient(x, 5.0), max_norm=1.0) ** 2).sum()
+    same(gt.to_numpy(gt.grad(late)(x)), [-0.6, -0.8])
+    same(gt.to_numpy(gt.grad(early)(x)), [-3.0, -4.0])
+
+
+# --- straight through ------------------------------------------------------------------------
+
+
+def test_straight_through_has_the_value_of_f_and_the_derivative_of_the_identity(gt):
+    x = gt.asarray(np.array([0.2, 1.7, -0.5]))
+    rounded = gt.straight_through(lambda x: gt.xp.round(x))
+    value, pullback = gt.vjp(rounded, x)
+    assert gt.to_numpy(value).tolist() == [0.0, 2.0, -0.0]
+    assert gt.to_numpy(pullback(x)[0]).tolist() == [0.2, 1.7, -0.5]
+    assert gt.to_numpy(gt.jvp(rounded, (x,), (x,))[1]).tolist() == [0.2, 1.7, -0.5]
+
+
+def test_straight_through_is_exact_for_large_numbers(gt, native):
+    """x + stop(f(x) - x) loses the digits of f(x) beside a large x; this does not."""
+    for dtype in ("float32", "float64"):
+        x = native.array([1e30, -1e25, 1.0, np.nan, np.inf], dtype)
+        tiny = native.array([1e-20, 3e-7, 0.1, -0.0, 1e-40], dtype)
+        y, _ = gt.vjp(gt.straight_through(lambda x, tiny=tiny: tiny), x)
+        assert native.bits(y) == native.bits(tiny)
+
+
+def test_a_boolean_or_integer_result_is_cast_to_the_surrogates_dtype(gt, native):
+    x = native.array([0.2, 1.7], "float32")
+    xp = gt.xp
+    for f, expected in [
+        (lambda x: x > 0.5, [0.0, 1.0]),
+        (lambda x: xp.astype(x, xp.int32), [0.0, 1.0]),
+    ]:
+        y, pullback = gt.vjp(gt.straight_through(f, lambda x: x * 3), x)
+        assert native.dtype(y) == "float32" and gt.to_numpy(y).tolist() == expected
+        assert gt.to_numpy(pullback(y)[0]).tolist() == [3 * e for e in expected]
+
+
+def hard(x):
+    """A NumPy function."""
+    return np.where(np.asarray(x) > 0.5, 1.0, 0.0)
+
+
+def test_f_may_be_a_numpy_function_eagerly_differentiated_and_in_both_modes(gt, native):
+    x = native.array([0.2, 1.7])
+    g = gt.straight_through(hard, lambda x: x**2)
+    assert gt.to_numpy(g(x)).tolist() == [0.0, 1.0]
+    value, pullback = gt.vjp(g, x)
+    assert gt.to_numpy(value).tolist() == [0.0, 1.0]
+    same(gt.to_numpy(pullback(native.array([1.0, 1.0]))[0]), [0.4, 3.4])
+    value, pushed = gt.jvp(g, (x,), (native.array([1.0, 1.0]),))
+    assert gt.to_numpy(value).tolist() == [0.0, 1.0]
+    same(gt.to_numpy(pushed), [0.4, 3.4])
+
+
+def test_f_may_be_a_numpy_function_in_compiled_code(gt, native):
+    options = {} if native.name == "jax" else {"backend": "aot_eager"}
+    g = gt.straight_through(hard, lambda x: x**2)
+    compiled = gt.compile(lambda x: (g(x) * x).sum(), **options)
+    x = native.array([0.2, 1.7])
+    assert number(compiled(x)) == 1.7
+    if native.name == "jax":
+        found = gt.compile(gt.grad(lambda x: (g(x) * x).sum()))(x)
+        same(gt.to_numpy(found), [0.2 * 0.4, 1.7 * 3.4 + 1])
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_surrogate_is_right_at_second_order_in_all_mixes(gt, rng, mix):
+    x, v, w = (rng.normal(size=3) for _ in range(3))
+    a = rng.normal(size=(3, 3))
+    surrogate = lambda x: ((gt.asarray(a) @ x) ** 3).sum()
+    f = gt.straight_through(lambda x: x.sum() * 0 + 1, surrogate)
+    found = second_order(gt, mix, f, *(gt.asarray(z) for z in (x, v, w)))
+    same(number(found), w @ (a.T @ np.diag(6 * (a @ x)) @ a) @ v, rtol=1e-12)
+
+
+def test_the_surrogate_is_right_at_third_and_fourth_order(gt):
+    f = gt.straight_through(lambda x: x * 0, lambda x: x**4)
+    x, found = gt.asarray(2.0), []
+    for _ in range(4):
+        f = gt.grad(f)
+        found.append(number(f(x)))
+    assert found == [32.0, 48.0, 48.0, 24.0]
+
+
+def test_straight_through_takes_several_arguments_and_keywords_and_trees(gt):
+    def f(x, y, *, shift):
+        return {"hard": (x > y), "sum": x + y + shift}
+
+    def soft(x, y, *, shift):
+        return {"hard": x * y, "sum": x**2 + y + 0 * shift}
+
+    g = gt.straight_through(f, soft)
+    x, y = gt.asarray(3.0), gt.asarray(2.0)
+    out, pullback = gt.vjp(lambda x, y: g(x, y, shift=10.0), x, y)
+    assert (number(out["hard"]), number(out["sum"])) == (1.0, 15.0)
+    one = gt.asarray(1.0)
+    dx, dy = pullback({"hard": one, "sum": one})
+    assert (number(dx), number(dy)) == (2.0 + 6.0, 3.0 + 1.0)
+
+
+def test_f_is_called_once_and_sees_arguments_without_a_derivative(gt, backend_name):
+    seen = []
+
+    def f(x):
+        seen.append(x)
+        return x * 2
+
+    assert number(gt.grad(gt.straight_through(f, lambda x: x**2))(gt.asarray(3.0))) == 6.0
+    assert len(seen) == 1
+    if backend_name == "torch":
+        assert not seen[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("f", "surrogate", "text"),
+    [
+        (lambda x: x[:1], None, r"shape \(1,\), that of the surrogate \(2,\)"),
+        (lambda x: x.sum(), None, r"shape \(\), that of the surrogate \(2,\)"),
+        (lambda x: (x, x), None, "structure"),
+        (lambda x: x, lambda x: {"a": x}, "structure"),
+        (lambda x: x * 1j, None, "dtype complex128, that of the surrogate float64"),
+    ],
+)
+def test_straight_through_refuses_f_and_surrogate_that_do_not_match(gt, f, surrogate, text):
+    with pytest.raises(GradtoolsError, match=f"straight_through: .*{text}"):
+        gt.straight_through(f, surrogate)(gt.asarray(np.ones(2)))
+
+
+def test_straight_through_without_surrogate_refuses_two_arguments(gt):
+    x = gt.asarray(1.0)
+    with pytest.raises(GradtoolsError, match="2 positional"):
+        gt.straight_through(lambda x, y: x)(x, x)
+    with pytest.raises(GradtoolsError, match="must be functions"):
+        gt.straight_through(3)
+    with pytest.raises(GradtoolsError, match="must be functions"):
+        gt.straight_through(lambda x: x, 3)
+
+
+def test_straight_through_says_what_it_is(gt):
+    def sign(x):
+        return x
+
+    assert "sign" in repr(gt.straight_through(sign)) and "identity" in repr(
+        gt.straight_through(sign)
+    )
+
+
+# --- inside and around the frameworks' transforms ------------------------------------------------
+
+# A function of one vector and what its gradient is; the last factor is of the loss y -> sum(y^3).
+CASES = {
+    "reverse": lambda x: -0.5 * 3 * x**2,
+    "scale": lambda x: 3.0 * 3 * x**2,
+    "clip_norm": lambda x: 3 * x**2 / max(1, np.linalg.norm(3 * x**2)),
+    "clip_value": lambda x: np.clip(3 * x**2, -0.5, 0.5),
+    "transform": lambda x: 3 * x**2,
+    "known": lambda x: x,
+    "straight_through": lambda x: 3 * x**2,
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request, gt):
+    """A scalar function with an edit in it, and its gradient in NumPy."""
+    name = request.param
+    return name, lambda x: (EDITS[name](gt, x) ** 3).sum(), CASES[name]
+
+
+X = np.array([0.3, -1.2, 0.7])
+XS = np.array([[0.3, -1.2, 0.7], [0.1, 0.2, -0.1], [2.0, 1.0, -3.0]])
+
+
+def test_native_reverse_mode_goes_through_every_edit(case, native):
+    _, f, gradient = case
+    same(np.asarray(native.grad(f)(native.array(X))), gradient(X), rtol=1e-12)
+    out, pullback = native.vjp(f, native.array(X))
+    same(np.asarray(pullback(out / out)[0]), gradient(X), rtol=1e-12)
+
+
+def test_a_batch_is_edited_example_by_example(case, gt, native):
+    _, f, gradient = case
+    expected = np.stack([gradient(x) for x in XS])
+    for found in (
+        gt.vmap(gt.grad(f))(native.array(XS)),
+        native.vmap(native.grad(f))(native.array(XS)),
+        gt.vmap(native.grad(f))(native.array(XS)),
+        gt.grad(lambda xs: gt.vmap(f)(xs).sum())(native.array(XS)),
+    ):
+        same(np.asarray(found), expected, rtol=1e-12)
+
+
+def test_vmap_over_another_axis_and_twice_is_the_loop(case, gt, native):
+    _, f, gradient = case
+    found = gt.vmap(gt.grad(f), in_axes=1)(native.array(XS.T.copy()))
+    same(np.asarray(found), np.stack([gradient(x) for x in XS]), rtol=1e-12)
+    twice = np.stack([XS, 2 * XS])
+    found = gt.vmap(gt.vmap(gt.grad(f)))(native.array(twice))
+    same(np.asarray(found), np.stack([[gradient(x) for x in b] for b in twice]), rtol=1e-12)
+
+
+def test_compiled_code_gives_the_same_value_and_gradient(case, gt, native):
+    name, f, gradient = case
+    if name == "transform" and native.name == "torch":
+        pytest.skip("transform_gradient is refused under fullgraph; it has a test of its own")
+    x = native.array(X)
+    value, found = gt.compile(gt.value_and_grad(f), **native.compile_options)(x)
+    same(number(value), number(f(x)))
+    same(gt.to_numpy(found), gradient(X), rtol=1e-12)
+    same(np.asarray(native.jit(native.grad(f))(x)), gradient(X), rtol=1e-12)
+
+
+def test_the_gradient_of_a_compiled_function_is_the_edited_one(case, gt, native):
+    name, f, gradient = case
+    if name == "transform" and native.name == "torch":
+        pytest.skip("transform_gradient is refused under fullgraph; it has a test of its own")
+    found = gt.grad(gt.compile(f, **native.compile_options))(native.array(X))
+    same(gt.to_numpy(found), gradient(X), rtol=1e-12)
+
+
+def test_a_checkpointed_function_gives_the_same_gradient(case, gt, native):
+    _, f, gradient = case
+    same(gt.to_numpy(gt.grad(gt.checkpoint(f))(native.array(X))), gradient(X), rtol=1e-12)
+    same(gt.to_numpy(gt.grad(native.checkpoint(f))(native.array(X))), gradient(X), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["reverse", "scale", "clip_value", "clip_norm", "transform"])
+def test_an_edit_in_a_loop_is_met_at_every_turn(gt, native, name):
+    """Three turns of x -> 2 edit(x), pulled back by hand, turn by turn."""
+    cotangent = {
+        "reverse": lambda c: -0.5 * c,
+        "scale": lambda c: 3.0 * c,
+        "clip_value": lambda c: np.clip(c, -0.5, 0.5),
+        "clip_norm": lambda c: c / max(1, np.linalg.norm(c)),
+        "transform": lambda c: c,
+    }[name]
+    c = np.array([1.0, -2.0, 0.1])
+    expected = c
+    for _ in range(3):
+        expected = cotangent(2 * expected)
+    weights = native.array(c)
+    f = lambda x: (native.loop(lambda x: 2 * EDITS[name](gt, x), x, 3) * weights).sum()
+    same(gt.to_numpy(gt.grad(f)(native.array(X))), expected)
+    if native.name == "jax" or name != "transform":
+        compiled = gt.compile(gt.grad(f), **native.compile_options)
+        same(gt.to_numpy(compiled(native.array(X))), expected)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_edit_in_a_while_loop_is_met_at_every_turn_in_forward_mode(gt, native, name):
+    factor = {"reverse": -0.5, "scale": 3.0, "straight_through": 1.0}[name]
+    f = lambda x: native.while_loop(lambda x: 2 * EDITS[name](gt, x), x, 3)
+    _, pushed = gt.jvp(f, (native.array(X),), (native.array(X),))
+    same(gt.to_numpy(pushed), X * (2 * factor) ** 3)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_an_edit_in_a_branch_acts_only_where_that_branch_is_taken(gt, native, taken):
+    f = lambda x: native.cond(taken, lambda x: gt.reverse_gradient(x, 3.0) ** 2, lambda x: x**2, x)
+    assert number(gt.grad(f)(native.array(1.0))) == (-6.0 if taken else 2.0)
+    assert number(gt.grad(gt.grad(f))(native.array(1.0))) == (18.0 if taken else 2.0)
+
+
+def test_per_example_gradients_are_clipped_one_by_one_and_pooled(gt, rng):
+    """The idiom of private training: clip each example's gradient on its way to the parameters."""
+    w, x = rng.normal(size=3), rng.normal(size=(5, 3))
+    loss = lambda w, x: (gt.clip_gradient(w, max_norm=0.1) * x).sum() ** 2
+    found = gt.per_example_grad(loss)(gt.asarray(w), gt.asarray(x))
+    plain = 2 * (x @ w)[:, None] * x
+    expected = plain * np.minimum(1, 0.1 / np.linalg.norm(plain, axis=1))[:, None]
+    same(gt.to_numpy(found), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
+def test_an_edit_keeps_the_dtype_of_the_gradient(edit, gt, native, dtype):
+    x = native.array([1.0, 2.0], dtype)
+    y, pullback = gt.vjp(edit, x)
+    assert native.dtype(pullback(y)[0]) == dtype
+
+
+def test_second_order_of_every_linear_edit_is_right_in_compiled_forward_mode(gt, native):
+    """PyTorch compiles forward over reverse; compiled double backward it does not have."""
+    x, v = native.array(X), native.array(XS[1])
+    for name, factor in (("reverse", 0.25), ("scale", 9.0), ("straight_through", 1.0)):
+        f = lambda x, name=name: (EDITS[name](gt, x) ** 3).sum()
+        product = lambda x, v, f=f: native.jvp(native.grad(f), (x,), (v,))[1]
+        same(np.asarray(native.jit(product)(x, v)), factor * 6 * X * XS[1], rtol=1e-12)

@@ -1,0 +1,89 @@
+"""Edited gradients in what only PyTorch has: backward(), hooks, graph breaks, functional calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+
+
+def test_backward_writes_the_edited_gradient_into_the_leaf():
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    (gt.reverse_gradient(x, 0.5) ** 2).sum().backward()
+    assert x.grad.tolist() == [-3.0, -4.0]
+
+
+def test_a_compiled_loss_goes_backward_through_the_edits():
+    def loss(x):
+        y = gt.reverse_gradient(x, 0.5)
+        return (gt.clip_gradient(y, max_value=2.0) ** 2).sum()
+
+    torch._dynamo.reset()
+    x = torch.tensor([3.0, 0.5], requires_grad=True)
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(x).backward()
+    assert x.grad.tolist() == [-1.0, -0.5]
+
+
+def transformed(x):
+    return (gt.transform_gradient(x, lambda c: 3 * c) ** 2).sum()
+
+
+def test_transform_gradient_under_fullgraph_is_refused_by_its_reason():
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="transform_gradient takes a Python"):
+        torch.compile(gt.grad(transformed), backend="aot_eager", fullgraph=True)(torch.ones(2))
+
+
+def test_transform_gradient_in_compiled_code_with_graph_breaks_gives_the_right_numbers():
+    torch._dynamo.reset()
+    found = torch.compile(gt.grad(transformed), backend="aot_eager")(torch.tensor([1.0, 2.0]))
+    assert found.tolist() == [6.0, 12.0]
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(transformed, backend="aot_eager")(x).backward()
+    assert x.grad.tolist() == [6.0, 12.0]
+
+
+def test_an_edit_without_a_gradient_builds_no_graph():
+    y = gt.reverse_gradient(torch.ones(2))
+    assert not y.requires_grad
+    with torch.no_grad():
+        y = gt.reverse_gradient(torch.ones(2, requires_grad=True))
+    assert not y.requires_grad
+
+
+def test_an_edit_under_inference_mode_is_the_value():
+    with torch.inference_mode():
+        assert gt.clip_gradient(gt.reverse_gradient(torch.ones(2)), max_norm=1.0).tolist() == [1, 1]
+
+
+def test_a_bfloat16_gradient_under_autocast_is_edited():
+    layer = torch.nn.Linear(2, 1)
+    x = torch.ones(1, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = gt.reverse_gradient(layer(x), 2.0)
+    y.float().sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (plain,) = torch.autograd.grad(layer(x).float().sum(), x)
+    assert x.grad.tolist() == (-2 * plain).tolist()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_edits_inside_either_kind_of_checkpoint(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    f = lambda x: gt.reverse_gradient(gt.clip_gradient(x, max_norm=1.0), 2.0) ** 2
+    checkpoint(f, x, use_reentrant=reentrant).sum().backward()
+    expected = torch.tensor([-0.6, -0.8])
+    assert torch.allclose(x.grad, expected, rtol=1e-6, atol=0)
+
+
+def test_the_engines_own_double_backward_and_forward_mode_agree():
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    f = lambda x: (gt.reverse_gradient(x, 0.5) ** 3).sum()
+    assert torch.autograd.functional.hessian(f, x).diagonal().tolist() == [1.5, 3.0]
+    assert torch.func.hessian(f)(x.detach()).diagonal().tolist() == [1.5, 3.0]
+    assert torch.func.jacrev(torch.func.jacfwd(f))(x.detach()).diagonal().tolist() == [1.5, 3.0]
+    assert torch.func.jacfwd(torch.func.jacfwd(f))(x.detach()).diagonal().tolist() == [1.5, 3.0]

@@ -1,0 +1,142 @@
+"""Every program in examples/ runs on the backends at hand and prints what it claims."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples"
+
+# The lines that each backend must print, as regular expressions.
+PRINTED = {
+    "u01_adversarial_one_evaluation": [
+        r"reverse_gradient: 30 evaluations of f in 30 steps",
+        r"the plain way: 60 evaluations",
+        r"parameters after 30 steps differ by \S+",
+    ],
+    "u02_minimax_one_pass": [
+        r"50 evaluations of the cost in 50 steps",
+        r"parameters differ from signs flipped by hand by \S+",
+    ],
+    "u04_mixed_partial": [
+        r"the small case differs from the closed form by \S+",
+        r"both ways agree",
+        r"mixed_partial's memory does not grow with the depth",
+        r"double backward's does",
+        r"does not reach the output",
+    ],
+    "u07_grad_or_accumulate": [
+        r"grad returns \(6, 5\) and leaves the buffers alone",
+        r"accumulating x1 twice adds to x1 alone: \(12, 0\)",
+        r"8 threads at once: 0 gradients differ",
+        r"no buffer was touched",
+    ],
+    "u08_differential_equation": [
+        r"the loss's gradient differs from 2/n J\^T r by \S+",
+        r"largest error against exp\(-t\^2\) on \[0, 2\]: \d\.\de-0[4-9]",
+    ],
+    "u09_complex_affine": [
+        r"dL/dI = W\^H dL/dO: off by \S+",
+        r"dL/dW = dL/dO I\^H: off by \S+",
+        r"as pairs of real arrays: off by \S+",
+        r"a step along -dL/dW descends",
+    ],
+    "u11_several_losses": [
+        r"weighted by letters, the chunks' gradient is off by \S+",
+        r"with equal weights it would be off by \d",
+        r"one loss after the other differs from their sum by \S+",
+    ],
+    "u12_gradient_through_a_sampler": [
+        r"the sampler inside differs from two stages by hand by \S+",
+        r"replaced, it differs from the pullback by hand by \S+",
+        r"the mean of 400 draws is \S+ from the plain gradient",
+    ],
+}
+
+
+def test_every_example_is_listed_here():
+    assert {path.stem for path in FOLDER.glob("u*.py")} == set(PRINTED)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_keeps_its_claims(name, backend_name, run):
+    printed = run(name, backend_name)
+    assert printed.startswith(f"{backend_name}:\n")
+    for line in PRINTED[name]:
+        assert re.search(line, printed), f"{line!r} was not printed:\n{printed}"
+
+
+@pytest.mark.parametrize("name", ["u04_mixed_partial", "u09_complex_affine"])
+def test_both_backends_are_compared(name, run, both):
+    printed = run(name, "both")
+    assert re.search(r"both:\n  largest difference between the backends \d\.\de-1\d", printed)
+
+
+def test_an_example_is_a_program_of_its_own(backend_name):
+    command = [sys.executable, FOLDER / "u09_complex_affine.py", "--backend", backend_name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "descends" in done.stdout
+
+
+def test_a_claim_that_fails_ends_an_example(common):
+    with pytest.raises(SystemExit) as left:
+        common.claim("two and two are five", False)
+    assert left.value.code == "  FAILED: two and two are five"  # a text means status 1
+
+
+def test_backends_that_disagree_end_an_example(common, monkeypatch, both):
+    monkeypatch.setattr(sys, "argv", ["example", "--backend", "both"])
+    numbers = {"torch": 1.0, "jax": 1.0 + 1e-9}
+    with pytest.raises(SystemExit, match="FAILED: largest difference"):
+        common.main(lambda gt, backend: {"number": numbers[backend]})
+
+
+def test_nan_is_a_difference(common):
+    assert common.difference(common.np.array([float("nan")]), common.np.ones(1)) == float("inf")
+
+
+def test_double_precision_is_given_back(common):
+    jax = pytest.importorskip("jax")
+    before = jax.config.jax_enable_x64
+    try:
+        jax.config.update("jax_enable_x64", False)
+        with common.double_precision("jax"):
+            assert jax.config.jax_enable_x64
+        assert not jax.config.jax_enable_x64
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs an example as `python examples/NAME.py --backend BACKEND` does, in this process."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def run(name: str, backend: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, "--backend", backend])
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def common(monkeypatch):
+    """The module that the examples share."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import common
+
+    return common
+
+
+@pytest.fixture
+def both():
+    """For a test that needs both frameworks."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")

@@ -7,7 +7,8 @@ not. JAX's pullback is the conjugate of gradtools'; it is converted here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -78,15 +79,25 @@ def jvp(
 def linearize(
     fun: Fun, leaves: list[Array]
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-    """`(outs, extras, pushforward)`."""
+    """`(outs, extras, pushforward)`. JAX finds a reverse-only rule when it pushes."""
+    with _reverse_only_explained("linearize"), jax.named_scope(_SCOPE):
+        outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
+
+    def pushforward(tangents: list[Array]) -> list[Array]:
+        with _reverse_only_explained("linearize"):
+            return push(*tangents)
+
+    return outs, extras, pushforward
+
+
+@contextmanager
+def _reverse_only_explained(asked: str) -> Iterator[None]:
     try:
-        with jax.named_scope(_SCOPE):
-            outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
+        yield
     except TypeError as error:
         if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
             raise
-        raise _reverse_only_error("linearize") from error
-    return outs, extras, lambda tangents: push(*tangents)
+        raise _reverse_only_error(asked) from error
 
 
 def _reverse_only_error(asked: str) -> GradtoolsError:

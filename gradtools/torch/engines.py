@@ -118,7 +118,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
                 dummies,
                 [t for _, t in moved],
                 retain_graph=True,
-                create_graph=create,
+                create_graph=create or forward_ad._current_level >= 0,
                 allow_unused=True,
             )
             found = [v if v is None or create else _free(v) for v in found]

@@ -78,7 +78,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             grads = torch.autograd.grad(
                 [y for y, _ in pairs],
                 aliases,
-                [ct for _, ct in pairs],
+                [_normal(ct) for _, ct in pairs],
                 retain_graph=create or not once,
                 create_graph=create or forward_ad._current_level >= 0,  # else tangents go wrong
                 allow_unused=True,
@@ -94,7 +94,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     outs, extras, aliases, attached, _ = _evaluate(fun, leaves)
     tracked = [y for y in outs if y.requires_grad]
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         dummies = [torch.zeros_like(y, requires_grad=True) for y in tracked]
         pulled = (
             torch.autograd.grad(tracked, aliases, dummies, create_graph=True, allow_unused=True)
@@ -116,7 +116,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             found = torch.autograd.grad(
                 [p for p, _ in moved],
                 dummies,
-                [t for _, t in moved],
+                [_normal(t) for _, t in moved],
                 retain_graph=True,
                 create_graph=create or forward_ad._current_level >= 0,
                 allow_unused=True,
@@ -140,6 +140,14 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
         # Nobody asks for it again, so it is no reason for another result to stay attached.
         setattr(alias, _SPENT, True)
     return outs, extras, aliases, attached, nested
+
+
+def _normal(x: Tensor) -> Tensor:
+    """x, or a copy that autograd may save if it was made in inference mode."""
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
 
 
 def _alias(x: Tensor, keep: bool) -> Tensor:
@@ -188,7 +196,7 @@ def _leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None:
+        if isinstance(variable, Tensor) and not node.next_functions:
             yield variable
         todo += [parent for parent, _ in node.next_functions if parent is not None]
 
@@ -197,9 +205,10 @@ def _leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
-    with torch.inference_mode(False), forward_ad.dual_level():
+    keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
+    with torch.inference_mode(False), torch.set_grad_enabled(keep), forward_ad.dual_level():
         duals = [
-            forward_ad.make_dual(x.clone() if x.is_inference() else x, t)
+            forward_ad.make_dual(_normal(x), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
         ]
         outs, extras = fun(*duals)

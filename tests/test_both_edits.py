@@ -48,7 +48,7 @@ def test_values_and_gradients_agree(edit, rng):
     agree([gradient for _, gradient in both])
 
 
-@pytest.mark.parametrize("edit", [e for e in EDITS])
+@pytest.mark.parametrize("edit", list(EDITS))
 def test_products_with_the_hessian_agree_reverse_over_reverse(edit, rng):
     a, x, v = rng.normal(size=(3, 4)), rng.normal(size=4), rng.normal(size=4)
     both = [

@@ -110,7 +110,7 @@ def test_the_value_passes_through_bit_for_bit_while_it_is_differentiated(edit, g
     assert native.bits(y) == native.bits(x)
 
 
-@pytest.mark.parametrize("dtype", ("float32", "complex128"))
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
 def test_the_value_passes_through_bit_for_bit_under_vmap(edit, gt, native, dtype):
     x = hard_numbers(native, dtype)
     assert native.bits(gt.vmap(edit)(x)) == native.bits(x)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"
 _OPAQUE: list[Callable[..., Any]] = []
+_SKIPPED: dict[str, Callable[..., Any]] = {}
 
 
 def is_compiling() -> bool:
@@ -31,6 +33,18 @@ def opaque_to_dynamo(fun: F) -> F:
     if _DYNAMO in sys.modules:
         torch.compiler.allow_in_graph(fun)
     return fun
+
+
+def skipped_by_dynamo(fun: F) -> F:
+    """Marks `fun` as one that compiled code calls as it is (`torch.compiler.disable`)."""
+    name = f"{fun.__module__}.{fun.__qualname__}"
+    _SKIPPED[name] = torch.compiler.disable(fun) if _DYNAMO in sys.modules else fun
+
+    @wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _SKIPPED[name](*args, **kwargs)
+
+    return cast(F, call)
 
 
 class _WhenDynamoArrives(MetaPathFinder):
@@ -60,6 +74,8 @@ class _Registering(Loader):
         self._loader.exec_module(module)
         for fun in _OPAQUE:
             torch.compiler.allow_in_graph(fun)
+        for name, fun in _SKIPPED.items():
+            _SKIPPED[name] = torch.compiler.disable(fun)
 
 
 if _DYNAMO not in sys.modules:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.torch.arrays import seed_of
+from gradtools.torch.compiling import skipped_by_dynamo
 
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
 
@@ -101,7 +102,7 @@ def _traced_call(private: nn.Module, params: Mapping, state: Mapping, args, kwar
     return out, clones
 
 
-@torch.compiler.disable
+@skipped_by_dynamo
 def _seeded_call(plan: Plan, params: Mapping, state: Mapping, args, kwargs, key) -> tuple:
     with _seeded(_seed(key), _devices((params, state, args, kwargs))):
         return _call(plan, params, state, args, kwargs)

@@ -1,0 +1,177 @@
+"""What an import brings in, seen in fresh processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import gradtools
+
+INSTALLED = gradtools.available_backends()
+
+
+def run(program: str, without: tuple[str, ...] = ()) -> str:
+    """What the program prints in a fresh interpreter in which some packages do not exist."""
+    hook = f"""
+        import importlib.machinery
+
+        class Absent(importlib.machinery.PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                if name.split(".")[0] in {without!r}:
+                    return None
+                return super().find_spec(name, path, target)
+
+        import sys
+        sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Absent
+    """
+    source = textwrap.dedent(hook) + textwrap.dedent(program)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def needs(*backends: str) -> pytest.MarkDecorator:
+    missing = [b for b in backends if b not in INSTALLED]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}")
+
+
+def test_importing_gradtools_imports_no_framework():
+    program = """
+        import gradtools, sys
+        gradtools.available_backends()
+        loaded = {name.split(".")[0] for name in sys.modules}
+        print(sorted(loaded & {"torch", "jax", "jaxlib", "numpy", "flax", "array_api_compat"}))
+    """
+    assert run(program) == "[]"
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_wing_never_imports_its_twin(backend):
+    other = {"torch": "jax", "jax": "torch"}[backend]
+    program = f"""
+        import sys, gradtools.{backend}
+        print([name for name in sys.modules if name.split(".")[0] in ("{other}", "{other}lib")])
+        print([name for name in sys.modules if name.startswith("gradtools.{other}")])
+    """
+    assert run(program) == "[]\n[]"
+
+
+WORK = """
+    import numpy as np
+    import gradtools
+    import gradtools.{backend} as gt
+
+    assert gradtools.available_backends() == ("{backend}",), gradtools.available_backends()
+    x = gt.asarray(np.float32([1.0, 2.0]))
+    f = lambda x: (gt.clip_gradient(gt.reverse_gradient(x, 0.5), max_norm=100.0) ** 2).sum()
+    print(gt.to_numpy(gt.grad(f)(x)).tolist(), gt.to_numpy(gt.hessian(f)(x)).tolist())
+"""
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_wing_works_where_the_other_framework_does_not_exist(backend):
+    without = {
+        "torch": ("jax", "jaxlib", "flax", "optax", "equinox"),
+        "jax": ("torch", "array_api_compat", "flax", "optax", "equinox"),
+    }[backend]
+    assert run(WORK.format(backend=backend), without) == "[-1.0, -2.0] [[0.5, -0.0], [-0.0, 0.5]]"
+
+
+@needs("jax")
+def test_functionalize_says_what_it_takes_where_no_library_of_modules_exists():
+    program = """
+        import gradtools.jax as gt
+        from gradtools import GradtoolsError
+        try:
+            gt.functionalize(object())
+        except GradtoolsError as error:
+            print(str(error).startswith("functionalize"))
+    """
+    assert run(program, ("torch", "flax", "optax", "equinox")) == "True"
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_wing_without_its_framework_says_which_import_failed(backend):
+    program = f"""
+        try:
+            import gradtools.{backend}
+        except ImportError as error:
+            print(error.name)
+    """
+    assert run(program, (backend,)) == backend
+
+
+@needs("torch")
+def test_importing_the_torch_wing_does_not_import_dynamo_which_is_slow():
+    program = """
+        import sys, torch
+        before = "torch._dynamo" in sys.modules
+        import numpy as np
+        import gradtools.torch as gt
+        gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(np.float32(2.0)))
+        print(before, "torch._dynamo" in sys.modules)
+    """
+    assert run(program) == "False False"
+
+
+@needs("torch")
+def test_array_api_compat_is_imported_when_xp_is_asked_for():
+    program = """
+        import sys, gradtools.torch as gt
+        before = "array_api_compat" in sys.modules
+        gt.xp
+        print(before, "array_api_compat" in sys.modules)
+    """
+    assert run(program) == "False True"
+
+
+@needs("jax")
+def test_importing_the_jax_wing_switches_nothing_in_jax():
+    program = """
+        import jax
+        before = dict(jax.config.values)
+        import gradtools.jax as gt
+        print(dict(jax.config.values) == before, jax.numpy.ones(2).dtype)
+    """
+    assert run(program) == "True float32"
+
+
+@needs("jax")
+def test_importing_the_jax_wing_imports_no_library_of_modules_and_starts_no_device():
+    program = """
+        import sys, gradtools.jax
+        print(sorted({n.split(".")[0] for n in sys.modules} & {"flax", "optax", "equinox"}))
+        from jax._src import xla_bridge
+        print(xla_bridge.backends_are_initialized())
+    """
+    assert run(program) == "[]\nFalse"
+
+
+@needs("torch")
+def test_importing_the_torch_wing_changes_no_default_and_draws_no_random_number():
+    program = """
+        import torch
+        state = torch.get_rng_state()
+        before = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+        import gradtools.torch
+        after = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+        print(before == after, torch.equal(state, torch.get_rng_state()))
+    """
+    assert run(program) == "True True"
+
+
+@needs("torch", "jax")
+def test_both_wings_work_in_one_process():
+    program = """
+        import numpy as np
+        import gradtools.torch, gradtools.jax
+        for gt in (gradtools.torch, gradtools.jax):
+            print(float(gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(np.float32(3)))))
+    """
+    assert run(program) == "-6.0\n-6.0"

@@ -148,7 +148,7 @@ def _branch(gt: Any, x: Any) -> Any:
 
 
 def _covariance(gt: Any, a: Any) -> Any:
-    return a @ a.T + 3.0 * gt.asarray(np.eye(3))
+    return a @ a.T + 3.0 * gt.xp.eye(3, dtype=a.dtype)
 
 
 def _labelled(gt: Any, w: Any, labels: Any) -> Any:
@@ -275,9 +275,8 @@ class Problem:
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """A real scalar of f's output: sum |y|^2 / 2 + Re<w, y>."""
         xp, total = self.gt.xp, 0.0
-        pairs = zip(leaves(self.f(*args, **kwargs)), leaves(self.loss_weights), strict=True)
+        pairs = zip(leaves(self.f(*args, **kwargs)), self.loss_weights, strict=True)
         for y, w in pairs:
-            w = lift(self.backend_name, w)
             if "complex" in str(y.dtype):
                 total = total + xp.sum(xp.real(xp.conj(y) * y) / 2 + xp.real(xp.conj(w) * y))
             else:
@@ -339,7 +338,7 @@ def make_problem(scenario: Scenario, gt: Any, backend_name: str) -> Problem:
     args = scenario.args(rng)
     bare = Problem(scenario, gt, backend_name, args, None)
     weights = draw_like(bare.value("f", bare.primals), rng)
-    return Problem(scenario, gt, backend_name, args, weights)
+    return Problem(scenario, gt, backend_name, args, lift(backend_name, leaves(weights)))
 
 
 def close(found: Any, expected: Any, rtol: float, floor: float = 1.0) -> None:

@@ -421,6 +421,12 @@ def test_a_pullback_is_differentiable_in_its_cotangent():
     assert torch.allclose(torch.autograd.grad(g.sum(), c)[0], _x().exp(), rtol=1e-15)
 
 
+def test_the_derivative_of_a_pullback_in_its_cotangent_is_detached_where_nothing_requires_grad():
+    _, pullback = gt.vjp(lambda x: x.exp(), _x())
+    found = gt.grad(lambda c: pullback(c)[0].sum())(torch.ones(2, dtype=F64))
+    assert torch.allclose(found, _x().exp(), rtol=1e-15) and not found.requires_grad
+
+
 def test_a_pullback_called_without_grad_mode_is_detached():
     _, pullback = gt.vjp(lambda x: x.exp(), _x().requires_grad_())
     with torch.no_grad():

@@ -74,7 +74,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if not pairs:
             return [None] * len(aliases)
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
-        with explained():
+        with explained(), _in_use(aliases):
             grads = torch.autograd.grad(
                 [y for y, _ in pairs],
                 aliases,
@@ -94,7 +94,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     outs, extras, aliases, attached, _ = _evaluate(fun, leaves)
     tracked = [y for y in outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases):
         dummies = [torch.zeros_like(y, requires_grad=True) for y in tracked]
         pulled = (
             torch.autograd.grad(tracked, aliases, dummies, create_graph=True, allow_unused=True)
@@ -113,14 +113,15 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             create = torch.is_grad_enabled() and (
                 attached or any(t.requires_grad for _, t in moved)
             )
-            found = torch.autograd.grad(
-                [p for p, _ in moved],
-                dummies,
-                [_normal(t) for _, t in moved],
-                retain_graph=True,
-                create_graph=create or forward_ad._current_level >= 0,
-                allow_unused=True,
-            )
+            with _in_use(aliases):
+                found = torch.autograd.grad(
+                    [p for p, _ in moved],
+                    dummies,
+                    [_normal(t) for _, t in moved],
+                    retain_graph=True,
+                    create_graph=create or forward_ad._current_level >= 0,
+                    allow_unused=True,
+                )
             found = [v if v is None or create else _free(v) for v in found]
         pushed = spread(found, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
@@ -136,10 +137,24 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
     with torch.inference_mode(False), torch.enable_grad():
         outs, extras, nested = _watched(fun, aliases)
     attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(outs, aliases))
-    for alias in aliases:
-        # Nobody asks for it again, so it is no reason for another result to stay attached.
-        setattr(alias, _SPENT, True)
+    _spend(aliases, True)
     return outs, extras, aliases, attached, nested
+
+
+def _spend(aliases: Sequence[Tensor], spent: bool) -> None:
+    """Nobody asks for a spent alias: it is no reason for another result to stay attached."""
+    for alias in aliases:
+        setattr(alias, _SPENT, spent)
+
+
+@contextmanager
+def _in_use(aliases: Sequence[Tensor]) -> Iterator[None]:
+    """While a pullback runs: a checkpoint computes again what then must be attached as before."""
+    _spend(aliases, False)
+    try:
+        yield
+    finally:
+        _spend(aliases, True)
 
 
 def _normal(x: Tensor) -> Tensor:
@@ -182,7 +197,7 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
     """Whether the graph of outs holds a leaf that is not an alias of ours."""
     own = {id(a) for a in aliases}
-    return any(id(leaf) not in own and not hasattr(leaf, _SPENT) for leaf in _leaves_of(outs))
+    return any(id(leaf) not in own and not getattr(leaf, _SPENT, False) for leaf in _leaves_of(outs))
 
 
 def _leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -30,7 +30,7 @@ def show(gt, backend):
         return xp.mean(xp.log(xp.sum(xp.exp(logits), axis=1)) - xp.sum(logits * labels, axis=1))
 
     def masks(key):
-        return xp.stack([draw(k, 16) for k in gt.split(key, BATCH)]) / RATE
+        return draw(gt.split(key, BATCH), 16) / RATE  # a key for each example
 
     def sampled(params, key):
         through = lambda cotangent: cotangent * masks(key)
@@ -67,17 +67,18 @@ def show(gt, backend):
     return {"plain": plain, "replaced": replaced}
 
 
-def bernoulli_torch(key, n):
+def bernoulli_torch(keys, n):
     import torch
 
-    generator = torch.Generator().manual_seed(int(key[0]))
-    return torch.bernoulli(torch.full((n,), RATE, dtype=torch.float64), generator=generator)
+    rate = torch.full((n,), RATE, dtype=torch.float64)
+    generators = [torch.Generator().manual_seed(int(key[0])) for key in keys]
+    return torch.stack([torch.bernoulli(rate, generator=each) for each in generators])
 
 
-def bernoulli_jax(key, n):
+def bernoulli_jax(keys, n):
     import jax
 
-    return jax.random.bernoulli(key, RATE, (n,)).astype("float64")
+    return jax.vmap(lambda key: jax.random.bernoulli(key, RATE, (n,)).astype("float64"))(keys)
 
 
 if __name__ == "__main__":

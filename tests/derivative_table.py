@@ -185,7 +185,9 @@ SCENARIOS = (
         lambda gt, p: gt.xp.sum(p["e"]) + gt.xp.sin(p["x"]),
         _args({"e": _normal(2, 0), "x": _normal(2)}),
     ),
-    Scenario("a zero-dim array in a list", lambda gt, p: [p[0] * p[1]], _args([_normal(), _normal(2)])),
+    Scenario(
+        "a zero-dim array in a list", lambda gt, p: [p[0] * p[1]], _args([_normal(), _normal(2)])
+    ),
     Scenario(
         "a network over a pytree",
         _mlp,
@@ -243,9 +245,15 @@ SCENARIOS = (
         lambda gt, a: gt.xp.linalg.cholesky(_covariance(gt, a)),
         _args(_normal(3, 3)),
     ),
-    Scenario("an inverse", lambda gt, a: gt.xp.linalg.inv(_covariance(gt, a)), _args(_normal(3, 3))),
+    Scenario(
+        "an inverse", lambda gt, a: gt.xp.linalg.inv(_covariance(gt, a)), _args(_normal(3, 3))
+    ),
     Scenario("linear: second derivative zero", lambda gt, x: 2.0 * x, _args(_normal(3))),
-    Scenario("reshaped and sliced", lambda gt, x: gt.xp.reshape(x**2, (3, 2))[1:, 0], _args(_normal(2, 3))),
+    Scenario(
+        "reshaped and sliced",
+        lambda gt, x: gt.xp.reshape(x**2, (3, 2))[1:, 0],
+        _args(_normal(2, 3)),
+    ),
     Scenario("holomorphic", _holomorphic, _args(_complex(3))),
     Scenario("not holomorphic", _not_holomorphic, _args(_complex(3))),
     Scenario(
@@ -319,9 +327,7 @@ class Problem:
         """d/ds d/dt loss(x + s u + t v) by differences."""
 
         def inner(s: float) -> Any:
-            return slope(
-                lambda t: self.value("loss", moved(moved(self.primals, s, u), t, v)), 1e-2
-            )
+            return slope(lambda t: self.value("loss", moved(moved(self.primals, s, u), t, v)), 1e-2)
 
         return float(slope(inner, 1e-2))
 

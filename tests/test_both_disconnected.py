@@ -26,7 +26,11 @@ def _outcome(backend: str, path, policy: str) -> tuple[str, list[float]]:
 def test_a_policy_has_the_same_outcome_in_both_backends(path, policy):
     kind, values = _outcome("torch", path, policy)
     other_kind, other_values = _outcome("jax", path, policy)
-    assert kind == other_kind == ("gave" if path.connected or policy in ("warn", "zeros") else "raised")
+    assert (
+        kind
+        == other_kind
+        == ("gave" if path.connected or policy in ("warn", "zeros") else "raised")
+    )
     np.testing.assert_allclose(values, other_values, rtol=1e-12)
 
 

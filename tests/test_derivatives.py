@@ -139,9 +139,7 @@ def _jacobian_by_differences(problem: Any) -> Any:
             return np.zeros((*shape, *x.shape))
         return np.stack(columns, -1).reshape((*shape, *x.shape))
 
-    return [
-        block(k, x, out) for out in range(len(leaves(template))) for k, x in enumerate(flat)
-    ]
+    return [block(k, x, out) for out in range(len(leaves(template))) for k, x in enumerate(flat)]
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
@@ -261,7 +259,9 @@ WAYS = {"forward": _forward, "reverse": _reverse, "linearized": _linearized}
 @pytest.mark.parametrize("third", WAYS)
 @pytest.mark.parametrize("second", WAYS)
 @pytest.mark.parametrize("first", WAYS)
-def test_the_third_derivative_is_right_in_every_mix_of_modes(gt, backend_name, first, second, third):
+def test_the_third_derivative_is_right_in_every_mix_of_modes(
+    gt, backend_name, first, second, third
+):
     f = lambda x: gt.xp.sin(x) * x**3
     for way in (first, second, third):
         f = WAYS[way](gt, f)
@@ -640,9 +640,7 @@ def test_the_gradient_of_the_square_modulus_is_twice_the_number(gt, backend_name
     close(lower(gt.grad(f)(lift(backend_name, z))), 2 * z, EXACT)
 
 
-def test_the_complex_gradient_is_the_real_slope_plus_i_times_the_imaginary_one(
-    gt, backend_name, z
-):
+def test_the_complex_gradient_is_the_real_slope_plus_i_times_the_imaginary_one(gt, backend_name, z):
     f = lambda z: gt.xp.sum(gt.xp.imag(z * z * z) + gt.xp.real(z))
     found = lower(gt.grad(f)(lift(backend_name, z)))
     at = lambda dz: lower(f(lift(backend_name, z + dz)))

@@ -81,7 +81,9 @@ def test_an_error_of_f_leaves_no_trace_behind(operator):
     _same(gt.grad(CUBE)(X), 3 * X**2)
 
 
-@pytest.mark.parametrize("operator", ["grad", "value_and_grad", "hvp", "jacobian", "hessian", "vjp", "jvp"])
+@pytest.mark.parametrize(
+    "operator", ["grad", "value_and_grad", "hvp", "jacobian", "hessian", "vjp", "jvp"]
+)
 def test_branches_on_values_fall_back_to_an_evaluation(operator):
     f = lambda x: CUBE(x) if x[0] > 0 else jnp.sum(x)
     _same(_operators(f)[operator](X), _operators(CUBE)[operator](X))
@@ -146,16 +148,16 @@ def test_shard_map_on_one_device_gives_the_same_numbers(operator):
     spec = jax.sharding.PartitionSpec
     expected = fun(X)
     specs = jax.tree.map(lambda y: spec("i") if y.ndim else spec(), expected)
-    found = jax.shard_map(
-        fun, mesh=mesh, in_specs=spec("i"), out_specs=specs, check_vma=False
-    )(X)
+    found = jax.shard_map(fun, mesh=mesh, in_specs=spec("i"), out_specs=specs, check_vma=False)(X)
     _same(found, expected)
 
 
 @pytest.mark.parametrize("f", [CUBE, lambda x: jnp.sum(gt.reverse_gradient(x, 0.5) ** 3)])
 def test_a_while_loop_is_differentiated_forwards(f):
     def power(x):
-        return jax.lax.fori_loop(0, jnp.int32(jnp.round(x[0] * 0 + 3)), lambda i, y: y * x, x * 0 + 1)
+        return jax.lax.fori_loop(
+            0, jnp.int32(jnp.round(x[0] * 0 + 3)), lambda i, y: y * x, x * 0 + 1
+        )
 
     _, pushed = gt.jvp(lambda x: f(power(x)), (X,), (ONES,))
     sign = 1 if f is CUBE else -0.5
@@ -294,9 +296,7 @@ def test_a_key_as_a_differentiated_argument_is_refused():
 def test_keys_may_be_returned_in_aux():
     key = jax.random.key(0)
     _, aux = gt.grad(lambda x, k: (CUBE(x), jax.random.split(k)), has_aux=True)(X, key)
-    assert jnp.array_equal(
-        jax.random.key_data(aux), jax.random.key_data(jax.random.split(key))
-    )
+    assert jnp.array_equal(jax.random.key_data(aux), jax.random.key_data(jax.random.split(key)))
 
 
 # --- conventions at the edge -------------------------------------------------------------
@@ -366,7 +366,9 @@ def test_either_branch_of_a_cond_connects():
     f = lambda x, p: jax.lax.cond(p, lambda x: jnp.sum(x), lambda x: 1.0, x)
     _same(gt.grad(f)(X, False), 0 * X)
     _same(gt.grad(f)(X, True), ONES)
-    cut = lambda x, p: jax.lax.cond(p, lambda x: jnp.sum(jax.lax.stop_gradient(x)), lambda x: 1.0, x)
+    cut = lambda x, p: jax.lax.cond(
+        p, lambda x: jnp.sum(jax.lax.stop_gradient(x)), lambda x: 1.0, x
+    )
     with pytest.raises(DisconnectedInputError):
         gt.grad(cut)(X, True)
 

@@ -185,7 +185,9 @@ COMBINATIONS = list(itertools.product([True, False], repeat=3))
 
 
 @pytest.mark.parametrize(("grad_mode", "argument", "captured"), COMBINATIONS)
-@pytest.mark.parametrize("operator", ["grad", "value_and_grad", "vjp", "hvp", "hessian", "jacobian"])
+@pytest.mark.parametrize(
+    "operator", ["grad", "value_and_grad", "vjp", "hvp", "hessian", "jacobian"]
+)
 def test_results_are_attached_exactly_when_grad_mode_is_on_and_something_requires_grad(
     operator, grad_mode, argument, captured
 ):
@@ -532,7 +534,9 @@ def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mo
 
 def test_eight_threads_take_gradients_at_shared_parameters():
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    ).double()
     params = {k: p for k, p in net.named_parameters()}
     data = torch.randn(8, 5, 4, dtype=F64)
 
@@ -564,7 +568,9 @@ def test_eight_threads_take_gradients_at_shared_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ["jacobian", "hessian", "per_example_grad", "minimax", "mixed"])
+@pytest.mark.parametrize(
+    "operator", ["jacobian", "hessian", "per_example_grad", "minimax", "mixed"]
+)
 def test_the_other_operators_compile_to_one_graph(operator):
     torch._dynamo.reset()
     x = _x()

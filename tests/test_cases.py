@@ -208,6 +208,26 @@ def test_u4_keeps_no_graph_of_g(gt, backend_name, yzu):
     assert saved == []
 
 
+def test_u4_gains_nothing_where_jax_unrolls_g(rng):
+    """The README says so: XLA then drops what double backward does not need."""
+    jax = pytest.importorskip("jax")
+    import gradtools.jax as gt
+
+    y, z, u, *weights = (jax.numpy.asarray(rng.normal(size=(32, 32)) / 6) for _ in range(11))
+
+    def G(z):
+        for w in weights:
+            z = jax.numpy.tanh(z @ w)
+        return z
+
+    ours = lambda y: gt.mixed_partial(f, lambda z: G(z).sum(-1), y, z, u)
+    slope = lambda y: gt.grad(lambda z: f(y, G(z).sum(-1)))(z)
+    plain = lambda y: gt.grad(lambda y: (u * slope(y)).sum())(y)
+    analyses = [jax.jit(way).lower(y).compile().memory_analysis() for way in (ours, plain)]
+    first, second = (analysis.temp_size_in_bytes for analysis in analyses)
+    assert second <= 1.1 * first
+
+
 def test_u4_the_obvious_two_steps_are_refused_by_name(gt, yzu):
     y, z, _ = map(gt.asarray, yzu)
     G = lambda z: gt.stop_gradient(gt.xp.exp(z.sum(-1)))  # computed without a graph

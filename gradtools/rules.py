@@ -25,11 +25,11 @@ Shape = tuple[int, ...]
 Entries = Sequence[Any]  # arrays, or None for a zero
 
 
-KEYS = itertools.count()
-_BY_KEY: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
+KEYS = map(str, itertools.count())  # text: dynamo makes integers symbolic
+_BY_KEY: weakref.WeakValueDictionary[str, Rule] = weakref.WeakValueDictionary()
 
 
-def by_key(key: int) -> Rule:
+def by_key(key: str) -> Rule:
     """The rule with this key."""
     return _BY_KEY[key]
 
@@ -52,7 +52,7 @@ class Rule:
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
         identity: Whether the outputs are inputs as they came.
-        key: A number by which compiled code finds the rule again, see `by_key`.
+        key: A text by which compiled code finds the rule again, see `by_key`.
         dx_shape: The shape of input i's tangent from the input's own. They differ only under
             vmap, where a tangent may carry the batch and its input not.
     """
@@ -67,7 +67,7 @@ class Rule:
     captures: bool = True
     closed_over: tuple[int, ...] = ()
     identity: bool = False
-    key: int = field(default_factory=lambda: next(KEYS))
+    key: str = field(default_factory=lambda: next(KEYS))
     dx_shape: Callable[[int, Shape], Shape] = lambda i, shape: shape
 
     def __post_init__(self) -> None:

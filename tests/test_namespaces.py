@@ -18,29 +18,13 @@ INSTALLED = gradtools.available_backends()
 ROOT = pathlib.Path(gradtools.__file__).parent
 NAMES = {
     "derivatives": [
-        "grad",
-        "value_and_grad",
-        "vjp",
-        "jvp",
-        "linearize",
-        "jacobian",
-        "hvp",
-        "hessian",
-        "per_example_grad",
-        "mixed_partial",
-        "minimax_value_and_grad",
-        "vmap",
-        "checkpoint",
-        "compile",
+        *("grad", "value_and_grad", "vjp", "jvp", "linearize", "jacobian", "hvp", "hessian"),
+        *("per_example_grad", "mixed_partial", "minimax_value_and_grad"),
+        *("vmap", "checkpoint", "compile"),
     ],
     "edits": [
-        "reverse_gradient",
-        "scale_gradient",
-        "stop_gradient",
-        "clip_gradient",
-        "transform_gradient",
-        "known_gradient",
-        "straight_through",
+        *("reverse_gradient", "scale_gradient", "stop_gradient", "clip_gradient"),
+        *("transform_gradient", "known_gradient", "straight_through"),
     ],
     "memory": ["GradientAccumulator", "accumulate_gradients", "assign_gradients"],
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
@@ -165,7 +149,7 @@ def test_every_method_of_the_waist_is_in_both_wings():
     from gradtools.backend import Backend
 
     wanted = {name for name in vars(Backend) if not name.startswith("_")}
-    wanted |= {name for name in Backend.__annotations__}
+    wanted |= set(Backend.__annotations__)
     for backend in INSTALLED:
         api = namespace(backend).grad.__self__
         assert {name for name in wanted if not hasattr(api._backend, name)} == set()

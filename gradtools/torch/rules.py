@@ -51,9 +51,9 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def forward(rule: Rule, *xs: Tensor) -> tuple[Tensor, ...]:
         ys = rule.primal(*xs)
-        if rule.identity and forward_ad._current_level >= 0:
-            # An output that is an input must have a tangent that is a view of its tangent.
-            ys = [y.clone() for y in ys]
+        if forward_ad._current_level >= 0:
+            # The tangent of an output that is an input, or a view, would have to be one too.
+            ys = [y.clone() if rule.identity or y._is_view() else y for y in ys]
         return tuple(ys)
 
     @staticmethod
@@ -235,7 +235,7 @@ def _batched(rule: Rule, size: int, dims: Sequence[int | None], xs: Sequence[Ten
 
 
 @opaque_to_dynamo
-def _apply_by_key(key: int, *xs: Tensor) -> tuple[Tensor, ...]:
+def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
     """`apply_rule` as one node of dynamo's graph, which holds no Python objects."""
     return _apply(by_key(key), xs)
 

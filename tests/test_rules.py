@@ -1,0 +1,505 @@
+"""The mechanism under everything: a rule in both modes, at every order, in every transform."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from native import MIXES, NATIVE, second_order
+
+from gradtools import GradtoolsError
+from gradtools.rules import Rule
+
+
+@pytest.fixture
+def native(backend_name):
+    return NATIVE[backend_name]
+
+
+def same(found, expected, rtol=1e-12):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=0)
+
+
+def plain(x):
+    return x.detach().numpy() if hasattr(x, "detach") else np.asarray(x)
+
+
+def _zero_or(a, b):
+    """a * b where b may be a zero."""
+    return None if b is None else a * b
+
+
+def _sum(*terms):
+    terms = [t for t in terms if t is not None]
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+# One function, y = 3 x^2 in disguise: its value is 0, so that only a rule can know its derivative.
+CUBE = {
+    "tangent": lambda xs, dxs: [3 * xs[0] ** 2 * dxs[0]],
+    "cotangent": lambda xs, cts: [3 * xs[0] ** 2 * cts[0]],
+}
+GIVEN = {
+    "both maps": ("tangent", "cotangent"),
+    "the tangent map alone": ("tangent",),
+    "the cotangent map alone": ("cotangent",),
+}
+CUBES = {
+    given: Rule("cube", lambda x: [x**3], **{m: CUBE[m] for m in maps})
+    for given, maps in GIVEN.items()
+}
+
+# Two inputs, two outputs, of other shapes than the inputs: (x, y) -> (x sum(y), y sum(x^2)).
+_MAPS = {
+    "tangent": lambda xs, dxs: [
+        _sum(
+            _zero_or(xs[1].sum(), dxs[0]),
+            None if dxs[1] is None else xs[0] * dxs[1].sum(),
+        ),
+        _sum(
+            _zero_or((xs[0] ** 2).sum(), dxs[1]),
+            None if dxs[0] is None else xs[1] * (2 * xs[0] * dxs[0]).sum(),
+        ),
+    ],
+    "cotangent": lambda xs, cts: [
+        _sum(
+            _zero_or(xs[1].sum(), cts[0]),
+            None if cts[1] is None else 2 * xs[0] * (xs[1] * cts[1]).sum(),
+        ),
+        _sum(
+            _zero_or((xs[0] ** 2).sum(), cts[1]),
+            None if cts[0] is None else 0 * xs[1] + (xs[0] * cts[0]).sum(),
+        ),
+    ],
+}
+PAIRS = {
+    given: Rule("pair", lambda x, y: [x * y.sum(), y * (x**2).sum()], **{m: _MAPS[m] for m in maps})
+    for given, maps in GIVEN.items()
+}
+
+
+def pair_by_hand(x, y):
+    return x * y.sum(), y * (x**2).sum()
+
+
+@pytest.fixture(params=GIVEN)
+def given(request):
+    return request.param
+
+
+def applied(gt, rule):
+    backend = gt.grad.__self__._backend
+    return lambda *xs: backend.apply_rule(rule, *xs)
+
+
+@pytest.fixture
+def cube(gt, given):
+    run = applied(gt, CUBES[given])
+    return lambda x: run(x)[0]
+
+
+@pytest.fixture
+def pair(gt, given):
+    return applied(gt, PAIRS[given])
+
+
+X = np.array([0.5, -1.5, 2.0])
+V = np.array([1.0, 0.3, -0.7])
+W = np.array([-0.2, 1.1, 0.9])
+
+
+def test_first_order_in_both_modes(cube, gt, native):
+    y, pullback = gt.vjp(cube, native.array(X))
+    same(plain(y), X**3)
+    same(plain(pullback(native.array(V))[0]), 3 * X**2 * V)
+    y, pushed = gt.jvp(cube, (native.array(X),), (native.array(V),))
+    same(plain(y), X**3)
+    same(plain(pushed), 3 * X**2 * V)
+    _, push = gt.linearize(cube, native.array(X))
+    same(plain(push(native.array(V))), 3 * X**2 * V)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_second_order_in_all_mixes(cube, gt, native, mix):
+    f = lambda x: (cube(x) ** 2).sum()
+    found = second_order(gt, mix, f, *map(native.array, (X, V, W)))
+    same(plain(found), (30 * X**4 * V * W).sum())
+
+
+@pytest.mark.parametrize("modes", list(itertools.product("fr", repeat=3)), ids="".join)
+def test_third_order_in_all_mixes(cube, gt, native, modes):
+    one = native.array(1.0)
+    derivative = {"r": gt.grad, "f": lambda f: lambda x: gt.jvp(f, (x,), (one,))[1]}
+    f = lambda x: cube(x) ** 2
+    for mode in modes:
+        f = derivative[mode](f)
+    same(plain(f(native.array(1.5))), 120 * 1.5**3)
+
+
+def test_the_rule_is_what_is_differentiated_and_not_the_primal(gt, native):
+    """The maps of another function than the primal: every mode and order must follow the maps."""
+    rule = Rule("wrong on purpose", lambda x: [0 * x], **CUBE)
+    f = lambda x: applied(gt, rule)(x)[0].sum()
+    x, v = native.array(X), native.array(V)
+    same(plain(gt.grad(f)(x)), 3 * X**2)
+    for mix in MIXES:
+        same(plain(second_order(gt, mix, f, x, v, v)), (6 * X * V**2).sum())
+
+
+def test_two_inputs_and_two_outputs(pair, gt, native):
+    x, y = X, np.array([2.0, -1.0])
+    dx, dy, cx, cy = V, np.array([0.4, 0.6]), W, np.array([1.3, -0.8])
+    _, pushed = gt.jvp(
+        lambda x, y: pair(x, y),
+        (native.array(x), native.array(y)),
+        (native.array(dx), native.array(dy)),
+    )
+    expected = (
+        dx * y.sum() + x * dy.sum(),
+        dy * (x**2).sum() + y * (2 * x * dx).sum(),
+    )
+    for one, other in zip(pushed, expected, strict=True):
+        same(plain(one), other)
+    _, pullback = gt.vjp(lambda x, y: pair(x, y), native.array(x), native.array(y))
+    pulled = pullback([native.array(cx), native.array(cy)])
+    expected = (
+        cx * y.sum() + 2 * x * (y * cy).sum(),
+        cy * (x**2).sum() + (x * cx).sum(),
+    )
+    for one, other in zip(pulled, expected, strict=True):
+        same(plain(one), other)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_one_input_and_one_output_of_two(pair, gt, native, argnum, output):
+    """The maps then get None for what does not move and for what has no cotangent."""
+    xs = [native.array(X), native.array(np.array([2.0, -1.0]))]
+
+    def at(run):
+        def f(z):
+            args = [z if i == argnum else x for i, x in enumerate(xs)]
+            return (run(*args)[output] ** 2).sum()
+
+        return f
+
+    z = xs[argnum]
+    same(plain(gt.grad(at(pair))(z)), plain(gt.grad(at(pair_by_hand))(z)))
+    for mix in MIXES:
+        v, w = z * 0.3 + 1, z * z - 0.5
+        one, other = (second_order(gt, mix, at(run), z, v, w) for run in (pair, pair_by_hand))
+        same(plain(one), plain(other))
+
+
+def test_the_cross_derivative_of_two_inputs(pair, gt, native):
+    x, y = native.array(X), native.array(np.array([2.0, -1.0]))
+
+    def cross(run):
+        f = lambda x, y: sum((out**3).sum() for out in run(x, y))
+        return gt.grad(lambda y: (gt.grad(f)(x, y) ** 2).sum())(y)
+
+    same(plain(cross(pair)), plain(cross(pair_by_hand)))
+
+
+INDEXED = Rule(
+    "take",
+    lambda x, i: [x[i]],
+    tangent=lambda xs, dxs: [dxs[0][xs[1]]],
+    passive=(1,),
+)
+
+
+def test_an_integer_input_has_no_derivative_and_is_handed_to_the_maps(gt, native):
+    take = applied(gt, INDEXED)
+    index = native.array(np.array([2, 0, 2]))
+    f = lambda x: (take(x, index)[0] ** 3).sum()
+    x = native.array(X)
+    same(plain(gt.grad(f)(x)), 3 * X**2 * np.array([1, 0, 2]))
+    same(plain(gt.jvp(f, (x,), (native.array(V),))[1]), (3 * X**2 * [1, 0, 2] * V).sum())
+    for mix in MIXES:
+        found = second_order(gt, mix, f, x, native.array(V), native.array(W))
+        same(plain(found), (6 * X * [1, 0, 2] * V * W).sum())
+
+
+INTEGER_OUT = Rule(
+    "square and count",
+    lambda x: [x**2, (x > 0).sum()],
+    tangent=lambda xs, dxs: [2 * xs[0] * dxs[0], None],
+    cotangent=lambda xs, cts: [2 * xs[0] * cts[0]],
+)
+
+
+def test_an_integer_output_has_no_derivative(gt, native):
+    run = applied(gt, INTEGER_OUT)
+    f = lambda x: run(x)[0].sum() * run(x)[1]
+    same(plain(gt.grad(f)(native.array(X))), 2 * X * 2)
+    same(plain(gt.jvp(f, (native.array(X),), (native.array(V),))[1]), (4 * X * V).sum())
+
+
+def test_none_is_a_zero_in_what_a_map_returns(gt, native):
+    rule = Rule(
+        "first of two",
+        lambda x, y: [x * 1, y * 1],
+        tangent=lambda xs, dxs: [dxs[0], None],
+        cotangent=lambda xs, cts: [cts[0], None],
+    )
+    run = applied(gt, rule)
+    f = lambda x, y: (run(x, y)[0] ** 2).sum() + (run(x, y)[1] ** 2).sum()
+    x, v = native.array(X), native.array(V)
+    dx, dy = gt.grad(f, (0, 1), disconnected_inputs="zeros")(x, x)
+    same(plain(dx), 2 * X)
+    assert plain(dy).tolist() == [0.0, 0.0, 0.0]
+    same(plain(gt.jvp(f, (x, x), (v, v))[1]), (2 * X * V).sum())
+
+
+# --- vmap ---------------------------------------------------------------------------------
+
+
+def test_vmap_gives_the_loop_for_every_choice_of_batched_inputs(pair, gt, native, rng):
+    x, y = rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
+
+    def one(run):
+        def f(x, y):
+            return sum((out**2).sum() for out in run(x, y))
+
+        return lambda x, y: gt.grad(f, (0, 1))(x, y)
+
+    for axes in ((0, 0), (0, None), (None, 0)):
+        xs = native.array(x if axes[0] == 0 else x[0])
+        ys = native.array(y if axes[1] == 0 else y[0])
+        for transform in (gt.vmap, native.vmap):
+            found = transform(one(pair), axes)(xs, ys)
+            expected = transform(one(pair_by_hand), axes)(xs, ys)
+            for a, b in zip(found, expected, strict=True):
+                same(plain(a), plain(b))
+
+
+def test_the_cotangent_of_an_unbatched_input_is_summed_over_the_batch(pair, gt, native, rng):
+    x, y = native.array(X), native.array(rng.normal(size=(4, 2)))
+
+    def total(run):
+        def f(x):
+            outs = gt.vmap(lambda y: tuple(run(x, y)))(y)
+            return sum((out**2).sum() for out in outs)
+
+        return f
+
+    same(plain(gt.grad(total(pair))(x)), plain(gt.grad(total(pair_by_hand))(x)))
+    for mix in MIXES:
+        args = x, native.array(V), native.array(W)
+        one, other = (second_order(gt, mix, total(r), *args) for r in (pair, pair_by_hand))
+        same(plain(one), plain(other))
+
+
+def test_nested_vmap_with_another_input_batched_at_each_level(pair, gt, native, rng):
+    x, y = native.array(rng.normal(size=(3, 4))), native.array(rng.normal(size=(2, 5)))
+
+    def table(run):
+        def f(x, y):
+            return sum((out**2).sum() for out in run(x, y))
+
+        inner = gt.vmap(gt.grad(f, (0, 1)), in_axes=(1, None))
+        return gt.vmap(inner, in_axes=(None, 1))(x, y)
+
+    for a, b in zip(table(pair), table(pair_by_hand), strict=True):
+        same(plain(a), plain(b))
+
+
+def test_hessians_by_vmap_in_both_modes(cube, gt, native):
+    f = lambda x: (cube(x) ** 2).sum()
+    expected = np.diag(30 * X**4)
+    same(plain(gt.hessian(f)(native.array(X))), expected)
+    for mode in ("forward", "reverse"):
+        same(plain(gt.jacobian(gt.grad(f), mode=mode)(native.array(X))), expected)
+        same(plain(gt.jacobian(gt.jacobian(f), mode=mode)(native.array(X))), expected)
+
+
+def test_per_example_gradients_with_a_shared_parameter(cube, gt, native, rng):
+    w, x = native.array(V), native.array(rng.normal(size=(5, 3)))
+    loss = lambda f: lambda w, x: (f(w * x) ** 2).sum()
+    one, other = (gt.per_example_grad(loss(f))(w, x) for f in (cube, lambda z: z**3))
+    same(plain(one), plain(other))
+
+
+# --- the frameworks' own transforms ----------------------------------------------------------
+
+
+def test_compiled_code(cube, gt, native):
+    x, v = native.array(X), native.array(V)
+    f = lambda x: (cube(x) ** 2).sum()
+    options = native.compile_options
+    same(plain(gt.compile(cube, **options)(x)), X**3)
+    same(plain(gt.compile(gt.grad(f), **options)(x)), 6 * X**5)
+    same(plain(gt.grad(gt.compile(f, **options))(x)), 6 * X**5)
+    pushed = gt.compile(lambda x, v: gt.jvp(f, (x,), (v,))[1], **options)(x, v)
+    same(plain(pushed), (6 * X**5 * V).sum())
+
+
+def test_compiled_second_order_forward_over_reverse(cube, gt, native):
+    f = lambda x: (cube(x) ** 2).sum()
+    product = lambda x, v: gt.jvp(gt.grad(f), (x,), (v,))[1]
+    found = gt.compile(product, **native.compile_options)(native.array(X), native.array(V))
+    same(plain(found), 30 * X**4 * V)
+
+
+def test_compiled_vmap(cube, gt, native):
+    f = lambda x: (cube(x) ** 2).sum()
+    compiled = gt.compile(gt.vmap(gt.grad(f)), **native.compile_options)
+    xs = np.stack([X, 2 * X])
+    same(plain(compiled(native.array(xs))), 6 * xs**5)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_rule_in_a_loop_at_both_orders(cube, gt, native, mix):
+    """Two turns of x -> x^3 are x^9."""
+    f = lambda x: native.loop(cube, x, 2).sum()
+    x = native.array(X)
+    same(plain(gt.grad(f)(x)), 9 * X**8)
+    found = second_order(gt, mix, f, x, native.array(V), native.array(W))
+    same(plain(found), (72 * X**7 * V * W).sum())
+    if native.name == "jax":
+        same(plain(native.jit(gt.grad(f))(x)), 9 * X**8)
+
+
+def test_a_rule_in_a_while_loop_in_forward_mode(cube, gt, native):
+    f = lambda x: native.while_loop(cube, x, 2)
+    _, pushed = gt.jvp(f, (native.array(X),), (native.array(V),))
+    same(plain(pushed), 9 * X**8 * V)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_rule_in_a_branch(cube, gt, native, taken):
+    f = lambda x: native.cond(taken, lambda x: cube(x).sum(), lambda x: (x**2).sum(), x)
+    expected = 3 * X**2 if taken else 2 * X
+    same(plain(gt.grad(f)(native.array(X))), expected)
+    for mix in MIXES:
+        found = second_order(gt, mix, f, *map(native.array, (X, V, W)))
+        same(plain(found), ((6 * X if taken else 2) * V * W).sum())
+
+
+def test_a_checkpointed_rule(cube, gt, native):
+    f = gt.checkpoint(lambda x: (cube(cube(x)) ** 2).sum())
+    same(plain(gt.grad(f)(native.array(X))), 18 * X**17)
+
+
+def test_the_frameworks_own_derivatives(cube, native):
+    f = lambda x: (cube(x) ** 2).sum()
+    x, v = native.array(X), native.array(V)
+    same(plain(native.grad(f)(x)), 6 * X**5)
+    same(plain(native.jvp(native.grad(f), (x,), (v,))[1]), 30 * X**4 * V)
+    same(plain(native.grad(lambda x: native.jvp(f, (x,), (v,))[1])(x)), 30 * X**4 * V)
+    same(plain(native.vmap(native.grad(lambda x: cube(x) ** 2))(x)), 6 * X**5)
+
+
+# --- complex numbers -----------------------------------------------------------------------
+
+Z = np.array([0.5 + 1j, -1.5 - 0.2j, 0.3 + 0j])
+C = np.array([1.0 - 2j, 0.4j, -1.0 + 0j])
+
+HOLOMORPHIC = {
+    "tangent": lambda xs, dxs: [2 * xs[0] * dxs[0]],
+    "cotangent": lambda xs, cts: [2 * xs[0].conj() * cts[0]],
+}
+MODULUS = {  # |z|^2: complex to real
+    "tangent": lambda xs, dxs: [2 * (xs[0].conj() * dxs[0]).real],
+    "cotangent": lambda xs, cts: [2 * xs[0] * cts[0]],
+}
+MIXED = {  # z conj(z) z: complex to complex, not holomorphic
+    "tangent": lambda xs, dxs: [2 * xs[0] * xs[0].conj() * dxs[0] + xs[0] ** 2 * dxs[0].conj()],
+    "cotangent": lambda xs, cts: [2 * xs[0] * xs[0].conj() * cts[0] + xs[0] ** 2 * cts[0].conj()],
+}
+PHASE = {  # exp(i t): real to complex
+    "tangent": lambda xs, dxs: [_phase(xs[0]) * 1j * dxs[0]],
+    "cotangent": lambda xs, cts: [((_phase(xs[0]) * 1j).conj() * cts[0]).real],
+}
+
+
+def _phase(t):
+    if hasattr(t, "detach"):
+        import torch
+
+        return torch.exp(1j * t)
+    import jax.numpy as jnp
+
+    return jnp.exp(1j * t)
+
+
+COMPLEX = {
+    "holomorphic": (lambda z: z**2, HOLOMORPHIC, Z, C),
+    "complex to real": (lambda z: (z * z.conj()).real, MODULUS, Z, C.real),
+    "not holomorphic": (lambda z: z * z.conj() * z, MIXED, Z, C),
+    "real to complex": (_phase, PHASE, X, C),
+}
+
+
+@pytest.fixture(params=COMPLEX)
+def complex_case(request, gt, given):
+    f, maps, x, c = COMPLEX[request.param]
+    rule = Rule(request.param, lambda z: [f(z)], **{m: maps[m] for m in GIVEN[given]})
+    run = applied(gt, rule)
+    return f, (lambda z: run(z)[0]), x, c
+
+
+def test_complex_rules_are_adjoint_and_equal_to_the_frameworks_own(complex_case, gt, native):
+    f, ruled, x, c = complex_case
+    t = x[::-1] * (1 + 0.5j) if np.iscomplexobj(x) else x[::-1].copy()
+    x, t, c = native.array(x), native.array(t.copy()), native.array(c)
+    _, pushed = gt.jvp(ruled, (x,), (t,))
+    same(plain(pushed), plain(gt.jvp(f, (x,), (t,))[1]))
+    pulled = gt.vjp(ruled, x)[1](c)[0]
+    same(plain(pulled), plain(gt.vjp(f, x)[1](c)[0]))
+    left = np.vdot(plain(c), plain(pushed)).real
+    same(left, np.vdot(plain(pulled), plain(t)).real)
+
+
+@pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
+def test_complex_rules_at_second_order(complex_case, gt, native, mode):
+    f, ruled, x, c = complex_case
+    loss = lambda run: lambda z: (abs(run(z) - native.array(c)) ** 2).sum()
+    t = native.array((x[::-1] * (1 + 0.5j if np.iscomplexobj(x) else 1)).copy())
+    x = native.array(x)
+    for one, other in zip(
+        gt.hvp(loss(ruled), (x,), (t,), mode=mode),
+        gt.hvp(loss(f), (x,), (t,), mode=mode),
+        strict=True,
+    ):
+        same(plain(one[0]), plain(other[0]), rtol=1e-11)
+
+
+def test_complex_rules_under_vmap(complex_case, gt, native):
+    f, ruled, x, c = complex_case
+    loss = lambda run: lambda z, c: abs(run(z) - c) ** 2
+    x, c = native.array(x), native.array(c)
+    one, other = (gt.vmap(gt.grad(loss(run)))(x, c) for run in (ruled, f))
+    same(plain(one), plain(other))
+
+
+# --- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["tangent", "cotangent"])
+def test_a_map_that_is_not_linear_is_not_transposed(gt, native, which):
+    rule = Rule("bent", lambda x: [x * 1], **{which: lambda xs, vs: [vs[0] ** 2 + xs[0]]})
+    f = lambda x: applied(gt, rule)(x)[0]
+    x = native.array(X)
+    with pytest.raises(GradtoolsError, match=r"rule 'bent'.*linear"):
+        if which == "tangent":
+            gt.grad(lambda x: f(x).sum())(x)
+        else:
+            gt.jvp(f, (x,), (x,))
+
+
+def test_a_map_that_clips_is_not_transposed(gt, native):
+    """Linear near the origin and nowhere else: one dummy point would not show it."""
+    xp = gt.xp
+    rule = Rule("clipped", lambda x: [x * 1], cotangent=lambda xs, cts: [xp.clip(cts[0], -1, 1)])
+    with pytest.raises(GradtoolsError, match=r"rule 'clipped'.*linear"):
+        gt.jvp(lambda x: applied(gt, rule)(x)[0], (native.array(X),), (native.array(X),))
+
+
+def test_a_rule_without_any_map_is_refused():
+    with pytest.raises(GradtoolsError, match="rule 'empty': neither a tangent nor a cotangent"):
+        Rule("empty", lambda x: [x])

@@ -111,11 +111,11 @@ class Call:
         """The leaves of one tree for each differentiated argument, checked against them."""
         found: list[Array] = []
         for i, tree, treedef in zip(self.argnums, trees, self.treedefs, strict=True):
-            leaves, came = self.backend.flatten(tree)
-            if came != treedef:
+            leaves = _leaves_like(treedef, tree)
+            if leaves is None:
                 raise GradtoolsError(
-                    f"{self.asked}: {what} {i} has the structure {came}, expected that of "
-                    f"argument {i}, {treedef}."
+                    f"{self.asked}: {what} {i} has the structure {self.backend.flatten(tree)[1]}, "
+                    f"expected that of argument {i}, {treedef}."
                 )
             found += leaves
         return [
@@ -142,11 +142,11 @@ class Call:
 
     def cotangents(self, tree: Any, outs: Sequence[Array]) -> list[Array]:
         """The leaves of a cotangent tree that belong to `outs`, checked against them."""
-        leaves, came = self.backend.flatten(tree)
-        if came != self._out_def:
+        leaves = _leaves_like(self._out_def, tree)
+        if leaves is None:
             raise GradtoolsError(
-                f"{self.asked}: the cotangent has the structure {came}, expected that of f's "
-                f"output, {self._out_def}."
+                f"{self.asked}: the cotangent has the structure {self.backend.flatten(tree)[1]}, "
+                f"expected that of f's output, {self._out_def}."
             )
         places = [k for k, inexact in enumerate(self._inexact) if inexact]
         return [
@@ -249,6 +249,18 @@ def matching(
             f"{wanted[1]}, those of {like_name}. Reshape or cast it."
         )
     return x
+
+
+def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
+    """What stands in `tree` at treedef's leaves, whatever the order of its dicts.
+
+    None if it has another structure.
+    """
+    try:
+        leaves = treedef.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        return None
+    return None if any(isinstance(x, tuple | list | dict) for x in leaves) else leaves
 
 
 def describe(backend: Backend, x: Any) -> str:

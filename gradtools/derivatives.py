@@ -10,16 +10,15 @@ J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from gradtools.backend import Array, Backend, Evaluation, Fun, Operators
+from gradtools.batches import Batch
+from gradtools.blocks import blocks
 from gradtools.calls import Call, normalized_argnums
-from gradtools.errors import DisconnectedInputError, GradtoolsError, GradtoolsWarning
+from gradtools.connection import Connection
+from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
@@ -370,8 +369,8 @@ class Derivatives(Operators):
             _refuse_complex(self._backend, call)
             mode, fun = self._second_order(call, "auto")
             gradient = self._flat_gradient(call, fun)
-            blocks = self._blocks(gradient, call.leaves, mode.split("_")[0], None)
-            rows = [call.to_trees(row) for row in blocks]
+            found = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
+            rows = [call.to_trees(row) for row in found]
             if isinstance(argnums, tuple | list):
                 return call.to_trees(rows)
             return call.to_trees([row[0] for row in rows])[0]
@@ -414,7 +413,7 @@ class Derivatives(Operators):
 
         def per_example(*args: Any, **kwargs: Any) -> Any:
             positions = normalized_argnums("per_example_grad", argnums, len(args))
-            batch = _Batch(self._backend, args, positions, in_axes)
+            batch = Batch(self._backend, args, positions, in_axes)
             return batch.map(lambda *one: gradient(one, kwargs)[2], chunk_size)
 
         return _named("per_example_grad", f, per_example)
@@ -485,7 +484,7 @@ class Derivatives(Operators):
             call.scalar(found.outs, found.extras)
         grads = found.pullback([self._backend.ones_like(out)])
         if disconnected != "zeros":
-            _Connection(self._backend, call, found, grads).check(disconnected)
+            Connection(self._backend, call, found, grads).check(disconnected)
         return self._filled(call, grads)
 
     def _filled(self, call: Call, grads: Sequence[Array | None]) -> list[Array]:
@@ -557,246 +556,11 @@ class Derivatives(Operators):
         if mode == "auto":
             staged = self._backend.stage(call, call.leaves)
             mode, fun = staged.jacobian_mode, staged.run
-        blocks = self._blocks(fun, call.leaves, mode, chunk_size)
-        rows = [call.to_trees(row) for row in blocks]
+        found = blocks(self._backend, fun, call.leaves, mode, chunk_size)
+        rows = [call.to_trees(row) for row in found]
         if not isinstance(argnums, tuple | list):
             rows = [row[0] for row in rows]
         return call.tangent_output(rows)
-
-    def _blocks(
-        self, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
-    ) -> list[list[Array]]:
-        """For each output leaf, for each input leaf, an array of shape s + t."""
-        return (self._columns if mode == "forward" else self._rows)(fun, leaves, chunk_size)
-
-    def _rows(self, fun: Fun, leaves: list[Array], chunk_size: int | None) -> list[list[Array]]:
-        backend = self._backend
-        found = backend.vjp(fun, leaves, groups=None, once=False)
-        full = [x for x in leaves if not _is_empty(x)]
-
-        def rows_of(k: int, basis: Array) -> list[Array]:
-            def pull(unit: Array) -> list[Array]:
-                cts = [unit if i == k else None for i in range(len(found.outs))]
-                pulled = zip(leaves, found.pullback(cts), strict=True)
-                filled = [backend.zeros_like(x) if g is None else g for x, g in pulled]
-                return [g for g in filled if not _is_empty(g)]
-
-            return backend.map_batches(pull, [basis], chunk_size)
-
-        def block_row(k: int, y: Array) -> list[Array]:
-            if _is_empty(y) or not full:
-                return [_empty_block(backend, y, x) for x in leaves]
-            rows = rows_of(k, backend.unit_basis(y))
-            if backend.is_complex(y):  # of real inputs: a pullback sees one part at a time
-                imaginary = rows_of(k, 1j * backend.unit_basis(y))
-                rows = [re + 1j * im for re, im in zip(rows, imaginary, strict=True)]
-            left = iter(rows)
-            return [
-                _empty_block(backend, y, x)
-                if _is_empty(x)
-                else next(left).reshape((*y.shape, *x.shape))
-                for x in leaves
-            ]
-
-        return [block_row(k, y) for k, y in enumerate(found.outs)]
-
-    def _columns(self, fun: Fun, leaves: list[Array], chunk_size: int | None) -> list[list[Array]]:
-        backend = self._backend
-        columns = []
-        for k, x in enumerate(leaves):
-            # An empty leaf has no unit tangents; one empty tangent tells the outputs' shapes.
-            basis = x.reshape((1, *x.shape)) if _is_empty(x) else backend.unit_basis(x)
-
-            def push(unit: Array, k: int = k) -> list[Array]:
-                zeros = backend.zeros_like
-                moving = [unit if i == k else zeros(leaf) for i, leaf in enumerate(leaves)]
-                return backend.jvp(fun, leaves, moving)[2]
-
-            pushed = [c[: _size(x)] for c in backend.map_batches(push, [basis], chunk_size)]
-            last = [backend.xp.moveaxis(column, 0, -1) for column in pushed]
-            columns.append([c.reshape((*c.shape[:-1], *x.shape)) for c in last])
-        return [list(row) for row in zip(*columns, strict=True)]
-
-
-class _Connection:
-    """Which differentiated arguments do not reach the output, and what to say about it."""
-
-    def __init__(
-        self, backend: Backend, call: Call, found: Evaluation, grads: Sequence[Array | None]
-    ) -> None:
-        self.backend, self.call, self.found, self.grads = backend, call, found, grads
-
-    def check(self, policy: str) -> None:
-        if not self.found.checked:
-            return self._warn_of_zeros()
-        if all(g is not None for g in self.grads) or self.found.nested():
-            return None
-        lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
-        if not lost:
-            return None
-        message = self._message(lost)
-        if policy != "warn":
-            raise DisconnectedInputError(message)
-        return warnings.warn(message, GradtoolsWarning, stacklevel=5)
-
-    def _lost_leaves(self) -> list[tuple[str, int]]:
-        named = enumerate(zip(self.call.paths, self.grads, strict=True))
-        return [(path, i) for i, (path, g) in named if g is None]
-
-    def _lost_arguments(self) -> list[tuple[str, int]]:
-        lost, start = [], 0
-        for i, count in zip(self.call.argnums, self.call.counts, strict=True):
-            if count and all(g is None for g in self.grads[start : start + count]):
-                lost.append((f"argument {i}", start))
-            start += count
-        return lost
-
-    def _message(self, lost: list[tuple[str, int]]) -> str:
-        names = ", ".join(name for name, _ in lost)
-        cuts = [cut for _, i in lost for cut in self.found.where_lost(i)]
-        where = f" It is cut by {'; '.join(dict.fromkeys(cuts))}." if cuts else ""
-        return (
-            f"{self.call.asked}: {names} does not reach the output of f by a differentiable path."
-            f"{where} It may be unused, stopped or detached, cast to an integer, compared, or it "
-            "may leave the framework (.item(), .numpy(), no_grad). If zero is what you mean, pass "
-            'disconnected_inputs="zeros".'
-        )
-
-    def _warn_of_zeros(self) -> None:
-        start = 0
-        for i, count in zip(self.call.argnums, self.call.counts, strict=True):
-            grads = self.grads[start : start + count]
-            start += count
-            if count and all(g is None or self.backend.is_known_zero(g) for g in grads):
-                warnings.warn(
-                    f"{self.call.asked}: the gradient of argument {i} is zero everywhere, and f "
-                    "could not be traced to see whether the argument reaches the output (it "
-                    "branches on values, or leaves the framework).",
-                    GradtoolsWarning,
-                    stacklevel=6,
-                )
-
-
-class _Batch:
-    """The arguments of `per_example_grad`, split into what is shared and what is mapped."""
-
-    def __init__(
-        self, backend: Backend, args: Sequence[Any], argnums: tuple[int, ...], in_axes: Any
-    ) -> None:
-        self.backend = backend
-        flat = [backend.flatten(a) for a in args]
-        self.treedefs = [treedef for _, treedef in flat]
-        self.leaves = [[self._as_array(leaf) for leaf in leaves] for leaves, _ in flat]
-        self.axes = self._axes(args, argnums, in_axes)
-        self._check_sizes(args)
-
-    def _as_array(self, leaf: Any) -> Any:
-        """NumPy's arrays are split as well; anything else that is no array is shared."""
-        return self.backend.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-    def _axes(self, args: Any, argnums: tuple[int, ...], in_axes: Any) -> list[list[int | None]]:
-        if in_axes is None:
-            in_axes = tuple(None if i in argnums else 0 for i in range(len(args)))
-        if isinstance(in_axes, int):
-            in_axes = (in_axes,) * len(args)
-        if not isinstance(in_axes, tuple | list) or len(in_axes) != len(args):
-            raise GradtoolsError(
-                f"per_example_grad: in_axes is {in_axes!r}; expected one entry for each of the "
-                f"{len(args)} positional arguments."
-            )
-        return [
-            self._leaf_axes(i, axes, leaves)
-            for i, (axes, leaves) in enumerate(zip(in_axes, self.leaves, strict=True))
-        ]
-
-    def _leaf_axes(self, i: int, axes: Any, leaves: list[Any]) -> list[int | None]:
-        if axes is None or isinstance(axes, int):
-            return [axes if self.backend.is_array(leaf) else None for leaf in leaves]
-        try:
-            return self.treedefs[i].flatten_up_to(axes)
-        except (ValueError, TypeError) as error:
-            raise GradtoolsError(
-                f"per_example_grad: in_axes[{i}] is {axes!r}; expected an integer, None, or a "
-                f"tree of them like argument {i}, {self.treedefs[i]}."
-            ) from error
-
-    def _check_sizes(self, args: Any) -> None:
-        sizes: dict[int, str] = {}
-        for i, (leaves, axes) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            paths = self.backend.leaf_paths(args[i])
-            for leaf, axis, path in zip(leaves, axes, paths, strict=True):
-                if axis is None:
-                    continue
-                if isinstance(axis, bool) or not isinstance(axis, int):
-                    raise GradtoolsError(
-                        f"per_example_grad: the entry of in_axes for argument {i}{path} is "
-                        f"{axis!r}; expected an integer or None."
-                    )
-                if not self.backend.is_array(leaf):
-                    raise GradtoolsError(
-                        f"per_example_grad: argument {i}{path} is a {type(leaf).__name__}, which "
-                        "has no axis to split on. Set its entry of in_axes to None to share it."
-                    )
-                if not -len(leaf.shape) <= axis < len(leaf.shape):
-                    raise GradtoolsError(
-                        f"per_example_grad: argument {i}{path} of shape {tuple(leaf.shape)} has "
-                        f"no axis {axis} to split on. Set its entry of in_axes to None to share it."
-                    )
-                sizes.setdefault(leaf.shape[axis], f"argument {i}{path}")
-        if not sizes:
-            raise GradtoolsError(
-                "per_example_grad: no argument is split, so there are no examples. Pass the batch "
-                "in an argument outside argnums, or name its axis in in_axes."
-            )
-        if len(sizes) > 1:
-            found = ", ".join(f"{size} in {name}" for size, name in sizes.items())
-            raise GradtoolsError(
-                f"per_example_grad: the batch sizes differ: {found}. Set in_axes so that every "
-                "split axis has one entry for each example."
-            )
-        if 0 in sizes:
-            raise GradtoolsError(f"per_example_grad: the batch is empty ({sizes[0]} has size 0).")
-
-    def map(self, one: Callable[..., Any], chunk_size: int | None) -> Any:
-        """`one` at each example, stacked."""
-        backend = self.backend
-        flat_axes = [a for axes in self.axes for a in axes]
-        flat = [leaf for leaves in self.leaves for leaf in leaves]
-        batch = [
-            backend.xp.moveaxis(x, a, 0)
-            for x, a in zip(flat, flat_axes, strict=True)
-            if a is not None
-        ]
-        treedef: list[Any] = []
-
-        def on_flat(*example: Array) -> list[Array]:
-            left = iter(example)
-            full = [x if a is None else next(left) for x, a in zip(flat, flat_axes, strict=True)]
-            leaves, found = backend.flatten(one(*self._arguments(full)))
-            treedef[:] = [found]
-            return leaves
-
-        found = backend.map_batches(on_flat, batch, chunk_size)
-        return backend.unflatten(treedef[0], found)
-
-    def _arguments(self, flat: list[Any]) -> list[Any]:
-        left = iter(flat)
-        pairs = zip(self.treedefs, self.leaves, strict=True)
-        return [self.backend.unflatten(t, [next(left) for _ in leaves]) for t, leaves in pairs]
-
-
-def _size(x: Array) -> int:
-    return math.prod(x.shape)
-
-
-def _is_empty(x: Array) -> bool:
-    return 0 in x.shape
-
-
-def _empty_block(backend: Backend, y: Array, x: Array) -> Array:
-    """The Jacobian of an empty y, or in an empty x."""
-    empty = y if _is_empty(y) else x
-    return backend.zeros_like(empty).reshape((*y.shape, *x.shape))
 
 
 def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun:

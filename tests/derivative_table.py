@@ -41,7 +41,7 @@ class Scenario:
 
 def tree_map(fun: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     if isinstance(tree, dict):
-        return {k: tree_map(fun, tree[k], *(r[k] for r in rest)) for k in tree}
+        return {k: tree_map(fun, tree[k], *(r[k] for r in rest)) for k in sorted(tree)}
     if isinstance(tree, tuple | list):
         return type(tree)(tree_map(fun, *items) for items in zip(tree, *rest, strict=True))
     return None if tree is None else fun(tree, *rest)

@@ -196,7 +196,7 @@ def _zero(y: Any) -> Any:
 
 
 def _carries(dx: Any) -> bool:
-    return type(dx) is not ad.Zero and dx.dtype != jax.dtypes.float0
+    return type(dx) is not ad.Zero and getattr(dx, "dtype", None) != jax.dtypes.float0
 
 
 def _closed_over_error(rule: Rule) -> GradtoolsError:

@@ -1,0 +1,75 @@
+"""What to say when a differentiated argument does not reach the output.
+
+An argument reaches the output if data flows from it through f, less what the cut table stops:
+stopped or detached, cast to integer or boolean, compared, taken out of the framework. The wings
+find that out; this is the policy, `disconnected_inputs`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from gradtools.backend import Array, Backend, Evaluation
+from gradtools.calls import Call
+from gradtools.errors import DisconnectedInputError, GradtoolsWarning
+
+
+class Connection:
+    """Which differentiated arguments do not reach the output, and what to say about it."""
+
+    def __init__(
+        self, backend: Backend, call: Call, found: Evaluation, grads: Sequence[Array | None]
+    ) -> None:
+        self.backend, self.call, self.found, self.grads = backend, call, found, grads
+
+    def check(self, policy: str) -> None:
+        """Raises or warns as `policy`, a value of `disconnected_inputs`, says."""
+        if not self.found.checked:
+            return self._warn_of_zeros()
+        if all(g is not None for g in self.grads) or self.found.nested():
+            return None
+        lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
+        if not lost:
+            return None
+        message = self._message(lost)
+        if policy != "warn":
+            raise DisconnectedInputError(message)
+        return warnings.warn(message, GradtoolsWarning, stacklevel=5)
+
+    def _lost_leaves(self) -> list[tuple[str, int]]:
+        named = enumerate(zip(self.call.paths, self.grads, strict=True))
+        return [(path, i) for i, (path, g) in named if g is None]
+
+    def _lost_arguments(self) -> list[tuple[str, int]]:
+        lost, start = [], 0
+        for i, count in zip(self.call.argnums, self.call.counts, strict=True):
+            if count and all(g is None for g in self.grads[start : start + count]):
+                lost.append((f"argument {i}", start))
+            start += count
+        return lost
+
+    def _message(self, lost: list[tuple[str, int]]) -> str:
+        names = ", ".join(name for name, _ in lost)
+        cuts = [cut for _, i in lost for cut in self.found.where_lost(i)]
+        where = f" It is cut by {'; '.join(dict.fromkeys(cuts))}." if cuts else ""
+        return (
+            f"{self.call.asked}: {names} does not reach the output of f by a differentiable path."
+            f"{where} It may be unused, stopped or detached, cast to an integer, compared, or it "
+            "may leave the framework (.item(), .numpy(), no_grad). If zero is what you mean, pass "
+            'disconnected_inputs="zeros".'
+        )
+
+    def _warn_of_zeros(self) -> None:
+        start = 0
+        for i, count in zip(self.call.argnums, self.call.counts, strict=True):
+            grads = self.grads[start : start + count]
+            start += count
+            if count and all(g is None or self.backend.is_known_zero(g) for g in grads):
+                warnings.warn(
+                    f"{self.call.asked}: the gradient of argument {i} is zero everywhere, and f "
+                    "could not be traced to see whether the argument reaches the output (it "
+                    "branches on values, or leaves the framework).",
+                    GradtoolsWarning,
+                    stacklevel=6,
+                )

@@ -1,0 +1,121 @@
+"""Under jit every operator has exactly the cost of the hand-written JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+
+KEYS = ("flops", "transcendentals", "bytes accessed")
+A = jnp.asarray(np.random.default_rng(0).normal(size=(32, 16)))
+X = jnp.asarray(np.random.default_rng(1).normal(size=16))
+V = jnp.asarray(np.random.default_rng(2).normal(size=16))
+XS = jnp.stack([X, V, X + V])
+
+
+def cost(f, *args):
+    found = jax.jit(f).lower(*args).compile().cost_analysis()
+    return {key: found.get(key, 0.0) for key in KEYS}
+
+
+def loss(x):
+    return (jnp.tanh(A @ x) ** 2).sum()
+
+
+def layer(x):
+    return jnp.tanh(A @ x)
+
+
+def two(w, x):
+    return (jnp.tanh(w * x) ** 2).sum()
+
+
+OPERATORS = {
+    "grad": (gt.grad(loss), jax.grad(loss), X),
+    "value_and_grad": (gt.value_and_grad(loss), jax.value_and_grad(loss), X),
+    "vjp": (
+        lambda x, c: gt.vjp(layer, x)[1](c)[0],
+        lambda x, c: jax.vjp(layer, x)[1](c)[0],
+        X,
+        layer(X),
+    ),
+    "jvp": (
+        lambda x, v: gt.jvp(layer, (x,), (v,)),
+        lambda x, v: jax.jvp(layer, (x,), (v,)),
+        X,
+        V,
+    ),
+    "hvp": (
+        lambda x, v: gt.hvp(loss, (x,), (v,)),
+        lambda x, v: jax.jvp(jax.grad(loss), (x,), (v,)),
+        X,
+        V,
+    ),
+    "jacobian": (gt.jacobian(layer, mode="reverse"), jax.jacrev(layer), X),
+    "jacobian forward": (gt.jacobian(layer, mode="forward"), jax.jacfwd(layer), X),
+    "hessian": (gt.hessian(loss), jax.jacfwd(jax.grad(loss)), X),
+    "per_example_grad": (
+        gt.per_example_grad(two),
+        jax.vmap(jax.grad(two), (None, 0)),
+        X,
+        XS,
+    ),
+    "minimax": (
+        gt.minimax_value_and_grad(two, 0, 1),
+        lambda x, y: (lambda v, g: (v, (g[0], -g[1])))(*jax.value_and_grad(two, (0, 1))(x, y)),
+        X,
+        V,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_costs_what_the_hand_written_one_does(name):
+    ours, by_hand, *args = OPERATORS[name]
+    expected = cost(by_hand, *args)
+    assert expected["flops"] > 0
+    assert cost(ours, *args) == expected
+
+
+def hand_written(backward):
+    @jax.custom_vjp
+    def edit(x):
+        return x
+
+    edit.defvjp(lambda x: (edit(x), None), lambda _, ct: (backward(ct),))
+    return edit
+
+
+EDITS = {
+    "reverse": (lambda x: gt.reverse_gradient(x, 0.5), hand_written(lambda c: -0.5 * c)),
+    "scale": (lambda x: gt.scale_gradient(x, 3.0), hand_written(lambda c: 3.0 * c)),
+    "clip_value": (
+        lambda x: gt.clip_gradient(x, max_value=0.1),
+        hand_written(lambda c: jnp.minimum(jnp.maximum(c, -0.1), 0.1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("scanned", [False, True])
+def test_an_edit_costs_what_a_hand_written_rule_does(name, scanned):
+    def f(edit):
+        def once(x):
+            return jnp.sin(edit(x) * 2.0)
+
+        def many(x):
+            return jax.lax.scan(lambda c, _: (once(c), None), x, None, length=5)[0]
+
+        return lambda x: (many if scanned else once)(x).sum()
+
+    ours, by_hand = EDITS[name]
+    assert cost(jax.grad(f(ours)), X) == cost(jax.grad(f(by_hand)), X)
+    assert cost(gt.grad(f(ours)), X) == cost(jax.grad(f(by_hand)), X)
+
+
+def test_the_value_of_an_edit_costs_nothing():
+    for ours, _ in EDITS.values():
+        assert cost(lambda x, e=ours: e(x) * 2, X) == cost(lambda x: x * 2, X)

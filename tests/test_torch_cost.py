@@ -1,0 +1,98 @@
+"""What gradtools adds in PyTorch, counted: operations and saved bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradtools.torch as gt
+
+FREE = ("aten.view", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._to_copy")
+
+
+class Count(TorchDispatchMode):
+    """The operations that compute something, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not str(func).startswith(FREE):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(run):
+    with Count() as count:
+        run()
+    return sorted(count.names)
+
+
+def saved(run):
+    sizes = []
+    with saved_tensors_hooks(lambda x: (sizes.append(x.nbytes), x)[1], lambda x: x):
+        run()
+    return sum(sizes)
+
+
+class Reversal(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, s):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ctx.saved_tensors[0] * ct, None
+
+    @staticmethod
+    def jvp(ctx, dx, _):
+        return ctx.saved_tensors[0] * dx
+
+
+A = torch.randn(8, 8)
+
+
+def loss(x):
+    return (torch.tanh(A @ x) ** 2).sum()
+
+
+def by_hand(x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(loss(x), x)[0]
+
+
+def test_a_gradient_does_the_operations_of_autograd_by_hand():
+    x = torch.randn(8)
+    assert operations(lambda: gt.grad(loss)(x)) == operations(lambda: by_hand(x))
+    assert saved(lambda: gt.grad(loss)(x)) == saved(lambda: by_hand(x))
+
+
+def test_a_reversal_does_and_keeps_what_a_hand_written_function_does():
+    x, s = torch.randn(1000, requires_grad=True), torch.tensor(-0.5)
+    ours = lambda: torch.autograd.grad(gt.reverse_gradient(x, 0.5).sum(), x)
+    other = lambda: torch.autograd.grad(Reversal.apply(x, s).sum(), x)
+    assert operations(ours) == operations(other)
+    assert saved(ours) == saved(other) == s.nbytes
+
+
+@pytest.mark.parametrize("depth", [4, 16, 64])
+def test_a_mixed_partial_keeps_the_same_whatever_the_depth_of_g(depth):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(m for _ in range(depth) for m in (torch.nn.Linear(16, 16), torch.nn.Tanh()))
+    )
+    y, z, u = torch.randn(3, 1, 16)
+    f = lambda y, g: ((y * g) ** 3).sum()
+    shallow = torch.nn.Identity()
+    kept = saved(lambda: gt.mixed_partial(f, model, y, z, u))
+    assert kept == saved(lambda: gt.mixed_partial(f, shallow, y, z, u)) > 0

@@ -1,0 +1,135 @@
+"""Rules in PyTorch: the framework's bugs that the mechanism goes around, and its own checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools.rules import Rule
+from gradtools.torch.rules import apply_rule
+
+CUBE = Rule(
+    "cube",
+    lambda x: [x**3],
+    tangent=lambda xs, dxs: [3 * xs[0] ** 2 * dxs[0]],
+    cotangent=lambda xs, cts: [3 * xs[0] ** 2 * cts[0]],
+)
+FORWARD = Rule("cube", lambda x: [x**3], tangent=CUBE.tangent)
+REVERSE = Rule("cube", lambda x: [x**3], cotangent=CUBE.cotangent)
+
+
+class PlainCube(torch.autograd.Function):
+    """The cube as PyTorch's manual has it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, ct):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * ct
+
+    @staticmethod
+    def jvp(ctx, dx):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * dx
+
+
+def second_forward(f, x):
+    one = torch.ones_like(x)
+    inner = lambda x: torch.func.jvp(f, (x,), (one,))[1]
+    return torch.func.jvp(inner, (x,), (one,))[1].item()
+
+
+def test_nested_forward_mode_of_a_plain_function_is_still_wrong():
+    """torch#197867: when this fails, `jvp` need not read level 0 and switch gradients on."""
+    x = torch.tensor(2.0, dtype=torch.float64)
+    assert second_forward(lambda x: x**3, x) == 12.0
+    assert second_forward(PlainCube.apply, x) != 12.0
+    for rule in (CUBE, FORWARD, REVERSE):
+        assert second_forward(lambda x, rule=rule: apply_rule(rule, x)[0], x) == 12.0
+
+
+@pytest.mark.parametrize("rule", [CUBE, FORWARD, REVERSE], ids=["both", "forward", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradcheck_and_gradgradcheck_with_forward_mode_and_batches(rule, dtype):
+    if dtype.is_complex:
+        tangent = lambda xs, dxs: [3 * xs[0] ** 2 * dxs[0]]
+        cotangent = lambda xs, cts: [3 * (xs[0] ** 2).conj() * cts[0]]
+        rule = Rule(
+            "cube",
+            lambda x: [x**3],
+            tangent=rule.tangent and tangent,
+            cotangent=rule.cotangent and cotangent,
+        )
+    x = torch.tensor([0.5, -1.5, 2.0], dtype=dtype, requires_grad=True)
+    f = lambda x: apply_rule(rule, x)[0]
+    options = {"check_batched_grad": True}
+    assert torch.autograd.gradcheck(
+        f, x, check_forward_ad=True, check_batched_forward_grad=True, **options
+    )
+    assert torch.autograd.gradgradcheck(f, x, check_fwd_over_rev=True, check_rev_over_rev=True)
+
+
+def test_a_rule_is_not_dropped_by_compiled_torch_func():
+    """torch#193279, torch#192985: its derivative here is not that of its primal."""
+    x = torch.tensor(2.0)
+    f = lambda x: gt.reverse_gradient(x, 0.5) ** 2
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.func.grad(f), backend="aot_eager", fullgraph=True)
+    assert compiled(x).item() == -2.0
+    pushed = lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
+    assert torch.compile(pushed, backend="aot_eager", fullgraph=True)(x).item() == -2.0
+
+
+def test_compiled_double_backward_is_still_missing_in_pytorch():
+    """torch#91469: when this fails, compiled code may go reverse over reverse too."""
+    x = torch.tensor(2.0, requires_grad=True)
+    torch._dynamo.reset()
+    y = torch.compile(lambda x: x**3, backend="aot_eager", fullgraph=True)(x)
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(g, x)
+
+
+def test_two_rules_in_one_compiled_function_are_not_mistaken_for_each_other():
+    """Keys of rules are text: dynamo would make an integer symbolic when it meets a second."""
+    torch._dynamo.reset()
+    rules = [
+        Rule(f"times {k}", lambda x, k=k: [k * x], tangent=lambda xs, dxs, k=k: [k * dxs[0]])
+        for k in (2, 3, 5)
+    ]
+    x = torch.ones(2)
+    for k, rule in zip((2, 3, 5), rules, strict=True):
+        run = torch.compile(
+            lambda x, rule=rule: apply_rule(rule, x)[0].sum(), backend="aot_eager", fullgraph=True
+        )
+        assert torch.func.grad(lambda x, rule=rule: apply_rule(rule, x)[0].sum())(x).tolist() == [
+            k,
+            k,
+        ]
+        assert run(x).item() == 2 * k
+
+
+def test_linearity_is_asked_once_for_each_rule():
+    calls = []
+
+    def tangent(xs, dxs):
+        calls.append(1)
+        return [2 * dxs[0]]
+
+    rule = Rule("twice", lambda x: [2 * x], tangent=tangent)
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(apply_rule(rule, x)[0].sum(), x)
+    first = len(calls)
+    torch.autograd.grad(apply_rule(rule, x)[0].sum(), x)
+    assert len(calls) == first + 1

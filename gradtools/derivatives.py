@@ -267,8 +267,8 @@ class Derivatives(Operators):
                 one unit tangent for each input entry. "auto" takes the smaller number in JAX;
                 in PyTorch, where the size of the output is known only after the evaluation
                 that reverse mode needs anyway, it is "reverse".
-            chunk_size: How many of them at once; all by default. 1 is a plain loop, which
-                needs no vmap.
+            chunk_size: How many of them at once; all by default. 1 is a loop without vmap: in
+                PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape
@@ -392,8 +392,8 @@ class Derivatives(Operators):
             in_axes: Which arguments are split, as in `vmap`: one entry for each argument, None
                 where it is shared. None altogether means: the arguments in argnums are shared,
                 every array of the others is split on axis 0.
-            chunk_size: How many examples at once; all by default. 1 is a plain loop, which
-                needs no vmap: in PyTorch it takes any eager code.
+            chunk_size: How many examples at once; all by default. 1 is a loop without vmap: in
+                PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 
         Returns:
             A function of f's arguments; what `grad` would return, each leaf with the examples
@@ -498,6 +498,7 @@ class Derivatives(Operators):
             found = self._backend.vjp(fun, list(leaves), groups=None, once=True)
             return self._gradient(call, found, "zeros"), []
 
+        gradient.asked = call.asked  # type: ignore[attr-defined]
         return gradient
 
     def _second_order(self, call: Call, mode: str) -> tuple[str, Fun]:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch.compiling import is_compiling
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word
 ODD = -0x4498517A7B3558C5  # another odd word with about as many ones as zeros
@@ -31,6 +32,8 @@ def asarray(x: Any) -> torch.Tensor:
     """One array as a tensor of the same dtype; tensors pass through. See ``gradtools.models``."""
     if isinstance(x, torch.Tensor):
         return x
+    if is_compiling():  # dynamo's arrays are tensors already
+        return torch.asarray(x)
     array = _as_numpy(x)
     if _is_plain(x):
         return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype))

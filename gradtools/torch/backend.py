@@ -12,7 +12,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import accumulate, arrays, engines, modules, trees
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.engines import explained
+from gradtools.torch.engines import asked_of, explained
 from gradtools.torch.rules import apply_rule, is_inexact
 
 Tensor = torch.Tensor
@@ -155,7 +155,7 @@ class TorchBackend:
         if chunk_size == 1:
             rows = [f(*example) for example in zip(*batch, strict=True)]
             return [torch.stack(column) for column in zip(*rows, strict=True)]
-        with explained():
+        with explained(asked_of(f)):
             mapped = torch.vmap(
                 lambda *xs: tuple(f(*xs)), randomness="different", chunk_size=chunk_size
             )

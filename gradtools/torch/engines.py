@@ -25,7 +25,7 @@ from gradtools.backend import Evaluation, Fun
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.rules import is_inexact
+from gradtools.torch.rules import evaluated_to_push, is_inexact
 
 Tensor = torch.Tensor
 _SPENT = "gradtools_spent"
@@ -34,7 +34,7 @@ _SPENT = "gradtools_spent"
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, by the engine that fits."""
     _note_derivative()
-    with explained():
+    with explained(asked_of(fun)):
         if _in_functorch():
             return _functorch_vjp(fun, leaves, groups)
         return _eager_vjp(fun, leaves, once)
@@ -43,7 +43,7 @@ def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: b
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine that fits."""
     _note_derivative()
-    with explained():
+    with explained(asked_of(fun)):
         if _in_functorch():
             return _functorch_jvp(fun, leaves, tangents)
         if forward_ad._current_level >= 0:
@@ -55,7 +55,7 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
     _note_derivative()
-    with explained():
+    with explained(asked_of(fun)):
         if _in_functorch():
             return _functorch_linearize(fun, leaves)
         return _eager_linearize(fun, leaves)
@@ -74,7 +74,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if not pairs:
             return [None] * len(aliases)
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
-        with explained(), _in_use(aliases):
+        with explained(asked_of(fun)), _in_use(aliases):
             grads = torch.autograd.grad(
                 [y for y, _ in pairs],
                 aliases,
@@ -92,7 +92,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
 
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    outs, extras, aliases, attached, _ = _evaluate(fun, leaves)
+    outs, extras, aliases, attached, _ = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
     tracked = [y for y in outs if y.requires_grad]
     with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases):
         dummies = [torch.zeros_like(y, requires_grad=True) for y in tracked]
@@ -197,7 +197,9 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
     """Whether the graph of outs holds a leaf that is not an alias of ours."""
     own = {id(a) for a in aliases}
-    return any(id(leaf) not in own and not getattr(leaf, _SPENT, False) for leaf in _leaves_of(outs))
+    return any(
+        id(leaf) not in own and not getattr(leaf, _SPENT, False) for leaf in _leaves_of(outs)
+    )
 
 
 def _leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -236,8 +238,13 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
 
 
+def asked_of(fun: Fun) -> str:
+    """The operator that the user called, as far as the function knows it."""
+    return getattr(fun, "asked", "gradtools")
+
+
 @contextmanager
-def explained() -> Iterator[None]:
+def explained(asked: str) -> Iterator[None]:
     """PyTorch's refusals, in words that say what to do."""
     try:
         yield
@@ -245,7 +252,7 @@ def explained() -> Iterator[None]:
         mend = next((mend for part, mend in _MENDS.items() if part in str(error)), None)
         if mend is None:
             raise
-        raise GradtoolsError(f"{mend} PyTorch says: {error}") from error
+        raise GradtoolsError(f"{asked}: {mend} PyTorch says: {error}") from error
 
 
 _MENDS = {
@@ -260,12 +267,14 @@ _MENDS = {
         "linearize, which needs double backward instead."
     ),
     "vmap: It looks like you're attempting to use a Tensor in some data-dependent": (
-        "f branches on values, which vmap cannot follow. chunk_size=1 is a plain loop that can."
+        "f branches on values, which vmap cannot follow. per_example_grad and jacobian take "
+        "chunk_size=1, a plain loop that can."
     ),
     "vmap: inplace arithmetic": (
         "f changes a tensor in place that is shared by all examples (such as batch "
         "normalisation's running statistics in training mode), which vmap cannot follow. Put "
-        "the module in evaluation mode, functionalize it, or use chunk_size=1, a plain loop."
+        "the module in evaluation mode, functionalize it, or give per_example_grad or jacobian "
+        "chunk_size=1, a plain loop."
     ),
     "would mutate a captured Tensor": (
         "f changes a tensor in place that it captured (such as batch normalisation's running "
@@ -284,11 +293,11 @@ _MENDS = {
     "it must override the setup_context staticmethod": (
         "f holds an old-style torch.autograd.Function (forward takes ctx), which torch.func's "
         "transforms cannot enter. Split its forward into forward and setup_context, or take the "
-        "derivative outside of the transform (chunk_size=1 is a plain loop)."
+        "derivative outside of the transform (per_example_grad and jacobian: chunk_size=1)."
     ),
     "it does not have vmap support": (
         "f holds a torch.autograd.Function without a vmap rule. Give it one "
-        "(generate_vmap_rule = True), or use chunk_size=1, a plain loop."
+        "(generate_vmap_rule = True), or give per_example_grad or jacobian chunk_size=1, a loop."
     ),
     "It looks like you're either (1) calling .item()": (
         "f takes a Python number out of a tensor, which vmap cannot follow. chunk_size=1 is a "
@@ -307,6 +316,7 @@ def _in_functorch() -> bool:
 def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
     reached: list[bool] = []
     nested: list[bool] = []
+    empty: list[bool] = []
 
     def paired(*xs: Tensor) -> Any:
         asked = groups if groups is not None and is_compiling() else ()
@@ -315,16 +325,20 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         if groups is not None and not is_compiling():
             found = {id(leaf) for leaf in _leaves_of(outs)}
             reached[:] = [id(x) in found for x in xs]
-        return tuple(outs), tuple(extras)
+        empty[:] = [not outs]
+        return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
+    outs = () if empty[0] else outs
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if not outs:
+            return [None] * len(leaves)
         filled = tuple(
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
-        with explained():
+        with explained(asked_of(fun)):
             grads = [g.view_as(g) for g in pull(filled)]
         if not reached:
             return list(grads)
@@ -370,7 +384,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
 
 def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     def paired(*xs: Tensor) -> Any:
-        outs, extras = fun(*xs)
+        outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]

@@ -14,6 +14,7 @@ order. Three things are not as PyTorch's manual has them:
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,9 +32,35 @@ Tensor = torch.Tensor
 
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
+    # Dynamo does not say of an input whether it is differentiated; there it counts as if it were.
+    if rule.reverse_only and _pushing() and any(is_compiling() or x.requires_grad for x in xs):
+        raise GradtoolsError(
+            f"{_pushing()[-1]}: f holds {rule.name}, which has a reverse rule only, so forward "
+            "mode cannot enter it. Use vjp or grad, or for second derivatives "
+            "mode='reverse_over_reverse'."
+        )
     if is_compiling():
         return list(_apply_by_key(rule.key, *xs))
     return list(_apply(rule, xs))
+
+
+_eager = threading.local()
+_compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
+
+
+def _pushing() -> list[str]:
+    """The operators that transpose f's pullback right now, which a nonlinear rule cannot take."""
+    return _compiled if is_compiling() else _eager.__dict__.setdefault("pushing", [])
+
+
+def evaluated_to_push(asked: str, evaluate: Callable[..., Any], *args: Any) -> Any:
+    """`evaluate(*args)`, refusing rules that have no forward mode."""
+    pushing = _pushing()
+    pushing.append(asked)
+    try:
+        return evaluate(*args)
+    finally:
+        pushing.pop()
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

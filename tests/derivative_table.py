@@ -348,7 +348,7 @@ def make_problem(scenario: Scenario, gt: Any, backend_name: str) -> Problem:
 
 
 def close(found: Any, expected: Any, rtol: float, floor: float = 1.0) -> None:
-    """Leaf by leaf: same shape and kind, and near within rtol of the larger of its norm and floor."""
+    """Leaf by leaf: same shape and kind, near within rtol of the larger of norm and floor."""
     found, expected = leaves(found), leaves(expected)
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):

@@ -146,9 +146,9 @@ def _jacobian_by_differences(problem: Any) -> Any:
 @pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
 def test_jacobian_is_the_differences_in_all_coordinates(real_problem, mode, chunk_size):
     problem = real_problem
-    if problem.backend_name == "jax" and mode == "forward" and chunk_size is not None:
-        if not problem.scenario.compiled:
-            pytest.skip("JAX's loop over chunks is traced, so f cannot branch on values")
+    looped = problem.backend_name == "jax" and mode == "forward" and chunk_size is not None
+    if looped and not problem.scenario.compiled:
+        pytest.skip("JAX's loop over chunks is traced, so f cannot branch on values")
     fun = problem.gt.jacobian(problem.f, problem.scenario.active, mode, chunk_size)
     found = fun(*problem.framework_args(), **problem.scenario.kwargs)
     flat = leaves(lower(found))

@@ -526,10 +526,7 @@ def test_the_table_holds_at_least_forty_five_bad_calls_with_names_of_their_own()
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
-def test_is_refused_in_words_that_say_what_to_do(bad, gt, backend_name, request):
-    if backend_name == "torch" and bad.name.startswith("linearize through"):
-        why = "the transpose of a reverse-only edit's pullback is taken in silence"
-        request.applymarker(pytest.mark.xfail(reason=why))
+def test_is_refused_in_words_that_say_what_to_do(bad, gt, backend_name):
     with pytest.raises(GradtoolsError) as caught:
         bad.call(gt, lambda x: lift(backend_name, x))
     for pattern in bad.says:
@@ -559,10 +556,7 @@ def test_an_integer_leaf_in_another_argument_is_welcome(gt, backend_name):
     assert gt.grad(lambda x, p: gt.xp.sum(x * p["n"]))(x, {"n": n, "s": "name"}) is not None
 
 
-def test_the_same_bad_call_is_refused_under_vmap(gt, backend_name, request):
-    if backend_name == "torch":
-        why = "torch.func.vjp refuses an f without floating output before gradtools can"
-        request.applymarker(pytest.mark.xfail(reason=why))
+def test_the_same_bad_call_is_refused_under_vmap(gt, backend_name):
     x = lift(backend_name, np.ones((3, 2)))
     with pytest.raises(GradtoolsError, match="f must return one real number"):
         gt.vmap(gt.grad(lambda x: x * x))(x)

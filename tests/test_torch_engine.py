@@ -263,9 +263,9 @@ def test_a_forward_mode_derivative_saves_nothing():
 def test_forward_mode_without_grad_mode_keeps_no_graph_of_captured_parameters(context):
     w = _x().requires_grad_()
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        with context():
-            gt.jvp(lambda x: ((x.exp() * w).sin() ** 2).sum(), (_x(),), (_x(),))
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with hooks, context():
+        gt.jvp(lambda x: ((x.exp() * w).sin() ** 2).sum(), (_x(),), (_x(),))
     assert saved == []
 
 
@@ -335,7 +335,7 @@ def test_forward_mode_through_a_function_in_the_old_style_is_refused_in_words():
 
 def test_reentrant_checkpoint_is_refused_by_name():
     f = lambda x: checkpoint(lambda x: (x**3).sum(), x, use_reentrant=True)
-    with pytest.raises(GradtoolsError, match="(?s)reentrant.*use_reentrant=False"):
+    with pytest.raises(GradtoolsError, match=r"(?s)reentrant.*use_reentrant=False"):
         gt.grad(f)(_x())
 
 
@@ -537,7 +537,7 @@ def test_eight_threads_take_gradients_at_shared_parameters():
     net = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
     ).double()
-    params = {k: p for k, p in net.named_parameters()}
+    params = dict(net.named_parameters())
     data = torch.randn(8, 5, 4, dtype=F64)
 
     def f(p, x):

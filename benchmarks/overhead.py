@@ -1,0 +1,144 @@
+"""What gradtools adds to plain framework code, side by side in one run.
+
+Each row times its variants in turns and gives the median of each, and the median of the paired
+ratios to the first variant.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import gradtools.jax as gj
+import gradtools.torch as gt
+
+ROUNDS, CALLS = 11, 40
+Variants = dict[str, Callable[[], Any]]
+
+
+class _Reverse(torch.autograd.Function):
+    """A reversal by hand with the same abilities: both modes, vmap, torch.func."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> Any:
+        return -ctx.saved_tensors[0] * ct, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: torch.Tensor, _: Any) -> torch.Tensor:
+        return (-ctx.saved_tensors[0] * dx).view_as(dx)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, scale: torch.Tensor) -> Any:
+        return _Reverse.apply(x, scale), in_dims[0]
+
+
+def reversal(size: int) -> Variants:
+    """Forward and backward of the identity, with and without reversal, in PyTorch."""
+    x = torch.randn(size, size, requires_grad=True)
+
+    def step(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(edit(x * 2).sum(), x)
+
+    return {
+        "by hand": step(lambda x: _Reverse.apply(x, torch.tensor(1.0))),
+        "gradtools": step(gt.reverse_gradient),
+        "no reversal": step(lambda x: x),
+    }
+
+
+def gradient(size: int) -> Variants:
+    """The gradient of a small function in eager PyTorch."""
+    x = torch.randn(size, size)
+    f = lambda x: (torch.tanh(x @ x) ** 2).sum()
+
+    def by_hand() -> Any:
+        alias = x.detach().requires_grad_()
+        return torch.autograd.grad(f(alias), alias)
+
+    return {
+        "by hand": by_hand,
+        "gradtools": lambda: gt.grad(f)(x),
+        "torch.func": lambda: torch.func.grad(f)(x),
+    }
+
+
+def jitted(size: int) -> Variants:
+    """The same gradient, with a reversal in it, jitted in JAX."""
+    x = jax.random.normal(jax.random.key(0), (size, size))
+
+    @jax.custom_vjp
+    def reverse(x: jax.Array) -> jax.Array:
+        return x
+
+    reverse.defvjp(lambda x: (x, None), lambda _, ct: (-ct,))
+    f = lambda edit: lambda x: (jnp.tanh(edit(x) @ x) ** 2).sum()
+    by_hand = jax.jit(jax.grad(f(reverse)))
+    ours = jax.jit(gj.grad(f(gj.reverse_gradient)))
+    return {
+        "by hand": lambda: jax.block_until_ready(by_hand(x)),
+        "gradtools": lambda: jax.block_until_ready(ours(x)),
+    }
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    return (time.perf_counter() - start) / CALLS
+
+
+def row(name: str, variants: Variants) -> list[str]:
+    for run in variants.values():
+        seconds(run)
+    rounds = [{key: seconds(run) for key, run in variants.items()} for _ in range(ROUNDS)]
+    lines = []
+    for key in variants:
+        median = 1e6 * statistics.median(r[key] for r in rounds)
+        ratio = statistics.median(r[key] / r["by hand"] for r in rounds)
+        lines.append(f"| {name} | {key} | {median:.0f} | {ratio:.2f} |")
+    return lines
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    lines = [
+        f"# Overhead, {datetime.date.today()}, Python {sys.version.split()[0]}, "
+        f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
+        "",
+        f"Medians of {ROUNDS} rounds of {CALLS} calls, taken in turns.",
+        "",
+        "| what | variant | microseconds | times by hand |",
+        "|---|---|---|---|",
+    ]
+    for size in (8, 64, 512):
+        lines += row(f"reversal, {size} x {size}, PyTorch", reversal(size))
+        lines += row(f"gradient, {size} x {size}, PyTorch", gradient(size))
+        lines += row(f"gradient with a reversal, {size} x {size}, JAX jit", jitted(size))
+    text = "\n".join(lines) + "\n"
+    print(text)
+    target = pathlib.Path(__file__).parent / "results" / "overhead.md"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

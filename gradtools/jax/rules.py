@@ -118,6 +118,12 @@ def _transposed_tangent(rule: Rule, xs: Any, cts: Any, wanted: Mask) -> list[Any
 
 
 def _transpose(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
+    if any(_varies(v) for v in values):
+        raise GradtoolsError(
+            f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
+            "which jax.linear_transpose cannot do under shard_map with check_vma=True. Give both "
+            "maps, or pass check_vma=False."
+        )
     shapes = [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in examples]
     try:
         found = jax.linear_transpose(linear, *shapes)(list(values))
@@ -128,6 +134,11 @@ def _transpose(rule: Rule, which: str, linear: Any, examples: Any, values: Any) 
             f"Give the missing map as well, or make this one linear. JAX says: {error}"
         ) from error
     return list(found)
+
+
+def _varies(x: Any) -> bool:
+    """Whether x is typed as different on the devices of a mesh axis."""
+    return bool(jax.typeof(x).manual_axis_type.varying)
 
 
 def _checked(rule: Rule, which: str, value: Any, shape: Any, dtype: Any) -> Any:

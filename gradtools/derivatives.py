@@ -41,7 +41,9 @@ class Derivatives(Operators):
     ) -> Callable[..., Any]:
         """The gradient function of a real scalar f: J^H 1.
 
-        f is evaluated once. Nothing but f's own effects remains: no `.grad` is touched.
+        f is evaluated once. Nothing but f's own effects remains: no `.grad` is touched. In JAX f
+        is traced, and what was traced is run; only where f branches on values, which a trace
+        cannot follow, does its Python run a second time, without one.
 
         Args:
             f: Takes and returns pytrees of arrays; its output is one real array of shape ().

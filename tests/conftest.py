@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -63,6 +65,18 @@ def pytest_ignore_collect(collection_path, config: pytest.Config) -> bool | None
 def gt(backend_name: str):
     """The namespace of one backend; a test that takes it runs once for each."""
     return importlib.import_module(f"gradtools.{backend_name}")
+
+
+@pytest.fixture
+def default_precision() -> Iterator[None]:
+    """JAX as a user finds it, without x64."""
+    if "jax" not in sys.modules:
+        yield
+        return
+    import jax
+
+    with jax.enable_x64(False):
+        yield
 
 
 @pytest.fixture

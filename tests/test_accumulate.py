@@ -1,10 +1,8 @@
 """Accumulating gradients: the accumulator, and writing into buffers, in both backends."""
 
 import math
-import re
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -760,20 +758,3 @@ def test_a_target_of_none_is_zeros_in_jax(jax_gt):
 def test_an_integer_buffer_is_refused(jax_gt):
     with pytest.raises(GradtoolsError, match=r"target\['n'\] is int32 of shape \(\); expected a f"):
         jax_gt.accumulate_gradients({"n": np.int32(0)}, {"n": np.float32(1.0)})
-
-
-# --- the page ----------------------------------------------------------------------------
-
-PAGE = Path(__file__).parents[1] / "docs" / "grad-or-backward.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def test_the_page_has_its_blocks():
-    assert len(BLOCKS) == 11
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_every_block_of_the_page_runs_as_it_stands(block):
-    for name in re.findall(r"^import ([\w.]+)", block, re.MULTILINE):
-        pytest.importorskip(name)
-    exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})

@@ -11,6 +11,9 @@ from gradtools import GradtoolsError
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 
+pytestmark = pytest.mark.usefixtures("default_precision")
+
+
 @pytest.fixture(params=["torch", "jax"])
 def arrays(request):
     pytest.importorskip(request.param)

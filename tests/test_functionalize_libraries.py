@@ -23,6 +23,9 @@ MOMENTUM = 0.9
 KEY = jax.random.key(5)
 
 
+pytestmark = pytest.mark.usefixtures("default_precision")
+
+
 class Linen(linen.Module):
     rate: float = 0.0
 

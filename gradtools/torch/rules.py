@@ -14,6 +14,7 @@ order. Three things are not as PyTorch's manual has them:
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -69,6 +70,8 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     """The same, one tensor given twice under two names: a saved input may not be an output."""
+    if len({id(x) for x in xs}) == len(xs):
+        return list(xs)
     return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
 
@@ -97,6 +100,10 @@ class _ReverseOnly(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, rule: Rule, *xs: Tensor) -> Any:
         out = apply_rule(*_batched(rule, info.batch_size, in_dims[1:], xs))
         return tuple(out), (0,) * len(out)
+
+
+# PyTorch asks for this signature at every call, and building it costs as much as the call.
+_ReverseOnly.forward.__signature__ = inspect.signature(_ReverseOnly.forward)  # type: ignore[attr-defined]
 
 
 class _BothModes(_ReverseOnly):

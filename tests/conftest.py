@@ -31,6 +31,8 @@ def _wanted(config: pytest.Config) -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = _wanted(config)
+    if not wanted:
+        raise pytest.UsageError("no backend to test: install torch or jax, or change the option")
     if "jax" in wanted:
         import jax
 

@@ -63,6 +63,21 @@ OPERATORS = {
         X,
         XS,
     ),
+    "linearize": (
+        lambda x, v: gt.linearize(layer, x)[1](v),
+        lambda x, v: jax.linearize(layer, x)[1](v),
+        X,
+        V,
+    ),
+    "mixed_partial": (
+        lambda y, z, u: gt.mixed_partial(two, lambda z: jnp.sin(z) * z, y, z, u),
+        lambda y, z, u: (lambda g, w: jax.jvp(lambda g: jax.grad(two)(y, g), (g,), (w,))[1])(
+            *jax.jvp(lambda z: jnp.sin(z) * z, (z,), (u,))
+        ),
+        X,
+        V,
+        X + V,
+    ),
     "minimax": (
         gt.minimax_value_and_grad(two, 0, 1),
         lambda x, y: (lambda v, g: (v, (g[0], -g[1])))(*jax.value_and_grad(two, (0, 1))(x, y)),
@@ -89,7 +104,22 @@ def hand_written(backward):
     return edit
 
 
+def clipped_by_norm(c):
+    """The formula of clip_gradient, with what keeps it from overflowing."""
+    largest = jnp.max(jnp.abs(c))
+    zero = largest == 0
+    unit = jnp.where(zero, 1.0, largest)
+    shrink = jnp.where(largest > 1, 0.25, 1.0)
+    scaled = c * shrink / (unit * shrink)
+    size = jnp.sqrt(jnp.where(zero, 1.0, jnp.sum(scaled * scaled)))
+    return jnp.where(zero | (unit * size <= 0.1), c, scaled * (0.1 / size))
+
+
 EDITS = {
+    "clip_norm": (
+        lambda x: gt.clip_gradient(x, max_norm=0.1),
+        hand_written(clipped_by_norm),
+    ),
     "reverse": (lambda x: gt.reverse_gradient(x, 0.5), hand_written(lambda c: -0.5 * c)),
     "scale": (lambda x: gt.scale_gradient(x, 3.0), hand_written(lambda c: 3.0 * c)),
     "clip_value": (
@@ -119,3 +149,15 @@ def test_an_edit_costs_what_a_hand_written_rule_does(name, scanned):
 def test_the_value_of_an_edit_costs_nothing():
     for ours, _ in EDITS.values():
         assert cost(lambda x, e=ours: e(x) * 2, X) == cost(lambda x: x * 2, X)
+
+
+def test_straight_through_costs_the_value_and_the_surrogates_gradient():
+    @jax.custom_vjp
+    def by_hand(x):
+        return (x > 0.5).astype(x.dtype)
+
+    by_hand.defvjp(lambda x: (by_hand(x), x), lambda x, c: (jax.vjp(jnp.tanh, x)[1](c)[0],))
+    ours = gt.straight_through(lambda x: x > 0.5, jnp.tanh)
+    f = lambda edit: lambda x: (edit(x) * A[0]).sum()
+    assert cost(jax.value_and_grad(f(ours)), X) == cost(jax.value_and_grad(f(by_hand)), X)
+    assert cost(f(ours), X) == cost(f(by_hand), X)

@@ -27,10 +27,10 @@ from gradtools.rules import Rule
 SCALE = Rule(
     "scale_gradient",
     primal=lambda x, s: [x],
-    tangent=lambda xs, dxs: [None if dxs[0] is None else xs[1] * dxs[0]],
-    cotangent=lambda xs, cts: [xs[1] * cts[0], None],
+    tangent=lambda s, dxs: [None if dxs[0] is None else s[0] * dxs[0]],
+    cotangent=lambda s, cts: [s[0] * cts[0], None],
     passive=(1,),
-    uses=(1,),
+    saves=(1,),
     captures=False,
     identity=True,
 )
@@ -39,10 +39,10 @@ SCALE = Rule(
 REPLACE = Rule(
     "straight_through",
     primal=lambda y, s: [y],
-    tangent=lambda xs, dxs: [dxs[1]],
-    cotangent=lambda xs, cts: [None, cts[0]],
+    tangent=lambda _, dxs: [dxs[1]],
+    cotangent=lambda _, cts: [None, cts[0]],
     passive=(0,),
-    uses=(),
+    saves=(),
     captures=False,
     identity=True,
 )
@@ -51,9 +51,9 @@ REPLACE = Rule(
 KNOWN = Rule(
     "known_gradient",
     primal=lambda x, dx: [x],
-    cotangent=lambda xs, cts: [xs[1], None],
+    cotangent=lambda dx, cts: [dx[0], None],
     passive=(1,),
-    uses=(1,),
+    saves=(1,),
     captures=False,
     identity=True,
     reverse_only=True,
@@ -69,12 +69,12 @@ def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
     by_norm, by_value = kind & CLIP_BY_NORM, kind & CLIP_BY_VALUE
     bounds = tuple(range(count, count + (kind == CLIP_BY_BOTH) + 1))
 
-    def cotangent(xs: Any, cts: Any) -> list[Any]:
+    def cotangent(limits: Any, cts: Any) -> list[Any]:
         found = list(cts[:count])
         if by_value:
-            found = [_clip_modulus(backend, ct, xs[-1]) for ct in found]
+            found = [_clip_modulus(backend, ct, limits[-1]) for ct in found]
         if by_norm:
-            found = _clip_norm(backend, found, xs[count])
+            found = _clip_norm(backend, found, limits[0])
         return [*found, *(None for _ in bounds)]
 
     return Rule(
@@ -82,7 +82,7 @@ def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
         primal=lambda *xs: list(xs[:count]),
         cotangent=cotangent,
         passive=bounds,
-        uses=bounds,
+        saves=bounds,
         captures=False,
         identity=True,
         reverse_only=True,
@@ -302,7 +302,7 @@ class Edits(Operators):
             "transform_gradient",
             primal=lambda *xs: list(xs),
             cotangent=cotangent,
-            uses=(),
+            saves=(),
             identity=True,
             reverse_only=True,
         )

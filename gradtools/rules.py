@@ -5,9 +5,13 @@ Everything that bends a gradient is one thing, a value with its own tangent and 
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
 Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. One of them
-may be left out: it then is the transpose of the other. This module holds what is the same in
-every framework: the record, the completion of a missing map, and the rule under vmap. How a
-rule enters a framework's own differentiation stands in `torch/rules.py` and `jax/rules.py`.
+may be left out: it then is the transpose of the other. What the maps read at x, they are handed:
+inputs, outputs, or *extras*, further results of the evaluation that made the output. Extras are
+outputs like any other, only hidden, and differentiated through the code that made them: so a
+saved intermediate is right at second order.
+
+This module holds what is the same in every framework: the record and the rule under vmap. How
+a rule enters a framework's own differentiation stands in `torch/rules.py` and `jax/rules.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ from typing import Any
 from gradtools.errors import GradtoolsError
 
 Array = Any
-Shape = tuple[int, ...]
 Entries = Sequence[Any]  # arrays, or None for a zero
+Map = Callable[[Entries, Entries], list[Any]]
+Joint = Callable[[Entries, Entries], tuple[list[Any], list[Any]]]
 
 
 KEYS = map(str, itertools.count())  # text: dynamo makes integers symbolic
@@ -34,6 +39,28 @@ def by_key(key: str) -> Rule:
     return _BY_KEY[key]
 
 
+@dataclass(frozen=True)
+class Linearized:
+    """One evaluation of a function, and its linear maps there.
+
+    Attributes:
+        ys: The outputs.
+        extras: Further results that the maps read.
+        saves: What the maps are handed: positions in `[*xs, *ys, *extras]`.
+        tangent: `tangent(saved, dxs)`, or None.
+        cotangent: `cotangent(saved, cts)`, or None.
+        rerun: Whether something else than arrays was saved that may depend on x, so that a
+            second derivative has to evaluate again.
+    """
+
+    ys: list[Array]
+    extras: list[Array]
+    saves: tuple[int, ...]
+    tangent: Map | None = None
+    cotangent: Map | None = None
+    rerun: bool = False
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Rule:
     """A function on a flat list of arrays, with its tangent and its cotangent map.
@@ -41,37 +68,44 @@ class Rule:
     Attributes:
         name: What messages call it.
         primal: `primal(*xs)` gives the list of outputs.
-        tangent: `tangent(xs, dxs)` gives one tangent for each output. Entries of `dxs`, and of
-            what is returned, may be None, a zero. It must be linear in `dxs`.
-        cotangent: `cotangent(xs, cts)` gives one cotangent for each input, in gradtools' complex
-            convention. Entries may be None, a zero. It must be linear in `cts`.
+        tangent: `tangent(saved, dxs)` gives one tangent for each output. Entries of `dxs`, and
+            of what is returned, may be None, a zero. It must be linear in `dxs`.
+        cotangent: `cotangent(saved, cts)` gives one cotangent for each input, in gradtools'
+            complex convention. Entries may be None, a zero.
+        saves: What the maps are handed, positions in `[*xs, *ys]` (default: all inputs). Only
+            these are kept for the backward pass.
+        linearize: `linearize(*xs)` gives a `Linearized`, for rules whose maps read more than
+            inputs and outputs; `tangent`, `cotangent` and `saves` then are left out.
+        joint: `joint(xs, dxs)` gives outputs and tangents of one evaluation, for a rule that is
+            given so; `tangent` is its second half.
         passive: Positions of inputs that are never differentiated; their derivative is zero.
-        uses: Positions of inputs that the linear maps read (default: all); the maps see None for
-            the others, which are then not kept for the backward pass.
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
         identity: Whether the outputs are inputs as they came.
         key: A text by which compiled code finds the rule again, see `by_key`.
-        dx_shape: The shape of input i's tangent from the input's own. They differ only under
-            vmap, where a tangent may carry the batch and its input not.
+        forward: In a rule that was linearized, `forward(*xs)` gives `[*ys, *extras]`.
+        extras: How many extras `forward` gives.
     """
 
     name: str
     primal: Callable[..., list[Array]]
-    tangent: Callable[[Entries, Entries], list[Any]] | None = None
-    cotangent: Callable[[Entries, Entries], list[Any]] | None = None
+    tangent: Map | None = None
+    cotangent: Map | None = None
+    saves: tuple[int, ...] | None = None
+    linearize: Callable[..., Linearized] | None = None
+    joint: Joint | None = None
     passive: tuple[int, ...] = ()
-    uses: tuple[int, ...] | None = None
     reverse_only: bool = False
     captures: bool = True
     closed_over: tuple[int, ...] = ()
     identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))
-    dx_shape: Callable[[int, Shape], Shape] = lambda i, shape: shape
+    forward: Callable[..., list[Array]] | None = None
+    extras: int = 0
 
     def __post_init__(self) -> None:
-        if self.tangent is None and self.cotangent is None:
+        if self.tangent is None and self.cotangent is None and self.linearize is None:
             raise GradtoolsError(
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
                 "give at least one, the other follows by transposition."
@@ -81,54 +115,124 @@ class Rule:
     def __repr__(self) -> str:
         return f"<rule {self.name}>"
 
-    def read(self, xs: Entries) -> list[Any]:
-        """Those of the inputs that the linear maps read."""
-        return list(xs) if self.uses is None else [xs[i] for i in self.uses]
+    def at(self, *xs: Array) -> Linearized:
+        """One evaluation with the maps there."""
+        if self.linearize is not None:
+            return self.linearize(*xs)
+        return self.reading(xs, self.primal(*xs))
 
-    def placed(self, read: Entries, count: int) -> list[Any]:
-        """The inverse of `read`: a list of `count` inputs, None where not read."""
-        if self.uses is None:
-            return list(read)
-        return spread(read, [i in self.uses for i in range(count)])
+    def reading(self, xs: Entries, ys: list[Array]) -> Linearized:
+        """The same where the outputs are known and the maps read nothing else."""
+        saves = tuple(range(len(xs))) if self.saves is None else self.saves
+        return Linearized(ys, [], saves, self.tangent, self.cotangent)
+
+    def saved(self, xs: Entries, ys: Entries, extras: Entries = ()) -> list[Any]:
+        """What the linear maps are handed."""
+        if self.saves is None:
+            return list(xs)
+        everything = [*xs, *ys, *extras]
+        return [everything[i] for i in self.saves]
+
+    def linearized(self, found: Linearized, forward: Callable[..., list[Array]]) -> Rule:
+        """The rule with the maps of one evaluation, which `forward` repeats."""
+        return replace(
+            self,
+            tangent=found.tangent,
+            cotangent=found.cotangent,
+            saves=found.saves,
+            linearize=None,
+            joint=None,
+            forward=forward,
+            extras=len(found.extras),
+            key=next(KEYS),
+        )
 
 
-def batched(rule: Rule, backend: Any, x_axes: Entries, dx_axes: Entries, size: int) -> Rule:
+def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size: int) -> Rule:
     """The rule of `vmap(rule)`.
 
     Args:
         rule: The rule of one example.
-        backend: Whose `vmap_list` is used.
-        x_axes: 0 or None for each input: whether it carries the batch in front.
-        dx_axes: The same for each input's tangent and cotangent. Where it is None and the batch
-            comes in elsewhere, the cotangent is summed over the batch.
+        backend: Whose `vmap_list` and `sum_leading` are used.
+        x_axes: 0 or None for each input: whether it carries the batch in front. An input without
+            it gets its cotangent summed over the batch.
+        saved_axes: The same for what the linear maps are handed; None where this is not known
+            yet: it is then what `x_axes` says, and outputs and extras carry the batch.
         size: The batch size.
     """
-    x_axes, dx_axes = tuple(x_axes), tuple(dx_axes)
+    x_axes = tuple(x_axes)
 
-    def primal(*xs: Array) -> list[Array]:
-        return backend.vmap_list(lambda *x: rule.primal(*x), x_axes, size)(*xs)
+    def mapped(fun: Callable[..., list[Array]] | None) -> Any:
+        if fun is None:
+            return None
+        return lambda *xs: backend.vmap_list(lambda *x: fun(*x), x_axes, size)(*xs)
 
-    def tangent(xs: Entries, dxs: Entries) -> list[Any]:
-        return _mapped(rule.tangent, backend, x_axes, dx_axes, size)(xs, dxs)
+    def axes_of(saves: tuple[int, ...] | None) -> tuple[Any, ...]:
+        if saves is None:
+            return x_axes
+        return tuple([x_axes[i] if i < len(x_axes) else 0 for i in saves])
 
-    def cotangent(xs: Entries, cts: Entries) -> list[Any]:
-        found = _mapped(rule.cotangent, backend, x_axes, (0,) * len(cts), size)(xs, cts)
-        return [
-            ct if ct is None or axis == 0 else backend.sum_leading(ct)
-            for ct, axis in zip(found, dx_axes, strict=True)
-        ]
+    def tangent_of(one: Map | None, axes: tuple[Any, ...]) -> Map | None:
+        if one is None:
+            return None
+        return lambda saved, dxs: _mapped(one, backend, axes, x_axes, size)(saved, dxs)
 
-    def dx_shape(i: int, shape: Shape) -> Shape:
-        inner = rule.dx_shape(i, shape if x_axes[i] is None else shape[1:])
-        return inner if dx_axes[i] is None else (size, *inner)
+    def cotangent_of(one: Map | None, axes: tuple[Any, ...]) -> Map | None:
+        if one is None:
+            return None
 
+        def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+            found = _mapped(one, backend, axes, (0,) * len(cts), size)(saved, cts)
+            return [
+                ct if ct is None or axis == 0 else backend.sum_leading(ct)
+                for ct, axis in zip(found, x_axes, strict=True)
+            ]
+
+        return cotangent
+
+    def linearize(*xs: Array) -> Linearized:
+        one: list[Linearized] = []
+
+        def example(*x: Array) -> list[Array]:
+            found = rule.at(*x)
+            one[:] = [found]
+            return [*found.ys, *found.extras]
+
+        out = backend.vmap_list(example, x_axes, size)(*xs)
+        found, count = one[0], len(one[0].ys)
+        axes = axes_of(found.saves)
+        return replace(
+            found,
+            ys=out[:count],
+            extras=out[count:],
+            tangent=tangent_of(found.tangent, axes),
+            cotangent=cotangent_of(found.cotangent, axes),
+        )
+
+    def joint_of(one: Callable[..., Any]) -> Callable[..., Any]:
+        def joint(xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
+            counts: list[int] = []
+
+            def example(x: Entries, dx: Entries) -> list[Any]:
+                ys, dys = one(x, dx)
+                counts[:] = [len(ys)]
+                return [*ys, *dys]
+
+            out = _mapped(example, backend, x_axes, x_axes, size)(xs, dxs)
+            return out[: counts[0]], out[counts[0] :]
+
+        return joint
+
+    axes = axes_of(rule.saves) if saved_axes is None else tuple(saved_axes)
     return replace(
         rule,
         key=next(KEYS),
-        dx_shape=dx_shape,
-        primal=primal,
-        tangent=None if rule.tangent is None else tangent,
-        cotangent=None if rule.cotangent is None else cotangent,
+        primal=mapped(rule.primal),
+        forward=mapped(rule.forward),
+        tangent=tangent_of(rule.tangent, axes),
+        cotangent=cotangent_of(rule.cotangent, axes),
+        linearize=None if rule.linearize is None else linearize,
+        joint=None if rule.joint is None else joint_of(rule.joint),
     )
 
 

@@ -7,17 +7,23 @@ of our own have both, because differentiation and transposition only exchange th
     tangent    dy = J(x) dx         linear in dx; its transpose is cotangent
     cotangent  x' = J(x)^T y'       linear in y'; its transpose is tangent
 
-The jvp of a linear one is itself on the new tangent, plus `jax.jvp` of the Python rule in x, so
-a rule is differentiated at any order. A primitive's rule, unlike `custom_jvp`'s, survives scan,
-cond, remat and jit. JAX's cotangents are the conjugates of gradtools'; they are converted in
-`_cotangent` and nowhere else.
+A rule is *linearized* when it is first differentiated: what its maps read becomes known, and a
+missing map is made from the other one. The primal primitive then also gives the extras that
+they read; their derivative is that of the code that made them, while an output's derivative is
+the rule at every order. The jvp of the linear primitives is that of the Python maps. A
+primitive's rule, unlike `custom_jvp`'s, survives scan, cond, remat and jit.
 
-The linear primitives take the inputs x, then those tangents (or cotangents) that are not zero;
-the static masks `given` and `wanted` say which these are and which ones are asked for.
+JAX's cotangents are the conjugates of gradtools'. A linearized rule speaks JAX's language; the
+conversion is in `_native` and nowhere else.
+
+The linear primitives take what the maps read, then those tangents (or cotangents) that are not
+zero; the static masks `given` and `wanted` say which these are and which ones are asked for,
+and `outs` what comes out.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -29,154 +35,257 @@ from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
 from gradtools.errors import GradtoolsError
+from gradtools.jax import tracing
 from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import KEYS, Rule, batched, spread
+from gradtools.rules import KEYS, Entries, Linearized, Rule, batched, spread
 
 Mask = tuple[bool, ...]
 _NO_TRACE = get_opaque_trace_state(convention="flax")
+_NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
 
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    xs = tuple(jnp.asarray(x) for x in xs)
+    xs = _varying_alike([jnp.asarray(x) for x in xs])
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
     if rule.captures and get_opaque_trace_state(convention="flax") != _NO_TRACE:
         rule, captured = _lift_captured(rule, xs)
-        xs = (*xs, *captured)
-    return list(primal_p.bind(*xs, rule=rule))
+        xs = _varying_alike([*xs, *captured])
+    return list(primal_p.bind(*xs, rule=rule, forward=False))
 
 
-# --- the maps, as functions of flat arrays -----------------------------------------------
+def _varying_alike(xs: Sequence[Any]) -> list[Any]:
+    """Under shard_map, all inputs varying over the same mesh axes.
 
-
-def _primal(*xs: Any, rule: Rule) -> list[Any]:
-    return list(rule.primal(*xs))
-
-
-def _tangent(*operands: Any, rule: Rule, given: Mask) -> list[Any]:
-    n = len(rule.read(given))
-    xs = rule.placed(operands[:n], len(given))
-    dxs = spread(operands[n:], given)
-    if rule.uses is not None:
-        return list(rule.tangent(xs, dxs))
-    outs = _primal_shapes(rule, xs)
-    if rule.tangent is None:
-        return _transposed_cotangent(rule, xs, dxs, outs)
-    found = zip(rule.tangent(xs, dxs), outs, strict=True)
-    return [_checked(rule, "tangent", dy, y.shape, y.dtype) for dy, y in found]
-
-
-def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask) -> list[Any]:
-    n = len(rule.read(wanted))
-    xs = rule.placed(operands[:n], len(wanted))
-    cts = spread(operands[n:], given)
-    if rule.cotangent is None:
-        return _transposed_tangent(rule, xs, cts, wanted)
-    found = rule.cotangent(xs, [None if ct is None else conj(ct) for ct in cts])
-    if rule.uses is not None:
-        return [conj(ct) for ct, w in zip(found, wanted, strict=True) if w]
+    The derivative of that is the sum over the axes, which the cotangent of an input that does
+    not vary needs.
+    """
+    axes = [_varies(x) for x in xs]
+    union = frozenset().union(*axes)
     return [
-        conj(_checked(rule, "cotangent", ct, rule.dx_shape(i, x.shape), x.dtype))
-        for i, (ct, x) in enumerate(zip(found, xs, strict=True))
-        if wanted[i]
+        x if own == union else jax.lax.pcast(x, tuple(sorted(union - own)), to="varying")
+        for x, own in zip(xs, axes, strict=True)
     ]
 
 
-def _transposed_cotangent(rule: Rule, xs: Any, dxs: Any, outs: Any) -> list[Any]:
-    """J dx from the cotangent map alone: the transpose of y' -> J^T y'."""
-    given = tuple(dx is not None for dx in dxs)
-    carried = [_is_differentiable(o) for o in outs]
-    examples = [o for o, c in zip(outs, carried, strict=True) if c]
-
-    def pull(*cts: Any) -> list[Any]:
-        return _cotangent(*xs, *cts, rule=rule, given=tuple(carried), wanted=given)
-
-    found = _transpose(rule, "cotangent", pull, examples, [dx for dx in dxs if dx is not None])
-    full = spread(found, carried)
-    return [
-        jnp.zeros(o.shape, o.dtype) if v is None else v for v, o in zip(full, outs, strict=True)
-    ]
+def _varies(x: Any) -> frozenset[Any]:
+    """The mesh axes over which x is typed as different."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def _transposed_tangent(rule: Rule, xs: Any, cts: Any, wanted: Mask) -> list[Any]:
-    """J^T y' from the tangent map alone."""
-    outs = _primal_shapes(rule, xs)
-    examples = [
-        jax.ShapeDtypeStruct(rule.dx_shape(i, x.shape), x.dtype)
-        for i, x in enumerate(xs)
-        if wanted[i]
-    ]
+# --- a rule at its first derivative ------------------------------------------------------
+
+
+def _linearized(rule: Rule, xs: Sequence[Any]) -> Rule:
+    """The rule with both maps, and with what they read made explicit.
+
+    Its maps are JAX's own: conjugated, with cotangents and tangents of floating outputs alone.
+    """
+    if rule.forward is not None:
+        return rule
+    found: list[Linearized] = []
+
+    def forward(*xs: Any) -> list[Any]:
+        split = _split(rule, xs) if rule.joint is not None else None
+        found[:] = [split or _native(rule, rule.at(*xs), xs)]
+        return [*found[0].ys, *found[0].extras]
+
+    closed = jax.make_jaxpr(forward)(*[jax.typeof(x) for x in xs])
+    return rule.linearized(
+        found[0], lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
+    )
+
+
+def _likes(xs: Sequence[Any]) -> list[Any]:
+    """What each array looks like; None for one that is not differentiated."""
+    avals = [jax.typeof(x) for x in xs]
+    return [aval.update(weak_type=False) if is_inexact(aval) else None for aval in avals]
+
+
+def _present(xs: Sequence[Any]) -> list[Any]:
+    return [x for x in xs if x is not None]
+
+
+def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
+    """The maps of one evaluation as JAX's own; a missing one is the other's transpose."""
+    given_tangent, given_cotangent = found.tangent, found.cotangent
+    like_xs, like_ys = _likes(xs), _likes(found.ys)
+    inexact = [like is not None for like in like_ys]
+    moving = [like is not None and i not in rule.passive for i, like in enumerate(like_xs)]
+
+    def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+        if given_tangent is None:
+            return transposed_cotangent(saved, dxs)
+        pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
+        return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
+
+    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+        if given_cotangent is None:
+            return transposed_tangent(saved, cts)
+        conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
+        pairs = zip(given_cotangent(saved, conjugated), like_xs, strict=True)
+        return [
+            None if like is None else conj(_checked(rule, "cotangent", ct, like))
+            for ct, like in pairs
+        ]
+
+    def transposed_cotangent(saved: Entries, dxs: Entries) -> list[Any]:
+        def pull(*cts: Any) -> list[Any]:
+            found = zip(cotangent(saved, cts), dxs, strict=True)
+            return [ct for ct, dx in found if dx is not None]
+
+        return _transpose(rule, "cotangent", pull, _present(like_ys), _present(dxs))
+
+    def transposed_tangent(saved: Entries, cts: Entries) -> list[Any]:
+        def push(*dxs: Any) -> list[Any]:
+            return tangent(saved, spread(dxs, moving))
+
+        examples = [like for like, m in zip(like_xs, moving, strict=True) if m]
+        full = _filled(cts, _present(like_ys))
+        return spread(_transpose(rule, "tangent", push, examples, full), moving)
+
+    return replace(found, tangent=tangent, cotangent=cotangent)
+
+
+def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
+    """A rule that gives values and tangents at once, parted into what x decides and the rest.
+
+    The first part is the forward pass, and what it leaves for the second are the extras.
+    Transposing runs whatever does not depend on a tangent, so transposing twice parts them.
+    """
+    mask = [is_inexact(x) and i not in rule.passive for i, x in enumerate(xs)]
+    like_xs = [like for like, m in zip(_likes(xs), mask, strict=True) if m]
+    ys: list[Any] = []
 
     def push(*dxs: Any) -> list[Any]:
-        out = _tangent(*xs, *dxs, rule=rule, given=wanted)
-        return [v for v, o in zip(out, outs, strict=True) if _is_differentiable(o)]
+        assert rule.joint is not None
+        ys[:], dys = rule.joint(xs, spread(dxs, mask))
+        pairs = zip(dys, _likes(ys), strict=True)
+        return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
 
-    pairs = [(ct, o) for ct, o in zip(cts, outs, strict=True) if _is_differentiable(o)]
-    full = [jnp.zeros(o.shape, o.dtype) if ct is None else ct for ct, o in pairs]
-    return _transpose(rule, "tangent", push, examples, full)
+    if any(_varies(x) for x in xs):
+        return None
+    try:
+        pull = jax.linear_transpose(push, *map(_shape, like_xs))
+        like_ys = _present(_likes(ys))
+        back, extras = hoist(lambda *cts: list(pull(list(cts))), *map(_zeros, like_ys))
+    except _NOT_LINEAR:
+        return None  # forward mode needs no transpose; reverse mode will say why there is none
+
+    def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+        full = _filled([dx for dx, m in zip(dxs, mask, strict=True) if m], like_xs)
+        return _transpose(rule, "tangent", lambda *cts: back(saved, *cts), like_ys, full)
+
+    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+        return spread(back(saved, *_filled(cts, like_ys)), mask)
+
+    places = {id(x): i for i, x in reversed(list(enumerate([*xs, *ys])))}
+    own = list({id(c): c for c in extras if id(c) not in places}.values())
+    places |= {id(c): len(xs) + len(ys) + k for k, c in enumerate(own)}
+    return Linearized(list(ys), own, tuple([places[id(c)] for c in extras]), tangent, cotangent)
+
+
+def _shape(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
+    """`values` with zeros for None."""
+    return [_zeros(k) if v is None else v for v, k in zip(values, likes, strict=True)]
+
+
+def _zeros(aval: Any) -> Any:
+    zeros, axes = jnp.zeros(aval.shape, aval.dtype), tuple(sorted(_axes(aval)))
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+def _axes(aval: Any) -> frozenset[Any]:
+    return frozenset(aval.manual_axis_type.varying)
+
+
+def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
+    """A zero for None; an error where a map's result does not have the shape it must have."""
+    if value is None:
+        return _zeros(like)
+    if jnp.shape(value) != tuple(like.shape):
+        raise GradtoolsError(
+            f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
+            f"expected {tuple(like.shape)}, that of what it belongs to."
+        )
+    return jnp.asarray(value, like.dtype)
+
+
+# --- the map that was not given ----------------------------------------------------------
 
 
 def _transpose(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
-    if any(_varies(v) for v in values):
-        raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
-            "which jax.linear_transpose cannot do under shard_map with check_vma=True. Give both "
-            "maps, or pass check_vma=False."
-        )
-    shapes = [jax.ShapeDtypeStruct(e.shape, e.dtype) for e in examples]
+    """The transpose of `linear` (shaped like `examples` to `values`), applied to `values`."""
     try:
-        found = jax.linear_transpose(linear, *shapes)(list(values))
-    except (NotImplementedError, TypeError, ValueError, AssertionError) as error:
+        if any(_varies(v) for v in values):
+            return _transposed_by_vjp(linear, examples, values)
+        return list(jax.linear_transpose(linear, *map(_shape, examples))(list(values)))
+    except _NOT_LINEAR as error:
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
             f"but JAX cannot transpose it: a {which} map must be linear in its {which}s. "
             f"Give the missing map as well, or make this one linear. JAX says: {error}"
         ) from error
-    return list(found)
 
 
-def _varies(x: Any) -> bool:
-    """Whether x is typed as different on the devices of a mesh axis."""
-    return bool(jax.typeof(x).manual_axis_type.varying)
+def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
+    """Under shard_map with check_vma=True jax.linear_transpose has no types for its inputs.
 
+    The pullback of a linear map is its transpose, anywhere; that it is the same everywhere is
+    read from the jaxpr.
+    """
+    zeros = [_zeros(e) for e in examples]
 
-def _checked(rule: Rule, which: str, value: Any, shape: Any, dtype: Any) -> Any:
-    """A zero for None; an error where a map's result does not have the shape it must have."""
-    if value is None:
-        return jnp.zeros(shape, dtype)
-    if jnp.shape(value) != tuple(shape):
-        raise GradtoolsError(
-            f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
-            f"expected {tuple(shape)}, that of what it belongs to."
-        )
-    return jnp.asarray(value, dtype)
+    def pulled(at: Any, cts: Any) -> Any:
+        return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
 
-
-def _primal_shapes(rule: Rule, xs: Sequence[Any]) -> list[Any]:
-    return jax.eval_shape(lambda *a: list(rule.primal(*a)), *xs)
-
-
-def _is_differentiable(x: Any) -> bool:
-    return is_inexact(x)
+    flow = tracing.raw_matrix(jax.make_jaxpr(pulled)(zeros, list(values)))
+    if any(any(row[: len(zeros)]) for row in flow):
+        raise ValueError("its derivative depends on where it is taken")
+    return list(pulled(zeros, list(values)))
 
 
 # --- the primitives ----------------------------------------------------------------------
 
 
-def _define(name: str, run: Callable[..., list[Any]]) -> Primitive:
+def _primal(*xs: Any, rule: Rule, forward: bool) -> list[Any]:
+    return list((rule.forward if forward and rule.forward else rule.primal)(*xs))
+
+
+def _tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
+    n = len(operands) - sum(given)
+    assert rule.tangent is not None
+    return rule.tangent(operands[:n], spread(operands[n:], given))
+
+
+def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any) -> Any:
+    n = len(operands) - sum(given)
+    assert rule.cotangent is not None
+    found = rule.cotangent(operands[:n], spread(operands[n:], given))
+    return [ct for ct, w in zip(found, wanted, strict=True) if w]
+
+
+def _define(name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(run)
+    primitive.def_abstract_eval(abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    return primitive
 
+
+def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
     def abstract(*avals: Any, **params: Any) -> list[Any]:
         # `make_jaxpr`, not `eval_shape`: its avals keep weak types and, under shard_map, the
         # axes over which a value varies.
         return _abstract(run, tuple(avals), tuple(params.items()))
 
-    primitive.def_abstract_eval(abstract)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
-    return primitive
+    return abstract
 
 
 @lru_cache(maxsize=1024)
@@ -184,22 +293,56 @@ def _abstract(run: Any, avals: tuple[Any, ...], params: tuple[Any, ...]) -> list
     return list(jax.make_jaxpr(lambda *xs: run(*xs, **dict(params)))(*avals).out_avals)
 
 
-primal_p = _define("gradtools_primal", _primal)
-tangent_p = _define("gradtools_tangent", _tangent)
-cotangent_p = _define("gradtools_cotangent", _cotangent)
+primal_p = _define("gradtools_primal", _primal, _traced_outs(_primal))
+tangent_p = _define("gradtools_tangent", _tangent, lambda *operands, ys, **_: list(ys))
+cotangent_p = _define("gradtools_cotangent", _cotangent, lambda *operands, xs, **_: list(xs))
 
 
-def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
-    ys = primal_p.bind(*xs, rule=rule)
-    given = tuple(_carries(dx) and i not in rule.passive for i, dx in enumerate(dxs))
-    for i in rule.closed_over:
-        if given[i]:
-            raise _closed_over_error(rule)
+def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule, forward: bool) -> tuple[list[Any], list[Any]]:
+    given = tuple([_carries(dx) and i not in rule.passive for i, dx in enumerate(dxs)])
+    if any(given[i] for i in rule.closed_over):
+        raise _closed_over_error(rule)
     if not any(given):
-        return ys, [_zero(y) for y in ys]
+        out = primal_p.bind(*xs, rule=rule, forward=forward)
+        return out, [_zero(y) for y in out]
     moving = [dx for dx, g in zip(dxs, given, strict=True) if g]
-    dys = tangent_p.bind(*rule.read(xs), *moving, rule=rule, given=given)
-    return ys, [dy if _is_differentiable(y) else _zero(y) for y, dy in zip(ys, dys, strict=True)]
+    out, ys, maps, saved = _evaluated(rule, xs)
+    likes = tuple(_present(_likes(ys)))
+    found = iter(tangent_p.bind(*saved, *moving, rule=maps, given=given, ys=likes))
+    dys = [next(found) if is_inexact(y) else _zero(y) for y in ys]
+    if not forward:
+        return ys, dys
+    return out, [*dys, *_extras_jvp(maps, xs, moving, given, out[len(ys) :])]
+
+
+def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], list[Any], Rule, list[Any]]:
+    """All that the forward pass gives, the outputs among it, the rule's maps, what they read."""
+    plain = rule.linearize is None and rule.joint is None and rule.forward is None
+    if plain:
+        out = primal_p.bind(*xs, rule=rule, forward=False)
+        maps = rule.linearized(_native(rule, rule.reading(xs, out), xs), rule.primal)
+    else:
+        maps = _linearized(rule, xs)
+        out = primal_p.bind(*xs, rule=maps, forward=True)
+    ys = out[: len(out) - maps.extras]
+    return out, ys, maps, maps.saved(xs, ys, out[len(ys) :])
+
+
+def _extras_jvp(rule: Rule, xs: Any, moving: Any, given: Mask, extras: Any) -> list[Any]:
+    """Tangents of the extras, through the code that made them."""
+    forward = rule.forward
+    kept = [is_inexact(e) for e in extras]
+
+    def run(*changed: Any) -> list[Any]:
+        new = iter(changed)
+        at = [next(new) if g else x for x, g in zip(xs, given, strict=True)]
+        assert forward is not None
+        out = forward(*at)
+        return [e for e, k in zip(out[len(out) - len(kept) :], kept, strict=True) if k]
+
+    at = [x for x, g in zip(xs, given, strict=True) if g]
+    found = iter(jax.jvp(run, at, moving)[1] if any(kept) else ())
+    return [next(found) if k else _zero(e) for e, k in zip(extras, kept, strict=True)]
 
 
 def _zero(y: Any) -> Any:
@@ -217,40 +360,44 @@ def _closed_over_error(rule: Rule) -> GradtoolsError:
     )
 
 
-def _linear_jvp(primitive: Primitive, run: Any) -> Any:
-    """The jvp of a map that is linear in v and smooth in x: L(x, dv) + d/dx [L(x, v)] dx."""
-
-    def jvp(operands: Any, tangents: Any, *, rule: Rule, **params: Any) -> Any:
-        inputs = params["wanted"] if "wanted" in params else params["given"]
-        n = len(rule.read(inputs))
-        xs, vs = operands[:n], operands[n:]
-        dxs, dvs = tangents[:n], tangents[n:]
-        out = primitive.bind(*operands, rule=rule, **params)
-        parts = []
-        if any(_carries(dv) for dv in dvs):
-            dvs = [ad.instantiate_zeros(dv) for dv in dvs]
-            parts.append(primitive.bind(*xs, *dvs, rule=rule, **params))
-        position = rule.read(range(len(inputs)))
-        moving = [i for i, dx in enumerate(dxs) if _carries(dx)]
-        if any(position[i] in rule.closed_over for i in moving):
-            raise _closed_over_error(rule)
-        if moving:
-            parts.append(_in_primals(run, xs, vs, dxs, moving, dict(params, rule=rule)))
-        if not parts:
-            return out, [_zero(o) for o in out]
-        return out, [_add(*terms) for terms in zip(*parts, strict=True)]
-
-    return jvp
+def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: Any) -> Any:
+    """Itself on the new tangent, plus the derivative of the Python map in what it reads."""
+    n = len(operands) - sum(given)
+    params = {"rule": rule, "given": given, "ys": ys}
+    out = tangent_p.bind(*operands, **params)
+    parts = []
+    if any(_carries(dv) for dv in tangents[n:]):
+        dvs = [ad.instantiate_zeros(dv) for dv in tangents[n:]]
+        parts.append(tangent_p.bind(*operands[:n], *dvs, **params))
+    if any(_carries(dx) for dx in tangents[:n]):
+        parts.append(_python_jvp(_tangent, operands, tangents[:n], params))
+    if not parts:
+        return out, [_zero(o) for o in out]
+    return out, [_add(*terms) for terms in zip(*parts, strict=True)]
 
 
-def _in_primals(run: Any, xs: Any, vs: Any, dxs: Any, moving: Any, params: Any) -> list[Any]:
+def _cotangent_jvp(operands: Any, tangents: Any, **params: Any) -> Any:
+    """The derivative of the Python map, in the cotangents too: it need not be linear in them."""
+    out = cotangent_p.bind(*operands, **params)
+    if not any(_carries(dv) for dv in tangents):
+        return out, [_zero(o) for o in out]
+    return out, _python_jvp(_cotangent, operands, tangents, params)
+
+
+def _python_jvp(run: Any, operands: Any, tangents: Any, params: Any) -> list[Any]:
+    moving = [i for i, dx in enumerate(tangents) if _carries(dx)]
+    rule, n = params["rule"], len(operands) - sum(params["given"])
+    sources = range(n) if rule.saves is None else rule.saves
+    if any(i < n and sources[i] in rule.closed_over for i in moving):
+        raise _closed_over_error(rule)
+
     def at(*changed: Any) -> list[Any]:
-        full = list(xs)
+        full = list(operands)
         for i, x in zip(moving, changed, strict=True):
             full[i] = x
-        return run(*full, *vs, **params)
+        return run(*full, **params)
 
-    return jax.jvp(at, [xs[i] for i in moving], [dxs[i] for i in moving])[1]
+    return jax.jvp(at, [operands[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
 def _add(first: Any, *more: Any) -> Any:
@@ -259,33 +406,107 @@ def _add(first: Any, *more: Any) -> Any:
     return first
 
 
-def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask) -> list[Any]:
-    n = len(rule.read(given))
-    xs, given_cts = operands[:n], tuple(type(ct) is not ad.Zero for ct in cts)
-    if not any(given_cts):
+def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
+    n = len(operands) - sum(given)
+    present = tuple([type(ct) is not ad.Zero for ct in cts])
+    if not any(present):
         return [None] * len(operands)
-    present = [ct for ct in cts if type(ct) is not ad.Zero]
-    found = cotangent_p.bind(*xs, *present, rule=rule, given=given_cts, wanted=given)
+    found = cotangent_p.bind(
+        *operands[:n],
+        *(ct for ct, p in zip(cts, present, strict=True) if p),
+        rule=rule,
+        given=present,
+        wanted=given,
+        xs=tuple([v.aval for v in operands[n:]]),
+        ys=ys,
+    )
     return [None] * n + list(found)
 
 
 def _cotangent_transpose(
-    dxs: Any, *operands: Any, rule: Rule, given: Mask, wanted: Mask
+    dxs: Any, *operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any
 ) -> list[Any]:
-    n = len(rule.read(wanted))
-    xs = operands[:n]
+    n = len(operands) - sum(given)
     full = spread(dxs, wanted)
-    moving = tuple(dx is not None and type(dx) is not ad.Zero for dx in full)
+    moving = tuple([dx is not None and type(dx) is not ad.Zero for dx in full])
     if not any(moving):
         return [None] * len(operands)
     present = [dx for dx, m in zip(full, moving, strict=True) if m]
-    dys = tangent_p.bind(*xs, *present, rule=rule, given=moving)
+    dys = tangent_p.bind(*operands[:n], *present, rule=rule, given=moving, ys=ys)
     return [None] * n + [dy for dy, g in zip(dys, given, strict=True) if g]
 
 
+def _primal_transpose(cts: Any, *xs: Any, rule: Rule, forward: bool) -> list[Any]:
+    """Of a rule that stands in a linear function: its pullback anywhere, say at zero."""
+    unknown = tuple([ad.is_undefined_primal(x) for x in xs])
+    at = [_zeros(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
+    _check_linear(rule, at, unknown)
+    _, ys, maps, saved = _evaluated(rule, at)
+    inexact = [is_inexact(y) for y in ys]
+    if any(type(ct) is not ad.Zero for ct in cts[len(ys) :]):
+        raise NotImplementedError(f"what {rule.name} saves depends on what is transposed")
+    present = [type(ct) is not ad.Zero for ct in cts[: len(ys)]]
+    given = tuple([p for p, i in zip(present, inexact, strict=True) if i])
+    if not any(given):
+        return [None] * len(xs)
+    found = cotangent_p.bind(
+        *saved,
+        *(ct for ct, p in zip(cts, present, strict=False) if p),
+        rule=maps,
+        given=given,
+        wanted=unknown,
+        xs=tuple([x.aval for x, u in zip(xs, unknown, strict=True) if u]),
+        ys=tuple(_present(_likes(ys))),
+    )
+    return spread(found, unknown)
+
+
+_LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
+
+
+def _check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
+    """Whether the rule's value is linear in some inputs, at made-up values, once for each rule.
+
+    A rule's value may be a kernel that nobody can transpose, so only numbers can tell.
+    """
+    if rule in _LINEAR:
+        return
+    with jax.ensure_compile_time_eval():
+        plain = [_made_up(x, 0.5) for x in xs]
+
+        def run(shift: float, factor: float) -> list[Any]:
+            changed = [
+                factor * _made_up(x, shift) if m else p
+                for x, p, m in zip(xs, plain, moving, strict=True)
+            ]
+            return [y for y in rule.primal(*changed) if is_inexact(y)]
+
+        same = all(
+            _near(factor * one, scaled)
+            for factor in (1e-3, 1e3)
+            for one, scaled in zip(run(1.0, 1.0), run(1.0, factor), strict=True)
+        )
+    if not same:
+        raise ValueError(f"{rule.name} is not linear in what it is to be transposed in")
+    _LINEAR.add(rule)
+
+
+def _made_up(x: Any, shift: float) -> Any:
+    if not is_inexact(x):
+        return jnp.zeros(x.shape, x.dtype)
+    wave = jnp.sin(jnp.arange(1, x.size + 1) * shift)
+    return wave.reshape(x.shape).astype(x.dtype)
+
+
+def _near(a: Any, b: Any) -> bool:
+    slack = float(jnp.finfo(a.dtype).eps) ** 0.5
+    return bool(jnp.all(jnp.abs(a - b) <= slack * (jnp.max(jnp.abs(b), initial=0.0))))
+
+
 ad.primitive_jvps[primal_p] = _primal_jvp
-ad.primitive_jvps[tangent_p] = _linear_jvp(tangent_p, _tangent)
-ad.primitive_jvps[cotangent_p] = _linear_jvp(cotangent_p, _cotangent)
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+ad.primitive_jvps[cotangent_p] = _cotangent_jvp
+ad.primitive_transposes[primal_p] = _primal_transpose
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[cotangent_p] = _cotangent_transpose
 
@@ -308,8 +529,8 @@ class _Lists:
 
 
 @lru_cache(maxsize=1024)
-def _batched(rule: Rule, x_axes: Any, dx_axes: Any, size: int) -> Rule:
-    return batched(rule, _Lists, x_axes, dx_axes, size)
+def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int) -> Rule:
+    return batched(rule, _Lists, x_axes, saved_axes, size)
 
 
 def _batch(primitive: Primitive) -> Any:
@@ -317,19 +538,22 @@ def _batch(primitive: Primitive) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
         args = [_to_front(x, d) for x, d in zip(args, dims, strict=True)]
         axes = [None if d is None else 0 for d in dims]
+        n = len(args) - sum(params["given"]) if "given" in params else 0
+
+        def wide(avals: Any) -> Any:
+            return tuple([a.update(shape=(size, *a.shape)) for a in avals])
+
         if primitive is primal_p:
-            rule = _batched(rule, tuple(axes), tuple(axes), size)
+            rule = _batched(rule, tuple(axes), None, size)
         elif primitive is tangent_p:
-            n = len(rule.read(params["given"]))
-            x_axes = rule.placed(axes[:n], len(params["given"]))
             dx_axes = spread(axes[n:], params["given"])
-            rule = _batched(rule, tuple(x_axes), tuple(dx_axes), size)
+            rule = _batched(rule, tuple(dx_axes), tuple(axes[:n]), size)
+            params["ys"] = wide(params["ys"])
         else:
-            n = len(rule.read(params["wanted"]))
-            x_axes = rule.placed(axes[:n], len(params["wanted"]))
             cts = zip(args[n:], axes[n:], strict=True)
             args[n:] = [x if a == 0 else jnp.broadcast_to(x, (size, *x.shape)) for x, a in cts]
-            rule = _batched(rule, tuple(x_axes), (0,) * len(x_axes), size)
+            rule = _batched(rule, (0,) * len(params["wanted"]), tuple(axes[:n]), size)
+            params["xs"], params["ys"] = wide(params["xs"]), wide(params["ys"])
         out = primitive.bind(*args, rule=rule, **params)
         return out, [0] * len(out)
 
@@ -346,7 +570,9 @@ for _p in (primal_p, tangent_p, cotangent_p):
 
 # --- rules without a tangent map ---------------------------------------------------------
 
-reverse_only_p = _define("gradtools_reverse_only", lambda *xs: list(xs))
+reverse_only_p = _define(
+    "gradtools_reverse_only", lambda *xs: list(xs), _traced_outs(lambda *xs: list(xs))
+)
 reverse_only_p.__doc__ = "Marks, in a jaxpr, a function that forward mode cannot enter."
 
 
@@ -369,7 +595,7 @@ def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
         return edited(*operands), operands
 
     def bwd(operands: Any, cts: Any) -> Any:
-        found = rule.cotangent(operands, [conj(ct) for ct in cts])
+        found = rule.cotangent(rule.saved(operands, []), [conj(ct) for ct in cts])
         return tuple(
             jnp.zeros_like(x) if ct is None else conj(jnp.asarray(ct, x.dtype))
             for ct, x in zip(found, operands, strict=True)
@@ -405,47 +631,76 @@ def _lift_captured(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     as it is.
     """
     n = len(xs)
-    dxs = [
-        jnp.zeros_like(x) if _is_differentiable(x) and i not in rule.passive else None
-        for i, x in enumerate(xs)
-    ]
-    cts = [
-        jnp.zeros(y.shape, y.dtype) if _is_differentiable(y) else None
-        for y in _primal_shapes(rule, xs)
-    ]
     consts: list[Any] = []
 
     def lift(fun: Any, *examples: Any) -> Any:
         if fun is None:
             return None
         hoisted, found = hoist(fun, *examples)
-        start, stop = n + len(consts), n + len(consts) + len(found)
+        start, stop = len(consts), len(consts) + len(found)
         consts.extend(found)
-        return lambda operands, *args: hoisted(operands[start:stop], *args)
+        return lambda own, *args: hoisted(own[start:stop], *args)
 
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
-    tangent = lift(rule.tangent, list(xs), dxs)
-    cotangent = lift(rule.cotangent, list(xs), cts)
+    moving = [is_inexact(x) and i not in rule.passive for i, x in enumerate(xs)]
+    if not any(moving):
+        return (rule, []) if not consts else _lifted(rule, n, consts, primal)
+    maps = rule if rule.reverse_only else _linearized(rule, xs)
+    results = jax.eval_shape(
+        lambda *a: maps.forward(*a) if maps.forward else primal(consts, *a), *xs
+    )
+    ys = results[: len(results) - maps.extras]
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in [*xs, *results]]
+    saved = [jnp.zeros(s.shape, s.dtype) for s in maps.saved(xs, ys, results[len(ys) :])]
+    dxs = [z if m else None for z, m in zip(zeros, moving, strict=False)]
+    cts = [z for z in zeros[n : n + len(ys)] if is_inexact(z) or rule.reverse_only]
+    forward = None if rule.reverse_only else lift(maps.forward, *xs)
+    tangent = lift(maps.tangent, saved, dxs)
+    cotangent = lift(maps.cotangent, saved, cts)
     if not consts:
         return rule, []
+    return _lifted(maps, n, consts, primal, forward, tangent, cotangent, dxs, cts)
+
+
+def _lifted(
+    rule: Rule,
+    n: int,
+    consts: list[Any],
+    primal: Any,
+    forward: Any = None,
+    tangent: Any = None,
+    cotangent: Any = None,
+    dxs: Sequence[Any] = (),
+    cts: Sequence[Any] = (),
+) -> tuple[Rule, list[Any]]:
+    count = len(consts)
+    positions = range(n) if rule.saves is None else rule.saves
+    saves = [i if i < n else i + count for i in positions]
+
+    def run_tangent(a: Any, v: Any) -> list[Any]:
+        return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
 
     def run_cotangent(a: Any, v: Any) -> list[Any]:
-        found = cotangent(a, list(a[:n]), _filled(v, cts))
-        return [*found, *([None] * (len(a) - n))]
+        found = cotangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v, cts))
+        return [*found, *([None] * count)]
 
     lifted = replace(
         rule,
-        primal=lambda *a: primal(a, *a[:n]),
-        tangent=tangent and (lambda a, v: tangent(a, list(a[:n]), _filled(v[:n], dxs))),
+        primal=lambda *a: primal(a[n:], *a[:n]),
+        forward=forward and (lambda *a: forward(a[n:], *a[:n])),
+        tangent=tangent and run_tangent,
         cotangent=cotangent and run_cotangent,
+        linearize=None if cotangent else rule.linearize,
+        joint=None if cotangent else rule.joint,
+        saves=(*saves, *range(n, n + count)),
         captures=False,
+        closed_over=tuple(range(n, n + count)),
         key=next(KEYS),
-        closed_over=tuple(range(n, n + len(consts))),
     )
     return lifted, consts
 
 
-def _filled(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
+def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
     """`values` with zeros for None wherever `examples` has an array, and None elsewhere."""
     return [
         None if e is None else jnp.zeros(e.shape, e.dtype) if v is None else v

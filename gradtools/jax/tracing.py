@@ -73,6 +73,13 @@ def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
     ]
 
 
+def raw_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
+    """For each output and each input of a jaxpr: does any data flow from one to the other?"""
+    jaxpr = _open(closed_jaxpr)
+    count = len(jaxpr.invars)
+    return [[bool(m >> i & 1) for i in range(count)] for m in _Flow(raw=True).of_jaxpr(jaxpr)]
+
+
 def find_cuts(closed_jaxpr: Jaxpr, invar_index: int) -> list[Cut]:
     """Where connectedness is lost on the way from one input to the outputs.
 

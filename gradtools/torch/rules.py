@@ -17,15 +17,19 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, batched, by_key, spread
+from gradtools.rules import Linearized, Rule, batched, by_key, spread
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 
 Tensor = torch.Tensor
@@ -64,8 +68,31 @@ def evaluated_to_push(asked: str, evaluate: Callable[..., Any], *args: Any) -> A
         pushing.pop()
 
 
+@dataclass(eq=False)
+class _Point:
+    """One application of a rule: what its evaluation left for the linear maps.
+
+    Tensors stand in autograd's own store; here is only what is no tensor.
+    """
+
+    rule: Rule
+    found: Linearized | None = None
+    count: int = 0  # of outputs; extras follow
+    randomness: Any = None
+
+    def note(self, found: Linearized) -> None:
+        self.count = len(found.ys)
+        self.found = replace(found, ys=[], extras=[])
+
+
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (_ReverseOnly if rule.reverse_only else _BothModes).apply(rule, *_apart(xs))
+    point = _Point(rule)
+    out = _apply_at(point, xs)
+    return out[: point.count]
+
+
+def _apply_at(point: _Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (_ReverseOnly if point.rule.reverse_only else _BothModes).apply(point, *_apart(xs))
 
 
 def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -75,30 +102,77 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
 
+def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs and extras at plain tensors. What else than these requires grad was captured."""
+    rule = point.rule
+    if not rule.captures:
+        found = rule.at(*xs)
+    else:
+        before = None if rule.linearize is None else _Randomness.now(xs)
+        with torch.enable_grad():
+            found = rule.at(*[x.detach() for x in xs])
+        if any(_is_tracked(y) for y in (*found.ys, *found.extras)):
+            raise closed_over_error(rule)
+        if before is not None and not before.stands():
+            point.randomness = before
+    point.note(found)
+    return [*found.ys, *found.extras]
+
+
+def _is_tracked(y: Tensor) -> bool:
+    return y.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(y)
+
+
+def closed_over_error(rule: Rule) -> GradtoolsError:
+    return GradtoolsError(
+        f"rule {rule.name!r} closes over a tensor with respect to which you differentiate; its "
+        "derivative would be lost. Pass that tensor to the function as an argument."
+    )
+
+
 class _ReverseOnly(torch.autograd.Function):
     """A rule whose cotangent map is not linear: it has no forward mode."""
 
     @staticmethod
-    def forward(rule: Rule, *xs: Tensor) -> tuple[Tensor, ...]:
-        ys = rule.primal(*xs)
+    def forward(point: _Point, *xs: Tensor) -> tuple[Tensor, ...]:
+        out = _evaluate(point, xs)
         if forward_ad._current_level >= 0:
             # The tangent of an output that is an input, or a view, would have to be one too.
-            ys = [y.clone() if rule.identity or y._is_view() else y for y in ys]
-        return tuple(ys)
+            identity = point.rule.identity
+            out = [y.clone() if identity or y._is_view() else y for y in out]
+        return tuple(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
-        ctx.rule, ctx.count = inputs[0], len(inputs) - 1
-        ctx.save_for_backward(*ctx.rule.read(inputs[1:]))
+        ctx.point = point = inputs[0]
+        xs, found = inputs[1:], point.found
+        ctx.count = len(xs)
+        ctx.save_for_backward(*[xs[i] for i in found.saves])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
-        xs = ctx.rule.placed(ctx.saved_tensors, ctx.count)
-        return (None, *_cotangent(ctx.rule, xs, cts))
+        return (None, *ctx.point.found.cotangent(ctx.saved_tensors, cts))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, rule: Rule, *xs: Tensor) -> Any:
-        out = apply_rule(*_batched(rule, info.batch_size, in_dims[1:], xs))
+    def vmap(info: Any, in_dims: Any, point: _Point, *xs: Tensor) -> Any:
+        """The rule of a batch under whatever transform comes next, the maps of one example."""
+        one = point.rule
+        if one.linearize is None:
+            point.found = one.reading(xs, [])
+        else:
+            linearize = one.linearize
+
+            def noted(*xs: Tensor) -> Linearized:
+                found = linearize(*xs)
+                point.note(found)
+                return found
+
+            one = replace(one, linearize=noted)
+        axes = tuple([None if d is None else 0 for d in in_dims[1:]])
+        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
+        batch = _Point(batched(one, _Lists, axes, None, info.batch_size))
+        out = _apply_at(batch, front)
+        point.count = batch.count
         return tuple(out), (0,) * len(out)
 
 
@@ -109,64 +183,132 @@ _ReverseOnly.forward.__signature__ = inspect.signature(_ReverseOnly.forward)  # 
 class _BothModes(_ReverseOnly):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
-        ctx.rule, ctx.count = inputs[0], len(inputs) - 1
-        read = ctx.rule.read(inputs[1:])
+        ctx.point = point = inputs[0]
+        xs, found = inputs[1:], point.found
+        everything = (*xs, *outputs)
+        kept = list(found.saves)
+        if found.rerun or len(outputs) > point.count:
+            kept += [i for i in range(len(xs)) if i not in kept]
+        ctx.kept, ctx.count = kept, len(xs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*read)
-        ctx.save_for_forward(*read)
-        ctx.like = [(y.shape, y.dtype, y.device) if is_inexact(y) else None for y in outputs]
+        saved = [everything[i] for i in kept]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
+        ctx.like_xs, ctx.like_ys = [_like(x) for x in xs], [_like(y) for y in outputs]
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        if all(ct is None for ct in cts):
+        point, tensors = ctx.point, ctx.saved_tensors
+        inner, hidden = cts[: point.count], cts[point.count :]
+        parts = []
+        if any(ct is not None for ct in inner):
+            parts.append(_cotangent(ctx, tensors, inner))
+        if any(ct is not None for ct in hidden):
+            parts.append(_extras_pullback(ctx, _xs(ctx, tensors), hidden))
+        if not parts:
             return (None,) * (1 + ctx.count)
-        xs = ctx.rule.placed(ctx.saved_tensors, ctx.count)
-        return (None, *_cotangent(ctx.rule, xs, cts))
+        return (None, *[_sum(*terms) for terms in zip(*parts, strict=True)])
 
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
+        point = ctx.point
         with forward_ad._set_fwd_grad_enabled(True):
-            read = [forward_ad.unpack_dual(x, level=0).primal for x in ctx.saved_tensors]
-            xs = ctx.rule.placed(read, ctx.count)
-            moving = [None if i in ctx.rule.passive else dx for i, dx in enumerate(dxs)]
-            dys = zip(_tangent(ctx.rule, xs, moving), ctx.like, strict=True)
-            return tuple([_zeros(*like) if dy is None and like else dy for dy, like in dys])
+            tensors = [forward_ad.unpack_dual(x, level=0).primal for x in ctx.saved_tensors]
+            moving = [None if i in point.rule.passive else dx for i, dx in enumerate(dxs)]
+            dys = _tangent(ctx, tensors, moving)
+            if len(ctx.like_ys) > point.count:
+                dys += _extras_pushed(ctx, _xs(ctx, tensors), moving)
+            pairs = zip(dys, ctx.like_ys, strict=True)
+            return tuple([_zeros(*like) if dy is None and like else dy for dy, like in pairs])
+
+
+def _like(x: Tensor) -> Any:
+    return (x.shape, x.dtype, x.device) if is_inexact(x) else None
 
 
 def _zeros(shape: Any, dtype: Any, device: Any) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def _sum(*terms: Any) -> Any:
+    there = [t for t in terms if t is not None]
+    return sum(there[1:], there[0]) if there else None
+
+
+def _xs(ctx: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs, where they were kept for a second evaluation."""
+    return [tensors[ctx.kept.index(i)] for i in range(ctx.count)]
+
+
 # --- the maps, and the one that was not given --------------------------------------------
 
 
-def _tangent(rule: Rule, xs: Sequence[Any], dxs: Sequence[Any]) -> list[Any]:
-    if rule.tangent is not None:
-        return rule.tangent(xs, dxs)
-    outs = rule.primal(*xs)
+def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors[: len(ctx.point.found.saves)]
+
+
+def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    if found.tangent is not None:
+        return list(found.tangent(saved, dxs))
+    likes = ctx.like_ys[: ctx.point.count]
+    carried = [i for i, like in enumerate(likes) if like]
+    mask = [like is not None for like in likes]
     present = [i for i, dx in enumerate(dxs) if dx is not None]
 
     def run(at: Any, cts: Any) -> list[Any]:
-        found = rule.cotangent(at, cts)
-        return [found[i] for i in present]
+        pulled = found.cotangent(at, spread(cts, mask))
+        return [pulled[i] for i in present]
 
-    _check_linear(rule, "cotangent", run, xs, outs)
-    return _transpose(lambda *cts: run(xs, cts), outs, [dxs[i] for i in present])
+    examples = [_zeros(*likes[i]) for i in carried]
+    _check_linear(rule, "cotangent", run, saved, examples)
+    return spread(
+        _transpose(lambda *cts: run(saved, cts), examples, [dxs[i] for i in present]), mask
+    )
 
 
-def _cotangent(rule: Rule, xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-    if rule.cotangent is not None:
-        return rule.cotangent(xs, cts)
-    carried = [i for i, x in enumerate(xs) if is_inexact(x) and i not in rule.passive]
-    examples = [xs[i].new_zeros(rule.dx_shape(i, tuple(xs[i].shape))) for i in carried]
-
-    mask = [i in carried for i in range(len(xs))]
+def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    if found.rerun and torch.is_grad_enabled():
+        with _restored(ctx.point.randomness):
+            found = rule.at(*_xs(ctx, tensors))
+        everything = [*_xs(ctx, tensors), *found.ys, *found.extras]
+        saved = [everything[i] for i in found.saves]
+    if found.cotangent is not None:
+        pulled = list(found.cotangent(saved, cts))
+        if rule.captures and torch.is_grad_enabled() and _in_eager():
+            _refuse_captured(rule, pulled, (*tensors, *saved, *cts))
+        return pulled
+    mask = [like is not None and i not in rule.passive for i, like in enumerate(ctx.like_xs)]
+    examples = [_zeros(*like) for like, m in zip(ctx.like_xs, mask, strict=True) if m]
 
     def run(at: Any, moving: Any) -> list[Any]:
-        return rule.tangent(at, spread(moving, mask))
+        return list(found.tangent(at, spread(moving, mask)))
 
-    _check_linear(rule, "tangent", run, xs, examples)
-    return spread(_transpose(lambda *dxs: run(xs, dxs), examples, list(cts)), mask)
+    _check_linear(rule, "tangent", run, saved, examples)
+    return spread(_transpose(lambda *dxs: run(saved, dxs), examples, list(cts)), mask)
+
+
+def _in_eager() -> bool:
+    stack = torch._C._functorch.peek_interpreter_stack()
+    return stack is None and not is_compiling() and TracingContext.try_get() is None
+
+
+def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
+    """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
+    known = [x for x in known if x is not None and x.requires_grad]
+    seen = {get_gradient_edge(x).node for x in known}
+    todo = [x for x in results if x is not None and x.requires_grad]
+    nodes = [get_gradient_edge(x).node for x in todo]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions and hasattr(node, "variable"):
+            raise closed_over_error(rule)
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
 
 
 def _transpose(linear: Callable[..., list[Any]], examples: Any, values: Any) -> list[Any]:
@@ -178,10 +320,106 @@ def _transpose(linear: Callable[..., list[Any]], examples: Any, values: Any) -> 
         came_out[:] = [i for i, o in enumerate(out) if o is not None]
         return tuple(out[i] for i in came_out)
 
-    outs, pullback = torch.func.vjp(dense, *(torch.zeros_like(e) for e in examples))
+    outs, pullback = torch.func.vjp(dense, *examples)
     given = [values[i] for i in came_out]
     filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, given, strict=True)]
     return list(pullback(tuple(filled)))
+
+
+# --- extras: differentiated through the code that made them -------------------------------
+
+
+def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
+    """The pullback from the wanted extras to the inputs, by a second evaluation."""
+    point, mask = ctx.point, [like is not None for like in ctx.like_xs]
+    moving = [x for x, m in zip(xs, mask, strict=True) if m]
+    extras: list[Tensor] = []
+
+    def run(*changed: Tensor) -> tuple[Tensor, ...]:
+        new = iter(changed)
+        found = point.rule.at(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
+        extras[:] = found.extras
+        return tuple([e for e, w in zip(found.extras, wanted, strict=True) if w])
+
+    with _restored(point.randomness):
+        _, pullback = torch.func.vjp(run, *moving)
+    return pullback, mask
+
+
+def _extras_pullback(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    pullback, mask = _extras_vjp(ctx, xs, [ct is not None for ct in cts])
+    return spread(pullback(tuple([ct for ct in cts if ct is not None])), mask)
+
+
+def _extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """Tangents of the extras. Dual levels do not nest, so it is the transpose of the pullback."""
+    likes = ctx.like_ys[ctx.point.count :]
+    wanted = [like is not None for like in likes]
+    if not any(wanted) or _first_order(xs):
+        return [None] * len(likes)
+    pullback, mask = _extras_vjp(ctx, xs, wanted)
+    zeros = tuple([_zeros(*like) for like in likes if like])
+    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *zeros)
+    moving = [dx for dx, m in zip(dxs, mask, strict=True) if m]
+    filled = [
+        torch.zeros_like(p) if dx is None else dx for p, dx in zip(pulled, moving, strict=True)
+    ]
+    return spread(push(tuple(filled)), wanted)
+
+
+def _first_order(xs: Sequence[Tensor]) -> bool:
+    """Whether forward mode at xs is all that is asked, so nothing reads a tangent of an extra."""
+    return _in_eager() and not any(x.requires_grad for x in xs)
+
+
+@dataclass(frozen=True)
+class _Randomness:
+    """Where the generators stood that a function on these devices draws from."""
+
+    states: dict[torch.device, Tensor]
+
+    @classmethod
+    def now(cls, xs: Sequence[Tensor]) -> _Randomness | None:
+        if is_compiling() or any(isinstance(x, FakeTensor) for x in xs):
+            return None
+        devices = {torch.device("cpu"), *(x.device for x in xs)}
+        return cls({d: _generator_state(d) for d in devices})
+
+    def stands(self) -> bool:
+        """Whether nothing was drawn since."""
+        return all(torch.equal(_generator_state(d), s) for d, s in self.states.items())
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def _restored(randomness: _Randomness | None) -> Iterator[None]:
+    """While a function is evaluated again it draws what it drew; then the generators go on."""
+    if randomness is None:
+        yield
+        return
+    standing = {d: _generator_state(d) for d in randomness.states}
+    try:
+        for device, state in randomness.states.items():
+            _set_generator_state(device, state)
+        yield
+    finally:
+        for device, state in standing.items():
+            _set_generator_state(device, state)
+
+
+# --- is a map linear? --------------------------------------------------------------------
 
 
 _LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
@@ -259,13 +497,6 @@ class _Lists:
     @staticmethod
     def sum_leading(x: Tensor) -> Tensor:
         return x.sum(0)
-
-
-def _batched(rule: Rule, size: int, dims: Sequence[int | None], xs: Sequence[Tensor]) -> Any:
-    """The rule of a batch, and its inputs with the batch in front."""
-    axes = tuple(None if d is None else 0 for d in dims)
-    front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, dims, strict=True)]
-    return (batched(rule, _Lists, axes, axes, size), *front)
 
 
 @opaque_to_dynamo

@@ -11,6 +11,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.jax import accumulate, arrays, engines, modules
+from gradtools.jax.host import call_kernel
 from gradtools.jax.rules import apply_rule
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Rule
@@ -103,6 +104,8 @@ class JaxBackend:
                 args,
                 vmap_method="sequential",
             )
+
+    call_kernel = staticmethod(call_kernel)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun  # jit runs Python as it is

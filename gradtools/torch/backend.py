@@ -13,6 +13,7 @@ from gradtools.rules import Rule
 from gradtools.torch import accumulate, arrays, engines, modules, trees
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import asked_of, explained
+from gradtools.torch.host import call_kernel
 from gradtools.torch.rules import apply_rule, is_inexact
 
 Tensor = torch.Tensor
@@ -133,6 +134,8 @@ class TorchBackend:
                 return [self.cast(y, s) for y, s in zip(found, shapes, strict=True)]
 
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
+
+    call_kernel = staticmethod(call_kernel)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:

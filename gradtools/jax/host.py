@@ -1,0 +1,128 @@
+"""How a host kernel enters JAX: one primitive, which a compiled program lowers to a callback.
+
+On arrays that have values the kernel is called here and now, so its exceptions arrive as they
+are. Under vmap the primitive is bound again, with one more batch axis in front. It has no
+derivative: that is the rule's, above.
+
+JAX must not be called from within a callback: the program waits for the callback, and what the
+callback asks of JAX waits for the program (seen on the CPU). So kernels run where JAX may
+neither execute nor transfer anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from gradtools.host import KernelCall, Results, Shape, Spec
+from gradtools.jax.arrays import X64
+
+
+def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
+    """The kernel's results."""
+    expected = results_of(call, xs)
+    for spec in expected.specs:
+        if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
+            raise call.error(
+                f"it is to return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
+                f"it on: {X64}; or give out=Spec(shape, dtype) with 32 bits."
+            )
+    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
+
+
+def results_of(call: KernelCall, xs: Sequence[Any]) -> Results:
+    """What the call returns for arrays like these."""
+    return call.results([Spec(x.shape, str(x.dtype)) for x in xs])
+
+
+# --- the primitive -----------------------------------------------------------------------
+
+
+def _run(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
+    arrays = [np.asarray(x) for x in xs]
+    with _jax_refused(call):
+        found = call.run(arrays, expected, batch)
+    pairs = zip(found, expected.specs, strict=True)
+    return [y.astype(jnp.dtype(s.dtype), copy=False) for y, s in pairs]
+
+
+@contextmanager
+def _jax_refused(call: KernelCall) -> Iterator[None]:
+    try:
+        with jax.no_execution(True), jax.transfer_guard("disallow_explicit"):
+            yield
+    except RuntimeError as error:
+        text = str(error)
+        if "no_execution config option" not in text and "Disallowed" not in text:
+            raise
+        raise call.error(
+            "it calls JAX, which a host kernel must not: in a compiled program the call would "
+            "wait for ever. Compute it with NumPy, or outside the kernel."
+        ) from error
+
+
+def _eager(*xs: Any, **params: Any) -> list[Any]:
+    return [jnp.asarray(y) for y in _run(*xs, **params)]
+
+
+def _staged(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
+    shapes = [jax.ShapeDtypeStruct((*batch, *s.shape), jnp.dtype(s.dtype)) for s in expected.specs]
+    return jax.pure_callback(
+        lambda *arrays: _run(*arrays, call=call, expected=expected, batch=batch), shapes, *xs
+    )
+
+
+def _abstract(*xs: Any, **params: Any) -> list[Any]:
+    # `make_jaxpr`: its avals keep, under shard_map, the axes over which a value varies.
+    return list(jax.make_jaxpr(lambda *xs: _varying(_staged(*xs, **params), xs))(*xs).out_avals)
+
+
+def _varying(ys: list[Any], xs: Sequence[Any]) -> list[Any]:
+    """The same, typed as different on the devices on which an input may be different."""
+    axes = {axis for x in xs for axis in jax.typeof(x).manual_axis_type.varying}
+    return [jax.lax.pcast(y, tuple(axes), to="varying") for y in ys] if axes else ys
+
+
+def _batch(xs: Any, dims: Any, *, call: KernelCall, expected: Results, batch: Shape) -> Any:
+    size = next(x.shape[d] for x, d in zip(xs, dims, strict=True) if d is not None)
+    front = [
+        jnp.expand_dims(x, 0) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(xs, dims, strict=True)
+    ]
+    ys = kernel_p.bind(*front, call=call, expected=expected, batch=(size, *batch))
+    return ys, [0] * len(ys)
+
+
+_LOWERED = mlir.lower_fun(_staged, multiple_results=True)
+
+
+def _lower(ctx: Any, *xs: Any, call: KernelCall, **params: Any) -> Any:
+    try:
+        return _LOWERED(ctx, *xs, call=call, **params)
+    except ValueError as error:
+        if "lowering platform" not in str(error):
+            raise
+        raise call.error(
+            "JAX can lower a call back into Python only for a platform that this process has. "
+            f"JAX says: {error}"
+        ) from error
+
+
+def _jvp(xs: Any, dxs: Any, *, call: KernelCall, **params: Any) -> Any:
+    raise call.no_derivative()
+
+
+kernel_p = Primitive("gradtools_kernel")
+kernel_p.multiple_results = True
+kernel_p.def_impl(_eager)
+kernel_p.def_abstract_eval(_abstract)
+batching.primitive_batchers[kernel_p] = _batch
+ad.primitive_jvps[kernel_p] = _jvp
+mlir.register_lowering(kernel_p, _lower)

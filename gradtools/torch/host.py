@@ -1,0 +1,126 @@
+"""How a host kernel enters PyTorch: one custom operator, found again by a text.
+
+A compiled program holds no Python objects, so the operator takes the key of a `KernelCall` and
+looks it up. It says of fake tensors what would come out, and of a batch that it is another one
+in front. It has no derivative: that is the rule's, above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import _C  # what torch.func itself asks
+
+from gradtools.host import KernelCall, Results, Spec, call_by_key
+from gradtools.torch.compiling import is_compiling
+
+Tensor = torch.Tensor
+
+
+def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The kernel's results, on the device of the first array."""
+    if not xs:  # nothing that would say of a trace which one it is
+        return _run(call.key, xs, [])
+    return list(_bind(call.key, xs, []))
+
+
+def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> Results:
+    """What the call returns for one example of arrays like these."""
+    specs = [Spec(tuple(x.shape[batch_axes:]), str(x.dtype).removeprefix("torch.")) for x in xs]
+    return call.results(specs)
+
+
+# --- the operator ------------------------------------------------------------------------
+
+
+def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
+    if not is_compiling() and (_C._functorch.peek_interpreter_stack() or _tracked(xs)):
+        return _WithoutDerivative.apply(key, batch, *xs)
+    return torch.ops.gradtools.call_kernel(key, list(xs), batch)
+
+
+def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
+    call = call_by_key(key)
+    expected = results_of(call, xs, len(batch))
+    found = call.run([_numpy(x) for x in xs], expected, tuple(batch))
+    device = xs[0].device if xs else None
+    return [
+        torch.from_numpy(y).to(device, getattr(torch, s.dtype))
+        for y, s in zip(found, expected.specs, strict=True)
+    ]
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    x = x.detach().cpu().resolve_conj().resolve_neg()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _fake(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
+    call = call_by_key(key)
+    call.keep()
+    device = xs[0].device if xs else None
+    return [
+        torch.empty((*batch, *s.shape), dtype=getattr(torch, s.dtype), device=device)
+        for s in results_of(call, xs, len(batch)).specs
+    ]
+
+
+def _vmap(info: Any, in_dims: Any, key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Any:
+    batch = [info.batch_size, *batch]
+    found = torch.ops.gradtools.call_kernel(key, _front(info, in_dims[1], xs), batch)
+    return found, [0] * len(found)
+
+
+def _front(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The arrays with the batch in front."""
+    return [
+        x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
+        for x, d in zip(xs, dims, strict=True)
+    ]
+
+
+_LIBRARY = torch.library.Library("gradtools", "FRAGMENT")
+_LIBRARY.define("call_kernel(str key, Tensor[] xs, SymInt[] batch) -> Tensor[]")
+_LIBRARY.impl("call_kernel", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("gradtools::call_kernel", _fake, lib=_LIBRARY)
+torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
+
+
+# --- a kernel that no rule stands above --------------------------------------------------
+
+
+def _tracked(xs: Sequence[Tensor]) -> bool:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        return True
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in xs
+    )
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """The call; whoever asks for a derivative through it is told that there is none."""
+
+    @staticmethod
+    def forward(key: str, batch: Sequence[int], *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_bind(key, xs, batch))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        ctx.call = call_by_key(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        raise ctx.call.no_derivative()
+
+    @staticmethod
+    def jvp(ctx: Any, *dxs: Any) -> Any:
+        raise ctx.call.no_derivative()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, key: str, batch: Sequence[int], *xs: Tensor) -> Any:
+        found = _bind(key, _front(info, in_dims[2:], xs), [info.batch_size, *batch])
+        return tuple(found), (0,) * len(found)

@@ -1,0 +1,443 @@
+"""Host kernels inside each framework's program: what they get, what is accepted, and where."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from native import NATIVE
+
+from gradtools import GradtoolsError
+from gradtools.host import Kernel, Spec
+
+
+@pytest.fixture
+def native(backend_name):
+    return NATIVE[backend_name]
+
+
+@pytest.fixture
+def backend(gt):
+    return gt.grad.__self__._backend
+
+
+def plain(x):
+    return x.detach().numpy() if hasattr(x, "detach") else np.asarray(x)
+
+
+def same(found, expected):
+    found, expected = plain(found), np.asarray(expected)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_array_equal(found, expected)
+
+
+def as_function(backend, kernel):
+    """The kernel as a function of the framework's arrays; its result as out says."""
+
+    def call(*args):
+        bound, xs = kernel.bind(backend, args)
+        keep.append(bound)  # as a rule does
+        specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
+        ys = backend.call_kernel(bound, xs)
+        return backend.unflatten(bound.results(specs).treedef, ys)
+
+    keep = []
+    if backend.name == "torch":
+        import torch
+
+        return torch._dynamo.nonstrict_trace(call)  # one node of dynamo's graph, as a rule is
+    return call
+
+
+@pytest.fixture
+def host(backend):
+    def make(fun, out=None, vectorized=False):
+        f = as_function(backend, Kernel(fun, out, vectorized))
+        return lambda *args: f(*args)
+
+    return make
+
+
+X = np.linspace(-1, 1, 6).reshape(2, 3)
+
+
+def normalised(row):
+    """Right for one row; for a batch of rows it is something else."""
+    return row / np.abs(row).sum()
+
+
+def normalised_rows(rows):
+    return rows / np.abs(rows).sum(-1, keepdims=True)
+
+
+# --- Spec --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((2, 3), "float32", ((2, 3), "float32")),
+        ([2, 3], np.float64, ((2, 3), "float64")),
+        (np.int64(4), np.dtype("complex64"), ((4,), "complex64")),
+        (4, "f4", ((4,), "float32")),
+        ((), "bfloat16", ((), "bfloat16")),
+        ((0,), bool, ((0,), "bool")),
+    ],
+)
+def test_a_spec_normalises_what_it_is_given(shape, dtype, expected):
+    spec = Spec(shape, dtype)
+    assert (spec.shape, spec.dtype) == expected
+    assert spec == Spec(*expected) and hash(spec) == hash(Spec(*expected))
+
+
+def test_a_spec_takes_the_frameworks_dtypes(native):
+    assert Spec((1,), native.array(X, "float32").dtype) == Spec((1,), "float32")
+    assert Spec((1,), native.array(X, "bfloat16").dtype) == Spec((1,), "bfloat16")
+
+
+@pytest.mark.parametrize("shape", [None, "3", (2.5,), (-1,), (None,), (True,), True])
+def test_a_shape_that_is_none_is_refused(shape):
+    with pytest.raises(GradtoolsError, match="Spec: shape is"):
+        Spec(shape, "float32")
+
+
+@pytest.mark.parametrize("dtype", [None, "float33", "longdouble", object, "S3", 4])
+def test_a_dtype_that_is_none_is_refused(dtype):
+    with pytest.raises(GradtoolsError, match="Spec: dtype is"):
+        Spec((3,), dtype)
+
+
+# --- what a kernel gets ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "float16", "complex128", "complex64", "int64", "uint8", "bool"]
+)
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)])
+def test_a_kernel_gets_numpy_arrays_and_its_results_come_back(host, native, how, dtype, shape):
+    seen = []
+
+    def reverse(x):
+        seen.append((type(x), x.shape, x.dtype.name))
+        return x[..., ::-1] if x.ndim else x
+
+    x = np.resize(X * 3, shape).astype(dtype)
+    f = host(reverse)
+    f = native.jit(f) if how == "jit" else f
+    same(f(native.array(x)), x[..., ::-1] if shape else x)
+    if x.size or how == "eager":  # XLA drops a callback that returns no numbers
+        assert seen == [(np.ndarray, shape, dtype)]
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
+def test_bfloat16_arrives_as_float32_and_may_return_as_it(host, native, how):
+    seen = []
+
+    def third(x):
+        seen.append(x.dtype.name)
+        return x / np.float32(3)
+
+    x = native.array(X, "bfloat16")
+    wrap = {"eager": lambda f: f, "jit": native.jit, "vmap": native.vmap}[how]
+    y = wrap(host(third))(x)
+    assert native.dtype(y) == "bfloat16"
+    assert native.bits(y) == native.bits(x / 3)
+    assert set(seen) == {"float32"}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
+def test_a_kernel_cannot_write_into_its_argument(host, native, how):
+    def double(x):
+        x *= 2
+        return x
+
+    x = native.array(X)
+    wrap = {"eager": lambda f: f, "jit": native.jit, "vmap": native.vmap}[how]
+    with pytest.raises(Exception, match="read-only") as raised:
+        plain(wrap(host(double))(x))
+    assert how == "jit" or type(raised.value) is ValueError
+    same(x, X)
+
+
+def test_an_argument_cannot_be_made_writable(host, native):
+    def double(x):
+        x.flags.writeable = True
+
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        host(double)(native.array(X))
+
+
+def test_arguments_stand_in_c_order(host, native):
+    def flags(x):
+        return np.bool_(x.flags.c_contiguous and x.flags.aligned)
+
+    x = native.array(X)
+    f = host(flags, Spec((), bool))
+    assert f(x.T) and native.vmap(f)(x.T).all()
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+def test_a_result_is_neither_its_argument_nor_the_kernels_own_memory(host, native, how):
+    own = np.zeros((2, 3))
+
+    def both(x):
+        own[...] = x
+        return x[:], own
+
+    f = host(both, lambda x: (x, x))
+    f = native.jit(f) if how == "jit" else f
+    x, other = native.array(X), native.array(2 * X)
+    y, z = f(x)
+    f(other)
+    same(z, X)
+    if native.name == "torch":
+        y += 1
+    same(x, X)
+
+
+def test_pytrees_go_in_and_come_out(host, native):
+    def kernel(tree, factor, nothing, label):
+        assert (factor, nothing, label) == (2.0, None, "a")
+        return {"sum": tree["b"] + tree["a"][0], "count": np.int64(tree["b"].size)}
+
+    def out(tree, factor, nothing, label):
+        assert (factor, nothing, label) == (2.0, None, "a")
+        assert tree["a"][0] == Spec((3,), "float64")
+        return {"count": Spec((), "int64"), "sum": tree["b"]}
+
+    f = host(kernel, out)
+    call = lambda a, b: f({"b": b, "a": [a]}, 2.0, None, "a")
+    found = call(native.array(X[0]), native.array(X[1]))
+    same(found["sum"], X[0] + X[1])
+    same(found["count"], np.int64(3))
+    found = native.vmap(call)(native.array(X), native.array(X))
+    same(found["sum"], 2 * X)
+    same(found["count"], np.array([3, 3]))
+
+
+def test_numpy_arguments_are_arrays(host, native):
+    y = host(lambda x: x + 1)(X)
+    assert type(y) is type(native.array(X))
+    same(y, X + 1)
+
+
+def test_a_kernel_without_arrays_needs_a_spec_and_then_works(host):
+    same(host(lambda n: np.arange(n), Spec(3, "int64"))(3), np.arange(3))
+    with pytest.raises(GradtoolsError, match="host function '<lambda>': without an array argument"):
+        host(lambda n: np.arange(n))(3)
+
+
+# --- what a kernel may return ------------------------------------------------------------
+
+WRONG = {
+    "shape": (lambda x: x[:, :2], None, r"'<lambda>': result has shape \(2, 2\) and dtype float64"),
+    "dtype": (lambda x: x.astype("f4"), None, r"result has shape \(2, 3\) and dtype float32"),
+    "wider dtype": (lambda x: x, Spec((2, 3), "float32"), r"expected shape \(2, 3\) and dtype flo"),
+    "scalar's dtype": (lambda x: np.float64(1), Spec((), "float32"), "dtype float64; expected"),
+    "broadcast": (lambda x: 1.0, None, r"result is the Python float 1.0; expected shape \(2, 3\)"),
+    "int for float": (lambda x: 1, Spec((), "float64"), "the Python int 1; expected shape"),
+    "float for int": (lambda x: 1.0, Spec((), "int64"), "the Python float 1.0; expected shape"),
+    "bool for int": (lambda x: True, Spec((), "int64"), "the Python bool True; expected shape"),
+    "too large": (lambda x: 300, Spec((), "uint8"), "the Python int 300; expected shape"),
+    "float for complex": (lambda x: 1.0, Spec((), "complex128"), "the Python float 1.0"),
+    "nothing": (lambda x: None, None, "it returned the structure .*None.*, expected"),
+    "too many": (lambda x: (x, x), None, "it returned the structure"),
+    "too few": (lambda x: (x,), lambda x: (x, x), "it returned the structure"),
+    "a list": (lambda x: x.tolist(), None, "it returned the structure"),
+    "text": (lambda x: "x", None, "result is a str; expected shape .* Return NumPy arrays"),
+    "its path": (lambda x: {"a": x, "b": x[0]}, lambda x: {"a": x, "b": x}, r"result\['b'\] has s"),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
+@pytest.mark.parametrize("which", WRONG)
+def test_a_wrong_result_is_refused_in_words(host, native, which, how):
+    fun, out, match = WRONG[which]
+    f, x = host(fun, out), native.array(X)
+    if how == "vmap":
+        f, x = native.vmap(f), native.array(X[None])
+    with pytest.raises(Exception, match=match) as raised:
+        plain((native.jit(f) if how == "jit" else f)(x))
+    assert how == "jit" or type(raised.value) is GradtoolsError
+    assert "host function '<lambda>'" in str(raised.value)
+
+
+def test_an_out_without_specs_is_refused(host, native):
+    with pytest.raises(GradtoolsError, match=r"'<lambda>': out\[0\]\[0\] is 2; it must be a Spec"):
+        host(lambda x: x, [(2, 3)])(native.array(X))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1.5, "float32"),
+        (1.5, "bfloat16"),
+        (2, "int8"),
+        (True, "bool"),
+        (1.5j, "complex64"),
+        (np.float32(1.5), "float32"),
+    ],
+)
+def test_a_number_is_accepted_where_its_kind_fits(host, native, value, dtype):
+    y = host(lambda x: value, Spec((), dtype))(native.array(X))
+    assert native.dtype(y) == dtype
+    assert y == value
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+def test_a_frameworks_array_is_refused_by_name(host, native, how):
+    captured = native.array(X)
+    f = host(lambda x: captured)
+    name = {"torch": "torch.Tensor", "jax": "jax.Array"}[native.name]
+    match = f"host function '<lambda>': result is a {name}; .* Return NumPy arrays"
+    with pytest.raises(Exception, match=match):
+        plain((native.jit(f) if how == "jit" else f)(native.array(X)))
+
+
+def test_a_vectorized_kernel_is_told_of_the_batch(host, native):
+    f = host(lambda x: x.sum(), lambda x: Spec((), x.dtype), vectorized=True)
+    with pytest.raises(GradtoolsError, match=r"expected shape \(2,\) .* the batch \(2,\) in front"):
+        native.vmap(f)(native.array(X))
+
+
+# --- exceptions --------------------------------------------------------------------------
+
+
+class KernelFailedError(RuntimeError):
+    pass
+
+
+def failing(x):
+    raise KernelFailedError("the reactor is too hot")
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
+def test_a_kernels_exception_reaches_the_user(host, native, how):
+    wrap = {"eager": lambda f: f, "jit": native.jit, "vmap": native.vmap}[how]
+    kind = Exception if (native.name, how) == ("jax", "jit") else KernelFailedError
+    with pytest.raises(kind, match="the reactor is too hot"):
+        plain(wrap(host(failing))(native.array(X)))
+
+
+# --- vmap --------------------------------------------------------------------------------
+
+
+def test_by_default_vmap_calls_the_kernel_once_for_each_example(host, native):
+    shapes = []
+
+    def kernel(row):
+        shapes.append(row.shape)
+        return normalised(row)
+
+    for wrap in (lambda f: f, native.jit):
+        shapes.clear()
+        same(wrap(native.vmap(host(kernel)))(native.array(X)), normalised_rows(X))
+        assert shapes == [(3,), (3,)]
+
+
+def test_a_vectorized_kernel_is_called_once_with_the_batch_in_front(host, native):
+    shapes = []
+
+    def kernel(rows, factor):
+        shapes.append((rows.shape, factor.shape))
+        return factor[..., None] * normalised_rows(rows)
+
+    f = host(kernel, vectorized=True)
+    two = native.array(2.0)
+    for wrap in (lambda f: f, native.jit):
+        shapes.clear()
+        mapped = native.vmap(lambda x: f(x, two))
+        same(wrap(mapped)(native.array(X)), 2 * normalised_rows(X))
+        assert shapes == [((2, 3), (2,))]
+
+
+@pytest.mark.parametrize("vectorized", [False, True])
+@pytest.mark.parametrize("how", ["eager", "jit"])
+def test_vmap_nests(host, native, vectorized, how):
+    calls = []
+
+    def kernel(x, y):
+        calls.append((x.shape, y.shape))
+        return x * y.sum(-1, keepdims=True)
+
+    f = host(kernel, vectorized=vectorized)
+    x = np.arange(24.0).reshape(4, 2, 3)
+    mapped = native.vmap(native.vmap(f, (0, None)), (1, 0))
+    mapped = native.jit(mapped) if how == "jit" else mapped
+    found = mapped(native.array(x), native.array(X))
+    same(found, x.transpose(1, 0, 2) * X.sum(-1)[:, None, None])
+    assert calls == ([((2, 4, 3), (2, 4, 3))] if vectorized else [((3,), (3,))] * 8)
+
+
+def test_the_second_axis_may_carry_the_batch(host, native):
+    same(native.vmap(host(normalised), 1)(native.array(X)), normalised_rows(X.T))
+
+
+def test_an_empty_batch_calls_nothing(host, native):
+    if native.name == "torch":
+        pytest.skip("torch.vmap refuses a batch of size 0")
+    same(native.vmap(host(failing))(native.array(X[:0])), X[:0])
+
+
+# --- loops, cond, checkpoint, compiled ---------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("where", ["loop", "while_loop", "cond", "checkpoint"])
+def test_a_kernel_runs_inside_control_flow(host, native, where, how):
+    f = host(lambda x: x + 1)
+    if where in ("loop", "while_loop"):
+        g, expected = lambda x: getattr(native, where)(f, x, 3), X + 3
+    elif where == "cond":
+        g, expected = lambda x: native.cond(True, f, lambda x: x, x), X + 1
+    else:
+        g, expected = native.checkpoint(f), X + 1
+    same((native.jit(g) if how == "jit" else g)(native.array(X)), expected)
+
+
+def test_a_compiled_program_outlives_the_call_that_it_traced(native, backend):
+    kernel = Kernel(lambda x, s: s * x)
+
+    def f(x):
+        bound, xs = kernel.bind(backend, (x, 3.0))
+        return backend.call_kernel(bound, xs)[0]
+
+    if native.name == "torch":
+        import torch
+
+        f = torch._dynamo.nonstrict_trace(f)
+
+    compiled = native.jit(lambda x: f(x))
+    for _ in range(3):
+        same(compiled(native.array(X)), 3 * X)
+        gc.collect()
+
+
+def test_calls_with_other_constants_are_other_calls(host, native):
+    f = host(lambda x, s: np.asarray(s * x, x.dtype))
+    for wrap in (lambda f: f, native.jit):
+        both = wrap(lambda x: (f(x, 1), f(x, 0.0), f(x, -0.0)))
+        one, zero, minus = both(native.array(X[1]))
+        same(one, X[1])
+        assert not np.signbit(plain(zero)[2]) and np.signbit(plain(minus)[2])
+
+
+# --- derivatives are the rule's ----------------------------------------------------------
+
+
+DERIVATIVES = {
+    "grad": lambda native, f, x: native.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda native, f, x: native.vjp(f, x)[1](x),
+    "jvp": lambda native, f, x: native.jvp(f, (x,), (x,)),
+    "grad of vmap": lambda native, f, x: native.grad(lambda x: native.vmap(f)(x).sum())(x),
+    "vmap of grad": lambda native, f, x: native.vmap(native.grad(lambda x: f(x).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("which", DERIVATIVES)
+def test_a_kernel_without_a_rule_has_no_derivative(host, native, which):
+    f = host(lambda x: 2 * x)
+    with pytest.raises(GradtoolsError, match="'<lambda>': it has no derivative of its own"):
+        DERIVATIVES[which](native, f, native.array(X))

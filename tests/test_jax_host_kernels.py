@@ -1,0 +1,118 @@
+"""Host kernels where only JAX goes: shard_map, export, other platforms, calls of JAX inside."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+from gradtools.host import Kernel, Spec
+
+BACKEND = gt.grad.__self__._backend
+X = np.linspace(-1, 1, 6).reshape(2, 3)
+CAPTURED = jnp.arange(3.0)
+JITTED = jax.jit(lambda x: 2 * x)
+COMPILED = JITTED.lower(CAPTURED).compile()
+
+
+def host(fun, out=None, vectorized=False):
+    kernel = Kernel(fun, out, vectorized)
+
+    def call(*args):
+        bound, xs = kernel.bind(BACKEND, args)
+        return BACKEND.call_kernel(bound, xs)[0]
+
+    return call
+
+
+INSIDE = {
+    "zeros": lambda: jnp.zeros(3),
+    "sin of an array": lambda: jnp.sin(CAPTURED),
+    "sin of NumPy": lambda: jnp.sin(np.ones(3)),
+    "asarray": lambda: jnp.asarray(np.ones(3)),
+    "device_put": lambda: jax.device_put(np.ones(3)),
+    "operator": lambda: CAPTURED + CAPTURED,
+    "getitem": lambda: CAPTURED[0],
+    "jit": lambda: JITTED(CAPTURED),
+    "compiled": lambda: COMPILED(CAPTURED),
+    "grad": lambda: jax.grad(lambda z: (z**2).sum())(CAPTURED),
+    "vmap": lambda: jax.vmap(lambda z: z**2)(CAPTURED),
+    "scan": lambda: jax.lax.scan(lambda a, b: (a, b), 0.0, CAPTURED),
+    "random": lambda: jax.random.normal(jax.random.key(0), (3,)),
+    "gradtools": lambda: host(lambda x: x)(np.ones(3)),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
+@pytest.mark.parametrize("which", INSIDE)
+def test_a_kernel_that_calls_jax_is_refused(which, how):
+    INSIDE[which]()  # compiled and cached: the fast path is refused too
+
+    def kernel(x):
+        INSIDE[which]()
+        return x
+
+    f = {"eager": lambda f: f, "jit": jax.jit, "vmap": jax.vmap}[how](host(kernel))
+    with pytest.raises(Exception, match="host function 'kernel': it calls JAX") as raised:
+        jax.block_until_ready(f(jnp.asarray(X)))
+    assert how == "jit" or type(raised.value) is GradtoolsError
+    np.testing.assert_array_equal(JITTED(CAPTURED), 2 * np.arange(3.0))  # JAX works again
+
+
+def test_a_kernels_own_runtime_error_stays_what_it_is():
+    def kernel(x):
+        raise RuntimeError("of the kernel")
+
+    with pytest.raises(RuntimeError, match=r"^of the kernel$"):
+        host(kernel)(X)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128", "int64", "uint64"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_without_x64_a_wide_spec_is_refused(default_precision, wrap, dtype):
+    f = wrap(host(lambda x: x.astype(dtype), lambda x: Spec(x.shape, dtype)))
+    with pytest.raises(GradtoolsError, match=f"'<lambda>': .*{dtype}.*jax_enable_x64"):
+        f(jnp.ones(3))
+
+
+def test_without_x64_a_wide_result_is_refused_and_a_narrow_one_is_not(default_precision):
+    with pytest.raises(GradtoolsError, match=r"dtype float64; expected .* dtype float32"):
+        host(lambda x: x.astype(np.float64))(jnp.ones(3))
+    assert host(lambda x: x + x)(jnp.ones(3)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("vectorized", [True, False])
+def test_shard_map(check_vma, vectorized):
+    mesh = jax.make_mesh((len(jax.devices()),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = host(lambda x: x + 1, vectorized=vectorized)
+    for g in (f, jax.vmap(f)):
+        mapped = jax.shard_map(g, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
+        np.testing.assert_array_equal(mapped(X), X + 1)
+        np.testing.assert_array_equal(jax.jit(mapped)(X), X + 1)
+
+
+def test_a_result_varies_over_the_mesh_as_its_arguments_do():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = host(lambda x: x)
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P())(X)
+    same = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(X)
+    np.testing.assert_array_equal(same, X)
+
+
+def test_a_kernel_lowers_for_the_platforms_of_this_process_only():
+    traced = jax.jit(jax.vmap(host(lambda x: x + 1))).trace(jnp.asarray(X))
+    here = jax.default_backend()
+    assert "callback" in traced.lower(lowering_platforms=(here,)).as_text()
+    with pytest.raises(GradtoolsError, match=r"'<lambda>': JAX can lower .* that this process has"):
+        traced.lower(lowering_platforms=("tpu" if here != "tpu" else "cuda",))
+
+
+def test_jax_still_cannot_export_what_calls_back_into_python():
+    with pytest.raises(NotImplementedError, match="host_callbacks"):
+        jax.export.export(jax.jit(host(lambda x: x + 1)))(jnp.asarray(X))

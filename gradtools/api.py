@@ -7,10 +7,11 @@ export its methods under their names.
 from __future__ import annotations
 
 from gradtools.accumulate import Accumulation
+from gradtools.custom import CustomRules
 from gradtools.derivatives import Derivatives
 from gradtools.edits import Edits
 from gradtools.models import Models
 
 
-class Api(Derivatives, Edits, Accumulation, Models):
+class Api(Derivatives, Edits, CustomRules, Accumulation, Models):
     """Every public operator, bound to one backend."""

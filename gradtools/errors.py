@@ -15,3 +15,7 @@ class DisconnectedInputError(GradtoolsError):
 
 class GradtoolsWarning(UserWarning):
     """Something the user should know, said once, in plain words."""
+
+
+class MissingRuleError(GradtoolsError):
+    """A host function without a rule was differentiated."""

@@ -82,6 +82,8 @@ class Rule:
         reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
+        written: The functions of its author, in which captured arrays are looked for.
+        dense: Whether the maps are handed zeros for what is floating, and not None.
         identity: Whether the outputs are inputs as they came.
         key: A text by which compiled code finds the rule again, see `by_key`.
         forward: In a rule that was linearized, `forward(*xs)` gives `[*ys, *extras]`.
@@ -99,6 +101,8 @@ class Rule:
     reverse_only: bool = False
     captures: bool = True
     closed_over: tuple[int, ...] = ()
+    written: tuple[Any, ...] = ()
+    dense: bool = False
     identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))
     forward: Callable[..., list[Array]] | None = None
@@ -110,7 +114,7 @@ class Rule:
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
                 "give at least one, the other follows by transposition."
             )
-        _BY_KEY[self.key] = self
+        _BY_KEY.setdefault(self.key, self)
 
     def __repr__(self) -> str:
         return f"<rule {self.name}>"

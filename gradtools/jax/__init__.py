@@ -6,15 +6,18 @@ from gradtools.jax.backend import JaxBackend
 _api = Api(JaxBackend())
 
 GradientAccumulator = _api.GradientAccumulator
+Spec = _api.Spec
 accumulate_gradients = _api.accumulate_gradients
 asarray = _api.asarray
 assign_gradients = _api.assign_gradients
 checkpoint = _api.checkpoint
 clip_gradient = _api.clip_gradient
 compile = _api.compile
+custom_rule = _api.custom_rule
 functionalize = _api.functionalize
 grad = _api.grad
 hessian = _api.hessian
+host_function = _api.host_function
 hvp = _api.hvp
 jacobian = _api.jacobian
 jvp = _api.jvp
@@ -37,15 +40,18 @@ vmap = _api.vmap
 
 __all__ = [
     "GradientAccumulator",
+    "Spec",
     "accumulate_gradients",
     "asarray",
     "assign_gradients",
     "checkpoint",
     "clip_gradient",
     "compile",
+    "custom_rule",
     "functionalize",
     "grad",
     "hessian",
+    "host_function",
     "hvp",
     "jacobian",
     "jvp",

@@ -12,9 +12,9 @@ import numpy as np
 from gradtools.backend import Array
 from gradtools.jax import accumulate, arrays, engines, modules
 from gradtools.jax.host import call_kernel
-from gradtools.jax.rules import apply_rule
+from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.trees import is_inexact
-from gradtools.rules import Rule
+from gradtools.rules import Rule, by_key
 
 
 class JaxBackend:
@@ -35,6 +35,15 @@ class JaxBackend:
 
     def leaf_paths(self, tree: Any) -> list[str]:
         return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+    def sketch(self, tree: Any) -> tuple[list[Any], Any]:
+        return jax.tree.flatten(tree)
+
+    def from_sketch(self, structure: Any) -> Any:
+        return structure
+
+    sketch_of = from_sketch
+    draw = unflatten
 
     # --- arrays
 
@@ -64,6 +73,9 @@ class JaxBackend:
     def zeros_like(self, x: Array) -> Array:
         return jax.lax.full_like(x, 0)
 
+    def zeros(self, shape: Any, dtype: Any, like: Array) -> Array:
+        return jnp.zeros(shape, dtype)
+
     def ones_like(self, x: Array) -> Array:
         return jax.lax.full_like(x, 1)
 
@@ -86,8 +98,19 @@ class JaxBackend:
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         return x
 
+    def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
+        return apply_rule(by_key(key), *xs)
+
+    def compiling(self) -> bool:
+        return False  # jit traces Python as it is
+
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
+
+    transpose = staticmethod(transpose)
+    pull = staticmethod(pull)
+    push = staticmethod(push)
+    attempt = staticmethod(attempt)
 
     def stop_gradient(self, x: Array) -> Array:
         return jax.lax.stop_gradient(x)

@@ -27,10 +27,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
@@ -49,7 +51,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     xs = _varying_alike([jnp.asarray(x) for x in xs])
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
-    if rule.captures and get_opaque_trace_state(convention="flax") != _NO_TRACE:
+    if rule.captures and _closes_over_tracer(rule):
         rule, captured = _lift_captured(rule, xs)
         xs = _varying_alike([*xs, *captured])
     return list(primal_p.bind(*xs, rule=rule, forward=False))
@@ -117,12 +119,16 @@ def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         if given_tangent is None:
             return transposed_cotangent(saved, dxs)
+        if rule.dense:
+            dxs = _filled(dxs, like_xs)
         pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
         return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
 
     def cotangent(saved: Entries, cts: Entries) -> list[Any]:
         if given_cotangent is None:
             return transposed_tangent(saved, cts)
+        if rule.dense:
+            cts = _filled(cts, _present(like_ys))
         conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
         pairs = zip(given_cotangent(saved, conjugated), like_xs, strict=True)
         return [
@@ -155,12 +161,13 @@ def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
     Transposing runs whatever does not depend on a tangent, so transposing twice parts them.
     """
     mask = [is_inexact(x) and i not in rule.passive for i, x in enumerate(xs)]
-    like_xs = [like for like, m in zip(_likes(xs), mask, strict=True) if m]
+    full_like = _likes(xs)
+    like_xs = [like for like, m in zip(full_like, mask, strict=True) if m]
     ys: list[Any] = []
 
     def push(*dxs: Any) -> list[Any]:
         assert rule.joint is not None
-        ys[:], dys = rule.joint(xs, spread(dxs, mask))
+        ys[:], dys = rule.joint(xs, _filled(spread(dxs, mask), full_like))
         pairs = zip(dys, _likes(ys), strict=True)
         return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
 
@@ -191,8 +198,9 @@ def _shape(aval: Any) -> Any:
 
 
 def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """`values` with zeros for None."""
-    return [_zeros(k) if v is None else v for v, k in zip(values, likes, strict=True)]
+    """`values` with zeros for None, where there is something to be zero."""
+    pairs = zip(values, likes, strict=True)
+    return [_zeros(like) if v is None and like is not None else v for v, like in pairs]
 
 
 def _zeros(aval: Any) -> Any:
@@ -248,6 +256,45 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     if any(any(row[: len(zeros)]) for row in flow):
         raise ValueError("its derivative depends on where it is taken")
     return list(pulled(zeros, list(values)))
+
+
+def transpose(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
+    """The transpose of `linear` in gradtools' convention, of arrays like `examples`."""
+    likes = [jax.typeof(x) for x in examples]
+    found = _transpose(
+        rule, which, lambda *v: [conj(y) for y in linear(*map(conj, v))], likes, values
+    )
+    return list(found)
+
+
+def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero)."""
+    outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *xs)
+    full = [jnp.zeros_like(y) if ct is None else conj(ct) for y, ct in zip(outs, cts, strict=True)]
+    return [conj(x) for x in pullback(full)]
+
+
+def push(fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]) -> list[Any]:
+    """The pushforward of `fun` at xs, of `dxs`."""
+    return jax.jvp(lambda *a: list(fun(*a)), tuple(xs), tuple(dxs))[1]
+
+
+def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
+    """`fun(*xs)`, raising now what else would be raised when the derivatives in it are run."""
+    closed = jax.make_jaxpr(fun)(*xs)
+    _check_runs(closed)
+    return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
+
+
+def _check_runs(closed: Any) -> None:
+    def expand(eqn: Any) -> bool:
+        run = {tangent_p: _tangent, cotangent_p: _cotangent}.get(eqn.primitive)
+        if run is not None:
+            avals = [v.aval for v in eqn.invars]
+            _check_runs(jax.make_jaxpr(lambda *a: run(*a, **eqn.params))(*avals))
+        return False
+
+    tracing.uses_primitive(closed, expand)
 
 
 # --- the primitives ----------------------------------------------------------------------
@@ -606,6 +653,47 @@ def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
 
 
 # --- arrays that a rule closes over ------------------------------------------------------
+
+
+def _closes_over_tracer(rule: Rule) -> bool:
+    """Whether what the author of a rule wrote holds an array of a running trace.
+
+    A rule may use itself, so to trace its maps whenever it is applied would never end.
+    """
+    if get_opaque_trace_state(convention="flax") == _NO_TRACE:
+        return False
+    todo: list[Any] = list(rule.written or (rule.primal, rule.tangent, rule.cotangent))
+    seen: set[int] = set()
+    while todo:
+        x = todo.pop()
+        if isinstance(x, jax.core.Tracer):
+            return True
+        if id(x) in seen or isinstance(x, _LEAVES):
+            continue
+        seen.add(id(x))
+        todo += _held(x)
+    return False
+
+
+_LEAVES = (jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
+
+
+def _held(x: Any) -> list[Any]:
+    """What an object holds: a closure's variables, a container's entries, its attributes."""
+    if isinstance(x, dict):
+        return list(x.values())
+    if isinstance(x, list | tuple | set | frozenset):
+        return list(x)
+    held = [getattr(x, name, None) for name in ("func", "args", "keywords", "__self__")]
+    if isinstance(x, FunctionType):
+        held += [x.__defaults__, x.__kwdefaults__]
+        for cell in x.__closure__ or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # a name that is not bound yet
+                continue
+    held.append(getattr(x, "__dict__", None))
+    return [h for h in held if h is not None]
 
 
 def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:

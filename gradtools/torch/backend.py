@@ -14,7 +14,7 @@ from gradtools.torch import accumulate, arrays, engines, modules, trees
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import asked_of, explained
 from gradtools.torch.host import call_kernel
-from gradtools.torch.rules import apply_rule, is_inexact
+from gradtools.torch.rules import apply_rule, apply_rule_by_key, is_inexact, pull, push, transpose
 
 Tensor = torch.Tensor
 
@@ -42,6 +42,10 @@ class TorchBackend:
     flatten = staticmethod(trees.flatten)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
+    sketch = staticmethod(trees.sketch)
+    from_sketch = staticmethod(trees.from_sketch)
+    sketch_of = staticmethod(trees.sketch_of)
+    draw = staticmethod(trees.draw)
 
     # --- arrays
 
@@ -79,6 +83,9 @@ class TorchBackend:
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)
 
+    def zeros(self, shape: Any, dtype: Any, like: Array) -> Array:
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+
     def ones_like(self, x: Array) -> Array:
         return torch.ones_like(x, requires_grad=False)
 
@@ -108,8 +115,20 @@ class TorchBackend:
             return x
         return _Constant.apply(message, x, *tracked)
 
+    apply_rule_by_key = staticmethod(apply_rule_by_key)
+
+    def compiling(self) -> bool:
+        return is_compiling()
+
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
+
+    transpose = staticmethod(transpose)
+    pull = staticmethod(pull)
+    push = staticmethod(push)
+
+    def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
+        return fun(*xs)
 
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()

@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._C._functorch import TransformType
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Linearized, Rule, batched, by_key, spread
+from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, spread
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 
 Tensor = torch.Tensor
@@ -47,6 +48,11 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     if is_compiling():
         return list(_apply_by_key(rule.key, *xs))
     return list(_apply(rule, xs))
+
+
+def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
+    """`apply_rule` of a rule in both modes, which compiled code knows by its key alone."""
+    return list(_apply_by_key(key, *xs) if is_compiling() else _apply(by_key(key), xs))
 
 
 _eager = threading.local()
@@ -85,10 +91,28 @@ class _Point:
         self.found = replace(found, ys=[], extras=[])
 
 
-def _apply(rule: Rule, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    if rule.written and not _differentiated(xs):
+        return _undifferentiated(rule, xs)
     point = _Point(rule)
     out = _apply_at(point, xs)
     return out[: point.count]
+
+
+def _is_derived(rule: Rule) -> bool:
+    """Whether the rule's value is itself a derivative, whose graph is not wanted."""
+    return bool(rule.written) and rule.linearize is None and rule.joint is None
+
+
+def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The value alone. A rule may use itself: here ends what else would never end."""
+    if _is_derived(rule):
+        with torch.no_grad():
+            return [y.detach() for y in rule.primal(*xs)]
+    ys = rule.primal(*xs)
+    if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
+        raise _closed_over_error(rule)
+    return list(ys)
 
 
 def _apply_at(point: _Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -107,23 +131,54 @@ def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
     rule = point.rule
     if not rule.captures:
         found = rule.at(*xs)
+    elif _is_derived(rule):
+        found = rule.reading(xs, _undifferentiated(rule, xs))
     else:
         before = None if rule.linearize is None else _Randomness.now(xs)
         with torch.enable_grad():
             found = rule.at(*[x.detach() for x in xs])
-        if any(_is_tracked(y) for y in (*found.ys, *found.extras)):
-            raise closed_over_error(rule)
+        if any(_is_captured(y) for y in (*found.ys, *found.extras)):
+            raise _closed_over_error(rule)
         if before is not None and not before.stands():
             point.randomness = before
     point.note(found)
     return [*found.ys, *found.extras]
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _is_captured(y: Tensor) -> bool:
+    return y.requires_grad or _is_wrapped(y)
+
+
 def _is_tracked(y: Tensor) -> bool:
-    return y.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(y)
+    return y.requires_grad or torch._C._functorch.is_gradtrackingtensor(y)
 
 
-def closed_over_error(rule: Rule) -> GradtoolsError:
+def _differentiated(xs: Sequence[Tensor]) -> bool:
+    """Whether any derivative is being taken here that may ask for one of xs."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() in _DERIVATIVES for level in levels):
+        return True
+    plain = [_unwrapped(x) for x in xs] if levels else xs
+    if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in plain if is_inexact(x))
+
+
+_DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    while _is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def _closed_over_error(rule: Rule) -> GradtoolsError:
     return GradtoolsError(
         f"rule {rule.name!r} closes over a tensor with respect to which you differentiate; its "
         "derivative would be lost. Pass that tensor to the function as an argument."
@@ -167,7 +222,7 @@ class _ReverseOnly(torch.autograd.Function):
                 point.note(found)
                 return found
 
-            one = replace(one, linearize=noted)
+            one = replace(one, linearize=noted, key=next(KEYS))
         axes = tuple([None if d is None else 0 for d in in_dims[1:]])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
         batch = _Point(batched(one, _Lists, axes, None, info.batch_size))
@@ -231,6 +286,12 @@ def _zeros(shape: Any, dtype: Any, device: Any) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
+    """`values` with zeros for None, where there is something to be zero."""
+    pairs = zip(values, likes, strict=True)
+    return [_zeros(*like) if v is None and like else v for v, like in pairs]
+
+
 def _sum(*terms: Any) -> Any:
     there = [t for t in terms if t is not None]
     return sum(there[1:], there[0]) if there else None
@@ -250,6 +311,8 @@ def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
     rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    if rule.dense:
+        dxs = _filled(dxs, ctx.like_xs)
     if found.tangent is not None:
         return list(found.tangent(saved, dxs))
     likes = ctx.like_ys[: ctx.point.count]
@@ -275,6 +338,8 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
             found = rule.at(*_xs(ctx, tensors))
         everything = [*_xs(ctx, tensors), *found.ys, *found.extras]
         saved = [everything[i] for i in found.saves]
+    if rule.dense:
+        cts = _filled(cts, ctx.like_ys[: ctx.point.count])
     if found.cotangent is not None:
         pulled = list(found.cotangent(saved, cts))
         if rule.captures and torch.is_grad_enabled() and _in_eager():
@@ -284,7 +349,8 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     examples = [_zeros(*like) for like, m in zip(ctx.like_xs, mask, strict=True) if m]
 
     def run(at: Any, moving: Any) -> list[Any]:
-        return list(found.tangent(at, spread(moving, mask)))
+        dxs = spread(moving, mask)
+        return list(found.tangent(at, _filled(dxs, ctx.like_xs) if rule.dense else dxs))
 
     _check_linear(rule, "tangent", run, saved, examples)
     return spread(_transpose(lambda *dxs: run(saved, dxs), examples, list(cts)), mask)
@@ -297,6 +363,8 @@ def _in_eager() -> bool:
 
 def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
     """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
+    if any(x is not None and _is_wrapped(x) for x in (*results, *known)):
+        return  # a transform's wrapper shows no graph
     known = [x for x in known if x is not None and x.requires_grad]
     seen = {get_gradient_edge(x).node for x in known}
     todo = [x for x in results if x is not None and x.requires_grad]
@@ -307,7 +375,7 @@ def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -
             continue
         seen.add(node)
         if not node.next_functions and hasattr(node, "variable"):
-            raise closed_over_error(rule)
+            raise _closed_over_error(rule)
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
 
 
@@ -323,7 +391,30 @@ def _transpose(linear: Callable[..., list[Any]], examples: Any, values: Any) -> 
     outs, pullback = torch.func.vjp(dense, *examples)
     given = [values[i] for i in came_out]
     filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, given, strict=True)]
-    return list(pullback(tuple(filled)))
+    # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
+    return [v.view_as(v) for v in pullback(tuple(filled))]
+
+
+def transpose(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
+    """The transpose of `linear`, which takes tensors like `examples`, applied to `values`."""
+    _check_linear(rule, which, lambda _, vs: linear(*vs), [], examples)
+    return _transpose(linear, examples, values)
+
+
+def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero)."""
+    outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
+    full = [torch.zeros_like(y) if ct is None else ct for y, ct in zip(outs, cts, strict=True)]
+    return [v.view_as(v) for v in pullback(tuple(full))]
+
+
+def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """The pushforward of `fun` at xs, of `dxs`: the transpose of its pullback, for dual levels
+    do not nest.
+    """
+    outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
+    _, again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))
+    return [v.view_as(v) for v in again(tuple(dxs))[0]]
 
 
 # --- extras: differentiated through the code that made them -------------------------------
@@ -380,7 +471,7 @@ class _Randomness:
 
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> _Randomness | None:
-        if is_compiling() or any(isinstance(x, FakeTensor) for x in xs):
+        if is_compiling() or TracingContext.try_get() is not None:
             return None
         devices = {torch.device("cpu"), *(x.device for x in xs)}
         return cls({d: _generator_state(d) for d in devices})

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree  # the registry that torch.func itself uses
 
+from gradtools.errors import GradtoolsError
+
 
 @dataclass(frozen=True)
 class TreeDef:
@@ -16,6 +18,11 @@ class TreeDef:
 
     spec: Any
     present: tuple[bool, ...]
+
+    @property
+    def num_leaves(self) -> int:
+        """How many leaves are there."""
+        return sum(self.present)
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
         """What stands in `tree` at this tree's leaves."""
@@ -52,3 +59,64 @@ def leaf_paths(tree: Any) -> list[str]:
     """Where each leaf that is not None stands, such as `['w'][0]`."""
     found = pytree.tree_flatten_with_path(tree)[0]
     return [pytree.keystr(path) for path, leaf in found if leaf is not None]
+
+
+def sketch(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, and the structure as what dynamo takes for a constant."""
+    if not torch.compiler.is_dynamo_compiling():
+        return flatten(tree)
+    leaves: list[Any] = []
+    return leaves, _sketched(tree, leaves)
+
+
+def _sketched(tree: Any, leaves: list[Any]) -> Any:
+    if tree is None:
+        return "none"
+    if type(tree) is dict:
+        return ("dict", *[(key, _sketched(tree[key], leaves)) for key in sorted(tree)])
+    if type(tree) in (tuple, list):
+        return (type(tree).__name__, *[_sketched(x, leaves) for x in tree])
+    leaves.append(tree)
+    return "leaf"
+
+
+def sketch_of(treedef: TreeDef) -> Any:
+    """The structure as `sketch` draws it in compiled code."""
+    leaves: list[Any] = []
+    tree = unflatten(treedef, [0] * treedef.num_leaves)
+    structure = _sketched(tree, leaves)
+    if any(type(x) is not int for x in leaves):
+        kind = next(type(x).__name__ for x in leaves if type(x) is not int)
+        raise GradtoolsError(
+            f"in compiled code a custom rule returns tuples, lists and dicts of tensors, and not "
+            f"a {kind}."
+        )
+    return structure
+
+
+def draw(structure: Any, leaves: Sequence[Any]) -> Any:
+    """The tree of this structure, a TreeDef or a sketch, with these leaves."""
+    if isinstance(structure, TreeDef):
+        return unflatten(structure, leaves)
+    return _drawn(structure, list(leaves))
+
+
+def from_sketch(structure: Any) -> TreeDef:
+    """The structure that `sketch` drew."""
+    if isinstance(structure, TreeDef):
+        return structure
+    return flatten(_drawn(structure, [0] * str(structure).count("'leaf'") or [0]))[1]
+
+
+def _drawn(structure: Any, leaves: list[Any]) -> Any:
+    """Takes the leaves from the front of the list."""
+    if structure == "none":
+        return None
+    if structure == "leaf":
+        return leaves.pop(0)
+    kind, *children = structure
+    if kind == "dict":
+        return {key: _drawn(child, leaves) for key, child in children}
+    if kind == "tuple":
+        return tuple([_drawn(child, leaves) for child in children])
+    return [_drawn(child, leaves) for child in children]

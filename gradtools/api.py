@@ -10,8 +10,9 @@ from gradtools.accumulate import Accumulation
 from gradtools.custom import CustomRules
 from gradtools.derivatives import Derivatives
 from gradtools.edits import Edits
+from gradtools.kernels import HostFunctions
 from gradtools.models import Models
 
 
-class Api(Derivatives, Edits, CustomRules, Accumulation, Models):
+class Api(Derivatives, Edits, CustomRules, HostFunctions, Accumulation, Models):
     """Every public operator, bound to one backend."""

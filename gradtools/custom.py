@@ -3,12 +3,6 @@
 The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and
 `jax.custom_jvp`; here it becomes a `Rule` on flat lists of arrays. For each way of calling the
 function (its static arguments, the structure of the others) there is one such Rule.
-
-A host function is the same with a kernel as its value. Its kernels cannot be differentiated, so
-where the double backward is the last one given, the symmetry of the Hessian gives the rest:
-
-    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a
-    product with that function's Hessian, and so equals its own pullback, of dx.
 """
 
 from __future__ import annotations
@@ -16,24 +10,21 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import Any, TypeVar, overload
 
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import describe
-from gradtools.errors import GradtoolsError, MissingRuleError
-from gradtools.host import Kernel, Spec
-from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
+from gradtools.errors import GradtoolsError
+from gradtools.rules import KEYS, Entries, Linearized, Rule
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MOST_SHAPES = 256
 
 
 class CustomRules(Operators):
-    """The operators that make a function with a rule of its own."""
-
-    Spec = Spec
+    """The operator that gives a function its own rule."""
 
     @overload
     def custom_rule(self, f: Callable[..., Any], static_argnames: Any = ()) -> CustomRule: ...
@@ -90,55 +81,6 @@ class CustomRules(Operators):
             raise GradtoolsError(f"custom_rule: f must be a function, got {f!r}.")
         return CustomRule(self._backend, f, static_argnames)
 
-    @overload
-    def host_function(
-        self, kernel: Callable[..., Any], out: Any = None, vectorized: bool = False
-    ) -> HostFunction: ...
-    @overload
-    def host_function(
-        self, kernel: None = None, out: Any = None, vectorized: bool = False
-    ) -> Callable[[Callable[..., Any]], HostFunction]: ...
-    def host_function(self, kernel: Any = None, out: Any = None, vectorized: bool = False) -> Any:
-        """A kernel of NumPy arrays (NumPy, SciPy, ctypes, C++) inside the framework's program.
-
-        It runs in eager and compiled code, under vmap and in loops. It takes rules like a
-        `custom_rule`; they may call the function itself, and other host functions with rules of
-        their own: a bwd that is a host function with a bwd is double backward. From these two
-        forward mode and forward over reverse follow by the symmetry of the Hessian.
-
-        Args:
-            kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
-                Arguments that are no arrays come as they are.
-            out: What the kernel returns: None (one array like the first array argument), a pytree
-                of `Spec`s, or a function from the arguments, arrays replaced by their Specs, to
-                one. Under vmap these are the specs of one example.
-            vectorized: False: under vmap one call for each example. True: one call, each array
-                argument with the batch axes in front. Elementwise kernels allow it.
-
-        Returns:
-            A function of arrays. Without a rule, differentiating it raises.
-
-        Raises:
-            GradtoolsError: (on call) the kernel returns another number, shape or dtype than `out`
-                says, or a framework's array; it calls JAX in a JAX program, which would wait for
-                itself forever. The kernel's own exceptions reach you with their message.
-
-        Example:
-            >>> cube = gt.host_function(lambda x: x ** 3)
-            >>> back = gt.host_function(lambda x, c: 3 * x ** 2 * c)
-            >>> twice = gt.host_function(
-            ...     lambda x, c, v: (6 * x * c * v, 3 * x ** 2 * v), out=lambda x, c, v: (x, c))
-            >>> cube.defvjp(lambda x: (cube(x), x), lambda x, c: (back(x, c),))
-            >>> back.defvjp(lambda x, c: (back(x, c), (x, c)), lambda res, v: twice(*res, v))
-            >>> x = gt.asarray(np.float64(2.0) if gt.xp.asarray(2.0).itemsize == 8
-            ...                else np.float32(2.0))
-            >>> [float(g(x)) for g in (cube, gt.grad(cube), gt.grad(gt.grad(cube)))]
-            [8.0, 12.0, 12.0]
-        """
-        if kernel is None:
-            return partial(self.host_function, out=out, vectorized=vectorized)
-        return HostFunction(self._backend, kernel, out, vectorized)
-
 
 # --- the function ------------------------------------------------------------------------
 
@@ -157,14 +99,17 @@ class CustomRule:
     def __init__(self, backend: Backend, fun: Callable[..., Any], static_argnames: Any) -> None:
         update_wrapper(self, fun)
         self.__name__ = _name(fun)
-        self.fun, self.fwd, self.bwd, self.jvp = fun, None, None, None
+        self.fun = fun
+        self.fwd: Callable[..., Any] | None = None
+        self.bwd: Callable[..., Any] | None = None
+        self.jvp: Callable[..., Any] | None = None
         self._backend = backend
         names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
         self.static_argnames: tuple[str, ...] = tuple(names)
         self._parameters = _Parameters.of(self.__name__, fun, self.static_argnames)
-        self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
+        self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
         self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
-        self._by_key: dict[str, _Shape] = {}
+        self._by_key: dict[str, Shaped] = {}
         self._key_of = backend.constant_result(self._key)
         self._out_of = backend.constant_result(self._out)
 
@@ -240,7 +185,7 @@ class CustomRule:
             return shape.outs[looks]
         return self._backend.sketch_of(next(reversed(shape.outs.values())))
 
-    def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> _Shape:
+    def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> Shaped:
         """The Rule for this way of calling."""
         key = (statics, structure, arrays, others, *[type(o) for o in (*statics, *others)])
         try:
@@ -254,13 +199,13 @@ class CustomRule:
         if found is None:
             full = _marked(iter(others), arrays)
             treedef = self._backend.from_sketch(structure)
-            found = self._shapes[key] = _Shape(self, statics, treedef, full)
+            found = self._shapes[key] = Shaped(self, statics, treedef, full)
             self._by_key[found.rule.key] = found
             if len(self._shapes) > _MOST_SHAPES:
                 del self._by_key[self._shapes.popitem(last=False)[1].rule.key]
         return found
 
-    def _rule(self, shape: _Shape) -> Rule:
+    def _rule(self, shape: Shaped) -> Rule:
         if self.bwd is None and self.jvp is None:
             raise GradtoolsError(
                 f"{self.__name__} has no rule yet. Give it one with defvjp(fwd, bwd) or "
@@ -374,7 +319,7 @@ class _Parameters:
 
 
 @dataclass(eq=False)
-class _Shape:
+class Shaped:
     """A custom rule at fixed static arguments and structure: functions on flat lists of arrays."""
 
     of: CustomRule
@@ -424,6 +369,7 @@ class _Shape:
     def joint(self, xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
         """Outputs and their tangents by the forward rule."""
         rest = self.arguments(xs)
+        assert self.of.jvp is not None
         result = self.of.jvp(*self.statics, rest, self._tangents(dxs))
         out, dout = self._pair(result, "the forward rule", "(out, tangent_out)")
         ys = self._outputs(xs, out, "the forward rule")
@@ -448,6 +394,7 @@ class _Shape:
         """One run of fwd, and the maps that read what it saved."""
         backend, looks = self.backend, _looks(xs)
         like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
+        assert self.of.fwd is not None
         result = self.of.fwd(*self.statics, *self.arguments(xs))
         out, res = self._pair(result, "fwd", "(out, residuals)")
         ys = self._outputs(xs, out, "fwd")
@@ -456,6 +403,7 @@ class _Shape:
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
             ct = backend.unflatten(out_def, list(cts))
+            assert self.of.bwd is not None
             found = self.of.bwd(*self.statics, kept.restored(backend, saved), ct)
             return self._cotangents(found, like)
 
@@ -479,9 +427,7 @@ class _Shape:
         trees = self.arguments([_ARRAY] * len(like))
         if not isinstance(found, tuple | list) or len(found) != len(trees):
             came = describe(self.backend, found)
-            names = [
-                n for n, s in zip(self.of._parameters.names, self.of._parameters.static) if not s
-            ]
+            names = [n for n in self.of._parameters.names if n not in self.of.static_argnames]
             raise self._error(
                 f"bwd returned {came}, expected a tuple of {len(trees)}, one cotangent for each "
                 f"argument{' (' + ', '.join(names) + ')' if names else ''}."
@@ -495,8 +441,8 @@ class _Shape:
                 leaves += self._like(entry, treedef, f"bwd's entry {i}")
         there = [x for x, o in zip(leaves, self.others, strict=True) if o is _ARRAY]
         return [
-            self._fits(x, *l, f"bwd's cotangent of array {i}")
-            for i, (x, l) in enumerate(zip(there, like, strict=True))
+            self._fits(x, shape, dtype, inexact, f"bwd's cotangent of array {i}")
+            for i, (x, (shape, dtype, inexact)) in enumerate(zip(there, like, strict=True))
         ]
 
     # --- checks
@@ -586,247 +532,3 @@ class _Residuals:
         return backend.unflatten(
             self.treedef, [next(left) if o is _ARRAY else o for o in self.others]
         )
-
-
-# --- host functions ----------------------------------------------------------------------
-
-
-class HostFunction(CustomRule):
-    """A kernel in the framework's program, and its rule; see `host_function`.
-
-    Attributes:
-        kernel: The kernel, and what it returns.
-    """
-
-    _kind = "host function"
-
-    def __init__(self, backend: Backend, kernel: Any, out: Any, vectorized: bool) -> None:
-        self.kernel = Kernel(kernel, out, vectorized)
-        super().__init__(backend, kernel, ())
-        if any(self._parameters.keyword_only):
-            raise GradtoolsError(
-                f"host_function: {self.__name__} has keyword-only arguments, and a kernel gets its "
-                "arguments by position. Wrap it in a function that takes them so."
-            )
-        self.fun = self._value
-        self.opaque = False  # known, once a derivative of bwd in forward mode was missing
-
-    def _value(self, *args: Any) -> Any:
-        backend = self._backend
-        call, xs = self.kernel.bind(backend, args)
-        ys = backend.call_kernel(call, xs)
-        specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
-        return backend.unflatten(call.results(specs).treedef, ys)
-
-    def _rule(self, shape: _Shape) -> Rule:
-        if self.bwd is None and self.jvp is None:
-
-            def missing(saved: Entries, moving: Entries) -> Any:
-                raise MissingRuleError(
-                    f"host function {self.__name__!r} has no rule, so its derivative is unknown. "
-                    "Give it one with defvjp(fwd, bwd) or defjvp(rule), or stop the gradient of "
-                    "its arguments."
-                )
-
-            return Rule(
-                self.__name__, shape.primal, missing, missing, saves=(), captures=False, dense=True
-            )
-        if self.bwd is None:
-            return super()._rule(shape)
-        return self._new_rule(shape.primal, linearize=_OfKernels(self, shape).linearize)
-
-
-@dataclass(eq=False)
-class _OfKernels:
-    """The maps of a host function with a reverse rule, as rules themselves.
-
-    `pull` is bwd as a function of x, of what fwd saved, and of the cotangents. It is linear in
-    the cotangents, and a gradient in x. `push` is its transpose in the cotangents.
-    """
-
-    of: HostFunction
-    shape: _Shape
-
-    def __post_init__(self) -> None:
-        self.backend = self.of._backend
-
-    def linearize(self, *xs: Array) -> Linearized:
-        """Like `_Shape.linearize`, with what is needed to differentiate the maps again."""
-        backend = self.backend
-        found = self.shape.linearize(*xs)
-        n, k = len(xs), len(found.saves)
-        outs = [(tuple(y.shape), y.dtype) if backend.is_inexact(y) else None for y in found.ys]
-        maps = _KernelMaps(
-            self,
-            saves=found.saves,
-            bwd=found.cotangent,
-            moving=tuple([backend.is_inexact(x) for x in xs]),
-            outs=tuple(outs),
-        )
-
-        def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-            if found.tangent is not None:
-                return found.tangent(saved[:k], dxs)
-            pushed = backend.apply_rule(
-                maps.push, *saved[k:], *saved[:k], *[dx for dx in dxs if dx is not None]
-            )
-            return spread(pushed, [o is not None for o in outs])
-
-        def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            pulled = backend.apply_rule(
-                maps.pull, *saved[k:], *saved[:k], *[ct for ct in cts if ct is not None]
-            )
-            return spread(pulled, maps.moving)
-
-        return replace(
-            found,
-            saves=(*found.saves, *range(n)),
-            tangent=tangent,
-            cotangent=cotangent,
-        )
-
-
-@dataclass(eq=False)
-class _KernelMaps:
-    """bwd and its transpose at one structure, as rules on `[*xs, *saved, *what they move]`."""
-
-    of: _OfKernels
-    saves: tuple[int, ...]
-    bwd: Any
-    moving: tuple[bool, ...]
-    outs: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        host = self.of.of
-        self.backend = self.of.backend
-        self.n, self.k = len(self.moving), len(self.saves)
-        saved = tuple(range(self.n, self.n + self.k))
-        common = {"passive": saved, "written": (host.fwd, host.bwd)}
-        name = host.__name__
-        self.pull = Rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled, **common)
-        self.push = Rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed, **common)
-
-    def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
-        """xs, what fwd saved, and what is moved linearly."""
-        n, k = self.n, self.k
-        return operands[:n], operands[n : n + k], operands[n + k :]
-
-    def moved(self, xs: Entries) -> list[Any]:
-        """Those of the inputs that are differentiated."""
-        return [x for x, m in zip(xs, self.moving, strict=True) if m]
-
-    # --- pull: cotangents of y to cotangents of x
-
-    def pulled(self, *operands: Array) -> list[Array]:
-        xs, saved, cts = self.parted(operands)
-        found = self.bwd(saved, spread(cts, [o is not None for o in self.outs]))
-        return [
-            self.backend.zeros_like(x) if ct is None else ct
-            for x, ct in zip(self.moved(xs), self.moved(found), strict=True)
-        ]
-
-    def evaluated(self, xs: Entries, values: Entries, cts: Entries) -> list[Array]:
-        """The same as a function of the differentiated inputs: what fwd saves follows them."""
-        new = iter(values)
-        at = [next(new) if m else x for x, m in zip(xs, self.moving, strict=True)]
-        if all(i < self.n for i in self.saves):
-            return self.pulled(*at, *[at[i] for i in self.saves], *cts)
-        found = self.of.shape.linearize(*at)
-        everything = [*at, *found.ys, *found.extras]
-        return self.pulled(*at, *[everything[i] for i in self.saves], *cts)
-
-    def d_pulled(self, operands: Entries, moved: Entries) -> list[Any]:
-        xs, saved, cts = self.parted(operands)
-        dxs, _, dcts = self.parted(moved)
-        terms = []
-        if any(ct is not None for ct in dcts):
-            filled = _filled(self.backend, dcts, cts)
-            terms.append(self.backend.apply_rule(self.pull, *xs, *saved, *filled))
-        if any(dx is not None for dx in dxs):
-            terms.append(self.along(xs, cts, dxs))
-        return [_total(parts) for parts in zip(*terms, strict=True)]
-
-    def along(self, xs: Entries, cts: Entries, dxs: Entries) -> list[Array]:
-        """How the pulled cotangents change along dxs."""
-        at = self.moved(xs)
-        along = _filled(self.backend, self.moved(dxs), at)
-
-        def run(*values: Array) -> list[Array]:
-            return self.evaluated(xs, values, cts)
-
-        if not self.of.of.opaque:
-            try:
-                return self.backend.attempt(partial(self._pushed, run), *at, *along)
-            except MissingRuleError:
-                self.of.of.opaque = True
-        return self.backend.pull(run, at, along)
-
-    def _pushed(self, run: Any, *both: Array) -> list[Array]:
-        half = len(both) // 2
-        return self.backend.push(run, both[:half], both[half:])
-
-    def of_pulled(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        xs, _, cts = self.parted(operands)
-        at = self.moved(xs)
-        dxs, dcts = self.back(xs, at, cts, cotangents)
-        return [*spread(dxs, self.moving), *[None] * self.k, *dcts]
-
-    def back(self, xs: Entries, at: Entries, cts: Entries, vs: Entries) -> Any:
-        """The pullback of `pulled`, to the inputs and to the cotangents."""
-
-        def run(*values: Array) -> list[Array]:
-            return self.evaluated(xs, values[: len(at)], values[len(at) :])
-
-        found = self.backend.pull(run, [*at, *cts], vs)
-        return found[: len(at)], found[len(at) :]
-
-    # --- push: tangents of x to tangents of y
-
-    def pushed(self, *operands: Array) -> list[Array]:
-        xs, saved, dxs = self.parted(operands)
-
-        def pull(*cts: Array) -> list[Array]:
-            return self.backend.apply_rule(self.pull, *xs, *saved, *cts)
-
-        return self.transposed(pull, dxs)
-
-    def transposed(self, pull: Any, dxs: Entries) -> list[Array]:
-        zeros = [self.backend.zeros(*out, like=dxs[0]) for out in self.outs if out is not None]
-        return self.backend.transpose(self.push, "cotangent", pull, zeros, list(dxs))
-
-    def d_pushed(self, operands: Entries, moved: Entries) -> list[Any]:
-        xs, saved, dxs = self.parted(operands)
-        along, _, ddxs = self.parted(moved)
-        terms = []
-        if any(d is not None for d in ddxs):
-            filled = _filled(self.backend, ddxs, dxs)
-            terms.append(self.backend.apply_rule(self.push, *xs, *saved, *filled))
-        if any(d is not None for d in along):
-            at = self.moved(xs)
-
-            def run(*values: Array) -> list[Array]:
-                return self.transposed(lambda *cts: self.evaluated(xs, values, cts), dxs)
-
-            steps = _filled(self.backend, self.moved(along), at)
-            terms.append(self.backend.attempt(partial(self._pushed, run), *at, *steps))
-        return [_total(parts) for parts in zip(*terms, strict=True)]
-
-    def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, of dx."""
-        xs, saved, dxs = self.parted(operands)
-        likes = [self.backend.zeros(*out, like=dxs[0]) for out in self.outs if out is not None]
-        vs = _filled(self.backend, cotangents, likes)
-        at = self.moved(xs)
-        of_xs, _ = self.back(xs, at, vs, dxs)
-        of_dxs = self.backend.apply_rule(self.pull, *xs, *saved, *vs)
-        return [*spread(of_xs, self.moving), *[None] * self.k, *of_dxs]
-
-
-def _filled(backend: Backend, values: Entries, like: Entries) -> list[Array]:
-    """`values` with zeros for None."""
-    return [backend.zeros_like(x) if v is None else v for v, x in zip(values, like, strict=True)]
-
-
-def _total(terms: Sequence[Any]) -> Any:
-    there = [t for t in terms if t is not None]
-    return sum(there[1:], there[0]) if there else None

@@ -20,7 +20,10 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType, ModuleType
 from typing import Any
+
+import numpy as np
 
 from gradtools.errors import GradtoolsError
 
@@ -150,6 +153,43 @@ class Rule:
             extras=len(found.extras),
             key=next(KEYS),
         )
+
+
+def closes_over(rule: Rule, wanted: Callable[[Any], bool], array: type) -> bool:
+    """Whether what the author of a rule wrote holds a certain array.
+
+    Looked for in closures, defaults, containers and attributes: to trace a rule's maps whenever
+    it is applied would never end, for a rule may use itself.
+    """
+    leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
+    todo: list[Any] = list(rule.written or (rule.primal, rule.tangent, rule.cotangent))
+    seen: set[int] = set()
+    while todo:
+        x = todo.pop()
+        if wanted(x):
+            return True
+        if id(x) not in seen and not isinstance(x, leaves):
+            seen.add(id(x))
+            todo += _held(x)
+    return False
+
+
+def _held(x: Any) -> list[Any]:
+    """What an object holds: a closure's variables, a container's entries, its attributes."""
+    if isinstance(x, dict):
+        return list(x.values())
+    if isinstance(x, list | tuple | set | frozenset):
+        return list(x)
+    held = [getattr(x, name, None) for name in ("func", "args", "keywords", "__self__")]
+    if isinstance(x, FunctionType):
+        held += [x.__defaults__, x.__kwdefaults__]
+        for cell in x.__closure__ or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # a name that is not bound yet
+                continue
+    held.append(getattr(x, "__dict__", None))
+    return [h for h in held if h is not None]
 
 
 def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size: int) -> Rule:

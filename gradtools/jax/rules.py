@@ -27,19 +27,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import FunctionType, ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import tracing
 from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import KEYS, Entries, Linearized, Rule, batched, spread
+from gradtools.rules import KEYS, Entries, Linearized, Rule, batched, closes_over, spread
 
 Mask = tuple[bool, ...]
 _NO_TRACE = get_opaque_trace_state(convention="flax")
@@ -662,38 +660,7 @@ def _closes_over_tracer(rule: Rule) -> bool:
     """
     if get_opaque_trace_state(convention="flax") == _NO_TRACE:
         return False
-    todo: list[Any] = list(rule.written or (rule.primal, rule.tangent, rule.cotangent))
-    seen: set[int] = set()
-    while todo:
-        x = todo.pop()
-        if isinstance(x, jax.core.Tracer):
-            return True
-        if id(x) in seen or isinstance(x, _LEAVES):
-            continue
-        seen.add(id(x))
-        todo += _held(x)
-    return False
-
-
-_LEAVES = (jax.Array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
-
-
-def _held(x: Any) -> list[Any]:
-    """What an object holds: a closure's variables, a container's entries, its attributes."""
-    if isinstance(x, dict):
-        return list(x.values())
-    if isinstance(x, list | tuple | set | frozenset):
-        return list(x)
-    held = [getattr(x, name, None) for name in ("func", "args", "keywords", "__self__")]
-    if isinstance(x, FunctionType):
-        held += [x.__defaults__, x.__kwdefaults__]
-        for cell in x.__closure__ or ():
-            try:
-                held.append(cell.cell_contents)
-            except ValueError:  # a name that is not bound yet
-                continue
-    held.append(getattr(x, "__dict__", None))
-    return [h for h in held if h is not None]
+    return closes_over(rule, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
 
 
 def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, spread
+from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over, spread
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 
 Tensor = torch.Tensor
@@ -94,9 +94,31 @@ class _Point:
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if rule.written and not _differentiated(xs):
         return _undifferentiated(rule, xs)
+    if rule.captures and _closes_over_wrapper(rule):
+        raise _closed_over_error(rule)
     point = _Point(rule)
     out = _apply_at(point, xs)
     return out[: point.count]
+
+
+def _closes_over_wrapper(rule: Rule) -> bool:
+    """Whether a rule holds a tensor of a running transform, which its forward pass would strip."""
+    if _is_derived(rule) or not rule.written:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return closes_over(rule, lambda x: isinstance(x, Tensor) and _is_wrapped(x), Tensor)
+    if forward_ad._current_level >= 0:
+        return closes_over(rule, _is_dual, Tensor)
+    return False
+
+
+def _is_dual(x: Any) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and forward_ad._current_level >= 0
+        and is_inexact(x)
+        and forward_ad.unpack_dual(x).tangent is not None
+    )
 
 
 def _is_derived(rule: Rule) -> bool:
@@ -153,7 +175,7 @@ def _is_captured(y: Tensor) -> bool:
 
 
 def _is_tracked(y: Tensor) -> bool:
-    return y.requires_grad or torch._C._functorch.is_gradtrackingtensor(y)
+    return y.requires_grad or torch._C._functorch.is_gradtrackingtensor(y) or _is_dual(y)
 
 
 def _differentiated(xs: Sequence[Tensor]) -> bool:
@@ -166,7 +188,7 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
         return True
     if forward_ad._current_level < 0:
         return False
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in plain if is_inexact(x))
+    return any(_is_dual(x) for x in plain)
 
 
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
@@ -180,8 +202,8 @@ def _unwrapped(x: Tensor) -> Tensor:
 
 def _closed_over_error(rule: Rule) -> GradtoolsError:
     return GradtoolsError(
-        f"rule {rule.name!r} closes over a tensor with respect to which you differentiate; its "
-        "derivative would be lost. Pass that tensor to the function as an argument."
+        f"rule {rule.name!r} closes over a tensor that is differentiated, or mapped by vmap, "
+        "outside of it; that would be lost. Pass the tensor to the function as an argument."
     )
 
 
@@ -342,6 +364,8 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         cts = _filled(cts, ctx.like_ys[: ctx.point.count])
     if found.cotangent is not None:
         pulled = list(found.cotangent(saved, cts))
+        if rule.dense:
+            pulled = _filled(pulled, ctx.like_xs)
         if rule.captures and torch.is_grad_enabled() and _in_eager():
             _refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
@@ -409,9 +433,7 @@ def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Sequence[A
 
 
 def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """The pushforward of `fun` at xs, of `dxs`: the transpose of its pullback, for dual levels
-    do not nest.
-    """
+    """The pushforward of `fun` at xs, of `dxs`, as the transpose of its pullback."""
     outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
     _, again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))
     return [v.view_as(v) for v in again(tuple(dxs))[0]]

@@ -1,0 +1,324 @@
+"""Host functions: kernels of NumPy arrays with rules of their own.
+
+A host function is a custom rule whose value is a kernel. Its kernels cannot be differentiated,
+so where the double backward is the last one given, the symmetry of the Hessian gives the rest:
+
+    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a
+    product with that function's Hessian, and so equals its own pullback, of dx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, overload
+
+from gradtools.backend import Array, Backend, Operators
+from gradtools.custom import CustomRule, Shaped
+from gradtools.errors import GradtoolsError, MissingRuleError
+from gradtools.host import Kernel, Spec
+from gradtools.rules import Entries, Linearized, Rule, spread
+
+
+class HostFunctions(Operators):
+    """The operator that takes a kernel into the framework's program."""
+
+    Spec = Spec
+
+    @overload
+    def host_function(
+        self, kernel: Callable[..., Any], out: Any = None, vectorized: bool = False
+    ) -> HostFunction: ...
+    @overload
+    def host_function(
+        self, kernel: None = None, out: Any = None, vectorized: bool = False
+    ) -> Callable[[Callable[..., Any]], HostFunction]: ...
+    def host_function(self, kernel: Any = None, out: Any = None, vectorized: bool = False) -> Any:
+        """A kernel of NumPy arrays (NumPy, SciPy, ctypes, C++) inside the framework's program.
+
+        It runs in eager and compiled code, under vmap and in loops. It takes rules like a
+        `custom_rule`; they may call the function itself, and other host functions with rules of
+        their own: a bwd that is a host function with a bwd is double backward. From these two
+        forward mode and forward over reverse follow by the symmetry of the Hessian.
+
+        Args:
+            kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
+                Arguments that are no arrays come as they are.
+            out: What the kernel returns: None (one array like the first array argument), a pytree
+                of `Spec`s, or a function from the arguments, arrays replaced by their Specs, to
+                one. Under vmap these are the specs of one example.
+            vectorized: False: under vmap one call for each example. True: one call, each array
+                argument with the batch axes in front. Elementwise kernels allow it.
+
+        Returns:
+            A function of arrays. Without a rule, differentiating it raises.
+
+        Raises:
+            GradtoolsError: (on call) the kernel returns another number, shape or dtype than `out`
+                says, or a framework's array; it calls JAX in a JAX program, which would wait for
+                itself forever. The kernel's own exceptions reach you with their message.
+
+        Example:
+            >>> cube = gt.host_function(lambda x: x ** 3)
+            >>> back = gt.host_function(lambda x, c: 3 * x ** 2 * c)
+            >>> twice = gt.host_function(
+            ...     lambda x, c, v: (6 * x * c * v, 3 * x ** 2 * v), out=lambda x, c, v: (x, c))
+            >>> cube.defvjp(lambda x: (cube(x), x), lambda x, c: (back(x, c),))
+            >>> back.defvjp(lambda x, c: (back(x, c), (x, c)), lambda res, v: twice(*res, v))
+            >>> x = gt.asarray(np.float64(2.0) if gt.xp.asarray(2.0).itemsize == 8
+            ...                else np.float32(2.0))
+            >>> [float(g(x)) for g in (cube, gt.grad(cube), gt.grad(gt.grad(cube)))]
+            [8.0, 12.0, 12.0]
+        """
+        if kernel is None:
+            return partial(self.host_function, out=out, vectorized=vectorized)
+        return HostFunction(self._backend, kernel, out, vectorized)
+
+
+# --- the function ------------------------------------------------------------------------
+
+
+class HostFunction(CustomRule):
+    """A kernel in the framework's program, and its rule; see `host_function`.
+
+    Attributes:
+        kernel: The kernel, and what it returns.
+    """
+
+    _kind = "host function"
+
+    def __init__(self, backend: Backend, kernel: Any, out: Any, vectorized: bool) -> None:
+        self.kernel = Kernel(kernel, out, vectorized)
+        super().__init__(backend, kernel, ())
+        if any(self._parameters.keyword_only):
+            raise GradtoolsError(
+                f"host_function: {self.__name__} has keyword-only arguments, and a kernel gets its "
+                "arguments by position. Wrap it in a function that takes them so."
+            )
+        self.fun = self._value
+        self.opaque = False  # known, once a derivative of bwd in forward mode was missing
+
+    def _value(self, *args: Any) -> Any:
+        backend = self._backend
+        call, xs = self.kernel.bind(backend, args)
+        ys = backend.call_kernel(call, xs)
+        specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
+        return backend.unflatten(call.results(specs).treedef, ys)
+
+    def _rule(self, shape: Shaped) -> Rule:
+        if self.bwd is None and self.jvp is None:
+
+            def missing(saved: Entries, moving: Entries) -> Any:
+                raise MissingRuleError(
+                    f"host function {self.__name__!r} has no rule, so its derivative is unknown. "
+                    "Give it one with defvjp(fwd, bwd) or defjvp(rule), or stop the gradient of "
+                    "its arguments."
+                )
+
+            return Rule(
+                self.__name__, shape.primal, missing, missing, saves=(), captures=False, dense=True
+            )
+        if self.bwd is None:
+            return super()._rule(shape)
+        return self._new_rule(shape.primal, linearize=_OfKernels(self, shape).linearize)
+
+
+@dataclass(eq=False)
+class _OfKernels:
+    """The maps of a host function with a reverse rule, as rules themselves.
+
+    `pull` is bwd as a function of x, of what fwd saved, and of the cotangents. It is linear in
+    the cotangents, and a gradient in x. `push` is its transpose in the cotangents.
+    """
+
+    of: HostFunction
+    shape: Shaped
+
+    def __post_init__(self) -> None:
+        self.backend = self.of._backend
+
+    def linearize(self, *xs: Array) -> Linearized:
+        """Like `Shaped.linearize`, with what is needed to differentiate the maps again."""
+        backend = self.backend
+        found = self.shape.linearize(*xs)
+        n, k = len(xs), len(found.saves)
+        outs = [(tuple(y.shape), y.dtype) if backend.is_inexact(y) else None for y in found.ys]
+        maps = _KernelMaps(
+            self,
+            saves=found.saves,
+            bwd=found.cotangent,
+            moving=tuple([backend.is_inexact(x) for x in xs]),
+            outs=tuple(outs),
+        )
+
+        def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+            if found.tangent is not None:
+                return found.tangent(saved[:k], dxs)
+            pushed = backend.apply_rule(
+                maps.push, *saved[k:], *saved[:k], *[dx for dx in dxs if dx is not None]
+            )
+            return spread(pushed, [o is not None for o in outs])
+
+        def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+            pulled = backend.apply_rule(
+                maps.pull, *saved[k:], *saved[:k], *[ct for ct in cts if ct is not None]
+            )
+            return spread(pulled, maps.moving)
+
+        return replace(
+            found,
+            saves=(*found.saves, *range(n)),
+            tangent=tangent,
+            cotangent=cotangent,
+        )
+
+
+@dataclass(eq=False)
+class _KernelMaps:
+    """bwd and its transpose at one structure, as rules on `[*xs, *saved, *what they move]`."""
+
+    of: _OfKernels
+    saves: tuple[int, ...]
+    bwd: Any
+    moving: tuple[bool, ...]
+    outs: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        host = self.of.of
+        self.backend = self.of.backend
+        self.n, self.k = len(self.moving), len(self.saves)
+        saved = tuple(range(self.n, self.n + self.k))
+        common: dict[str, Any] = {"passive": saved, "written": (host.fwd, host.bwd)}
+        name = host.__name__
+        self.pull = Rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled, **common)
+        self.push = Rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed, **common)
+
+    def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
+        """xs, what fwd saved, and what is moved linearly."""
+        n, k = self.n, self.k
+        return operands[:n], operands[n : n + k], operands[n + k :]
+
+    def moved(self, xs: Entries) -> list[Any]:
+        """Those of the inputs that are differentiated."""
+        return [x for x, m in zip(xs, self.moving, strict=True) if m]
+
+    # --- pull: cotangents of y to cotangents of x
+
+    def pulled(self, *operands: Array) -> list[Array]:
+        xs, saved, cts = self.parted(operands)
+        found = self.bwd(saved, spread(cts, [o is not None for o in self.outs]))
+        return [
+            self.backend.zeros_like(x) if ct is None else ct
+            for x, ct in zip(self.moved(xs), self.moved(found), strict=True)
+        ]
+
+    def evaluated(self, xs: Entries, values: Entries, cts: Entries) -> list[Array]:
+        """The same as a function of the differentiated inputs: what fwd saves follows them."""
+        new = iter(values)
+        at = [next(new) if m else x for x, m in zip(xs, self.moving, strict=True)]
+        if all(i < self.n for i in self.saves):
+            return self.pulled(*at, *[at[i] for i in self.saves], *cts)
+        found = self.of.shape.linearize(*at)
+        everything = [*at, *found.ys, *found.extras]
+        return self.pulled(*at, *[everything[i] for i in self.saves], *cts)
+
+    def d_pulled(self, operands: Entries, moved: Entries) -> list[Any]:
+        xs, saved, cts = self.parted(operands)
+        dxs, _, dcts = self.parted(moved)
+        terms = []
+        if any(ct is not None for ct in dcts):
+            filled = _filled(self.backend, dcts, cts)
+            terms.append(self.backend.apply_rule(self.pull, *xs, *saved, *filled))
+        if any(dx is not None for dx in dxs):
+            terms.append(self.along(xs, cts, dxs))
+        return [_total(parts) for parts in zip(*terms, strict=True)]
+
+    def along(self, xs: Entries, cts: Entries, dxs: Entries) -> list[Array]:
+        """How the pulled cotangents change along dxs."""
+        at = self.moved(xs)
+        along = _filled(self.backend, self.moved(dxs), at)
+
+        def run(*values: Array) -> list[Array]:
+            return self.evaluated(xs, values, cts)
+
+        if not self.of.of.opaque:
+            try:
+                return self.backend.attempt(partial(self._pushed, run), *at, *along)
+            except MissingRuleError:
+                self.of.of.opaque = True
+        return self.backend.pull(run, at, along)
+
+    def _pushed(self, run: Any, *both: Array) -> list[Array]:
+        half = len(both) // 2
+        return self.backend.push(run, both[:half], both[half:])
+
+    def of_pulled(self, operands: Entries, cotangents: Entries) -> list[Any]:
+        xs, _, cts = self.parted(operands)
+        at = self.moved(xs)
+        dxs, dcts = self.back(xs, at, cts, cotangents)
+        return [*spread(dxs, self.moving), *[None] * self.k, *dcts]
+
+    def back(self, xs: Entries, at: Entries, cts: Entries, vs: Entries) -> Any:
+        """The pullback of `pulled`, to the inputs and to the cotangents."""
+
+        def run(*values: Array) -> list[Array]:
+            return self.evaluated(xs, values[: len(at)], values[len(at) :])
+
+        found = self.backend.pull(run, [*at, *cts], vs)
+        return found[: len(at)], found[len(at) :]
+
+    # --- push: tangents of x to tangents of y
+
+    def pushed(self, *operands: Array) -> list[Array]:
+        xs, saved, dxs = self.parted(operands)
+
+        def pull(*cts: Array) -> list[Array]:
+            return self.backend.apply_rule(self.pull, *xs, *saved, *cts)
+
+        return self.transposed(pull, dxs)
+
+    def transposed(self, pull: Any, dxs: Entries) -> list[Array]:
+        zeros = self.zero_cotangents(dxs[0])
+        return self.backend.transpose(self.push, "cotangent", pull, zeros, list(dxs))
+
+    def zero_cotangents(self, like: Array) -> list[Array]:
+        """Zeros for each output that is differentiated."""
+        outs = [out for out in self.outs if out is not None]
+        return [self.backend.zeros(shape, dtype, like) for shape, dtype in outs]
+
+    def d_pushed(self, operands: Entries, moved: Entries) -> list[Any]:
+        xs, saved, dxs = self.parted(operands)
+        along, _, ddxs = self.parted(moved)
+        terms = []
+        if any(d is not None for d in ddxs):
+            filled = _filled(self.backend, ddxs, dxs)
+            terms.append(self.backend.apply_rule(self.push, *xs, *saved, *filled))
+        if any(d is not None for d in along):
+            at = self.moved(xs)
+
+            def run(*values: Array) -> list[Array]:
+                return self.transposed(lambda *cts: self.evaluated(xs, values, cts), dxs)
+
+            steps = _filled(self.backend, self.moved(along), at)
+            terms.append(self.backend.attempt(partial(self._pushed, run), *at, *steps))
+        return [_total(parts) for parts in zip(*terms, strict=True)]
+
+    def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
+        """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, of dx."""
+        xs, saved, dxs = self.parted(operands)
+        vs = _filled(self.backend, cotangents, self.zero_cotangents(dxs[0]))
+        at = self.moved(xs)
+        of_xs, _ = self.back(xs, at, vs, dxs)
+        of_dxs = self.backend.apply_rule(self.pull, *xs, *saved, *vs)
+        return [*spread(of_xs, self.moving), *[None] * self.k, *of_dxs]
+
+
+def _filled(backend: Backend, values: Entries, like: Entries) -> list[Array]:
+    """`values` with zeros for None."""
+    return [backend.zeros_like(x) if v is None else v for v, x in zip(values, like, strict=True)]
+
+
+def _total(terms: Sequence[Any]) -> Any:
+    there = [t for t in terms if t is not None]
+    return sum(there[1:], there[0]) if there else None

@@ -11,7 +11,7 @@ from gradtools.backend import Array, Fun, Staged
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import accumulate, arrays, engines, modules, trees
-from gradtools.torch.compiling import is_compiling
+from gradtools.torch.compiling import compiled, is_compiling
 from gradtools.torch.engines import asked_of, explained
 from gradtools.torch.host import call_kernel
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, is_inexact, pull, push, transpose
@@ -192,7 +192,7 @@ class TorchBackend:
         return checkpointed
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
-        return torch.compile(f, **options)
+        return compiled(f, **options)
 
     functionalize = staticmethod(modules.functionalize)
 

@@ -1,4 +1,4 @@
-"""What gradtools asks of dynamo, without importing it.
+"""What gradtools asks of dynamo, without importing it, and what it adds to `torch.compile`.
 
 Dynamo takes more time to import than the rest of PyTorch together, and a program that compiles
 nothing never needs it. So functions that it must not look into are registered when it arrives.
@@ -7,7 +7,9 @@ nothing never needs it. So functions that it must not look into are registered w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -15,7 +17,14 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.autograd.graph import get_gradient_edge
 
+from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.torch import trees
+from gradtools.torch.randomness import Randomness
+
+Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"
 _OPAQUE: list[Callable[..., Any]] = []
@@ -80,3 +89,143 @@ class _Registering(Loader):
 
 if _DYNAMO not in sys.modules:
     sys.meta_path.insert(0, _WhenDynamoArrives())
+
+
+# --- double backward of compiled code ----------------------------------------------------
+
+_LOST = "CompiledFunctionBackwardBackward"
+_NO_DOUBLE_BACKWARD = (
+    "a function compiled by torch.compile was differentiated twice from outside, and PyTorch has "
+    "no compiled double backward (pytorch#91469): it loses that derivative in silence. Compile the "
+    "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,))), or use gt.compile "
+    "without fullgraph, which then runs the function outside of the graph."
+)
+
+
+def refuse_lost(asked: str, outs: Sequence[Tensor]) -> None:
+    """Raises if the graph of outs holds a compiled backward pass, which loses derivatives."""
+    if _DYNAMO in sys.modules and any(type(node).__name__ == _LOST for node in nodes_of(outs)):
+        raise GradtoolsError(f"{asked}: {_NO_DOUBLE_BACKWARD}")
+
+
+def nodes_of(outs: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes of the autograd graph of outs, leaves' among them."""
+    seen: set[Any] = set()
+    todo = [get_gradient_edge(y).node for y in outs if y.requires_grad]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves of the autograd graph of outs."""
+    for node in nodes_of(outs):
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+
+
+def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile(f)`, that is run as it is where its double backward is asked for."""
+    run = torch.compile(f, **options)
+    if options.get("fullgraph") or isinstance(f, torch.nn.Module):
+        return run
+
+    @wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or is_compiling() or _in_forward_mode_or_functorch():
+            return run(*args, **kwargs)
+        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        before = Randomness.now(given)
+        outs, treedef = trees.flatten(run(*args, **kwargs))
+        tracked = [i for i, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
+        if not tracked:
+            return trees.unflatten(treedef, outs)
+        leaves = leaves_of([outs[i] for i in tracked])
+        own = {id(x): x for x in [*given, *leaves] if x.requires_grad}
+
+        def again() -> list[Tensor]:
+            if before is not None and not before.stood(after):
+                raise GradtoolsError(
+                    f"compile: {_name(f)} draws random numbers, and outside of the compiled graph "
+                    "it would draw others, so its double backward cannot be had by running it "
+                    "again. Compile the derivative instead: " + _NO_DOUBLE_BACKWARD
+                )
+            found = trees.flatten(f(*args, **kwargs))[0]
+            return [found[i] for i in tracked]
+
+        after = Randomness.now(given)
+        point = _Point(_name(f), again, [outs[i] for i in tracked])
+        for i, y in zip(tracked, _Twice.apply(point, *own.values()), strict=True):
+            outs[i] = y
+        return trees.unflatten(treedef, outs)
+
+    return call
+
+
+def _name(f: Any) -> str:
+    return getattr(f, "__name__", None) or type(f).__name__
+
+
+def _in_forward_mode_or_functorch() -> bool:
+    stack = torch._C._functorch.peek_interpreter_stack()
+    return stack is not None or forward_ad._current_level >= 0
+
+
+@dataclass
+class _Point:
+    """A call of a compiled function: how to run it again as it is, and what it returned."""
+
+    name: str
+    again: Callable[[], list[Tensor]]
+    outs: list[Tensor] | None
+
+
+class _Twice(torch.autograd.Function):
+    """A compiled function's outputs: the compiled backward pass, or a graph where one is asked."""
+
+    @staticmethod
+    def forward(ctx: Any, point: _Point, *inputs: Tensor) -> Any:
+        ctx.point = point
+        ctx.save_for_backward(*inputs)
+        assert point.outs is not None
+        return tuple([y.detach() for y in point.outs])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        inputs, point, create = ctx.saved_tensors, ctx.point, torch.is_grad_enabled()
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        if create:
+            _tell(point.name)
+        outs = point.again() if create else point.outs
+        if not keep:
+            point.outs = None
+        kept = [(y, ct) for y, ct in zip(outs, cts, strict=True) if y.requires_grad]
+        grads = torch.autograd.grad(
+            [y for y, _ in kept],
+            inputs,
+            [ct for _, ct in kept],
+            create_graph=create,
+            retain_graph=create or keep,
+            allow_unused=True,
+        )
+        return None, *grads
+
+
+def _tell(name: str) -> None:
+    if name in _TOLD:
+        return
+    _TOLD.add(name)
+    warnings.warn(
+        f"compile: {name} is run again outside of the compiled graph, because its derivative is "
+        "taken with a graph of its own and PyTorch has no compiled double backward "
+        "(pytorch#91469). The numbers are right; compiling the derivative instead is faster.",
+        GradtoolsWarning,
+        stacklevel=3,
+    )
+
+
+_TOLD: set[str] = set()

@@ -24,7 +24,7 @@ import torch.autograd.forward_ad as forward_ad
 from gradtools.backend import Evaluation, Fun
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
-from gradtools.torch.compiling import is_compiling
+from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.rules import evaluated_to_push, is_inexact
 
 Tensor = torch.Tensor
@@ -136,6 +136,7 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
     aliases = [_alias(x, keep) for x in leaves]
     with torch.inference_mode(False), torch.enable_grad():
         outs, extras, nested = _watched(fun, aliases)
+    refuse_lost(asked_of(fun), outs)
     attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(outs, aliases))
     _spend(aliases, True)
     return outs, extras, aliases, attached, nested
@@ -197,25 +198,7 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
     """Whether the graph of outs holds a leaf that is not an alias of ours."""
     own = {id(a) for a in aliases}
-    return any(
-        id(leaf) not in own and not getattr(leaf, _SPENT, False) for leaf in _leaves_of(outs)
-    )
-
-
-def _leaves_of(outs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves of the autograd graph of outs."""
-    seen: set[Any] = set()
-    todo = [y.grad_fn for y in outs if y.grad_fn is not None]
-    yield from (y for y in outs if y.grad_fn is None and y.requires_grad)
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and not node.next_functions:
-            yield variable
-        todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return any(id(leaf) not in own and not getattr(leaf, _SPENT, False) for leaf in leaves_of(outs))
 
 
 # --- forward mode ------------------------------------------------------------------------
@@ -323,7 +306,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
         nested[:] = [inside]
         if groups is not None and not is_compiling():
-            found = {id(leaf) for leaf in _leaves_of(outs)}
+            found = {id(leaf) for leaf in leaves_of(outs)}
             reached[:] = [id(x) in found for x in xs]
         empty[:] = [not outs]
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)

@@ -17,8 +17,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.errors import GradtoolsError
 from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over, spread
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
+from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
 
@@ -156,7 +156,7 @@ def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
     elif _is_derived(rule):
         found = rule.reading(xs, _undifferentiated(rule, xs))
     else:
-        before = None if rule.linearize is None else _Randomness.now(xs)
+        before = None if rule.linearize is None else Randomness.now(xs)
         with torch.enable_grad():
             found = rule.at(*[x.detach() for x in xs])
         if any(_is_captured(y) for y in (*found.ys, *found.extras)):
@@ -356,7 +356,7 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
 def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
     rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
     if found.rerun and torch.is_grad_enabled():
-        with _restored(ctx.point.randomness):
+        with restored(ctx.point.randomness):
             found = rule.at(*_xs(ctx, tensors))
         everything = [*_xs(ctx, tensors), *found.ys, *found.extras]
         saved = [everything[i] for i in found.saves]
@@ -454,7 +454,7 @@ def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
         extras[:] = found.extras
         return tuple([e for e, w in zip(found.extras, wanted, strict=True) if w])
 
-    with _restored(point.randomness):
+    with restored(point.randomness):
         _, pullback = torch.func.vjp(run, *moving)
     return pullback, mask
 
@@ -483,53 +483,6 @@ def _extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[A
 def _first_order(xs: Sequence[Tensor]) -> bool:
     """Whether forward mode at xs is all that is asked, so nothing reads a tangent of an extra."""
     return _in_eager() and not any(x.requires_grad for x in xs)
-
-
-@dataclass(frozen=True)
-class _Randomness:
-    """Where the generators stood that a function on these devices draws from."""
-
-    states: dict[torch.device, Tensor]
-
-    @classmethod
-    def now(cls, xs: Sequence[Tensor]) -> _Randomness | None:
-        if is_compiling() or TracingContext.try_get() is not None:
-            return None
-        devices = {torch.device("cpu"), *(x.device for x in xs)}
-        return cls({d: _generator_state(d) for d in devices})
-
-    def stands(self) -> bool:
-        """Whether nothing was drawn since."""
-        return all(torch.equal(_generator_state(d), s) for d, s in self.states.items())
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
-@contextmanager
-def _restored(randomness: _Randomness | None) -> Iterator[None]:
-    """While a function is evaluated again it draws what it drew; then the generators go on."""
-    if randomness is None:
-        yield
-        return
-    standing = {d: _generator_state(d) for d in randomness.states}
-    try:
-        for device, state in randomness.states.items():
-            _set_generator_state(device, state)
-        yield
-    finally:
-        for device, state in standing.items():
-            _set_generator_state(device, state)
 
 
 # --- is a map linear? --------------------------------------------------------------------

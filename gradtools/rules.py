@@ -20,7 +20,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import FunctionType, ModuleType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -155,11 +156,13 @@ class Rule:
         )
 
 
-def closes_over(rule: Rule, wanted: Callable[[Any], bool], array: type) -> bool:
+def closes_over(
+    rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
+) -> bool:
     """Whether what the author of a rule wrote holds a certain array.
 
-    Looked for in closures, defaults, containers and attributes: to trace a rule's maps whenever
-    it is applied would never end, for a rule may use itself.
+    Looked for in closures, defaults, containers and, if asked, attributes of objects: to trace a
+    rule's maps whenever it is applied would never end, for a rule may use itself.
     """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
     todo: list[Any] = list(rule.written or (rule.primal, rule.tangent, rule.cotangent))
@@ -170,17 +173,17 @@ def closes_over(rule: Rule, wanted: Callable[[Any], bool], array: type) -> bool:
             return True
         if id(x) not in seen and not isinstance(x, leaves):
             seen.add(id(x))
-            todo += _held(x)
+            todo += _held(x, attributes)
     return False
 
 
-def _held(x: Any) -> list[Any]:
+def _held(x: Any, attributes: bool) -> list[Any]:
     """What an object holds: a closure's variables, a container's entries, its attributes."""
     if isinstance(x, dict):
         return list(x.values())
     if isinstance(x, list | tuple | set | frozenset):
         return list(x)
-    held = [getattr(x, name, None) for name in ("func", "args", "keywords", "__self__")]
+    held: list[Any] = []
     if isinstance(x, FunctionType):
         held += [x.__defaults__, x.__kwdefaults__]
         for cell in x.__closure__ or ():
@@ -188,7 +191,12 @@ def _held(x: Any) -> list[Any]:
                 held.append(cell.cell_contents)
             except ValueError:  # a name that is not bound yet
                 continue
-    held.append(getattr(x, "__dict__", None))
+    elif isinstance(x, partial):
+        held += [x.func, x.args, x.keywords]
+    elif isinstance(x, MethodType) and attributes:
+        held += [x.__func__, x.__self__]
+    if attributes:
+        held.append(getattr(x, "__dict__", None))
     return [h for h in held if h is not None]
 
 

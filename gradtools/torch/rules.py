@@ -94,17 +94,19 @@ class _Point:
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if rule.written and not _differentiated(xs):
         return _undifferentiated(rule, xs)
-    if rule.captures and _closes_over_wrapper(rule):
+    if rule.captures and _closes_over_tracked(rule):
         raise _closed_over_error(rule)
     point = _Point(rule)
     out = _apply_at(point, xs)
     return out[: point.count]
 
 
-def _closes_over_wrapper(rule: Rule) -> bool:
-    """Whether a rule holds a tensor of a running transform, which its forward pass would strip."""
+def _closes_over_tracked(rule: Rule) -> bool:
+    """Whether a rule holds a tensor whose derivative its forward pass would strip."""
     if _is_derived(rule) or not rule.written:
         return False
+    if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
+        return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return closes_over(rule, lambda x: isinstance(x, Tensor) and _is_wrapped(x), Tensor)
     if forward_ad._current_level >= 0:

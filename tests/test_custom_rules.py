@@ -1,0 +1,533 @@
+"""custom_rule and host_function as their author meets them: signatures, residuals, refusals.
+
+The numbers across transforms and orders are the support matrix's business.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from native import NATIVE
+
+from gradtools import GradtoolsError
+
+X = np.array([0.3, -1.5, 2.0])
+Y = np.array([2.0, 0.3, -0.7])
+
+
+@pytest.fixture
+def native(backend_name):
+    return NATIVE[backend_name]
+
+
+@pytest.fixture
+def x(native):
+    return native.array(X)
+
+
+@pytest.fixture
+def y(native):
+    return native.array(Y)
+
+
+def plain(a):
+    return a.detach().numpy() if hasattr(a, "detach") else np.asarray(a)
+
+
+def same(found, expected, rtol=1e-12):
+    np.testing.assert_allclose(plain(found), expected, rtol=rtol, atol=1e-300)
+
+
+def product(gt, fwd=None, bwd=None, jvp=None):
+    f = gt.custom_rule(lambda x, y: x * y)
+    if bwd is not None:
+        f.defvjp(fwd or (lambda x, y: (x * y, (x, y))), bwd)
+    if jvp is not None:
+        f.defjvp(jvp)
+    return f
+
+
+def gradients(gt, f, *args):
+    return gt.grad(lambda *a: f(*a).sum(), argnums=tuple(range(len(args))))(*args)
+
+
+# --- how it is called --------------------------------------------------------------------
+
+
+def powers(gt):
+    """A static argument in the middle, a keyword-only one, a default, trees in and out."""
+    xp = gt.xp
+
+    @gt.custom_rule(static_argnames="n")
+    def power(tree, n=2, shift=None, *, scale=1.0):
+        """Its documentation."""
+        assert isinstance(n, int)
+        y = scale * tree["a"] ** n
+        return {"y": y if shift is None else y + shift, "at": xp.argmax(tree["a"])}
+
+    def fwd(n, tree, shift, scale):
+        return power(tree, n, shift, scale=scale), (tree["a"], scale, "a label")
+
+    def bwd(n, res, ct):
+        a, scale, label = res
+        assert label == "a label" and ct["at"] is None
+        along = ct["y"] * n * a ** (n - 1)
+        of_scale = None if isinstance(scale, float) else (ct["y"] * a**n).sum()
+        return {"a": along * scale, "k": None}, ct["y"], of_scale
+
+    power.defvjp(fwd, bwd)
+    return power
+
+
+def test_keywords_defaults_and_static_arguments_are_bound_to_the_signature(gt, native, x, y):
+    power, k = powers(gt), native.array(np.array([1, 2]))
+    for n in (2, 3):
+        out = power({"a": x, "k": k}, n=n)
+        same(out["y"], X**n)
+        assert int(out["at"]) == 2
+
+        def loss(a, shift, scale, n=n):
+            return power({"a": a, "k": k}, shift=shift, scale=scale, n=n)["y"].sum()
+
+        scale = native.array(np.array(2.0))
+        ga, gs, gc = gt.grad(loss, argnums=(0, 1, 2))(x, y, scale)
+        same(ga, 2 * n * X ** (n - 1))
+        same(gs, np.ones(3))
+        same(gc, (X**n).sum())
+        pushed = gt.jvp(loss, (x, y, scale), (y, x, scale))[1]
+        same(pushed, (2 * n * X ** (n - 1) * Y + X + 2 * X**n).sum())
+
+
+def test_a_rule_keeps_its_functions_name_and_documentation(gt):
+    power = powers(gt)
+    assert power.__name__ == "power"
+    assert power.__doc__ == "Its documentation."
+    assert power.static_argnames == ("n",)
+    assert repr(power) == "<custom_rule power, rules: vjp>"
+
+
+def test_decorators(gt, x):
+    @gt.custom_rule
+    def square(x):
+        return x * x
+
+    @square.defjvp
+    def rule(primals, tangents):
+        return primals[0] * primals[0], 2 * primals[0] * tangents[0]
+
+    assert callable(rule)
+    assert repr(square) == "<custom_rule square, rules: jvp>"
+    same(gradients(gt, square, x)[0], 2 * X)
+
+
+def test_a_method_can_have_a_rule(gt, native, x):
+    class Scaled:
+        def __init__(self, factor):
+            self.factor = factor
+
+        @gt.custom_rule
+        def times(self, x):
+            return self.factor * x
+
+    Scaled.times.defvjp(
+        lambda self, x: (self.factor * x, self), lambda self, ct: (None, 10 * self.factor * ct)
+    )
+    same(gt.grad(lambda x: Scaled(3.0).times(x).sum())(x), [30.0] * 3)
+
+
+def test_any_number_of_arguments(gt, x, y):
+    @gt.custom_rule
+    def total(*xs):
+        return sum(xs[1:], xs[0])
+
+    total.defvjp(lambda *xs: (total(*xs), len(xs)), lambda n, ct: tuple(n * ct for _ in range(n)))
+    for given in ((x,), (x, y), (x, y, x)):
+        found = gradients(gt, total, *given)
+        assert len(found) == len(given)
+        for g in found:
+            same(g, [float(len(given))] * 3)
+
+
+def test_numpy_arrays_come_as_arrays(gt, x):
+    f = product(gt, bwd=lambda res, ct: (ct * res[1], ct * res[0]))
+    same(f(x, Y), X * Y)
+    same(gt.grad(lambda x: f(x, Y).sum())(x), Y)
+
+
+def test_static_arguments_of_equal_value_and_other_type_are_told_apart(gt, x):
+    seen = []
+
+    @gt.custom_rule(static_argnames=("n",))
+    def f(x, n):
+        return x * n
+
+    f.defvjp(lambda n, x: (x * n, None), lambda n, res, ct: (seen.append(n) or ct * n,))
+    for n in (1, 1.0, True):
+        gt.grad(lambda x, n=n: f(x, n).sum())(x)
+    assert [type(n) for n in seen] == [int, float, bool]
+
+
+def test_a_rule_given_later_replaces_the_earlier_one(gt, x):
+    f = gt.custom_rule(lambda x: x * x)
+    for factor in (2.0, 7.0):
+        f.defvjp(lambda x: (x * x, x), lambda x, ct, k=factor: (k * x * ct,))
+        same(gradients(gt, f, x)[0], factor * X)
+
+
+def test_a_rule_sees_what_its_closure_holds_now(gt, x):
+    factor = [2.0]
+    f = gt.custom_rule(lambda x: x * factor[0])
+    f.defvjp(lambda x: (x * factor[0], None), lambda _, ct: (ct * factor[0],))
+    same(gradients(gt, f, x)[0], [2.0] * 3)
+    factor[0] = 5.0
+    same(f(x), 5 * X)
+    same(gradients(gt, f, x)[0], [5.0] * 3)
+
+
+def test_undifferentiated_calls_run_the_function_alone(gt, x):
+    def never(*args):
+        raise AssertionError("a rule ran")
+
+    f = gt.custom_rule(lambda x: 2 * x)
+    f.defvjp(never, never)
+    f.defjvp(never)
+    same(f(x), 2 * X)
+
+
+def test_a_function_may_be_called_with_no_differentiable_argument(gt, native):
+    f = gt.custom_rule(lambda i: i + 1)
+    f.defvjp(lambda i: (i + 1, None), lambda _, ct: (None,))
+    assert plain(f(native.array(np.array([1, 2])))).tolist() == [2, 3]
+
+
+# --- residuals ---------------------------------------------------------------------------
+
+
+def residuals(gt):
+    """sinh, with whatever fwd may save; always the same function."""
+    xp = gt.xp
+
+    def sinh(x):
+        return (xp.exp(x) - xp.exp(-x)) / 2
+
+    def cosh(x):
+        return (xp.exp(x) + xp.exp(-x)) / 2
+
+    def pair(x):
+        e, i = xp.exp(x), xp.exp(-x)
+        return (e - i) / 2, (e, i)
+
+    def output(x):
+        y = sinh(x)
+        return y, y
+
+    return {
+        "input": (lambda x: (sinh(x), x), lambda x, ct: (ct * cosh(x),)),
+        "output": (output, lambda y, ct: (ct * xp.sqrt(1 + y * y),)),
+        "intermediates": (pair, lambda r, ct: (ct * (r[0] + r[1]) / 2,)),
+        "dict": (
+            lambda x: (sinh(x), {"c": cosh(x), "n": 1, "none": None}),
+            lambda r, ct: (r["n"] * ct * r["c"],),
+        ),
+        "function": (
+            lambda x: (sinh(x), lambda ct, x=x: (ct * cosh(x),)),
+            lambda pull, ct: pull(ct),
+        ),
+        "nothing, and the input twice": (
+            lambda x: (sinh(x), (x, x)),
+            lambda r, ct: (ct * cosh(r[1]),),
+        ),
+    }
+
+
+KINDS = ("input", "output", "intermediates", "dict", "nothing, and the input twice")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["reverse_over_reverse", "forward_over_reverse"])
+def test_whatever_fwd_saves_is_right_at_second_order(gt, kind, mode, x, y):
+    f = gt.custom_rule(lambda x: (gt.xp.exp(x) - gt.xp.exp(-x)) / 2)
+    f.defvjp(*residuals(gt)[kind])
+    (g,), (h,) = gt.hvp(lambda x: (f(x) ** 2).sum(), (x,), (y,), mode=mode)
+    same(g, 2 * np.sinh(X) * np.cosh(X))
+    same(h, 2 * np.cosh(2 * X) * Y)
+
+
+def test_a_residual_that_is_a_function_is_evaluated_again_in_pytorch(torch_gt, torch_x):
+    f = torch_gt.custom_rule(lambda x: torch_gt.xp.sinh(x))
+    f.defvjp(*residuals(torch_gt)["function"])
+    (g,), (h,) = torch_gt.hvp(lambda x: (f(x) ** 2).sum(), (torch_x,), (torch_x,))
+    same(g, 2 * np.sinh(X) * np.cosh(X))
+    same(h, 2 * np.cosh(2 * X) * X)
+
+
+@pytest.fixture
+def torch_gt(gt, backend_name):
+    if backend_name != "torch":
+        pytest.skip("a function is no pytree; JAX says so itself")
+    return gt
+
+
+@pytest.fixture
+def torch_x(x):
+    return x
+
+
+def test_extras_are_freed_with_the_graph(torch_gt, torch_x):
+    f = torch_gt.custom_rule(lambda x: torch_gt.xp.sinh(x))
+    saved = []
+
+    def fwd(x):
+        e = torch_gt.xp.exp(x)
+        saved.append(weakref.ref(e))
+        return (e - 1 / e) / 2, e
+
+    f.defvjp(fwd, lambda e, ct: (ct * (e + 1 / e) / 2,))
+    gc.disable()
+    try:
+        y = f(torch_x.requires_grad_())
+        y.sum().backward()
+        del y
+        assert [ref() for ref in saved] == [None]
+    finally:
+        gc.enable()
+
+
+def test_what_fwd_draws_is_drawn_again_at_second_order(torch_gt, torch_x):
+    import torch
+
+    def masked(x):
+        mask = (torch.rand(3) < 0.5).to(x.dtype)
+        return mask * x**3, (x, mask * x)
+
+    f = torch_gt.custom_rule(lambda x: masked(x)[0])
+    f.defvjp(masked, lambda r, ct: (3 * r[0] * r[1] * ct,))
+    for seed in range(8):
+        torch.manual_seed(seed)
+        mask = (torch.rand(3) < 0.5).numpy()
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        _, (h,) = torch_gt.hvp(lambda x: f(x).sum(), (torch_x,), (torch_x,))
+        same(h, mask * 6 * X * X)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+# --- refusals ----------------------------------------------------------------------------
+
+WRONG = {
+    "too few": (lambda r, c: (c * r[1],), r"bwd returned a tuple of 1, .* 2, .*\(x, y\)"),
+    "no tuple": (lambda r, c: c * r[1], r"bwd returned an array of shape \(3,\)"),
+    "shape": (lambda r, c: (c.sum(), c), r"array 0 has shape \(\).*expected \(3,\) and float64"),
+    "complex": (
+        lambda r, c: (c * 1j, c),
+        r"array 0 has .* complex128, expected \(3,\) and float64",
+    ),
+    "structure": (lambda r, c: ((c,), c), r"bwd's entry 0 has the structure"),
+    "text": (lambda r, c: ("c", c), r"bwd's cotangent of array 0 returned a str, expected arrays"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_cotangent_is_refused_with_what_came_and_what_was_expected(gt, wrong, x, y):
+    bwd, message = WRONG[wrong]
+    with pytest.raises(GradtoolsError, match=message):
+        gradients(gt, product(gt, bwd=bwd), x, y)
+
+
+def test_a_forward_pass_or_rule_that_returns_no_pair_is_refused(gt, x, y):
+    with pytest.raises(GradtoolsError, match=r"fwd returned .* expected a pair \(out, residuals\)"):
+        gradients(gt, product(gt, fwd=lambda x, y: x * y, bwd=lambda r, c: (c, c)), x, y)
+    with pytest.raises(GradtoolsError, match=r"forward rule returned .* \(out, tangent_out\)"):
+        gt.jvp(product(gt, jvp=lambda p, t: p[0]), (x, y), (x, y))
+    with pytest.raises(GradtoolsError, match=r"forward rule's tangent 0 has shape \(\)"):
+        gt.jvp(product(gt, jvp=lambda p, t: (p[0], t[0].sum())), (x, y), (x, y))
+
+
+def test_a_function_without_a_rule_says_how_to_give_it_one(gt, x):
+    f = gt.custom_rule(lambda x: x)
+    with pytest.raises(GradtoolsError, match=r"has no rule yet.*defvjp\(fwd, bwd\)"):
+        f(x)
+
+
+def test_what_cannot_be_a_rule_is_refused(gt):
+    for wrong, message in (
+        (lambda: gt.custom_rule(3), "must be a function, got 3"),
+        (lambda: gt.custom_rule(lambda x: x, static_argnames="n"), "names 'n', but .* arguments x"),
+        (lambda: gt.custom_rule(lambda **kw: kw), r"takes \*\*kw"),
+        (lambda: gt.custom_rule(lambda x: x).defvjp(None, None), "fwd must be a function"),
+        (lambda: gt.custom_rule(lambda x: x).defjvp(1), "rule must be a function, got 1"),
+        (lambda: gt.host_function(3), "must be callable, got 3"),
+        (lambda: gt.host_function(lambda *, x: x), "keyword-only"),
+    ):
+        with pytest.raises(GradtoolsError, match=message):
+            wrong()
+
+
+def test_an_argument_that_is_neither_an_array_nor_hashable_is_refused(gt, x):
+    f = gt.custom_rule(lambda x, how: x, static_argnames="how")
+    f.defvjp(lambda how, x: (x, None), lambda how, r, ct: (ct,))
+    with pytest.raises(GradtoolsError, match="neither an array nor hashable"):
+        f(x, how=[1])
+
+
+def test_a_cotangent_map_that_is_not_linear_works_in_reverse_mode_alone(gt, x, y):
+    f = gt.custom_rule(lambda x: x * x)
+    f.defvjp(lambda x: (x * x, x), lambda x, ct: (gt.xp.clip(2 * x * ct, -1.0, 1.0),))
+    x = x + 0.1  # away from the edges, where the frameworks differ
+    same(gradients(gt, f, x)[0], np.clip(2 * X + 0.2, -1, 1))
+    inner = np.abs(2 * X + 0.2) < 1
+    _, (h,) = gt.hvp(lambda x: f(x).sum(), (x,), (y,), mode="reverse_over_reverse")
+    same(h, np.where(inner, 2 * Y, 0))
+    with pytest.raises(GradtoolsError, match=r"must be linear|not linear in its cotangents"):
+        gt.jvp(f, (x,), (y,))
+
+
+def test_a_tangent_map_that_is_not_linear_is_not_transposed(gt, x):
+    f = gt.custom_rule(lambda x: x * x)
+    f.defjvp(lambda p, t: (p[0] * p[0], t[0] * t[0]))
+    with pytest.raises(GradtoolsError, match=r"must be linear|not linear in its tangents"):
+        gradients(gt, f, x)
+
+
+def closing(gt, w, x):
+    f = gt.custom_rule(lambda x: w * x)
+    f.defvjp(lambda x: (w * x, None), lambda _, ct: (w * ct,))
+    return f(x)
+
+
+def test_a_rule_that_closes_over_an_array_works(gt, native, x):
+    w = native.array(np.array(3.0))
+    same(gt.grad(lambda x: closing(gt, w, x).sum())(x), [3.0] * 3)
+    same(native.grad(lambda x: closing(gt, w, x).sum())(x), [3.0] * 3)
+    if native.name == "jax":
+        jitted = native.jit(lambda w, x: native.grad(lambda x: closing(gt, w, x).sum())(x))
+        same(jitted(w, x), [3.0] * 3)
+
+
+@pytest.mark.parametrize("how", ["gt.grad", "native grad", "gt.jvp", "native jvp"])
+def test_differentiating_what_a_rule_closes_over_raises(gt, native, x, how):
+    def f(w):
+        return closing(gt, w, x).sum()
+
+    w = native.array(np.array(3.0))
+    ways = {
+        "gt.grad": lambda: gt.grad(f)(w),
+        "native grad": lambda: native.grad(f)(w),
+        "gt.jvp": lambda: gt.jvp(f, (w,), (w,)),
+        "native jvp": lambda: native.jvp(f, (w,), (w,)),
+    }
+    with pytest.raises(GradtoolsError, match=r"closes over .* as an argument|as an argument"):
+        ways[how]()
+
+
+def test_a_backward_pass_alone_that_closes_over_a_differentiated_array_raises(gt, native, x):
+    def f(w, x):
+        g = gt.custom_rule(lambda x: x * x)
+        g.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * w * x * ct,))
+        return g(x)
+
+    def second(w):
+        return gt.grad(lambda x: f(w, x).sum())(x).sum()
+
+    with pytest.raises(GradtoolsError, match="closes over"):
+        gt.grad(second)(native.array(np.array(3.0)))
+
+
+# --- host functions ----------------------------------------------------------------------
+
+
+def test_a_host_function_without_a_rule_names_itself_when_differentiated(gt, x):
+    def opaque(x):
+        return np.sin(x)
+
+    f = gt.host_function(opaque)
+    same(f(x), np.sin(X))
+    assert repr(f) == "<host function opaque, rules: none>"
+    for derivative in (
+        lambda: gradients(gt, f, x),
+        lambda: gt.jvp(f, (x,), (x,)),
+        lambda: gt.linearize(f, x)[1](x),
+    ):
+        with pytest.raises(GradtoolsError, match="host function 'opaque' has no rule"):
+            derivative()
+    same(f(gt.stop_gradient(x)), np.sin(X))
+
+
+def cube(gt, calls=None):
+    """The cube, its backward and its double backward, all of them kernels."""
+
+    def noted(name, fun):
+        def kernel(*args):
+            if calls is not None:
+                calls.append(name)
+            return fun(*args)
+
+        kernel.__name__ = name
+        return kernel
+
+    f = gt.host_function(noted("cube", lambda x: x**3))
+    back = gt.host_function(noted("cube_backward", lambda x, c: 3 * x**2 * c))
+    twice = gt.host_function(
+        noted("cube_double_backward", lambda x, c, v: (6 * x * c * v, 3 * x**2 * v)),
+        out=lambda x, c, v: (x, c),
+    )
+    f.defvjp(lambda x: (f(x), x), lambda x, c: (back(x, c),))
+    back.defvjp(lambda x, c: (back(x, c), (x, c)), lambda res, v: twice(*res, v))
+    return f
+
+
+def test_each_kernel_runs_once_in_a_gradient(gt, x):
+    calls = []
+    f = cube(gt, calls)
+    same(gradients(gt, f, x)[0], 3 * X**2)
+    assert calls == ["cube", "cube_backward"]
+
+
+def test_third_order_of_the_cube_says_which_kernel_has_no_rule(gt, x):
+    f = cube(gt)
+
+    def twice(x):
+        return gt.grad(lambda x: gradients(gt, f, x)[0].sum())(x).sum()
+
+    with pytest.raises(GradtoolsError, match="host function 'cube_double_backward' has no rule"):
+        gt.grad(twice)(x)
+
+
+def test_a_symmetric_hessian_stands_in_for_a_missing_forward_rule_only_where_needed(gt, x, y):
+    """bwd need not be a gradient; where its own derivative is known, that one is taken."""
+    f = gt.host_function(lambda x: x * 1.0)
+    matrix = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+
+    def bwd(x, ct):
+        return (gt.asarray(matrix) @ (x * x) * ct,)
+
+    f.defvjp(lambda x: (f(x), x), bwd)
+    jacobian = matrix @ np.diag(2 * X)
+    assert not np.allclose(jacobian, jacobian.T)
+    found = gt.jvp(lambda x: gt.grad(lambda x: f(x).sum())(x), (x,), (y,))[1]
+    same(found, jacobian @ Y)
+
+
+def test_a_host_function_in_a_network_of_several_arguments_and_outputs(gt, native, x, y):
+    f = gt.host_function(
+        lambda a, b: {"p": a * b, "s": (a + b).sum()},
+        out=lambda a, b: {"p": a, "s": gt.Spec((), a.dtype)},
+    )
+    f.defvjp(
+        lambda a, b: (f(a, b), (a, b)),
+        lambda r, ct: (ct["p"] * r[1] + ct["s"], ct["p"] * r[0] + ct["s"]),
+    )
+    out = f(x, y)
+    same(out["p"], X * Y)
+    ga, gb = gt.grad(lambda a, b: (f(a, b)["p"] * a).sum() + f(a, b)["s"], argnums=(0, 1))(x, y)
+    same(ga, 2 * X * Y + 1)
+    same(gb, X * X + 1)
+    (ga, gb), (ha, hb) = gt.hvp(
+        lambda a, b: (f(a, b)["p"] ** 2).sum(), (x, y), (y, x), mode="forward_over_reverse"
+    )
+    same(ga, 2 * X * Y * Y)
+    same(ha, 2 * Y**3 + 4 * X * Y * X)
+    same(hb, 2 * X**3 + 4 * X * Y * Y)

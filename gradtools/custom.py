@@ -332,6 +332,10 @@ class Shaped:
         self.backend = self.of._backend
         self.name = self.of.__name__
         self.rule = self.of._rule(self)
+        self.entries = [
+            self.backend.flatten(tree)
+            for tree in self.arguments([_ARRAY] * self.others.count(_ARRAY))
+        ]
 
     def arguments(self, values: Sequence[Any]) -> Any:
         """The arguments, with these values where arrays stand."""
@@ -424,17 +428,15 @@ class Shaped:
 
     def _cotangents(self, found: Any, like: Sequence[Any]) -> list[Any]:
         """What bwd returned, as one flat entry for each array."""
-        trees = self.arguments([_ARRAY] * len(like))
-        if not isinstance(found, tuple | list) or len(found) != len(trees):
+        if not isinstance(found, tuple | list) or len(found) != len(self.entries):
             came = describe(self.backend, found)
             names = [n for n in self.of._parameters.names if n not in self.of.static_argnames]
             raise self._error(
-                f"bwd returned {came}, expected a tuple of {len(trees)}, one cotangent for each "
-                f"argument{' (' + ', '.join(names) + ')' if names else ''}."
+                f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
+                f"each argument{' (' + ', '.join(names) + ')' if names else ''}."
             )
         leaves: list[Any] = []
-        for i, (entry, tree) in enumerate(zip(found, trees, strict=True)):
-            own, treedef = self.backend.flatten(tree)
+        for i, (entry, (own, treedef)) in enumerate(zip(found, self.entries, strict=True)):
             if entry is None:
                 leaves += [None] * len(own)
             else:

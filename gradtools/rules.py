@@ -43,7 +43,7 @@ def by_key(key: str) -> Rule:
     return _BY_KEY[key]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Linearized:
     """One evaluation of a function, and its linear maps there.
 
@@ -123,6 +123,11 @@ class Rule:
     def __repr__(self) -> str:
         return f"<rule {self.name}>"
 
+    @property
+    def maps(self) -> tuple[Any, ...]:
+        """The functions it is made of."""
+        return self.primal, self.tangent, self.cotangent
+
     def at(self, *xs: Array) -> Linearized:
         """One evaluation with the maps there."""
         if self.linearize is not None:
@@ -165,7 +170,9 @@ def closes_over(
     rule's maps whenever it is applied would never end, for a rule may use itself.
     """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
-    todo: list[Any] = list(rule.written or (rule.primal, rule.tangent, rule.cotangent))
+    todo: list[Any] = [f for f in rule.written or rule.maps if _holds(f, attributes)]
+    if not todo:
+        return False
     seen: set[int] = set()
     while todo:
         x = todo.pop()
@@ -175,6 +182,13 @@ def closes_over(
             seen.add(id(x))
             todo += _held(x, attributes)
     return False
+
+
+def _holds(f: Any, attributes: bool) -> bool:
+    """Whether a function holds anything at all."""
+    if type(f) is not FunctionType:
+        return True
+    return bool(f.__closure__ or f.__defaults__ or f.__kwdefaults__ or (attributes and f.__dict__))
 
 
 def _held(x: Any, attributes: bool) -> list[Any]:

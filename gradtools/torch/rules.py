@@ -88,7 +88,7 @@ class _Point:
 
     def note(self, found: Linearized) -> None:
         self.count = len(found.ys)
-        self.found = replace(found, ys=[], extras=[])
+        self.found = Linearized([], [], found.saves, found.tangent, found.cotangent, found.rerun)
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -158,9 +158,12 @@ def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
     elif _is_derived(rule):
         found = rule.reading(xs, _undifferentiated(rule, xs))
     else:
-        before = None if rule.linearize is None else Randomness.now(xs)
+        before = Randomness.now(xs) if rule.linearize and rule not in _SAVES_NO_EXTRAS else None
         with torch.enable_grad():
             found = rule.at(*[x.detach() for x in xs])
+        if not found.extras and not found.rerun:
+            _SAVES_NO_EXTRAS.add(rule)
+            before = None
         if any(_is_captured(y) for y in (*found.ys, *found.extras)):
             raise _closed_over_error(rule)
         if before is not None and not before.stands():
@@ -168,6 +171,9 @@ def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
     point.note(found)
     return [*found.ys, *found.extras]
 
+
+# They are not evaluated again, so where the generators stood need not be known.
+_SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -273,8 +279,9 @@ class _BothModes(_ReverseOnly):
         saved = [everything[i] for i in kept]
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
-        ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
         ctx.like_xs, ctx.like_ys = [_like(x) for x in xs], [_like(y) for y in outputs]
+        if None in ctx.like_ys:
+            ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:

@@ -26,6 +26,8 @@ class TreeDef:
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
         """What stands in `tree` at this tree's leaves."""
+        if self is _LEAF:
+            return [tree]
         leaves = self.spec.flatten_up_to(tree)
         return [leaf for leaf, there in zip(leaves, self.present, strict=True) if there]
 
@@ -35,12 +37,20 @@ class TreeDef:
 
 
 _LEAF = TreeDef(pytree.tree_structure(0), (True,))
+_TUPLES = [TreeDef(pytree.tree_structure((0,) * n), (True,) * n) for n in range(8)]
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     """The leaves that are not None, and the structure."""
-    if isinstance(tree, torch.Tensor):  # the commonest tree
+    # The commonest trees first: PyTorch takes its time with any.
+    if isinstance(tree, torch.Tensor):
         return [tree], _LEAF
+    if type(tree) is tuple and len(tree) < 8 and all(map(_is_tensor, tree)):
+        return list(tree), _TUPLES[len(tree)]
     leaves, spec = pytree.tree_flatten(tree)
     present = tuple([leaf is not None for leaf in leaves])
     return [leaf for leaf in leaves if leaf is not None], TreeDef(spec, present)
@@ -50,6 +60,8 @@ def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
     """The tree with these leaves."""
     if treedef is _LEAF:
         return leaves[0]
+    if len(treedef.present) < 8 and treedef is _TUPLES[len(treedef.present)]:
+        return tuple(leaves)
     left = iter(leaves)
     full = [next(left) if there else None for there in treedef.present]
     return pytree.tree_unflatten(full, treedef.spec)

@@ -26,6 +26,7 @@ NAMES = {
         *("reverse_gradient", "scale_gradient", "stop_gradient", "clip_gradient"),
         *("transform_gradient", "known_gradient", "straight_through"),
     ],
+    "own rules": ["custom_rule", "host_function", "Spec"],
     "memory": ["GradientAccumulator", "accumulate_gradients", "assign_gradients"],
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
 }
@@ -112,6 +113,7 @@ ALONE = {
     ("torch", "compiling.py"): "jit needs no care; dynamo does",
     ("torch", "nn.py"): "the reversal layer of torch.nn",
     ("jax", "linen.py"): "the reversal layer of flax.linen",
+    ("torch", "randomness.py"): "generators with a state; JAX has keys",
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",
     ("jax", "equinox.py"): "the reversal layer of equinox",
     ("jax", "tracing.py"): "connectedness is read from the jaxpr; PyTorch's autograd tells it",

@@ -1,0 +1,459 @@
+"""Under jit an own rule costs what the same formulas cost as jax.custom_vjp or custom_jvp."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=64))
+V = 0.3 * X + 1
+XS = jnp.stack([X, V, X + V])
+W = jnp.asarray(np.random.default_rng(1).normal(size=(32, 32))) / 32
+BATCH = jnp.asarray(np.random.default_rng(2).normal(size=(16, 32)))
+
+
+class Cost(NamedTuple):
+    flops: float
+    transcendentals: float
+    bytes_accessed: float
+    temporary: int
+    output: int
+    loops: int
+
+
+def cost(f, *args):
+    """What a jitted f is, counted by XLA."""
+    program = jax.jit(f).lower(*args).compile()
+    found, memory = program.cost_analysis(), program.memory_analysis()
+    return Cost(
+        *(found.get(key, 0.0) for key in ("flops", "transcendentals", "bytes accessed")),
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        len(re.findall(r" while\(", program.as_text())),
+    )
+
+
+def no_more(ours, by_hand):
+    return all(a <= b for a, b in zip(ours, by_hand, strict=True))
+
+
+# --- rules: one that saves its input, its output, intermediates, what a loop has found ----
+
+
+class Given(NamedTuple):
+    value: object
+    fwd: object
+    bwd: object
+    jvp: object
+
+
+def halves(x):
+    return jnp.exp(x), jnp.exp(-x)
+
+
+def sinh_fwd(x):
+    e, i = halves(x)
+    return (e - i) / 2, (e, i)
+
+
+def sinh_jvp(primals, tangents):
+    e, i = halves(*primals)
+    return (e - i) / 2, tangents[0] * (e + i) / 2
+
+
+def exp_jvp(primals, tangents):
+    y = jnp.exp(primals[0])
+    return y, tangents[0] * y
+
+
+def search(x):
+    """Something expensive that reverse mode cannot enter."""
+
+    def step(state):
+        i, z = state
+        return i + 1, z - 0.1 * jnp.sin(z)
+
+    return jax.lax.while_loop(lambda s: s[0] < 20 + (s[1][0] > 1e9), step, (0, x))[1]
+
+
+def search_jvp(primals, tangents):
+    y = search(primals[0])
+    return y, tangents[0] / (1 + y * y)
+
+
+def inner_fwd(x):
+    z = search(x)
+    return jnp.cos(z), z
+
+
+def inner_jvp(primals, tangents):
+    z = search(primals[0])
+    return jnp.cos(z), -tangents[0] * jnp.sin(z) / (1 + z * z)
+
+
+RULES = {
+    "square": Given(
+        lambda x: x * x,
+        lambda x: (x * x, x),
+        lambda x, ct: (2 * x * ct,),
+        lambda p, t: (p[0] * p[0], 2 * p[0] * t[0]),
+    ),
+    "exp": Given(jnp.exp, lambda x: (jnp.exp(x),) * 2, lambda y, ct: (ct * y,), exp_jvp),
+    "sinh": Given(
+        lambda x: sinh_fwd(x)[0], sinh_fwd, lambda r, ct: (ct * (r[0] + r[1]) / 2,), sinh_jvp
+    ),
+    "search": Given(
+        search, lambda x: (search(x),) * 2, lambda y, ct: (ct / (1 + y * y),), search_jvp
+    ),
+    "inner": Given(
+        lambda x: inner_fwd(x)[0],
+        inner_fwd,
+        lambda z, ct: (-ct * jnp.sin(z) / (1 + z * z),),
+        inner_jvp,
+    ),
+}
+
+
+def own(rule, given):
+    f = gt.custom_rule(rule.value)
+    if "vjp" in given:
+        f.defvjp(rule.fwd, rule.bwd)
+    if "jvp" in given:
+        f.defjvp(rule.jvp)
+    return f
+
+
+def with_vjp(rule):
+    f = jax.custom_vjp(rule.value)
+    f.defvjp(rule.fwd, rule.bwd)
+    return f
+
+
+def with_jvp(rule):
+    f = jax.custom_jvp(rule.value)
+    f.defjvp(rule.jvp)
+    return f
+
+
+# --- programs ----------------------------------------------------------------------------
+
+
+def total(f):
+    return lambda x: (f(jnp.sin(x)) * V).sum()
+
+
+def scanned(f):
+    return lambda x: jax.lax.scan(lambda c, _: (f(0.5 * c), None), x, None, length=7)[0]
+
+
+def forward(f):
+    return lambda x, v: jax.jvp(f, (x,), (v,))
+
+
+def along(f):
+    return lambda x: jax.jvp(f, (x,), (V,))[1]
+
+
+def slope(f):
+    return lambda x: (jax.grad(f)(x) * V).sum()
+
+
+VALUE = {
+    "value": (lambda f: total(f), X),
+    "value in scan": (lambda f: total(scanned(f)), X),
+}
+REVERSE = {
+    "value_and_grad": (lambda f: jax.value_and_grad(total(f)), X),
+    "vmap of grad": (lambda f: jax.vmap(jax.grad(total(f))), XS),
+    "grad of scan": (lambda f: jax.value_and_grad(total(scanned(f))), X),
+    "grad of remat": (lambda f: jax.grad(total(jax.checkpoint(f))), X),
+}
+FORWARD = {
+    "jvp": (lambda f: forward(total(f)), X, V),
+    "vmap of jvp": (lambda f: jax.vmap(forward(total(f)), (0, None)), XS, V),
+    "jvp of scan": (lambda f: forward(total(scanned(f))), X, V),
+}
+OF_REVERSE = {
+    "reverse over reverse": (lambda f: jax.grad(slope(total(f))), X),
+    "forward over reverse": (lambda f: forward(jax.grad(total(f))), X, V),
+    "reverse over reverse of scan": (lambda f: jax.grad(slope(total(scanned(f)))), X),
+    "forward over reverse of scan": (lambda f: forward(jax.grad(total(scanned(f)))), X, V),
+}
+OF_FORWARD = {
+    "reverse over forward": (lambda f: jax.grad(along(total(f))), X),
+    "forward over forward": (lambda f: forward(along(total(f))), X, V),
+}
+
+FEW = ("square", "exp", "sinh")
+
+BROADCAST = "library: cotangents without a batch are given one before bwd sees them"
+CONSTANT = "library: a constant of the forward rule is an extra, stacked by scan"
+TWICE = "library: a second derivative runs fwd beside the primitive, a loop in it twice"
+STACKED = "library: a second derivative stacks the extras of fwd and of its second run"
+PARTS = "library: a map's derivatives in x and in dx are two evaluations of it"
+
+
+def cells(programs, rules, given, known=None):
+    """Every combination, the known differences marked."""
+    for name in rules:
+        for program in programs:
+            for which in given:
+                reason = (known or {}).get((name, program, which))
+                marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+                yield pytest.param(
+                    programs[program],
+                    RULES[name],
+                    which,
+                    marks=marks,
+                    id=f"{name}-{program}-{which}",
+                )
+
+
+@pytest.mark.parametrize(
+    ("program", "rule", "given"), cells(VALUE, ("sinh", "inner"), ("vjp", "jvp", "vjp and jvp"))
+)
+def test_the_value_costs_what_the_function_costs(program, rule, given):
+    of, *args = program
+    assert cost(of(own(rule, given)), *args) == cost(of(rule.value), *args)
+
+
+MORE_IN_REVERSE = {("square", "vmap of grad", g): BROADCAST for g in ("vjp", "vjp and jvp")}
+
+
+@pytest.mark.parametrize(
+    ("program", "rule", "given"), cells(REVERSE, RULES, ("vjp", "vjp and jvp"), MORE_IN_REVERSE)
+)
+def test_reverse_mode_costs_what_custom_vjp_costs(program, rule, given):
+    of, *args = program
+    assert cost(of(own(rule, given)), *args) == cost(of(with_vjp(rule)), *args)
+
+
+@pytest.mark.parametrize(
+    ("program", "rule", "given"), cells(FORWARD, RULES, ("jvp", "vjp and jvp"))
+)
+def test_forward_mode_costs_what_custom_jvp_costs(program, rule, given):
+    of, *args = program
+    assert cost(of(own(rule, given)), *args) == cost(of(with_jvp(rule)), *args)
+
+
+@pytest.mark.parametrize(
+    ("program", "rule", "given"),
+    cells(
+        REVERSE | FORWARD,
+        (*FEW, "inner"),
+        ("the other one",),
+        {
+            ("square", "vmap of grad", "the other one"): BROADCAST,
+            ("sinh", "grad of scan", "the other one"): CONSTANT,
+            ("sinh", "vmap of jvp", "the other one"): BROADCAST,
+        },
+    ),
+)
+def test_the_mode_that_follows_costs_no_more_than_custom_jvp(program, rule, given):
+    """Reverse mode from jvp alone, and forward mode from vjp alone."""
+    of, *args = program
+    ours = own(rule, "jvp" if program in REVERSE.values() else "vjp")
+    assert no_more(cost(of(ours), *args), cost(of(with_jvp(rule)), *args))
+
+
+@pytest.mark.parametrize(
+    ("program", "rule", "given"),
+    cells(
+        OF_REVERSE,
+        FEW,
+        ("vjp", "vjp and jvp"),
+        {
+            ("sinh", "reverse over reverse of scan", "vjp"): STACKED,
+            ("sinh", "reverse over reverse of scan", "vjp and jvp"): STACKED,
+        },
+    ),
+)
+def test_a_second_derivative_costs_no_more_than_with_custom_vjp(program, rule, given):
+    of, *args = program
+    assert no_more(cost(of(own(rule, given)), *args), cost(of(with_vjp(rule)), *args))
+
+
+@pytest.mark.parametrize(
+    ("program", "rule", "given"),
+    cells(
+        OF_REVERSE | OF_FORWARD,
+        FEW,
+        ("jvp",),
+        {
+            ("sinh", "forward over reverse", "jvp"): PARTS,
+            ("sinh", "reverse over reverse of scan", "jvp"): STACKED,
+            ("sinh", "forward over reverse of scan", "jvp"): CONSTANT,
+            ("sinh", "forward over forward", "jvp"): PARTS,
+        },
+    ),
+)
+def test_a_second_derivative_costs_no_more_than_with_custom_jvp(program, rule, given):
+    of, *args = program
+    assert no_more(cost(of(own(rule, given)), *args), cost(of(with_jvp(rule)), *args))
+
+
+@pytest.mark.parametrize(
+    ("program", "rule", "given"),
+    cells(
+        OF_FORWARD,
+        FEW,
+        ("vjp", "vjp and jvp"),
+        {("sinh", p, g): PARTS for p in OF_FORWARD for g in ("vjp", "vjp and jvp")},
+    ),
+)
+def test_a_derivative_of_a_tangent_costs_no_more_than_with_custom_jvp(program, rule, given):
+    of, *args = program
+    assert no_more(cost(of(own(rule, given)), *args), cost(of(with_jvp(rule)), *args))
+
+
+# --- what an expensive forward pass has found is shared ----------------------------------
+
+
+@pytest.mark.parametrize("given", ["vjp", "jvp", "vjp and jvp"])
+def test_a_search_in_the_forward_pass_runs_once(given):
+    f = total(own(RULES["inner"], given))
+    once = cost(f, X)
+    assert once.loops == 1
+    both = cost(jax.value_and_grad(f), X)
+    assert both.loops == 1
+    # cos of the outer sine, and sin of z: the loop's own sine is counted once.
+    assert both.transcendentals == once.transcendentals + 2 * X.size
+    assert cost(forward(f), X, V).loops == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["search", pytest.param("inner", marks=pytest.mark.xfail(strict=True, reason=TWICE))],
+)
+def test_forward_over_reverse_runs_a_search_once(name):
+    f = total(own(RULES[name], "vjp"))
+    by_hand = total(with_vjp(RULES[name]))
+    found = cost(forward(jax.grad(f)), X, V)
+    assert no_more(found, cost(forward(jax.grad(by_hand)), X, V))
+
+
+# --- residuals that the batch, or the step of a loop, does not change --------------------
+
+
+def weighted_fwd(w, x):
+    big = jnp.exp(w)
+    y = jnp.tanh(big @ x)
+    return y, (big, x, y)
+
+
+def weighted_bwd(res, ct):
+    big, x, y = res
+    slope = ct * (1 - y * y)
+    return jnp.outer(slope, x) * big, big.T @ slope
+
+
+WEIGHTED = Given(lambda w, x: weighted_fwd(w, x)[0], weighted_fwd, weighted_bwd, None)
+
+
+def residuals(f, *args):
+    """The bytes of what the pullback keeps."""
+    kept = jax.tree.leaves(jax.vjp(f, *args)[1])
+    return sum({id(a): a.nbytes for a in kept}.values())
+
+
+def mapped(f):
+    return lambda w, x: jax.vmap(f, (None, 0))(w, x).sum()
+
+
+def each(f):
+    return jax.vmap(jax.grad(lambda w, x: f(w, x).sum(), 1), (None, 0))
+
+
+def recurrent(f):
+    return lambda w, x: jax.lax.scan(lambda c, _: (f(w, c), None), x, None, length=5)[0].sum()
+
+
+UNCHANGED = {
+    "grad of vmap": (lambda f: jax.grad(mapped(f), (0, 1)), W, BATCH),
+    "vmap of grad": (each, W, BATCH),
+    "grad of scan": (lambda f: jax.grad(recurrent(f), (0, 1)), W, X[:32]),
+}
+SAME_FOR_ALL = "library: the primitive gives every extra the batch's, or the loop's, axis"
+
+
+@pytest.mark.xfail(strict=True, reason=SAME_FOR_ALL)
+@pytest.mark.parametrize("program", UNCHANGED.values(), ids=UNCHANGED)
+def test_a_residual_that_is_the_same_for_all_is_kept_once(program):
+    of, *args = program
+    ours, by_hand = own(WEIGHTED, "vjp"), with_vjp(WEIGHTED)
+    assert cost(of(ours), *args) == cost(of(by_hand), *args)
+
+
+@pytest.mark.xfail(strict=True, reason=SAME_FOR_ALL)
+@pytest.mark.parametrize(
+    "program", [(mapped, W, BATCH), (recurrent, W, X[:32])], ids=["vmap", "scan"]
+)
+def test_a_pullback_keeps_what_the_hand_written_one_keeps(program):
+    of, *args = program
+    ours, by_hand = own(WEIGHTED, "vjp"), with_vjp(WEIGHTED)
+    assert residuals(of(ours), *args) <= residuals(of(by_hand), *args)
+
+
+BOTH_READ = "library: with both rules a pullback keeps the inputs, which only jvp reads"
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("loop", [False, True], ids=["once", "scan"])
+def test_a_pullback_keeps_what_bwd_reads(name, loop):
+    rule = RULES[name]
+    of = scanned if loop else lambda f: f
+    assert residuals(of(own(rule, "vjp")), X) == residuals(of(with_vjp(rule)), X)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "square",
+        *[
+            pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=BOTH_READ))
+            for n in ("exp", "sinh", "search", "inner")
+        ],
+    ],
+)
+@pytest.mark.parametrize("loop", [False, True], ids=["once", "scan"])
+def test_a_pullback_keeps_nothing_for_a_jvp_that_is_not_asked_for(name, loop):
+    rule = RULES[name]
+    of = scanned if loop else lambda f: f
+    assert residuals(of(own(rule, "vjp and jvp")), X) == residuals(of(with_vjp(rule)), X)
+
+
+def test_a_second_rule_costs_a_compiled_gradient_nothing():
+    """XLA drops from a compiled loop what a pullback keeps for jvp alone."""
+    f = lambda given: jax.grad(total(scanned(own(RULES["exp"], given))))
+    assert cost(f("vjp and jvp"), X) == cost(f("vjp"), X)
+
+
+# --- a forward rule with a linear loop in it, under reverse mode -------------------------
+
+
+def relaxed(x):
+    return exp_jvp((x,), (x,))[0] * 2
+
+
+def relaxed_jvp(primals, tangents):
+    """Its tangent is found by a few steps that are linear in it."""
+    (x,), (dx,) = primals, tangents
+    y = jnp.exp(x)
+
+    def step(dy, _):
+        return 0.5 * dy + y * dx, None
+
+    return 2 * y, jax.lax.scan(step, jnp.zeros_like(dx), None, length=9)[0]
+
+
+def test_a_forward_rule_with_a_loop_costs_the_same_in_reverse_mode():
+    rule = Given(relaxed, None, None, relaxed_jvp)
+    for of, *args in (REVERSE["value_and_grad"], FORWARD["jvp"]):
+        assert no_more(cost(of(own(rule, "jvp")), *args), cost(of(with_jvp(rule)), *args))

@@ -219,11 +219,11 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size
 
     Args:
         rule: The rule of one example.
-        backend: Whose `vmap_list` and `sum_leading` are used.
+        backend: Whose `vmap_list`, `vmap_extras` and `sum_leading` are used.
         x_axes: 0 or None for each input: whether it carries the batch in front. An input without
             it gets its cotangent summed over the batch.
-        saved_axes: The same for what the linear maps are handed; None where this is not known
-            yet: it is then what `x_axes` says, and outputs and extras carry the batch.
+        saved_axes: The same for what the linear maps are handed; None where they read inputs
+            and outputs alone, or where a rule is yet to be linearized.
         size: The batch size.
     """
     x_axes = tuple(x_axes)
@@ -233,10 +233,9 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size
             return None
         return lambda *xs: backend.vmap_list(lambda *x: fun(*x), x_axes, size)(*xs)
 
-    def axes_of(saves: tuple[int, ...] | None) -> tuple[Any, ...]:
-        if saves is None:
-            return x_axes
-        return tuple([x_axes[i] if i < len(x_axes) else 0 for i in saves])
+    def forward(*xs: Array) -> list[Array]:
+        assert rule.forward is not None
+        return backend.vmap_extras(rule.forward, x_axes, size, lambda: rule.extras)(*xs)[0]
 
     def tangent_of(one: Map | None, axes: tuple[Any, ...]) -> Map | None:
         if one is None:
@@ -264,9 +263,10 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size
             one[:] = [found]
             return [*found.ys, *found.extras]
 
-        out = backend.vmap_list(example, x_axes, size)(*xs)
+        run = backend.vmap_extras(example, x_axes, size, lambda: len(one[0].extras))
+        out, out_axes = run(*xs)
         found, count = one[0], len(one[0].ys)
-        axes = axes_of(found.saves)
+        axes = saved_from(found.saves, x_axes, out_axes)
         return replace(
             found,
             ys=out[:count],
@@ -289,17 +289,25 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size
 
         return joint
 
-    axes = axes_of(rule.saves) if saved_axes is None else tuple(saved_axes)
+    axes = tuple(saved_from(rule.saves, x_axes) if saved_axes is None else saved_axes)
     return replace(
         rule,
         key=next(KEYS),
         primal=mapped(rule.primal),
-        forward=mapped(rule.forward),
+        forward=None if rule.forward is None else forward,
         tangent=tangent_of(rule.tangent, axes),
         cotangent=cotangent_of(rule.cotangent, axes),
         linearize=None if rule.linearize is None else linearize,
         joint=None if rule.joint is None else joint_of(rule.joint),
     )
+
+
+def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries = ()) -> Any:
+    """The axes of what the maps are handed; outputs carry the batch where nothing else is said."""
+    everything = [*x_axes, *out_axes]
+    if saves is None:
+        return tuple(x_axes)
+    return tuple([everything[i] if i < len(everything) else 0 for i in saves])
 
 
 def _mapped(linear: Any, backend: Any, x_axes: Entries, v_axes: Entries, size: int) -> Any:

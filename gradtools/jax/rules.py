@@ -37,7 +37,16 @@ from jax.interpreters import ad, batching, mlir
 from gradtools.errors import GradtoolsError
 from gradtools.jax import tracing
 from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import KEYS, Entries, Linearized, Rule, batched, closes_over, spread
+from gradtools.rules import (
+    KEYS,
+    Entries,
+    Linearized,
+    Rule,
+    batched,
+    closes_over,
+    saved_from,
+    spread,
+)
 
 Mask = tuple[bool, ...]
 _NO_TRACE = get_opaque_trace_state(convention="flax")
@@ -560,7 +569,7 @@ ad.primitive_transposes[cotangent_p] = _cotangent_transpose
 
 
 class _Lists:
-    """The two things that `rules.batched` asks of a framework."""
+    """What `rules.batched` asks of a framework."""
 
     @staticmethod
     def vmap_list(fun: Callable[..., Any], axes: tuple[Any, ...], size: int) -> Any:
@@ -569,8 +578,42 @@ class _Lists:
         return jax.vmap(fun, in_axes=axes, axis_size=size)
 
     @staticmethod
+    def vmap_extras(fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
+        """vmap, and which results carry the batch: extras that do not depend on it need not."""
+
+        def run(*xs: Any) -> tuple[list[Any], list[Any]]:
+            closed = jax.make_jaxpr(lambda *a: list(fun(*a)))(*_examples(xs, axes))
+            out_axes = _out_axes(closed, axes, extras())
+            if all(a is None for a in out_axes):
+                return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs), out_axes
+            mapped = jax.vmap(
+                lambda *a: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *a),
+                in_axes=axes,
+                out_axes=out_axes,
+                axis_size=size,
+            )
+            return mapped(*xs), out_axes
+
+        return run
+
+    @staticmethod
     def sum_leading(x: Any) -> Any:
         return jnp.sum(x, axis=0)
+
+
+def _examples(xs: Sequence[Any], axes: Sequence[Any]) -> list[Any]:
+    """What one example's inputs look like."""
+    avals = [jax.typeof(x) for x in xs]
+    pairs = zip(avals, axes, strict=True)
+    return [a if axis is None else a.update(shape=a.shape[1:]) for a, axis in pairs]
+
+
+def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
+    """0 for each result; for an extra that no mapped input reaches, None."""
+    flow = tracing.raw_matrix(closed)
+    carried = [any(r and a == 0 for r, a in zip(row, axes, strict=True)) for row in flow]
+    first = len(carried) - extras
+    return [0 if i < first or c else None for i, c in enumerate(carried)]
 
 
 @lru_cache(maxsize=1024)
@@ -588,8 +631,14 @@ def _batch(primitive: Primitive) -> Any:
         def wide(avals: Any) -> Any:
             return tuple([a.update(shape=(size, *a.shape)) for a in avals])
 
+        out_axes: Any = 0
         if primitive is primal_p:
-            rule = _batched(rule, tuple(axes), None, size)
+            saved_axes = None
+            if params["forward"] and rule.forward is not None and rule.extras:
+                closed = jax.make_jaxpr(rule.forward)(*_examples(args, axes))
+                out_axes = _out_axes(closed, axes, rule.extras)
+                saved_axes = saved_from(rule.saves, axes, out_axes)
+            rule = _batched(rule, tuple(axes), saved_axes, size)
         elif primitive is tangent_p:
             dx_axes = spread(axes[n:], params["given"])
             rule = _batched(rule, tuple(dx_axes), tuple(axes[:n]), size)
@@ -600,7 +649,7 @@ def _batch(primitive: Primitive) -> Any:
             rule = _batched(rule, (0,) * len(params["wanted"]), tuple(axes[:n]), size)
             params["xs"], params["ys"] = wide(params["xs"]), wide(params["ys"])
         out = primitive.bind(*args, rule=rule, **params)
-        return out, [0] * len(out)
+        return out, out_axes or [0] * len(out)
 
     return run
 

@@ -561,13 +561,21 @@ def _near(a: Tensor, b: Tensor) -> bool:
 
 
 class _Lists:
-    """The two things that `rules.batched` asks of a framework."""
+    """What `rules.batched` asks of a framework."""
 
     @staticmethod
     def vmap_list(fun: Callable[..., Any], axes: tuple[Any, ...], size: int) -> Any:
         if all(a is None for a in axes):
             return lambda *xs: [y.expand(size, *y.shape) for y in fun(*xs)]
         return torch.vmap(lambda *xs: tuple(fun(*xs)), in_dims=axes, randomness="different")
+
+    @staticmethod
+    def vmap_extras(fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
+        def run(*xs: Tensor) -> tuple[list[Tensor], list[int]]:
+            out = _Lists.vmap_list(fun, axes, size)(*xs)
+            return out, [0] * len(out)
+
+        return run
 
     @staticmethod
     def sum_leading(x: Tensor) -> Tensor:

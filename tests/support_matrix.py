@@ -1,0 +1,270 @@
+"""What own rules can do: every way of giving one, in every transform, in both backends.
+
+A cell that is not named here works, with the numbers of the way's closed form. One that does not
+is named with the error that it raises. `python tests/support_matrix.py` writes the table of the
+docs; `test_support_matrix.py` runs every cell, `test_both_support_table.py` compares the table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from support_transforms import BOTH, Transform
+from support_ways import WAYS, Way
+
+TABLE = Path(__file__).parents[1] / "docs" / "own-rules-support.md"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Cells that raise.
+
+    Attributes:
+        reason: Why, in the table's words.
+        error: The name of the error's type.
+        words: A pattern that its message has.
+        transforms: Patterns of the transforms' names.
+        ways: Patterns of the ways' names.
+        backend: Where; None for both.
+        bug: Whether gradtools should not refuse, or should refuse by another error.
+    """
+
+    reason: str
+    error: str
+    words: str
+    transforms: tuple[str, ...]
+    ways: tuple[str, ...] = ("*",)
+    backend: str | None = None
+    bug: bool = False
+
+    def holds(self, backend: str, transform: Transform, way: Way) -> bool:
+        """Whether this cell is one of them."""
+        return (
+            self.backend in (None, backend)
+            and any(fnmatchcase(transform.name, p) for p in self.transforms)
+            and any(fnmatchcase(way.name, p) for p in self.ways)
+        )
+
+
+_BEYOND = Refusal(
+    "the last kernel of the chain has no rule",
+    "MissingRuleError",
+    "has no rule, so its derivative is unknown",
+    ("*",),
+)
+_NO_COMPILED_DOUBLE_BACKWARD = Refusal(
+    "PyTorch has no compiled double backward (torch#91469)",
+    "GradtoolsError",
+    r"no compiled double backward \(pytorch#91469\)",
+    ("second order of a compiled value",),
+    backend="torch",
+)
+_DOUBLE_BACKWARD_ONLY = ("host: double backward*",)
+_KERNEL_RULES = ("host: calls itself", "host: saves the output", "host: framework rule")
+
+
+def _bug(reason: str, transforms: tuple[str, ...], ways: tuple[str, ...], backend: str) -> Refusal:
+    return Refusal(reason, "", "", transforms, ways, backend, bug=True)
+
+
+_BUGS = (
+    _bug(
+        "a host function's maps have no batching rule for dual numbers",
+        ("vmap(jvp)", "jvp(vmap)", "vmap(second order fr)", "func.hessian and jacrev twice"),
+        (*_DOUBLE_BACKWARD_ONLY, *_KERNEL_RULES),
+        "torch",
+    ),
+    _bug("dual numbers under vmap", ("jvp(vmap)",), ("host: defjvp",), "torch"),
+    _bug(
+        "functorch's levels are mixed where a saved output is pushed",
+        ("native second order f*", "native third order ffr", "native third order f*", "*order rff"),
+        ("host: calls itself", "host: saves the output"),
+        "torch",
+    ),
+    _bug("gt.grad twice inside torch.vmap", ("vmap(second order rr)",), _KERNEL_RULES, "torch"),
+    _bug(
+        "gradients batched by PyTorch itself",
+        ("autograd.grad, is_grads_batched", "gradcheck", "gradgradcheck"),
+        (*_DOUBLE_BACKWARD_ONLY, *_KERNEL_RULES),
+        "torch",
+    ),
+    _bug(
+        "a transpose's check of linearity asks for a number while func.linearize traces",
+        ("func.linearize",),
+        (
+            "defvjp",
+            "saves *",
+            "static *",
+            "*, defvjp",
+            "closes *",
+            "None *",
+            "host: d*",
+            "host: [cfis]*",
+        ),
+        "torch",
+    ),
+    _bug("a captured tensor is no fake tensor", ("*compiled*",), ("closes *",), "torch"),
+    _bug(
+        "forward mode of kernels in compiled code",
+        ("compiled gt.jvp", "compiled native jvp"),
+        (*_DOUBLE_BACKWARD_ONLY, *_KERNEL_RULES),
+        "torch",
+    ),
+    _bug(
+        "a check of linearity in compiled code",
+        ("grad of a compiled value", "backward() of a compiled value"),
+        ("defjvp", "*, defjvp", "host: defjvp"),
+        "torch",
+    ),
+    _bug(
+        "compiled, the derivative of the derivative is zero and not refused",
+        ("compiled second order *", "shard_map*order 2"),
+        ("host: no rule",),
+        "jax",
+    ),
+    _bug(
+        "compiled, a kernel that is found to have no rule is found too late",
+        ("compiled second order fr", "second order fr of a loop"),
+        _DOUBLE_BACKWARD_ONLY,
+        "jax",
+    ),
+    _bug(
+        "a tangent that does not vary over the mesh beside a primal that does",
+        ("shard_map, check_vma=True, order 1",),
+        (
+            "defvjp",
+            "saves *",
+            "static *",
+            "*, defvjp",
+            "closes *",
+            "None *",
+            "host: d*",
+            "host: [cfis]*",
+        ),
+        "jax",
+    ),
+)
+
+REFUSALS: tuple[Refusal, ...] = (
+    _NO_COMPILED_DOUBLE_BACKWARD,
+    Refusal(
+        "forward over forward needs a third kernel",
+        "MissingRuleError",
+        "has no rule, so its derivative is unknown",
+        ("* second order ff",),
+        _DOUBLE_BACKWARD_ONLY,
+    ),
+    Refusal(
+        "JAX cannot save a complex array by a checkpoint's policy",
+        "TypeError",
+        "reduce_precision does not accept dtype complex128",
+        ("checkpoint with a policy",),
+        ("holomorphic*", "non-holomorphic*"),
+        backend="jax",
+    ),
+    Refusal(
+        "JAX cannot export what calls back into Python",
+        "NotImplementedError",
+        "host_callbacks",
+        ("export of *",),
+        ("host:*",),
+        backend="jax",
+    ),
+    Refusal(
+        "a kernel runs on the platforms of its process",
+        "GradtoolsError",
+        "JAX can lower .* that this process has",
+        ("lowering for *",),
+        ("host:*",),
+        backend="jax",
+    ),
+    *_BUGS,
+)
+
+
+def transforms(backend: str) -> tuple[Transform, ...]:
+    """Those that the backend has."""
+    if backend == "torch":
+        from support_transforms_torch import TORCH
+
+        return (*BOTH, *TORCH)
+    from support_transforms_jax import JAX
+
+    return (*BOTH, *JAX)
+
+
+def cells(backend: str) -> Iterator[tuple[Transform, Way]]:
+    """All of a backend's, without those that ask for a function of two arguments of one."""
+    for transform in transforms(backend):
+        for way in WAYS.values():
+            if way.halves is not None or not transform.halves:
+                yield transform, way
+
+
+def refusal_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
+    """Why a cell does not work; None where it does."""
+    for refusal in REFUSALS:
+        if refusal.holds(backend, transform, way):
+            return refusal
+    return _BEYOND if way.order < transform.order else None
+
+
+# --- the table ---------------------------------------------------------------------------
+
+_HEAD = """\
+# What own rules can do
+
+This page is written by `python tests/support_matrix.py`, and every number in it by a test: a cell
+is a way of giving a rule in a transform, run and compared with a closed form. "9" means all nine
+work, in both backends; "7/9" that seven do, and the notes below say what the others raise.
+"""
+
+
+def table() -> str:
+    """The docs' page."""
+    groups = list(dict.fromkeys(t.group for b in ("torch", "jax") for t in transforms(b)))
+    notes: dict[str, list[str]] = {}
+    lines = [
+        "| Rule | " + " | ".join(groups) + " |",
+        "|---" * (len(groups) + 1) + "|",
+    ]
+    for way in WAYS.values():
+        row = [_cell(way, group, notes) for group in groups]
+        lines.append(f"| {way.name} | " + " | ".join(row) + " |")
+    lines += ["", "What does not work, and what it raises:", ""]
+    lines += [f"- {reason}. {_listed(places)}" for reason, places in notes.items()]
+    lines += ["", "The transforms of each column:", ""]
+    for group in groups:
+        names = {t.name: None for b in ("torch", "jax") for t in transforms(b) if t.group == group}
+        lines.append(f"- **{group}**: {', '.join(names)}.")
+    return _HEAD + "\n" + "\n".join(lines) + "\n"
+
+
+def _listed(places: Sequence[str]) -> str:
+    return "Cells: " + "; ".join(dict.fromkeys(places)) + "."
+
+
+def _cell(way: Way, group: str, notes: dict[str, list[str]]) -> str:
+    done = total = 0
+    for backend in ("torch", "jax"):
+        for transform, other in cells(backend):
+            if other is not way or transform.group != group:
+                continue
+            total += 1
+            refusal = refusal_of(backend, transform, way)
+            if refusal is None:
+                done += 1
+                continue
+            reason = f"{refusal.reason} (`{refusal.error}`)"
+            name = {"torch": "PyTorch", "jax": "JAX"}[backend]
+            notes.setdefault(reason, []).append(f"{name}, {transform.name}")
+    return f"{total}" if done == total else f"{done}/{total}"
+
+
+if __name__ == "__main__":
+    assert all(importlib.util.find_spec(name) for name in ("torch", "jax"))
+    TABLE.write_text(table())

@@ -1,0 +1,128 @@
+"""Every cell of the matrix of own rules is run, those that are refused too."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import support_matrix
+from support_matrix import refusal_of
+from support_transforms import BOTH, POINT, Case, Transform
+from support_ways import WAYS, Way
+
+import gradtools
+
+# One of each kind; the others run in these transforms alone unless slow tests are wanted.
+PLAIN_WAYS = (
+    "defvjp",
+    "defjvp",
+    "saves an intermediate",
+    "matrix, defvjp",
+    "host: double backward",
+)
+PLAIN_TRANSFORMS = (
+    "value",
+    "gt.grad",
+    "gt.jvp",
+    "gt second order rr",
+    "gt second order fr",
+    "native grad",
+    "vmap(grad)",
+    "grad of a loop",
+)
+
+
+def pytest_generate_tests(metafunc):
+    asked = metafunc.config.getoption("--gradtools-backend")
+    backends = [b for b in gradtools.available_backends() if asked in (b, "both")]
+    if "cell" in metafunc.fixturenames:
+        metafunc.parametrize("cell", list(_cells(backends)))
+
+
+def _cells(backends):
+    for backend in backends:
+        for transform, way in support_matrix.cells(backend):
+            plain = way.name in PLAIN_WAYS or transform.name in PLAIN_TRANSFORMS
+            refusal = refusal_of(backend, transform, way)
+            marks = [] if plain else [pytest.mark.slow]
+            if refusal is not None and refusal.bug:
+                reason = f"library bug: {refusal.reason}"
+                marks.append(pytest.mark.xfail(strict=True, reason=reason))
+            name = f"{backend}-{transform.name}-{way.name}"
+            yield pytest.param((backend, transform, way), id=name, marks=marks)
+
+
+def run(backend: str, transform: Transform, way: Way) -> None:
+    case = Case(importlib.import_module(f"gradtools.{backend}"), backend, way)
+    count = 0
+    try:
+        for found, expected in transform.run(case):
+            found = found.detach().numpy() if hasattr(found, "detach") else np.asarray(found)
+            assert found.shape == np.shape(expected)
+            np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+            count += 1
+    finally:
+        if backend == "torch":
+            _leave_levels()
+    assert count
+
+
+def _leave_levels() -> None:
+    """A compilation that fails within forward mode leaves its level open."""
+    from torch.autograd import forward_ad
+
+    while forward_ad._current_level >= 0:
+        forward_ad.exit_dual_level()
+
+
+def test_a_cell_gives_the_closed_forms_numbers_or_raises_what_is_said(cell):
+    refusal = refusal_of(*cell)
+    if refusal is None or refusal.bug:
+        run(*cell)
+        return
+    with pytest.raises(Exception, match=refusal.words) as raised:
+        run(*cell)
+    assert type(raised.value).__name__ == refusal.error
+
+
+def test_the_closed_forms_are_each_others_differences():
+    step = 1e-5
+    for way in WAYS.values():
+        x = POINT[: way.size]
+        found = way.at(x)
+        for i, e in enumerate(np.eye(way.size) * step):
+            above, below = way.at(x + e), way.at(x - e)
+            for k in range(3):
+                slope = (above[k] - below[k]) / (2 * step)
+                np.testing.assert_allclose(found[k + 1][..., i], slope, rtol=1e-6, atol=1e-6)
+
+
+def test_a_cell_that_gives_another_number_fails():
+    """The control: a wrong rule, a dropped rule and a wrong shape are all seen."""
+    backend = gradtools.available_backends()[0]
+    transform = next(t for t in BOTH if t.name == "gt.grad")
+    cube = WAYS["defvjp"]
+    dropped = lambda gt: lambda x: gt.stop_gradient(x) ** 3 + 0 * x
+    doubled = lambda gt: lambda x: 2 * cube.make(gt)(x)
+    for make in (dropped, doubled, lambda gt: lambda x: x[:2]):
+        with pytest.raises((AssertionError, ValueError, RuntimeError, TypeError)):
+            run(backend, transform, Way("wrong", make, cube.at))
+
+
+@pytest.mark.jax
+@pytest.mark.slow
+def test_the_cells_of_shard_map_on_four_devices():
+    """Sums over devices are seen only where there are several; their number is fixed early."""
+    if "jax" not in gradtools.available_backends():
+        pytest.skip("needs JAX")
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    command += ["--gradtools-backend", "jax", "-k", "shard_map and not four_devices"]
+    done = subprocess.run(
+        command, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import Any, TypeVar, overload
 
+import numpy as np
+
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import describe
 from gradtools.errors import GradtoolsError
@@ -106,7 +108,7 @@ class CustomRule:
         self._backend = backend
         names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
         self.static_argnames: tuple[str, ...] = tuple(names)
-        self._parameters = _Parameters.of(self.__name__, fun, self.static_argnames)
+        self._parameters = Parameters.of(self.__name__, fun, self.static_argnames)
         self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
         self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
         self._by_key: dict[str, Shaped] = {}
@@ -246,8 +248,18 @@ def _name(f: Any) -> str:
     return getattr(f, "__name__", None) or type(f).__name__
 
 
+def _signature(fun: Any) -> inspect.Signature | None:
+    """None for what takes its arguments by position: a builtin, one of NumPy's ufuncs."""
+    if isinstance(fun, np.ufunc):
+        return None
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError):
+        return None
+
+
 @dataclass(frozen=True)
-class _Parameters:
+class Parameters:
     """How a call's arguments part into static ones and the rest, each in the signature's order."""
 
     signature: inspect.Signature | None
@@ -256,11 +268,27 @@ class _Parameters:
     keyword_only: tuple[bool, ...]
 
     @classmethod
-    def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> _Parameters:
-        try:
-            signature = inspect.signature(fun)
-        except (TypeError, ValueError):  # a builtin, which takes what it takes by position
-            signature = None
+    def positional(cls, name: str, fun: Any) -> Parameters:
+        """Those of a kernel, which is called by position; its keyword-only ones keep a default."""
+        found = _signature(fun)
+        every = list(found.parameters.values()) if found else []
+        unset = [p.name for p in every if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        if unset:
+            raise GradtoolsError(
+                f"host_function: {name} has the keyword-only argument {unset[0]!r}, and a kernel "
+                "gets its arguments by position. Wrap it in a function that takes it so."
+            )
+        kept = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if found is None or len(kept) < len([p for p in every if p.kind is not p.KEYWORD_ONLY]):
+            return cls(None, (), (), ())
+        count = len(kept)
+        names = tuple([p.name for p in kept])
+        return cls(found.replace(parameters=kept), names, (False,) * count, (False,) * count)
+
+    @classmethod
+    def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
+        """Those of a function."""
+        signature = _signature(fun)
         found = list(signature.parameters.values()) if signature else []
         unknown = [s for s in static_argnames if s not in [p.name for p in found]]
         if unknown:

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, overload
 
 from gradtools.backend import Array, Backend, Operators
-from gradtools.custom import CustomRule, Shaped
-from gradtools.errors import GradtoolsError, MissingRuleError
+from gradtools.custom import CustomRule, Parameters, Shaped
+from gradtools.errors import MissingRuleError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import Entries, Linearized, Rule, spread
 
@@ -91,11 +91,7 @@ class HostFunction(CustomRule):
     def __init__(self, backend: Backend, kernel: Any, out: Any, vectorized: bool) -> None:
         self.kernel = Kernel(kernel, out, vectorized)
         super().__init__(backend, kernel, ())
-        if any(self._parameters.keyword_only):
-            raise GradtoolsError(
-                f"host_function: {self.__name__} has keyword-only arguments, and a kernel gets its "
-                "arguments by position. Wrap it in a function that takes them so."
-            )
+        self._parameters = Parameters.positional(self.__name__, kernel)
         self.fun = self._value
         self.opaque = False  # known, once a derivative of bwd in forward mode was missing
 
@@ -189,7 +185,11 @@ class _KernelMaps:
         self.backend = self.of.backend
         self.n, self.k = len(self.moving), len(self.saves)
         saved = tuple(range(self.n, self.n + self.k))
-        common: dict[str, Any] = {"passive": saved, "written": (host.fwd, host.bwd)}
+        common: dict[str, Any] = {
+            "passive": saved,
+            "written": (host.fwd, host.bwd),
+            "source": self.of.shape.rule,
+        }
         name = host.__name__
         self.pull = Rule(f"{name}'s vjp", self.pulled, self.d_pulled, self.of_pulled, **common)
         self.push = Rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed, **common)
@@ -273,14 +273,14 @@ class _KernelMaps:
     def pushed(self, *operands: Array) -> list[Array]:
         xs, saved, dxs = self.parted(operands)
 
-        def pull(*cts: Array) -> list[Array]:
-            return self.backend.apply_rule(self.pull, *xs, *saved, *cts)
+        def pull(at: Entries, *cts: Array) -> list[Array]:
+            return self.backend.apply_rule(self.pull, *at, *cts)
 
-        return self.transposed(pull, dxs)
+        return self.transposed(pull, [*xs, *saved], dxs)
 
-    def transposed(self, pull: Any, dxs: Entries) -> list[Array]:
+    def transposed(self, pull: Any, at: Entries, dxs: Entries) -> list[Array]:
         zeros = self.zero_cotangents(dxs[0])
-        return self.backend.transpose(self.push, "cotangent", pull, zeros, list(dxs))
+        return self.backend.transpose(self.push, "cotangent", pull, list(at), zeros, list(dxs))
 
     def zero_cotangents(self, like: Array) -> list[Array]:
         """Zeros for each output that is differentiated."""
@@ -297,8 +297,11 @@ class _KernelMaps:
         if any(d is not None for d in along):
             at = self.moved(xs)
 
+            def pull(at: Entries, *cts: Array) -> list[Array]:
+                return self.evaluated(at[: self.n], at[self.n :], cts)
+
             def run(*values: Array) -> list[Array]:
-                return self.transposed(lambda *cts: self.evaluated(xs, values, cts), dxs)
+                return self.transposed(pull, [*xs, *values], dxs)
 
             steps = _filled(self.backend, self.moved(along), at)
             terms.append(self.backend.attempt(partial(self._pushed, run), *at, *steps))

@@ -87,6 +87,7 @@ class Rule:
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
         written: The functions of its author, in which captured arrays are looked for.
+        source: The rule that it was made for, if any: what is known of that holds for it too.
         dense: Whether the maps are handed zeros for what is floating, and not None.
         identity: Whether the outputs are inputs as they came.
         key: A text by which compiled code finds the rule again, see `by_key`.
@@ -106,6 +107,7 @@ class Rule:
     captures: bool = True
     closed_over: tuple[int, ...] = ()
     written: tuple[Any, ...] = ()
+    source: Rule | None = None
     dense: bool = False
     identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))

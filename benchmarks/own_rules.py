@@ -1,0 +1,269 @@
+"""What an own rule, and a host function, adds to the same formulas written for one framework.
+
+Each row times its variants in turns and gives the median of each, and the median of the paired
+ratios to the first variant. The rule is that of exp, which saves its output: so little is computed
+that at small sizes the time is the overhead's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from overhead import CALLS, ROUNDS, Variants, row
+
+import gradtools.jax as gj
+import gradtools.torch as gt
+
+SIZES = (8, 64, 256, 1024)
+
+
+class _Exp(torch.autograd.Function):
+    """Reverse mode alone, as most people write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.exp(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> torch.Tensor:
+        return ct * ctx.saved_tensors[0]
+
+
+class _ExpBothModes(torch.autograd.Function):
+    """With the abilities of an own rule: both modes, vmap, torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> torch.Tensor:
+        return ct * ctx.saved_tensors[0]
+
+    @staticmethod
+    def jvp(ctx: Any, dx: torch.Tensor) -> torch.Tensor:
+        return dx * ctx.saved_tensors[0]
+
+
+class _HostExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.from_numpy(_exp(x.detach().numpy()))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.from_numpy(ct.numpy() * y.numpy())
+
+
+def _exp(x: Any) -> Any:
+    return np.exp(x)
+
+
+def _rule(gt: Any, value: Callable[..., Any]) -> Any:
+    """The rule of exp around a value, or a host function."""
+    exp = value if hasattr(value, "defvjp") else gt.custom_rule(value)
+
+    def fwd(x: Any) -> Any:
+        y = value(x)
+        return y, y
+
+    exp.defvjp(fwd, lambda y, ct: (ct * y,))
+    return exp
+
+
+def _forward_rule(gt: Any, value: Callable[..., Any]) -> Any:
+    exp = gt.custom_rule(value)
+
+    @exp.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        y = value(*primals)
+        return y, tangents[0] * y
+
+    return exp
+
+
+def _custom_vjp(value: Callable[..., Any]) -> Any:
+    exp = jax.custom_vjp(value)
+
+    def fwd(x: jax.Array) -> Any:
+        y = value(x)
+        return y, y
+
+    exp.defvjp(fwd, lambda y, ct: (ct * y,))
+    return exp
+
+
+# --- PyTorch -----------------------------------------------------------------------------
+
+
+def torch_functions() -> dict[str, Callable[..., Any]]:
+    return {
+        "by hand": _Exp.apply,
+        "by hand, both modes and vmap": _ExpBothModes.apply,
+        "custom_rule, vjp": _rule(gt, torch.exp),
+        "custom_rule, jvp": _forward_rule(gt, torch.exp),
+        "torch.exp": torch.exp,
+    }
+
+
+def torch_value(size: int) -> Variants:
+    x = torch.randn(size, size)
+    return {name: (lambda f=f: f(x)) for name, f in torch_functions().items()}
+
+
+def torch_gradient(size: int) -> Variants:
+    x, ct = torch.randn(size, size, requires_grad=True), torch.ones(size, size)
+    return {
+        name: (lambda f=f: torch.autograd.grad(f(x), x, ct))
+        for name, f in torch_functions().items()
+    }
+
+
+def _host_in_torch() -> Any:
+    back = gt.host_function(lambda y, ct: ct * y)
+    exp = gt.host_function(_exp)
+
+    def fwd(x: torch.Tensor) -> Any:
+        y = exp(x)
+        return y, y
+
+    exp.defvjp(fwd, lambda y, ct: (back(y, ct),))
+    return exp
+
+
+def torch_host_value(size: int) -> Variants:
+    x = torch.randn(size, size)
+    ours = gt.host_function(_exp)
+    return {"by hand": lambda: _HostExp.apply(x), "host_function": lambda: ours(x)}
+
+
+def torch_host_gradient(size: int) -> Variants:
+    x, ct = torch.randn(size, size, requires_grad=True), torch.ones(size, size)
+    ours = _host_in_torch()
+    return {
+        "by hand": lambda: torch.autograd.grad(_HostExp.apply(x), x, ct),
+        "host_function": lambda: torch.autograd.grad(ours(x), x, ct),
+    }
+
+
+# --- JAX ---------------------------------------------------------------------------------
+
+
+def _ready(run: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(run(*args))
+
+
+def _array(size: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (size, size))
+
+
+def jax_value(size: int) -> Variants:
+    x = _array(size)
+    return {
+        "by hand": _ready(_custom_vjp(jnp.exp), x),
+        "custom_rule, vjp": _ready(_rule(gj, jnp.exp), x),
+        "custom_rule, jvp": _ready(_forward_rule(gj, jnp.exp), x),
+    }
+
+
+def _of_sum(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda x: f(x).sum())
+
+
+def jax_gradient(size: int) -> Variants:
+    x = _array(size)
+    return {
+        "by hand": _ready(_of_sum(_custom_vjp(jnp.exp)), x),
+        "custom_rule, vjp": _ready(_of_sum(_rule(gj, jnp.exp)), x),
+        "custom_rule, jvp": _ready(_of_sum(_forward_rule(gj, jnp.exp)), x),
+    }
+
+
+def jax_gradient_jitted(size: int) -> Variants:
+    x = _array(size)
+    return {
+        "by hand": _ready(jax.jit(_of_sum(_custom_vjp(jnp.exp))), x),
+        "custom_rule, vjp": _ready(jax.jit(_of_sum(_rule(gj, jnp.exp))), x),
+        "custom_rule, jvp": _ready(jax.jit(_of_sum(_forward_rule(gj, jnp.exp))), x),
+    }
+
+
+def _called_back(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(_exp, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def jax_host_value(size: int) -> Variants:
+    x = _array(size)
+    return {
+        "by hand": _ready(jax.jit(_called_back), x),
+        "host_function": _ready(jax.jit(gj.host_function(_exp)), x),
+    }
+
+
+def jax_host_gradient(size: int) -> Variants:
+    x = _array(size)
+    return {
+        "by hand": _ready(jax.jit(_of_sum(_custom_vjp(_called_back))), x),
+        "host_function": _ready(jax.jit(_of_sum(_rule(gj, gj.host_function(_exp)))), x),
+    }
+
+
+WHAT = {
+    "value, PyTorch": torch_value,
+    "value and gradient, PyTorch": torch_gradient,
+    "value, JAX eager": jax_value,
+    "gradient, JAX eager": jax_gradient,
+    "gradient, JAX jit": jax_gradient_jitted,
+    "value of np.exp, PyTorch": torch_host_value,
+    "value and gradient of np.exp, PyTorch": torch_host_gradient,
+    "value of np.exp, JAX jit": jax_host_value,
+    "gradient of np.exp, JAX jit": jax_host_gradient,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    lines = [
+        f"# Own rules, {datetime.date.today()}, Python {sys.version.split()[0]}, "
+        f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
+        "",
+        f"The rule of exp, float32. Medians of {ROUNDS} rounds of {CALLS} calls, taken in turns. "
+        "By hand: a torch.autograd.Function, one around .numpy(), jax.custom_vjp, "
+        "jax.pure_callback.",
+        "",
+        "| what | variant | microseconds | times by hand |",
+        "|---|---|---|---|",
+    ]
+    for name, variants in WHAT.items():
+        for size in SIZES:
+            lines += row(f"{name}, {size} x {size}", variants(size))
+    text = "\n".join(lines) + "\n"
+    print(text)
+    target = pathlib.Path(__file__).parent / "results" / "own_rules.md"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -220,7 +220,9 @@ def cells(programs, rules, given, known=None):
         for program in programs:
             for which in given:
                 reason = (known or {}).get((name, program, which))
-                marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+                # The newest XLA takes the product out of the batch by itself.
+                strict = reason is not BROADCAST
+                marks = [pytest.mark.xfail(strict=strict, reason=reason)] if reason else []
                 yield pytest.param(
                     programs[program],
                     RULES[name],

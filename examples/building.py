@@ -1,0 +1,87 @@
+"""Builds the examples' native code at run time, once: nothing is built when gradtools is installed.
+
+What is built stays in the user's cache, under a name made from the source and the tools, and is
+moved there whole: an interrupted build leaves nothing behind, and two at once do not meet.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+
+
+class NoCompiler(Exception):
+    """There is nothing to compile with, or a package is missing; the text says what to do."""
+
+
+def c_library(name):
+    """The shared library of native/NAME.c, compiled by the system's C compiler."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise NoCompiler("no C compiler: install one, or name it in the variable CC")
+
+    def build(source, folder):
+        library = folder / f"{name}.so"
+        run = [compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-lm"]
+        _checked(subprocess.run(run, capture_output=True, text=True, check=False))
+        return library
+
+    return _cached(SOURCES / f"{name}.c", compiler, build)
+
+
+def torch_extension(name):
+    """The shared library of native/NAME.cpp, built as an extension of PyTorch."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise NoCompiler("no C++ compiler: install one, or name it in the variable CXX")
+    try:
+        import torch
+    except ImportError:
+        raise NoCompiler("PyTorch is not installed, and the kernel is its extension") from None
+    from torch.utils import cpp_extension
+
+    os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])
+    if not cpp_extension.is_ninja_available():
+        raise NoCompiler("ninja is missing: pip install ninja")
+
+    def build(source, folder):
+        cpp_extension.load(
+            name=name,
+            sources=[str(source)],
+            extra_cflags=["-O1"],
+            build_directory=str(folder),
+            is_python_module=False,
+            is_standalone=False,
+        )
+        return folder / f"{name}.so"
+
+    library = _cached(SOURCES / f"{name}.cpp", f"{compiler} {torch.__version__}", build)
+    torch.ops.load_library(str(library))
+    return library
+
+
+def _cached(source, tools, build):
+    """What build(source, an empty folder) made, now or before."""
+    digest = hashlib.sha256(source.read_bytes() + f"{tools} {sys.version}".encode()).hexdigest()
+    library = _cache() / f"{source.stem}-{digest[:16]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            os.replace(build(source, Path(folder)), library)
+    return library
+
+
+def _cache():
+    """A folder that only this user writes to."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradtools-examples"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def _checked(done):
+    if done.returncode:
+        raise NoCompiler(f"the compiler failed:\n{done.stderr}")

@@ -1,0 +1,111 @@
+"""What the examples of own rules check alike: every derivative of a scalar function of a vector."""
+
+import numpy as np
+from common import claim, difference, flat
+
+STEP = 1e-4
+
+
+def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tolerance=1e-12):
+    """Holds value, gradient, Hessian products, vmap and compiled code of f to one reference.
+
+    Args:
+        gt: The backend's functions.
+        backend: Its name.
+        f: Takes a vector to a number.
+        x: Where, a NumPy array.
+        t: The direction of the Hessian products, a NumPy array.
+        by_hand: (f(x), its gradient, its Hessian times t), or None: central differences of f,
+            and of the gradient once that is checked.
+        forward_twice: Whether forward mode over forward mode exists.
+        tolerance: For what is checked against `by_hand`; differences have their own.
+
+    Returns:
+        Value, gradient and Hessian product.
+    """
+    at, along = gt.asarray(x), gt.asarray(t)
+    value, gradient = (flat(gt, part) for part in gt.value_and_grad(f)(at))
+    expected = by_hand or by_differences(gt, f, x, t)
+    allowed = tolerance if by_hand else 1e-7
+    what = "the closed form" if by_hand else "central differences"
+    forward = flat(gt, gt.jvp(f, (at,), (along,))[1])
+    found = {
+        "value": difference(value, np.ravel(expected[0])),
+        "gradient": difference(gradient, expected[1]),
+        "forward mode": difference(forward, np.ravel(expected[1] @ t)),
+    }
+    claim(f"off from {what}: {listed(found)}", worst(found) < allowed)
+
+    found = {way: difference(flat(gt, of(gt, f, at, along)), expected[2]) for way, of in MIXES}
+    if forward_twice:
+        twice = gt.jvp(lambda x: gt.jvp(f, (x,), (along,))[1], (at,), (along,))[1]
+        found["forward over forward"] = difference(flat(gt, twice), np.ravel(expected[2] @ t))
+    claim(f"Hessian times t, off: {listed(found)}", worst(found) < allowed)
+
+    def three(x):
+        (slope,), (product,) = gt.hvp(f, (x,), (along,))
+        return f(x), slope, product
+
+    exact = flat(gt, three(at))
+    rows = gt.vmap(gt.value_and_grad(f))(gt.asarray(np.stack([x, x + 0.01 * t])))
+    second = flat(gt, gt.value_and_grad(f)(gt.asarray(x + 0.01 * t)))
+    both = [np.concatenate([flat(gt, part[i]) for part in rows]) for i in (0, 1)]
+    found = {
+        "vmap": max(difference(both[0], exact[: -x.size]), difference(both[1], second)),
+        "compiled": difference(flat(gt, compiled(gt, backend, three)(at)), exact),
+    }
+    claim(f"and these differ from eager by: {listed(found)}", worst(found) < tolerance)
+    return gt.asarray(value), gt.asarray(gradient), gt.asarray(exact[-x.size :])
+
+
+MIXES = (
+    (
+        "reverse over reverse",
+        lambda gt, f, x, t: gt.grad(lambda x: (gt.grad(f)(x) * t).sum())(x),
+    ),
+    ("forward over reverse", lambda gt, f, x, t: gt.jvp(gt.grad(f), (x,), (t,))[1]),
+    ("reverse over forward", lambda gt, f, x, t: gt.grad(lambda x: gt.jvp(f, (x,), (t,))[1])(x)),
+)
+
+
+def by_differences(gt, f, x, t):
+    """f(x), its gradient, and its Hessian times t, the last from the gradient's differences."""
+    steps = STEP * np.eye(x.size)
+    value = lambda x: float(f(gt.asarray(x)))
+    slope = lambda x: flat(gt, gt.grad(f)(gt.asarray(x)))
+    gradient = np.array([central(value, x, step) for step in steps])
+    return value(x), gradient / STEP, central(slope, x, STEP * t) / STEP
+
+
+def central(f, x, step):
+    """The difference of f along step at x, to fourth order."""
+    near = f(x + step) - f(x - step)
+    return (8 * near - (f(x + 2 * step) - f(x - 2 * step))) / 12
+
+
+def compiled(gt, backend, f):
+    """f as one compiled program; PyTorch's would otherwise leave out what it cannot trace."""
+    if backend == "jax":
+        return gt.compile(f)
+    import torch
+
+    torch.compiler.reset()  # it compiles a function a few times only, whatever it closes over
+    return gt.compile(f, fullgraph=True, backend="aot_eager")
+
+
+def refused(f, error, *parts):
+    """The message with which f() is refused; None if it is not, or says something else."""
+    try:
+        f()
+    except error as found:
+        text = " ".join(str(found).split())
+        return text if all(part in text for part in parts) else None
+    return None
+
+
+def worst(found):
+    return max(found.values())
+
+
+def listed(found):
+    return ", ".join(f"{name} {off:.0e}" for name, off in found.items())

@@ -215,7 +215,8 @@ class CustomRule:
             )
         if self.bwd is None:
             return self._new_rule(shape.primal, tangent=shape.tangent, joint=shape.joint)
-        return self._new_rule(shape.primal, linearize=shape.linearize)
+        joint = None if self.jvp is None else shape.joint
+        return self._new_rule(shape.primal, linearize=shape.linearize, joint=joint)
 
     def _new_rule(self, primal: Any, **maps: Any) -> Rule:
         written = tuple([f for f in (self.fun, self.fwd, self.bwd, self.jvp) if f is not None])
@@ -452,6 +453,7 @@ class Shaped:
             None if self.of.jvp is None else tangent,
             cotangent,
             rerun=kept.rerun,
+            pushing=len(saves) - len(kept.places),
         )
 
     def _cotangents(self, found: Any, like: Sequence[Any]) -> list[Any]:

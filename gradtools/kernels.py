@@ -113,11 +113,21 @@ class HostFunction(CustomRule):
                 )
 
             return Rule(
-                self.__name__, shape.primal, missing, missing, saves=(), captures=False, dense=True
+                self.__name__,
+                shape.primal,
+                missing,
+                missing,
+                saves=(),
+                captures=False,
+                written=(self.kernel.fun,),
+                dense=True,
             )
         if self.bwd is None:
             return super()._rule(shape)
-        return self._new_rule(shape.primal, linearize=_OfKernels(self, shape).linearize)
+        joint = None if self.jvp is None else shape.joint
+        return self._new_rule(
+            shape.primal, linearize=_OfKernels(self, shape).linearize, joint=joint
+        )
 
 
 @dataclass(eq=False)
@@ -165,6 +175,7 @@ class _OfKernels:
         return replace(
             found,
             saves=(*found.saves, *range(n)),
+            pushing=0,
             tangent=tangent,
             cotangent=cotangent,
         )

@@ -53,6 +53,7 @@ class Linearized:
         saves: What the maps are handed: positions in `[*xs, *ys, *extras]`.
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
+        pushing: How many of the last entries of `saves` the tangent map alone reads.
         rerun: Whether something else than arrays was saved that may depend on x, so that a
             second derivative has to evaluate again.
     """
@@ -63,6 +64,7 @@ class Linearized:
     tangent: Map | None = None
     cotangent: Map | None = None
     rerun: bool = False
+    pushing: int = 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)

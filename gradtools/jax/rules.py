@@ -97,7 +97,7 @@ def _linearized(rule: Rule, xs: Sequence[Any]) -> Rule:
     found: list[Linearized] = []
 
     def forward(*xs: Any) -> list[Any]:
-        split = _split(rule, xs) if rule.joint is not None else None
+        split = _split(rule, xs) if rule.joint is not None and rule.linearize is None else None
         found[:] = [split or _native(rule, rule.at(*xs), xs)]
         return [*found[0].ys, *found[0].extras]
 
@@ -184,9 +184,16 @@ def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
     try:
         pull = jax.linear_transpose(push, *map(_shape, like_xs))
         like_ys = _present(_likes(ys))
-        back, extras = hoist(lambda *cts: list(pull(list(cts))), *map(_zeros, like_ys))
+        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(_zeros, like_ys))
     except _NOT_LINEAR:
         return None  # forward mode needs no transpose; reverse mode will say why there is none
+
+    follows = [isinstance(c, jax.core.Tracer) for c in consts]
+    extras = [c for c, f in zip(consts, follows, strict=True) if f]
+
+    def back(saved: Entries, *cts: Any) -> list[Any]:
+        new = iter(saved)
+        return hoisted([next(new) if f else c for c, f in zip(consts, follows, strict=True)], *cts)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         full = _filled([dx for dx, m in zip(dxs, mask, strict=True) if m], like_xs)

@@ -89,7 +89,9 @@ class _Point:
 
     def note(self, found: Linearized) -> None:
         self.count = len(found.ys)
-        self.found = Linearized([], [], found.saves, found.tangent, found.cotangent, found.rerun)
+        self.found = Linearized(
+            [], [], found.saves, found.tangent, found.cotangent, found.rerun, found.pushing
+        )
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -97,9 +99,30 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         return _undifferentiated(rule, xs)
     if rule.captures and _closes_over_tracked(rule):
         raise _closed_over_error(rule)
+    if rule.joint is not None and _forward_mode_alone(xs):
+        return _pushed_jointly(rule, xs)
     point = _Point(rule)
     out = _apply_at(point, xs)
     return out[: point.count]
+
+
+def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
+    """Whether dual numbers are all that is differentiated here."""
+    if forward_ad._current_level < 0 or not _in_eager():
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
+
+
+def _pushed_jointly(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs with their tangents, by one evaluation of a forward rule."""
+    assert rule.joint is not None
+    duals = [forward_ad.unpack_dual(x) if is_inexact(x) else (x, None) for x in xs]
+    filled = _filled([t for _, t in duals], [_like(x) for x in xs])
+    ys, dys = rule.joint([x for x, _ in duals], filled)
+    if any(_is_captured(y) for y in ys):
+        raise _closed_over_error(rule)
+    pairs = zip(ys, dys, strict=True)
+    return [y if dy is None else forward_ad.make_dual(y, dy) for y, dy in pairs]
 
 
 def _closes_over_tracked(rule: Rule) -> bool:
@@ -272,14 +295,14 @@ class _BothModes(_ReverseOnly):
         ctx.point = point = inputs[0]
         xs, found = inputs[1:], point.found
         everything = (*xs, *outputs)
-        kept = list(found.saves)
-        if found.rerun or len(outputs) > point.count:
-            kept += [i for i in range(len(xs)) if i not in kept]
-        ctx.kept, ctx.count = kept, len(xs)
+        again = range(len(xs)) if found.rerun or len(outputs) > point.count else ()
         ctx.set_materialize_grads(False)
-        saved = [everything[i] for i in kept]
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
+        ctx.count = len(xs)
+        ctx.pushing = [*found.saves, *(i for i in again if i not in found.saves)]
+        pulling = found.saves[: len(found.saves) - found.pushing]
+        ctx.pulling = [*pulling, *(i for i in again if i not in pulling)]
+        ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
+        ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
         ctx.like_xs, ctx.like_ys = [_like(x) for x in xs], [_like(y) for y in outputs]
         if None in ctx.like_ys:
             ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
@@ -292,7 +315,7 @@ class _BothModes(_ReverseOnly):
         if any(ct is not None for ct in inner):
             parts.append(_cotangent(ctx, tensors, inner))
         if any(ct is not None for ct in hidden):
-            parts.append(_extras_pullback(ctx, _xs(ctx, tensors), hidden))
+            parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
         if not parts:
             return (None,) * (1 + ctx.count)
         return (None, *[_sum(*terms) for terms in zip(*parts, strict=True)])
@@ -305,7 +328,7 @@ class _BothModes(_ReverseOnly):
             moving = [None if i in point.rule.passive else dx for i, dx in enumerate(dxs)]
             dys = _tangent(ctx, tensors, moving)
             if len(ctx.like_ys) > point.count:
-                dys += _extras_pushed(ctx, _xs(ctx, tensors), moving)
+                dys += _extras_pushed(ctx, _xs(ctx, ctx.pushing, tensors), moving)
             pairs = zip(dys, ctx.like_ys, strict=True)
             return tuple([_zeros(*like) if dy is None and like else dy for dy, like in pairs])
 
@@ -329,9 +352,9 @@ def _sum(*terms: Any) -> Any:
     return sum(there[1:], there[0]) if there else None
 
 
-def _xs(ctx: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _xs(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The inputs, where they were kept for a second evaluation."""
-    return [tensors[ctx.kept.index(i)] for i in range(ctx.count)]
+    return [tensors[kept.index(i)] for i in range(ctx.count)]
 
 
 # --- the maps, and the one that was not given --------------------------------------------
@@ -367,8 +390,8 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
     if found.rerun and torch.is_grad_enabled():
         with restored(ctx.point.randomness):
-            found = rule.at(*_xs(ctx, tensors))
-        everything = [*_xs(ctx, tensors), *found.ys, *found.extras]
+            found = rule.at(*_xs(ctx, ctx.pulling, tensors))
+        everything = [*_xs(ctx, ctx.pulling, tensors), *found.ys, *found.extras]
         saved = [everything[i] for i in found.saves]
     if rule.dense:
         cts = _filled(cts, ctx.like_ys[: ctx.point.count])

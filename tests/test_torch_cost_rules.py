@@ -264,9 +264,6 @@ def test_saved_intermediates_are_shared_at_first_order_and_made_once_more_at_sec
     assert len(ours["second"]) <= len(by_hand["second"]) + len(again)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="library: forward mode takes the value from fwd and again from jvp"
-)
 def test_forward_mode_does_the_operations_of_a_hand_written_function():
     x, dx = torch.randn(2, 1000)
 
@@ -303,16 +300,13 @@ def test_saved_intermediates_keep_the_arguments_for_the_second_run_of_fwd():
     assert saved(lambda: own("sinh", "vjp")(x)) == by_hand + x.nbytes
 
 
-@pytest.mark.xfail(
-    strict=True, reason="library: with both rules backward keeps x, which only jvp reads"
-)
 def test_two_rules_keep_for_backward_what_bwd_reads():
     xs = arguments("exp")
     assert saved(lambda: own("exp", "vjp and jvp")(*xs)) == saved(lambda: ExpFunction.apply(*xs))
 
 
 @pytest.mark.xfail(
-    strict=True, reason="library: reverse mode from jvp alone evaluates the function again"
+    strict=True, reason="to transpose, PyTorch needs the forward rule evaluated at the backward pass"
 )
 def test_reverse_mode_from_jvp_alone_shares_what_the_value_computed():
     xs = arguments("exp")

@@ -14,7 +14,7 @@ from scipy.optimize import minimize
 from scipy.sparse import csc_array
 from scipy.sparse.linalg import splu
 
-SIDE = 6
+SIDE = 5
 
 
 def sparse_solver(gt, backend):

@@ -65,69 +65,83 @@ _NO_COMPILED_DOUBLE_BACKWARD = Refusal(
 )
 _DOUBLE_BACKWARD_ONLY = ("host: double backward*",)
 _KERNEL_RULES = ("host: calls itself", "host: saves the output", "host: framework rule")
+_CALLED_BACK = ("host: d*", "host: calls itself", "host: saves the output")
 
 
 def _bug(reason: str, transforms: tuple[str, ...], ways: tuple[str, ...], backend: str) -> Refusal:
     return Refusal(reason, "", "", transforms, ways, backend, bug=True)
 
 
-_BUGS = (
+BUGS = (
     _bug(
-        "a host function's maps have no batching rule for dual numbers",
-        ("vmap(jvp)", "jvp(vmap)", "vmap(second order fr)", "func.hessian and jacrev twice"),
-        (*_DOUBLE_BACKWARD_ONLY, *_KERNEL_RULES),
-        "torch",
-    ),
-    _bug("dual numbers under vmap", ("jvp(vmap)",), ("host: defjvp",), "torch"),
-    _bug(
-        "functorch's levels are mixed where a saved output is pushed",
-        ("native second order f*", "native third order ffr", "native third order f*", "*order rff"),
+        "the check for missing rules runs at a level of functorch that has ended",
+        ("native second order f*", "native third order f*", "native third order rff"),
         ("host: calls itself", "host: saves the output"),
         "torch",
     ),
-    _bug("gt.grad twice inside torch.vmap", ("vmap(second order rr)",), _KERNEL_RULES, "torch"),
     _bug(
-        "gradients batched by PyTorch itself",
-        ("autograd.grad, is_grads_batched", "gradcheck", "gradgradcheck"),
+        "forward mode of a kernel's maps under vmap",
+        ("vmap(jvp)", "vmap(second order fr)"),
+        (*_DOUBLE_BACKWARD_ONLY, "host: calls itself", "host: framework rule"),
+        "torch",
+    ),
+    _bug(
+        "forward mode of a kernel's maps under vmap",
+        ("jvp(vmap)",),
+        ("host: calls itself", "host: framework rule"),
+        "torch",
+    ),
+    _bug(
+        "forward mode of a kernel's maps under vmap",
+        ("vmap(second order fr)",),
+        ("host: saves the output",),
+        "torch",
+    ),
+    _bug(
+        "two derivatives of a kernel inside torch.vmap",
+        ("vmap(second order rr)",),
+        _KERNEL_RULES,
+        "torch",
+    ),
+    _bug(
+        "two derivatives of a kernel inside torch.vmap",
+        ("func.hessian and jacrev twice",),
+        ("host: calls itself", "host: saves the output"),
+        "torch",
+    ),
+    _bug(
+        "PyTorch's own batching of gradients has no rule for a kernel",
+        ("autograd.grad, is_grads_batched", "gradcheck"),
         (*_DOUBLE_BACKWARD_ONLY, *_KERNEL_RULES),
         "torch",
     ),
     _bug(
-        "a transpose's check of linearity asks for a number while func.linearize traces",
+        "PyTorch's own batching of gradients has no rule for a kernel",
+        ("gradgradcheck",),
+        (*_DOUBLE_BACKWARD_ONLY, "host: calls itself", "host: saves the output"),
+        "torch",
+    ),
+    _bug(
+        "a traced graph does not keep the host function that it calls",
         ("func.linearize",),
-        (
-            "defvjp",
-            "saves *",
-            "static *",
-            "*, defvjp",
-            "closes *",
-            "None *",
-            "host: d*",
-            "host: [cfis]*",
-        ),
+        (*_CALLED_BACK, "host: framework rule", "host: inside a custom_rule"),
         "torch",
     ),
     _bug("a captured tensor is no fake tensor", ("*compiled*",), ("closes *",), "torch"),
     _bug(
-        "forward mode of kernels in compiled code",
-        ("compiled gt.jvp", "compiled native jvp"),
-        (*_DOUBLE_BACKWARD_ONLY, *_KERNEL_RULES),
+        "forward mode of a kernel's output that was saved, compiled",
+        ("compiled gt.jvp",),
+        ("host: saves the output",),
         "torch",
     ),
     _bug(
-        "a check of linearity in compiled code",
-        ("grad of a compiled value", "backward() of a compiled value"),
-        ("defjvp", "*, defjvp", "host: defjvp"),
-        "torch",
-    ),
-    _bug(
-        "compiled, the derivative of the derivative is zero and not refused",
-        ("compiled second order *", "shard_map*order 2"),
+        "compiled, the derivative of a derivative without a rule is zero and not refused",
+        ("compiled second order *", "shard_map*order 2", "lowering *order 2"),
         ("host: no rule",),
         "jax",
     ),
     _bug(
-        "compiled, a kernel that is found to have no rule is found too late",
+        "compiled, that a kernel has no rule is seen too late for the Hessian's symmetry",
         ("compiled second order fr", "second order fr of a loop"),
         _DOUBLE_BACKWARD_ONLY,
         "jax",
@@ -137,13 +151,18 @@ _BUGS = (
         ("shard_map, check_vma=True, order 1",),
         (
             "defvjp",
-            "saves *",
+            "saves the output",
+            "saves an intermediate",
+            "saves a tree",
             "static *",
-            "*, defvjp",
+            "integer beside, defvjp",
+            "pytrees, defvjp",
+            "matrix, defvjp",
             "closes *",
             "None *",
-            "host: d*",
-            "host: [cfis]*",
+            *_DOUBLE_BACKWARD_ONLY,
+            *_KERNEL_RULES,
+            "host: inside a custom_rule",
         ),
         "jax",
     ),
@@ -163,26 +182,41 @@ REFUSALS: tuple[Refusal, ...] = (
         "TypeError",
         "reduce_precision does not accept dtype complex128",
         ("checkpoint with a policy",),
-        ("holomorphic*", "non-holomorphic*"),
+        ("holomorphic, defvjp", "non-holomorphic, defvjp"),
         backend="jax",
     ),
     Refusal(
         "JAX cannot export what calls back into Python",
         "NotImplementedError",
         "host_callbacks",
-        ("export of *",),
+        ("export of the value",),
         ("host:*",),
         backend="jax",
     ),
     Refusal(
-        "a kernel runs on the platforms of its process",
-        "GradtoolsError",
-        "JAX can lower .* that this process has",
-        ("lowering for *",),
+        "JAX cannot export what calls back into Python",
+        "NotImplementedError",
+        "host_callbacks",
+        ("export of the gradient",),
+        _CALLED_BACK,
+        backend="jax",
+    ),
+    Refusal(
+        "JAX cannot lower a callback for several platforms at once",
+        "NotImplementedError",
+        "multi-platform lowering for python_callback",
+        ("lowering *order 0",),
         ("host:*",),
         backend="jax",
     ),
-    *_BUGS,
+    Refusal(
+        "JAX cannot lower a callback for several platforms at once",
+        "NotImplementedError",
+        "multi-platform lowering for python_callback",
+        ("lowering *order [12]",),
+        _CALLED_BACK,
+        backend="jax",
+    ),
 )
 
 
@@ -207,10 +241,12 @@ def cells(backend: str) -> Iterator[tuple[Transform, Way]]:
 
 def refusal_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
     """Why a cell does not work; None where it does."""
-    for refusal in REFUSALS:
+    for refusal in BUGS:
         if refusal.holds(backend, transform, way):
             return refusal
-    return _BEYOND if way.order < transform.order else None
+    if way.order < transform.order:
+        return _BEYOND
+    return next((r for r in REFUSALS if r.holds(backend, transform, way)), None)
 
 
 # --- the table ---------------------------------------------------------------------------
@@ -259,7 +295,9 @@ def _cell(way: Way, group: str, notes: dict[str, list[str]]) -> str:
             if refusal is None:
                 done += 1
                 continue
-            reason = f"{refusal.reason} (`{refusal.error}`)"
+            reason = f"to be mended: {refusal.reason}"
+            if not refusal.bug:
+                reason = f"{refusal.reason} (`{refusal.error}`)"
             name = {"torch": "PyTorch", "jax": "JAX"}[backend]
             notes.setdefault(reason, []).append(f"{name}, {transform.name}")
     return f"{total}" if done == total else f"{done}/{total}"

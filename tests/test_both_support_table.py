@@ -1,0 +1,27 @@
+"""The docs' table of what own rules can do is the one that the records give."""
+
+from collections import Counter
+
+import support_matrix
+
+
+def test_the_committed_table_is_the_generated_one():
+    text = support_matrix.TABLE.read_text()
+    assert text == support_matrix.table(), "run: python tests/support_matrix.py"
+
+
+def test_the_number_of_cells_that_do_not_work_is_known():
+    found = Counter()
+    for backend in ("torch", "jax"):
+        for cell in support_matrix.cells(backend):
+            refusal = support_matrix.refusal_of(backend, *cell)
+            kind = "works" if refusal is None else "bug" if refusal.bug else "refused"
+            found[backend, kind] += 1
+    assert dict(found) == {
+        ("torch", "works"): 2081,
+        ("torch", "refused"): 129,
+        ("torch", "bug"): 61,
+        ("jax", "works"): 2341,
+        ("jax", "refused"): 135,
+        ("jax", "bug"): 25,
+    }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -186,3 +189,22 @@ def check(cell, row, found):
 
 def test_the_place_of_the_support_table_is_marked():
     assert "<!-- support-table -->" in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("u05_c_kernel", "CC"), ("u05_cpp_extension", "CXX")]
+)
+def test_without_a_compiler_an_example_says_so(name, variable, backend_name, monkeypatch):
+    examples = PAGE.parents[1] / "examples"
+    monkeypatch.setenv(variable, "no-such-compiler")
+    done = subprocess.run(
+        [sys.executable, examples / f"{name}.py", "--backend", backend_name],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(
+        rf"{backend_name}:\n  left out: no C.* compiler.* {variable}\n", done.stdout
+    )

@@ -62,7 +62,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     if rule.captures and _closes_over_tracer(rule):
         rule, captured = _lift_captured(rule, xs)
         xs = _varying_alike([*xs, *captured])
-    return list(primal_p.bind(*xs, rule=rule, forward=False))
+    return list(primal_p.bind(*xs, rule=rule))
 
 
 def _varying_alike(xs: Sequence[Any]) -> list[Any]:
@@ -317,8 +317,12 @@ def _check_runs(closed: Any) -> None:
 # --- the primitives ----------------------------------------------------------------------
 
 
-def _primal(*xs: Any, rule: Rule, forward: bool) -> list[Any]:
-    return list((rule.forward if forward and rule.forward else rule.primal)(*xs))
+def _primal(*xs: Any, rule: Rule) -> list[Any]:
+    return list(rule.primal(*xs))
+
+
+def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
+    return list(operands[xs : len(operands) - rule.extras])
 
 
 def _tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
@@ -358,55 +362,63 @@ def _abstract(run: Any, avals: tuple[Any, ...], params: tuple[Any, ...]) -> list
 
 
 primal_p = _define("gradtools_primal", _primal, _traced_outs(_primal))
+value_p = _define("gradtools_value", _value, _traced_outs(_value))
 tangent_p = _define("gradtools_tangent", _tangent, lambda *operands, ys, **_: list(ys))
 cotangent_p = _define("gradtools_cotangent", _cotangent, lambda *operands, xs, **_: list(xs))
 
 
-def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule, forward: bool) -> tuple[list[Any], list[Any]]:
+def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
+    given = _given(rule, dxs)
+    if not any(given):
+        ys = primal_p.bind(*xs, rule=rule)
+        return ys, [_zero(y) for y in ys]
+    ys, maps, saved = _evaluated(rule, xs)
+    return ys, _pushed(maps, ys, saved, dxs, given)
+
+
+def _value_jvp(operands: Any, tangents: Any, *, rule: Rule, xs: int) -> Any:
+    """The rule, whatever code made the values."""
+    given = _given(rule, tangents[:xs])
+    ys = value_p.bind(*operands, rule=rule, xs=xs)
+    if not any(given):
+        return ys, [_zero(y) for y in ys]
+    saved = rule.saved(operands[:xs], ys, operands[xs + len(ys) :])
+    return ys, _pushed(rule, ys, saved, tangents[:xs], given)
+
+
+def _given(rule: Rule, dxs: Any) -> Mask:
     given = tuple([_carries(dx) and i not in rule.passive for i, dx in enumerate(dxs)])
     if any(given[i] for i in rule.closed_over):
         raise _closed_over_error(rule)
-    if not any(given):
-        out = primal_p.bind(*xs, rule=rule, forward=forward)
-        return out, [_zero(y) for y in out]
+    return given
+
+
+def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]:
     moving = [dx for dx, g in zip(dxs, given, strict=True) if g]
-    out, ys, maps, saved = _evaluated(rule, xs)
     likes = tuple(_present(_likes(ys)))
     found = iter(tangent_p.bind(*saved, *moving, rule=maps, given=given, ys=likes))
-    dys = [next(found) if is_inexact(y) else _zero(y) for y in ys]
-    if not forward:
-        return ys, dys
-    return out, [*dys, *_extras_jvp(maps, xs, moving, given, out[len(ys) :])]
+    return [next(found) if is_inexact(y) else _zero(y) for y in ys]
 
 
-def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], list[Any], Rule, list[Any]]:
-    """All that the forward pass gives, the outputs among it, the rule's maps, what they read."""
-    plain = rule.linearize is None and rule.joint is None and rule.forward is None
-    if plain:
-        out = primal_p.bind(*xs, rule=rule, forward=False)
-        maps = rule.linearized(_native(rule, rule.reading(xs, out), xs), rule.primal)
-    else:
-        maps = _linearized(rule, xs)
-        out = primal_p.bind(*xs, rule=maps, forward=True)
-    ys = out[: len(out) - maps.extras]
-    return out, ys, maps, maps.saved(xs, ys, out[len(ys) :])
+def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], Rule, list[Any]]:
+    """The outputs, the rule's maps, and what these read.
 
-
-def _extras_jvp(rule: Rule, xs: Any, moving: Any, given: Mask, extras: Any) -> list[Any]:
-    """Tangents of the extras, through the code that made them."""
-    forward = rule.forward
-    kept = [is_inexact(e) for e in extras]
-
-    def run(*changed: Any) -> list[Any]:
-        new = iter(changed)
-        at = [next(new) if g else x for x, g in zip(xs, given, strict=True)]
-        assert forward is not None
-        out = forward(*at)
-        return [e for e, k in zip(out[len(out) - len(kept) :], kept, strict=True) if k]
-
-    at = [x for x, g in zip(xs, given, strict=True) if g]
-    found = iter(jax.jvp(run, at, moving)[1] if any(kept) else ())
-    return [next(found) if k else _zero(e) for e, k in zip(extras, kept, strict=True)]
+    What the forward pass does is part of the program around it: a loop keeps what no step of it
+    changes once, and extras are differentiated like anything else. Its outputs are handed on by
+    a primitive, for their derivative is the rule.
+    """
+    if rule.linearize is None and rule.joint is None and rule.forward is None:
+        ys = primal_p.bind(*xs, rule=rule)
+        maps = rule.linearized(_native(rule, rule.reading(xs, ys), xs), rule.primal)
+        return ys, maps, maps.saved(xs, ys)
+    maps = _linearized(rule, xs)
+    assert maps.forward is not None
+    at = xs if maps.extras else [jax.lax.stop_gradient(x) for x in xs]
+    out = list(maps.forward(*at))
+    first = len(out) - maps.extras
+    raw, extras = [jax.lax.stop_gradient(y) for y in out[:first]], out[first:]
+    ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
+    return ys, maps, maps.saved(xs, ys, extras)
 
 
 def _zero(y: Any) -> Any:
@@ -500,22 +512,20 @@ def _cotangent_transpose(
     return [None] * n + [dy for dy, g in zip(dys, given, strict=True) if g]
 
 
-def _primal_transpose(cts: Any, *xs: Any, rule: Rule, forward: bool) -> list[Any]:
+def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     """Of a rule that stands in a linear function: its pullback anywhere, say at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     at = [_zeros(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     _check_linear(rule, at, unknown)
-    _, ys, maps, saved = _evaluated(rule, at)
+    ys, maps, saved = _evaluated(rule, at)
     inexact = [is_inexact(y) for y in ys]
-    if any(type(ct) is not ad.Zero for ct in cts[len(ys) :]):
-        raise NotImplementedError(f"what {rule.name} saves depends on what is transposed")
-    present = [type(ct) is not ad.Zero for ct in cts[: len(ys)]]
+    present = [type(ct) is not ad.Zero for ct in cts]
     given = tuple([p for p, i in zip(present, inexact, strict=True) if i])
     if not any(given):
         return [None] * len(xs)
     found = cotangent_p.bind(
         *saved,
-        *(ct for ct, p in zip(cts, present, strict=False) if p),
+        *(ct for ct, p in zip(cts, present, strict=True) if p),
         rule=maps,
         given=given,
         wanted=unknown,
@@ -588,6 +598,7 @@ def _near(a: Any, b: Any) -> bool:
 
 
 ad.primitive_jvps[primal_p] = _primal_jvp
+ad.primitive_jvps[value_p] = _value_jvp
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_jvps[cotangent_p] = _cotangent_jvp
 ad.primitive_transposes[primal_p] = _primal_transpose
@@ -661,34 +672,41 @@ def _batch(primitive: Primitive) -> Any:
         def wide(avals: Any) -> Any:
             return tuple([a.update(shape=(size, *a.shape)) for a in avals])
 
-        out_axes: Any = 0
         if primitive is primal_p:
-            saved_axes = None
-            if params["forward"] and rule.forward is not None and rule.extras:
-                closed = jax.make_jaxpr(rule.forward)(*_examples(args, axes))
-                out_axes = _out_axes(closed, axes, rule.extras)
-                saved_axes = saved_from(rule.saves, axes, out_axes)
-            rule = _batched(rule, tuple(axes), saved_axes, size)
+            rule = _batched(rule, tuple(axes), None, size)
+        elif primitive is value_p:
+            first, last = params["xs"], len(args) - rule.extras
+            everything = [*axes[:first], *axes[first:last], *axes[last:]]
+            saved_axes = saved_from(rule.saves, everything[:first], everything[first:])
+            args[first:last] = [
+                _spread(x, axis, size)
+                for x, axis in zip(args[first:last], axes[first:last], strict=True)
+            ]
+            rule = _batched(rule, tuple(axes[:first]), saved_axes, size)
         elif primitive is tangent_p:
             dx_axes = spread(axes[n:], params["given"])
             rule = _batched(rule, tuple(dx_axes), tuple(axes[:n]), size)
             params["ys"] = wide(params["ys"])
         else:
             cts = zip(args[n:], axes[n:], strict=True)
-            args[n:] = [x if a == 0 else jnp.broadcast_to(x, (size, *x.shape)) for x, a in cts]
+            args[n:] = [_spread(x, a, size) for x, a in cts]
             rule = _batched(rule, (0,) * len(params["wanted"]), tuple(axes[:n]), size)
             params["xs"], params["ys"] = wide(params["xs"]), wide(params["ys"])
         out = primitive.bind(*args, rule=rule, **params)
-        return out, out_axes or [0] * len(out)
+        return out, [0] * len(out)
 
     return run
+
+
+def _spread(x: Any, axis: Any, size: int) -> Any:
+    return x if axis == 0 else jnp.broadcast_to(x, (size, *x.shape))
 
 
 def _to_front(x: Any, dim: int | None) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-for _p in (primal_p, tangent_p, cotangent_p):
+for _p in (primal_p, value_p, tangent_p, cotangent_p):
     batching.primitive_batchers[_p] = _batch(_p)
 
 

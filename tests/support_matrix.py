@@ -98,6 +98,12 @@ BUGS = (
         "torch",
     ),
     _bug(
+        "a tensor of a vmap that has ended, where a kernel is called in a kernel's maps",
+        ("jvp(vmap)", "vmap(second order rr)"),
+        _DOUBLE_BACKWARD_ONLY,
+        "torch",
+    ),
+    _bug(
         "two derivatives of a kernel inside torch.vmap",
         ("vmap(second order rr)",),
         _KERNEL_RULES,

@@ -117,7 +117,6 @@ class HostFunction(CustomRule):
                 shape.primal,
                 missing,
                 missing,
-                saves=(),
                 captures=False,
                 written=(self.kernel.fun,),
                 dense=True,

@@ -91,6 +91,7 @@ class Rule:
         written: The functions of its author, in which captured arrays are looked for.
         source: The rule that it was made for, if any: what is known of that holds for it too.
         dense: Whether the maps are handed zeros for what is floating, and not None.
+        unlifted: In a rule whose value alone was lifted out of a trace, the rule as it was.
         identity: Whether the outputs are inputs as they came.
         key: A text by which compiled code finds the rule again, see `by_key`.
         forward: In a rule that was linearized, `forward(*xs)` gives `[*ys, *extras]`.
@@ -111,6 +112,7 @@ class Rule:
     written: tuple[Any, ...] = ()
     source: Rule | None = None
     dense: bool = False
+    unlifted: Rule | None = None
     identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))
     forward: Callable[..., list[Array]] | None = None

@@ -23,11 +23,12 @@ and `outs` what comes out.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
     if rule.captures and _closes_over_tracer(rule):
-        rule, captured = _lift_captured(rule, xs)
+        rule, captured = _lift_value(rule, xs) if rule in _lifting() else _lift_captured(rule, xs)
         xs = _varying_alike([*xs, *captured])
     return list(primal_p.bind(*xs, rule=rule))
 
@@ -304,11 +305,14 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 
 
 def _check_runs(closed: Any) -> None:
+    runs = {tangent_p: _tangent, cotangent_p: _cotangent, primal_p: _primal}
+
     def expand(eqn: Any) -> bool:
-        run = {tangent_p: _tangent, cotangent_p: _cotangent}.get(eqn.primitive)
-        if run is not None:
+        run = runs.get(eqn.primitive)
+        derived = eqn.primitive is not primal_p or eqn.params["rule"].source is not None
+        if run is not None and derived:
             avals = [v.aval for v in eqn.invars]
-            _check_runs(jax.make_jaxpr(lambda *a: run(*a, **eqn.params))(*avals))
+            _check_runs(jax.make_jaxpr(partial(run, **eqn.params))(*avals))
         return False
 
     tracing.uses_primitive(closed, expand)
@@ -372,6 +376,11 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
         return ys, [_zero(y) for y in ys]
+    if rule.unlifted is not None:
+        n = len(xs) - len(rule.closed_over)
+        rule, captured = _lift_captured(rule.unlifted, xs[:n])
+        xs, dxs = [*xs[:n], *captured], [*dxs[:n], *map(_zero, captured)]
+        given = (*given[:n], *[False] * len(captured))
     ys, maps, saved = _evaluated(rule, xs)
     return ys, _pushed(maps, ys, saved, dxs, given)
 
@@ -776,12 +785,43 @@ def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], 
     return hoisted, list(closed.consts)
 
 
+_local = threading.local()
+
+
+def _lifting() -> list[Rule]:
+    """The rules whose maps are being traced right now."""
+    return _local.__dict__.setdefault("rules", [])
+
+
 def _lift_captured(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     """The rule with the arrays it closes over appended to its inputs, and those arrays.
 
     Each map is traced with every tangent present. A rule that closes over nothing is returned
     as it is.
     """
+    _lifting().append(rule)
+    try:
+        return _lift_maps(rule, xs)
+    finally:
+        _lifting().pop()
+
+
+def _lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
+    """The same where a rule's maps use the rule itself: its value is traced, its maps later."""
+    n = len(xs)
+    hoisted, consts = hoist(lambda *a: list(rule.primal(*a)), *xs)
+    lifted = replace(
+        rule,
+        primal=lambda *a: hoisted(a[n:], *a[:n]),
+        captures=False,
+        closed_over=tuple(range(n, n + len(consts))),
+        unlifted=rule,
+        key=next(KEYS),
+    )
+    return lifted, consts
+
+
+def _lift_maps(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     n = len(xs)
     consts: list[Any] = []
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import _C  # what torch.func itself asks
 
 from gradtools.host import KernelCall, Results, Spec, call_by_key
 from gradtools.torch.compiling import is_compiling
+from gradtools.torch.rules import is_dual
 
 Tensor = torch.Tensor
 
@@ -83,9 +83,29 @@ def _front(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[
     ]
 
 
+def _old_vmap(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
+    """Under the vmap of before functorch, which autograd's batched gradients still use."""
+    level = _C._vmapmode_increment_nesting() - 1
+    _C._vmapmode_decrement_nesting()
+    _C._vmapmode_decrement_nesting()  # the call stands outside of this level
+    try:
+        mapped = ["Batched" in repr(_C._dispatch_keys(x)) for x in xs]
+        front = [
+            torch._remove_batch_dim(x, level, 1, 0) if m else x
+            for x, m in zip(xs, mapped, strict=True)
+        ]
+        size = next(x.shape[0] for x, m in zip(front, mapped, strict=True) if m)
+        full = [x if m else x.expand(size, *x.shape) for x, m in zip(front, mapped, strict=True)]
+        found = torch.ops.gradtools.call_kernel(key, full, [size, *batch])
+        return [torch._add_batch_dim(y, 0, level) for y in found]
+    finally:
+        _C._vmapmode_increment_nesting()
+
+
 _LIBRARY = torch.library.Library("gradtools", "FRAGMENT")
 _LIBRARY.define("call_kernel(str key, Tensor[] xs, SymInt[] batch) -> Tensor[]")
 _LIBRARY.impl("call_kernel", _run, "CompositeExplicitAutograd")
+_LIBRARY.impl("call_kernel", _old_vmap, "Batched")
 torch.library.register_fake("gradtools::call_kernel", _fake, lib=_LIBRARY)
 torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 
@@ -96,9 +116,7 @@ torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 def _tracked(xs: Sequence[Tensor]) -> bool:
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         return True
-    return forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in xs
-    )
+    return any(is_dual(x) for x in xs)
 
 
 class _WithoutDerivative(torch.autograd.Function):

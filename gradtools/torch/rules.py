@@ -134,14 +134,18 @@ def _closes_over_tracked(rule: Rule) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return closes_over(rule, lambda x: isinstance(x, Tensor) and _is_wrapped(x), Tensor)
     if forward_ad._current_level >= 0:
-        return closes_over(rule, _is_dual, Tensor)
+        return closes_over(rule, is_dual, Tensor)
     return False
 
 
-def _is_dual(x: Any) -> bool:
+def is_dual(x: Any) -> bool:
+    """Whether x is a tensor with a tangent."""
     if forward_ad._current_level < 0 or not isinstance(x, Tensor) or not is_inexact(x):
         return False
-    return forward_ad.unpack_dual(_unwrapped(x)).tangent is not None
+    x = _unwrapped(x)
+    if "Batched" in repr(torch._C._dispatch_keys(x)):
+        return False  # of the vmap of before functorch, in which dual numbers cannot be
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _is_derived(rule: Rule) -> bool:
@@ -153,7 +157,7 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     """The value alone. A rule may use itself: here ends what else would never end."""
     if _is_derived(rule):
         with torch.no_grad():
-            return [y.detach() for y in rule.primal(*xs)]
+            return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
     ys = rule.primal(*xs)
     if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
         raise _closed_over_error(rule)
@@ -207,7 +211,7 @@ def _is_captured(y: Tensor) -> bool:
 
 
 def _is_tracked(y: Tensor) -> bool:
-    return y.requires_grad or torch._C._functorch.is_gradtrackingtensor(y) or _is_dual(y)
+    return y.requires_grad or torch._C._functorch.is_gradtrackingtensor(y) or is_dual(y)
 
 
 def _differentiated(xs: Sequence[Tensor]) -> bool:
@@ -220,7 +224,7 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
         return True
     if forward_ad._current_level < 0:
         return False
-    return any(_is_dual(x) for x in plain)
+    return any(is_dual(x) for x in plain)
 
 
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
@@ -230,6 +234,19 @@ def _unwrapped(x: Tensor) -> Tensor:
     while _is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def _alive(x: Tensor) -> Tensor:
+    """x without the wrappers of transforms that ended, in which a pullback may still run.
+
+    A transform that begins then would take them for its own.
+    """
+    while _is_wrapped(x) and torch._C._functorch.maybe_get_level(x) == _ENDED:
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+_ENDED = -2
 
 
 def _closed_over_error(rule: Rule) -> GradtoolsError:
@@ -309,7 +326,8 @@ class _BothModes(_ReverseOnly):
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        point, tensors = ctx.point, ctx.saved_tensors
+        point, tensors = ctx.point, [_alive(x) for x in ctx.saved_tensors]
+        cts = tuple([None if ct is None else _alive(ct) for ct in cts])
         inner, hidden = cts[: point.count], cts[point.count :]
         parts = []
         if any(ct is not None for ct in inner):
@@ -324,7 +342,8 @@ class _BothModes(_ReverseOnly):
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
         with forward_ad._set_fwd_grad_enabled(True):
-            tensors = [forward_ad.unpack_dual(x, level=0).primal for x in ctx.saved_tensors]
+            kept = [_alive(x) for x in ctx.saved_tensors]
+            tensors = [forward_ad.unpack_dual(x, level=0).primal for x in kept]
             moving = [None if i in point.rule.passive else dx for i, dx in enumerate(dxs)]
             dys = _tangent(ctx, tensors, moving)
             if len(ctx.like_ys) > point.count:

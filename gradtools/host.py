@@ -112,6 +112,7 @@ class Kernel:
     vectorized: bool = False
     name: str = ""
     traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
+    calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -132,9 +133,23 @@ class Kernel:
         arrays = [backend.is_array(x) or isinstance(x, np.ndarray) for x in leaves]
         xs = [backend.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
         others = tuple([None if a else x for x, a in zip(leaves, arrays, strict=True)])
-        return KernelCall(self, backend, treedef, tuple(arrays), others), xs
+        return self._call(backend, treedef, tuple(arrays), others), xs
+
+    def _call(self, *structure: Any) -> KernelCall:
+        """The call of this structure, kept for the programs that know it by its key alone."""
+        key = (*structure, *[type(o) for o in structure[-1]])
+        try:
+            found = self.calls.get(key)
+        except TypeError:  # an argument that is not hashable
+            return KernelCall(self, *structure)
+        if found is None:
+            found = self.calls[key] = KernelCall(self, *structure)
+            if len(self.calls) > _MOST_CALLS:
+                del self.calls[next(iter(self.calls))]
+        return found
 
 
+_MOST_CALLS = 256
 _KEYS = map(str, itertools.count())  # text: dynamo makes integers symbolic
 _BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDictionary()
 

@@ -72,12 +72,14 @@ def _varying_alike(xs: Sequence[Any]) -> list[Any]:
     The derivative of that is the sum over the axes, which the cotangent of an input that does
     not vary needs.
     """
-    axes = [_varies(x) for x in xs]
-    union = frozenset().union(*axes)
-    return [
-        x if own == union else jax.lax.pcast(x, tuple(sorted(union - own)), to="varying")
-        for x, own in zip(xs, axes, strict=True)
-    ]
+    union = frozenset().union(*map(_varies, xs))
+    return [_varying(x, union) for x in xs]
+
+
+def _varying(x: Any, axes: frozenset[Any]) -> Any:
+    """x, typed as varying over these mesh axes too."""
+    missing = axes - _varies(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def _varies(x: Any) -> frozenset[Any]:
@@ -403,7 +405,8 @@ def _given(rule: Rule, dxs: Any) -> Mask:
 
 
 def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]:
-    moving = [dx for dx, g in zip(dxs, given, strict=True) if g]
+    axes = frozenset().union(*map(_varies, ys))
+    moving = [_varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
     likes = tuple(_present(_likes(ys)))
     found = iter(tangent_p.bind(*saved, *moving, rule=maps, given=given, ys=likes))
     return [next(found) if is_inexact(y) else _zero(y) for y in ys]
@@ -452,7 +455,8 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
     out = tangent_p.bind(*operands, **params)
     parts = []
     if any(_carries(dv) for dv in tangents[n:]):
-        dvs = [ad.instantiate_zeros(dv) for dv in tangents[n:]]
+        pairs = zip(tangents[n:], operands[n:], strict=True)
+        dvs = [_varying(ad.instantiate_zeros(dv), _varies(v)) for dv, v in pairs]
         parts.append(tangent_p.bind(*operands[:n], *dvs, **params))
     if any(_carries(dx) for dx in tangents[:n]):
         parts.append(_python_jvp(_tangent, operands, tangents[:n], params))
@@ -482,7 +486,8 @@ def _python_jvp(run: Any, operands: Any, tangents: Any, params: Any) -> list[Any
             full[i] = x
         return run(*full, **params)
 
-    return jax.jvp(at, [operands[i] for i in moving], [tangents[i] for i in moving])[1]
+    steps = [_varying(tangents[i], _varies(operands[i])) for i in moving]
+    return jax.jvp(at, [operands[i] for i in moving], steps)[1]
 
 
 def _add(first: Any, *more: Any) -> Any:

@@ -18,14 +18,15 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._C._functorch import TransformType
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -330,10 +331,11 @@ class _BothModes(_ReverseOnly):
         cts = tuple([None if ct is None else _alive(ct) for ct in cts])
         inner, hidden = cts[: point.count], cts[point.count :]
         parts = []
-        if any(ct is not None for ct in inner):
-            parts.append(_cotangent(ctx, tensors, inner))
-        if any(ct is not None for ct in hidden):
-            parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
+        with _real_tensors_too(tensors):
+            if any(ct is not None for ct in inner):
+                parts.append(_cotangent(ctx, tensors, inner))
+            if any(ct is not None for ct in hidden):
+                parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
         if not parts:
             return (None,) * (1 + ctx.count)
         return (None, *[_sum(*terms) for terms in zip(*parts, strict=True)])
@@ -341,7 +343,7 @@ class _BothModes(_ReverseOnly):
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
-        with forward_ad._set_fwd_grad_enabled(True):
+        with forward_ad._set_fwd_grad_enabled(True), _real_tensors_too(ctx.saved_tensors):
             kept = [_alive(x) for x in ctx.saved_tensors]
             tensors = [forward_ad.unpack_dual(x, level=0).primal for x in kept]
             moving = [None if i in point.rule.passive else dx for i, dx in enumerate(dxs)]
@@ -661,7 +663,25 @@ class _Lists:
 @opaque_to_dynamo
 def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
     """`apply_rule` as one node of dynamo's graph, which holds no Python objects."""
-    return _apply(by_key(key), xs)
+    with _real_tensors_too(xs):
+        return tuple(_apply(by_key(key), xs))
+
+
+@contextmanager
+def _real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
+    """Lets a compiled graph take the tensors that a rule closes over for constants."""
+    if TracingContext.try_get() is None:
+        yield
+        return
+    mode = detect_fake_mode([_unwrapped(x) for x in xs])
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 def is_inexact(x: Any) -> bool:

@@ -87,6 +87,18 @@ def _varies(x: Any) -> frozenset[Any]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+@jax.custom_jvp
+def _with_varying_tangent(x: Any) -> Any:
+    """x; its tangent varies as it does. A jaxpr that is evaluated again relies on that."""
+    return x
+
+
+@_with_varying_tangent.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    return _with_varying_tangent(x), _varying(dx, _varies(x))
+
+
 # --- a rule at its first derivative ------------------------------------------------------
 
 
@@ -425,7 +437,10 @@ def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], Rule, list[Any]]:
         return ys, maps, maps.saved(xs, ys)
     maps = _linearized(rule, xs)
     assert maps.forward is not None
-    at = xs if maps.extras else [jax.lax.stop_gradient(x) for x in xs]
+    if not maps.extras:
+        at = [jax.lax.stop_gradient(x) for x in xs]
+    else:
+        at = [_with_varying_tangent(x) if _varies(x) and is_inexact(x) else x for x in xs]
     out = list(maps.forward(*at))
     first = len(out) - maps.extras
     raw, extras = [jax.lax.stop_gradient(y) for y in out[:first]], out[first:]

@@ -144,6 +144,15 @@ def compare_arrays(
     )
 
 
+def mismatch(
+    quantity: str, path: str, order: int, words: tuple[str, str], shape: tuple[int, ...] = ()
+) -> Comparison:
+    """The record of a disagreement that has no size, in words for each side."""
+    return Comparison(
+        quantity, path, order, math.inf, 0.0, None, *words, shape=shape, status=DIFFERS
+    )
+
+
 def errors(first: np.ndarray, second: np.ndarray, tolerance: float, noise: float) -> np.ndarray:
     """The error of each entry, in units of the tolerance; inf where one alone is not finite."""
     a, b = widened(first), widened(second)

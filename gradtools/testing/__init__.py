@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from gradtools.testing.checks import check_derivatives as check_derivatives
     from gradtools.testing.checks import check_rule as check_rule
     from gradtools.testing.compare import cross_check as cross_check
-    from gradtools.testing.conventions import conventions as conventions
     from gradtools.testing.divergence import first_divergence as first_divergence
+    from gradtools.testing.kinks import conventions as conventions
+    from gradtools.testing.records import Scenario as Scenario
+    from gradtools.testing.records import scenarios as scenarios
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
-    from gradtools.testing.scenarios import Scenario as Scenario
-    from gradtools.testing.scenarios import scenarios as scenarios
     from gradtools.testing.tolerances import tolerance as tolerance
     from gradtools.testing.tolerances import tolerance_table as tolerance_table
 
@@ -25,13 +25,13 @@ _HOMES = {
     "check_derivatives": "checks",
     "check_rule": "checks",
     "cross_check": "compare",
-    "conventions": "conventions",
+    "conventions": "kinks",
     "first_divergence": "divergence",
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",
-    "Scenario": "scenarios",
-    "scenarios": "scenarios",
+    "Scenario": "records",
+    "scenarios": "records",
     "tolerance": "tolerances",
     "tolerance_table": "tolerances",
 }

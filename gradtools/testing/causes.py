@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.testing import tolerances
-from gradtools.testing.conventions import Convention
 from gradtools.testing.crossing import Answer, Check
+from gradtools.testing.kinks import Convention
 from gradtools.testing.patterns import Found, Pair, constant_ratio, equal, shape_cause
 from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, errors, widened
 from gradtools.testing.scope import Scope

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.testing import tolerances
-from gradtools.testing.conventions import Convention, explaining
 from gradtools.testing.crossing import Check
+from gradtools.testing.kinks import Convention, explaining
 from gradtools.testing.report import errors, widened
 
 REVERSE, FORWARD = ("gradient", "vjp"), ("jvp",)

@@ -174,20 +174,14 @@ class Diagnosis:
             a, b = a.astype(complex), b.astype(complex)
         near = min(1e3 * self.c.tolerance, 0.03)
         pair = Pair(a, b, near, self.names)
-        for found in (
-            *(pair.zero(self.c.order), pair.conjugate(), pair.sign(), pair.real_part()),
-            *(
-                self._ignored(pair),
-                pair.factor(self.check.sizes()),
-                pair.layout(),
-                self._swapped(near),
-            ),
-            *(pair.offset(), self._decay(pair), pair.along_an_axis(), pair.clipped(self.c.order)),
-            pair.zero_in_places(self.c.order),
-        ):
-            if found:
-                return found
-        return None
+        order, sizes = self.c.order, self.check.sizes
+        questions = (
+            *(lambda: pair.zero(order), pair.conjugate, pair.sign, pair.real_part),
+            *(lambda: self._ignored(pair), lambda: pair.factor(sizes()), pair.layout),
+            *(lambda: self._swapped(near), pair.offset, lambda: self._decay(pair)),
+            *(pair.along_an_axis, lambda: pair.zero_in_places(order), lambda: pair.clipped(order)),
+        )
+        return next((found for question in questions if (found := question())), None)
 
     def _ignored(self, pair: Pair) -> Found | None:
         """A derivative that is right but for the direction it was to be multiplied with."""
@@ -237,19 +231,19 @@ class Diagnosis:
     def _precision(self) -> Found | None:
         a, b = widened(self.a), widened(self.b)
         error = float(errors(a, b, 1.0, 0.0).max(initial=0.0))
+        moved = self.check.moved(self.probe, self.i, a, b)
+        if not (np.abs(a - b) > 10 * moved).any():
+            return (
+                "an ill-conditioned point",
+                "A change of the inputs in their last digit moves the result by as much. Compare "
+                "at another point, or pass a tolerance.",
+            )
         stepped = [name for k, name in enumerate(self.names) if self._is_stepped(k)]
         if stepped and tolerances.real_name(self.c.dtype) in _SHORT:
             kind = "float32" if error < 1e-5 else "16-bit floats, or rounding,"
             return (
                 f"{kind} on the way in {' and '.join(stepped)}",
                 f"It moves in steps while its inputs move smoothly; relative error {error:.1e}.",
-            )
-        moved = self.check._moved(self.probe, self.i, a, b)
-        if not (np.abs(a - b) > 10 * moved).any():
-            return (
-                "an ill-conditioned point",
-                "A change of the inputs in their last digit moves the result by as much. Compare "
-                "at another point, or pass a tolerance.",
             )
         if tolerances.real_name(self.c.dtype) == "float64" and 1e-9 < error < 1.2e-7:
             return (

@@ -28,6 +28,7 @@ from gradtools.testing.sides import Arrays, Inputs, Output, Side, is_inexact
 
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 ROUNDING = 64  # differences below this many epsilons of the largest number are looked at twice
+_FAR = {"float64": 5e6, "complex128": 5e6}  # epsilons: 1e-9
 Found = list[np.ndarray | None]  # one array for each leaf; None where it is not connected
 
 
@@ -222,9 +223,11 @@ class Check:
         small = bool(finite.all()) and difference.max() <= noise
         if not (small if c.status == DIFFERS else suspect.any()):
             return c
-        real = difference > 1000 * self._moved(probe, i, a, b)
-        if c.status == DIFFERS:
+        moved = self.moved(probe, i, a, b, difference.max() > _distinct(c.dtype) * size.max())
+        if c.status == DIFFERS:  # the whole array is as small as rounding
+            real = difference > 1000 * moved.max()
             return c if real.any() else replace(c, error=1.0, status=AGREES)
+        real = difference > 1000 * moved
         real &= suspect
         if not real.any():
             return c
@@ -239,18 +242,24 @@ class Check:
             status=DIFFERS,
         )
 
-    def _moved(self, probe: Probe, i: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The largest change of each entry of an answer when the inputs change by an epsilon."""
-        moved = np.zeros(a.shape)
-        for draw in range(3):
+    def moved(
+        self, probe: Probe, i: int, a: np.ndarray, b: np.ndarray, far: bool = False
+    ) -> np.ndarray:
+        """The largest change of each entry of an answer when the inputs change by their last digit.
+
+        With `far` by many last digits, but little enough that what is not rounding hardly moves.
+        """
+        change = np.zeros(a.shape)
+        purposes = [("rounding, far" if far else "rounding", draw) for draw in range(4)]
+        for purpose in purposes:
             for k, base in enumerate((a, b)):
-                answer = self.asked_nearby(probe, k, ("rounding", draw), None)
+                answer = self.asked_nearby(probe, k, purpose, None)
                 near = None if answer is None else answer[i]
                 if near is not None:
                     with np.errstate(all="ignore"):
-                        change = np.abs(widened(near) - base)
-                    moved = np.maximum(moved, np.where(np.isfinite(change), change, 0.0))
-        return moved
+                        step = np.abs(widened(near) - base)
+                    change = np.maximum(change, np.where(np.isfinite(step), step, 0.0))
+        return change
 
     # --- asking
 
@@ -337,7 +346,8 @@ class Check:
     def nearby(self, purpose: Any, size: float | None) -> list[Arrays]:
         """The leaves, moved along a random direction.
 
-        By `size` times the largest entry of each leaf; with None by an epsilon of each entry.
+        By `size` times the largest entry of each leaf; with None by a last digit of each entry, or
+        many for the purpose "rounding, far".
         """
         drawn: Arrays = []
         for i, x in enumerate(self.leaves[0]):
@@ -345,7 +355,8 @@ class Check:
             largest = _largest(x) or 1.0
             if size is None:
                 sizes = np.abs(widened(x))
-                scale = tolerances.epsilon(x.dtype) * np.where(sizes > 0, sizes, largest)
+                digits = _FAR.get(x.dtype.name, 1e2) if purpose[0] == "rounding, far" else 1.0
+                scale = digits * tolerances.epsilon(x.dtype) * np.where(sizes > 0, sizes, largest)
             else:
                 scale = size * largest
             drawn.append(scale * direction)

@@ -204,6 +204,8 @@ def equal(a: Any, b: Any, near: float) -> bool:
 def _ratio_text(ratio: complex) -> str:
     if abs(ratio.imag) < 1e-9 * abs(ratio):
         return f"{ratio.real:.6g}"
+    if abs(ratio.real) < 1e-9 * abs(ratio):
+        return f"{ratio.imag:.4g}i"
     return f"{ratio.real:.4g}{ratio.imag:+.4g}i"
 
 

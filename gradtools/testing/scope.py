@@ -40,9 +40,11 @@ class Scope:
         if not self.values_agree:
             return ""
         if quantity in REVERSE:
-            return ", in reverse mode only" if forward and all(forward) else ""
+            only = forward and all(forward) and self.culprit(quantity)
+            return ", in reverse mode only" if only else ""
         if quantity in FORWARD:
-            return ", in forward mode only" if reverse and all(reverse) else ""
+            only = reverse and all(reverse) and self.culprit(quantity)
+            return ", in forward mode only" if only else ""
         if not (reverse and all(reverse + forward)):
             return ""
         others = [good for q, good in self.good.items() if q[:3] == "hvp" and q != quantity]
@@ -130,7 +132,7 @@ class Scope:
             arrays = (product.first, product.second)[k]
             plus, minus = (check._ask(probe, k, leaves) for leaves in (ahead, behind))
             return [
-                (_inner(h, h), _inner(h, (_wide(p, h) - _wide(m, h)) / (2 * step)))
+                _against(h, (_wide(p, h) - _wide(m, h)) / (2 * step))
                 for h, p, m in zip(arrays, plus, minus, strict=True)
                 if h is not None
             ]
@@ -143,7 +145,7 @@ class Scope:
         if quantity == "jvp":
             answer = next(a for a in check.answers if a.probe.quantity == "jvp")
             return [
-                (_inner(s, g), _inner(s, s))
+                _against(g, s)
                 for g, s in zip((answer.first, answer.second)[k], slopes, strict=True)
                 if g is not None
             ]
@@ -161,6 +163,11 @@ def _moved_along(x: np.ndarray, step: float, direction: np.ndarray) -> np.ndarra
 
 def _wide(x: np.ndarray | None, like: np.ndarray) -> np.ndarray:
     return np.zeros_like(widened(like)) if x is None else widened(x)
+
+
+def _against(found: np.ndarray, difference: np.ndarray) -> tuple[float, float]:
+    """A result and the difference that it should be, along the latter."""
+    return _inner(difference, found), _inner(difference, difference)
 
 
 def _inner(a: np.ndarray, b: np.ndarray) -> float:

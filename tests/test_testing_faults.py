@@ -23,7 +23,7 @@ X = np.array([0.3, -0.7, 1.2])
 Y = np.array([-1.1, 0.4, 0.9])
 M = np.array([[0.3, -0.7, 1.2], [0.5, 0.1, -0.4], [-1.3, 0.8, 0.2]])
 Z = np.array([0.3 + 1.0j, -0.7 + 0.2j, 1.2 - 0.5j])
-TABLE = np.float32([0.1, 0.2, 0.3])
+TABLE = np.array([0.1, 0.2, 0.3], np.float32)
 SQRT = np.array([0.5, -1.0, 2.0])
 
 
@@ -45,7 +45,8 @@ def torch_rule(forward: Callable, backward: Callable, jvp: Callable | None = Non
             return backward(c, *ctx.saved_tensors)
 
     if jvp is not None:
-        Ruled.jvp = staticmethod(lambda ctx, *ts: jvp(*ctx.saved_tensors, *ts))
+        rule = staticmethod(lambda ctx, *ts: jvp(*ctx.saved_tensors, *ts))
+        Ruled.jvp = rule  # type: ignore[method-assign, assignment]
     return Ruled.apply
 
 

@@ -42,26 +42,43 @@ class Kink:
     jax_ops: tuple[str, ...] = ()
 
 
+Derivative = tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class Convention:
-    """A row of the table: the pullback of ones, as each installed framework gives it.
+    """A row of the table, as each installed framework gives it.
 
     Attributes:
         name: The function and the point.
-        torch: PyTorch's derivative, a flat tuple; None where it is not installed.
+        torch: PyTorch's pullback of ones, flat; None where PyTorch is not installed.
         jax: JAX's.
+        torch_twice: The pullback of ones of that pullback; None also where the framework has no
+            second derivative there, and for complex points.
+        jax_twice: JAX's.
     """
 
     name: str
-    torch: tuple[Any, ...] | None
-    jax: tuple[Any, ...] | None
+    torch: Derivative | None
+    jax: Derivative | None
+    torch_twice: Derivative | None = None
+    jax_twice: Derivative | None = None
 
     @property
     def differs(self) -> bool:
-        """Whether the two frameworks chose differently."""
-        if self.torch is None or self.jax is None:
+        """Whether the two frameworks chose differently, at first or second order."""
+        return self.differs_at(1) or self.differs_at(2)
+
+    def at(self, order: int) -> tuple[Derivative | None, Derivative | None]:
+        """Both frameworks' derivative of that order."""
+        return (self.torch, self.jax) if order == 1 else (self.torch_twice, self.jax_twice)
+
+    def differs_at(self, order: int) -> bool:
+        """Whether they chose differently at order 1 or 2."""
+        first, second = self.at(order)
+        if first is None or second is None:
             return False
-        return not np.array_equal(np.asarray(self.torch), np.asarray(self.jax), equal_nan=True)
+        return not np.array_equal(np.asarray(first), np.asarray(second), equal_nan=True)
 
 
 def _same(
@@ -276,7 +293,8 @@ KINKS: tuple[Kink, ...] = (
 def conventions() -> tuple[Convention, ...]:
     """The table, measured on the installed versions in float64 (each row once in a process).
 
-    Each row is the pullback of ones by the framework's own `torch.autograd.grad` or `jax.vjp`.
+    Each row is the pullback of ones by the framework's own `torch.autograd.grad` or `jax.vjp`, once
+    and twice.
 
     Returns:
         One `Convention` for each row; None stands for a framework that is not installed.
@@ -297,23 +315,22 @@ def conventions() -> tuple[Convention, ...]:
 def measured(kink: Kink) -> Convention:
     """One row of the table."""
     installed = gradtools.available_backends()
-    by_torch = _measure_torch(kink) if "torch" in installed else None
-    by_jax = _measure_jax(kink) if "jax" in installed else None
-    return Convention(kink.name, by_torch, by_jax)
+    none = (None, None)
+    torch, torch_twice = _measure_torch(kink) if "torch" in installed else none
+    jax, jax_twice = _measure_jax(kink) if "jax" in installed else none
+    return Convention(kink.name, torch, jax, torch_twice, jax_twice)
 
 
-def explaining(torch_ops: set[str], jax_ops: set[str] | None) -> list[Convention]:
-    """The rows that differ and whose operations both programs hold.
+def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> list[Convention]:
+    """The rows that differ at an order and whose operations both programs hold.
 
     Args:
         torch_ops: The names of the nodes of PyTorch's graph.
         jax_ops: The names of JAX's primitives and named functions; None if it was not traced.
+        order: 1 or 2.
     """
-    return [
-        row
-        for kink in KINKS
-        if _holds(kink, torch_ops, jax_ops) and (row := measured(kink)).differs
-    ]
+    rows = [measured(kink) for kink in KINKS if _holds(kink, torch_ops, jax_ops)]
+    return [row for row in rows if row.differs_at(order)]
 
 
 def _holds(kink: Kink, torch_ops: set[str], jax_ops: set[str] | None) -> bool:
@@ -324,9 +341,9 @@ def _holds(kink: Kink, torch_ops: set[str], jax_ops: set[str] | None) -> bool:
 def convention_table(rows: Sequence[Convention] | None = None, colour: bool = False) -> str:
     """The table as text; rows that differ are marked with a star."""
     rows = conventions() if rows is None else rows
-    cells = [(_star(row), row.name, _values(row.torch), _values(row.jax)) for row in rows]
-    head = ("", "function and point", "torch", "jax")
-    widths = [max(len(line[i]) for line in [head, *cells]) for i in range(4)]
+    cells = [(_star(row), row.name, *map(_values, (*row.at(1), *row.at(2)))) for row in rows]
+    head = ("", "function and point", "torch", "jax", "torch, twice", "jax, twice")
+    widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(head, widths, strict=True)).rstrip()]
     for row, line in zip(rows, cells, strict=True):
         text = "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
@@ -339,28 +356,45 @@ def _star(row: Convention) -> str:
     return "*" if row.differs else ""
 
 
-def _values(values: tuple[Any, ...] | None) -> str:
-    if values is None:
-        return "not installed"
-    return ", ".join(f"{v:.4g}" for v in values)
+def _values(values: Derivative | None) -> str:
+    return "-" if values is None else ", ".join(f"{v:.4g}" for v in values)
 
 
-def _measure_torch(kink: Kink) -> tuple[Any, ...]:
+def _measure_torch(kink: Kink) -> tuple[Derivative, Derivative | None]:
     torch = import_module("torch")
     with torch.enable_grad():
         x = torch.tensor(kink.point, dtype=_dtype(torch, kink), requires_grad=True)
         out = kink.torch(torch, x)
-        (g,) = torch.autograd.grad(out, x, torch.ones_like(out))
-    return tuple(g.reshape(-1).resolve_conj().tolist())
+        (g,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+        second = None if g.is_complex() else _torch_twice(torch, g, x)
+    return tuple(g.detach().reshape(-1).resolve_conj().tolist()), second
 
 
-def _measure_jax(kink: Kink) -> tuple[Any, ...]:
+def _torch_twice(torch: Any, g: Any, x: Any) -> Derivative | None:
+    if not g.requires_grad:
+        return tuple(0 * v for v in g.reshape(-1).tolist())
+    try:
+        (h,) = torch.autograd.grad(g, x, torch.ones_like(g), allow_unused=True)
+    except RuntimeError:  # some of PyTorch's derivatives have no derivative
+        return None
+    h = torch.zeros_like(x) if h is None else h.clone()
+    return tuple(h.reshape(-1).tolist())
+
+
+def _measure_jax(kink: Kink) -> tuple[Derivative, Derivative | None]:
     jax = import_module("jax")
+    ones = jax.numpy.ones_like
+
+    def gradient(x: Any) -> Any:
+        out, pullback = jax.vjp(lambda x: kink.jax(jax, x), x)
+        return pullback(ones(out))[0]
+
     with double_precision(True):
         x = jax.numpy.asarray(kink.point, _dtype(jax.numpy, kink))
-        out, pullback = jax.vjp(lambda x: kink.jax(jax, x), x)
-        (g,) = pullback(jax.numpy.ones_like(out))
-        return tuple(g.reshape(-1).tolist())
+        g, pullback = jax.vjp(gradient, x)
+        twice = None if np.iscomplexobj(g) else pullback(ones(g))[0]
+        second = None if twice is None else tuple(twice.reshape(-1).tolist())
+        return tuple(g.reshape(-1).tolist()), second
 
 
 def _dtype(library: Any, kink: Kink) -> Any:

@@ -29,7 +29,7 @@ class Scope:
         }
         self.values_agree = self.good.get("value", False)
         self._random: dict[Any, bool] = {}
-        self._rows: list[Convention] | None = None
+        self._rows: dict[int, list[Convention]] = {}
 
     def of(self, quantity: str) -> str:
         """Words such as ", at second order only"."""
@@ -52,12 +52,12 @@ class Scope:
             return f", in {quantity.removeprefix('hvp, ')} only"
         return ", at second order only"
 
-    def conventions(self) -> list[Convention]:
+    def conventions(self, order: int) -> list[Convention]:
         """The rows of the table that differ and whose operations both programs hold."""
-        if self._rows is None:
-            found = [self.check.operations(k) for k in (0, 1)]
-            self._rows = explaining(found[0] or set(), found[1])
-        return self._rows
+        if order not in self._rows:
+            torch_ops, jax_ops = (self.check.operations(k) for k in (0, 1))
+            self._rows[order] = explaining(torch_ops or set(), jax_ops, order)
+        return self._rows[order]
 
     def is_random(self, probe: Any, k: int) -> bool:
         """Whether one side's answer to a probe differs from run to run."""

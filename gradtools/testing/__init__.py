@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from gradtools.testing.kinks import conventions as conventions
     from gradtools.testing.records import Scenario as Scenario
     from gradtools.testing.records import scenarios as scenarios
+    from gradtools.testing.layouts import Layout as Layout
+    from gradtools.testing.layouts import ParameterMapping as ParameterMapping
+    from gradtools.testing.layouts import match_parameters as match_parameters
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
@@ -27,6 +30,9 @@ _HOMES = {
     "cross_check": "compare",
     "conventions": "kinks",
     "first_divergence": "divergence",
+    "Layout": "layouts",
+    "ParameterMapping": "layouts",
+    "match_parameters": "layouts",
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",

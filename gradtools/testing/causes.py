@@ -70,11 +70,24 @@ class Diagnosis:
         return self.c.because(cause + where, " ".join(part for part in (detail, which) if part))
 
     def _pattern(self) -> Found:
+        if self.c.quantity == "parameter":
+            return self._parameter()
         for question in (self._not_finite, self._numbers, self._precision):
             found = question()
             if found:
                 return found
         return "no known pattern", ""
+
+    def _parameter(self) -> Found:
+        """Parameters are compared before anything is computed from them."""
+        a, b = widened(self.a), widened(self.b)
+        pair = Pair(a, b, 1e-6, self.names)
+        if equal(a, b, 1e-6):
+            return "a constant in float32", "The parameter was rounded when it was copied."
+        questions = (pair.layout, pair.sign, lambda: pair.factor({}))
+        found = next((found for question in questions if (found := question())), None)
+        copy = "The two models hold different numbers. Copy them, for instance by mapping.to_jax."
+        return found or ("other parameters", copy)
 
     def _unconnected(self) -> Found:
         lost, kept = self.names if self.a is None else self.names[::-1]
@@ -104,7 +117,7 @@ class Diagnosis:
         rows = [row for row in self.scope.conventions(self.c.order) if self._fits(row)]
         if rows:
             names = " or ".join(row.name for row in rows[:3])
-            by_torch, by_jax = rows[0].at(self.c.order)
+            by_torch, by_jax = rows[0].at(1 if rows[0].differs_at(1) else 2)
             choices = f"{self.names[0]} {by_torch}, {self.names[1]} {by_jax}"
             return rows[0], f"convention: {names}", f"The frameworks choose differently: {choices}."
         where = (
@@ -123,8 +136,8 @@ class Diagnosis:
     def _fits(self, row: Convention) -> bool:
         """Whether NaN stands on the sides on which the convention has it."""
         seen = [bool(np.isfinite(widened(x)).all()) for x in (self.a, self.b)]
-        known = [bool(np.isfinite(np.asarray(x)).all()) for x in row.at(self.c.order)]
-        return seen == known
+        orders = [n for n in range(1, self.c.order + 1) if row.differs_at(n)]
+        return any(seen == [_finite(x) for x in row.at(n)] for n in orders)
 
     def _agrees_nearby(self) -> bool:
         size = _STEPS.get(tolerances.real_name(self.c.dtype), 0.05)
@@ -276,3 +289,7 @@ class Diagnosis:
         other = self._near(1 - k, ("steps", 0), step)
         moves = other is not None and np.any(widened(other) != widened((self.a, self.b)[1 - k]))
         return bool(moves and not np.any(once))
+
+
+def _finite(values: Any) -> bool:
+    return bool(np.isfinite(np.asarray(values)).all())

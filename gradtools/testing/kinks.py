@@ -322,7 +322,7 @@ def measured(kink: Kink) -> Convention:
 
 
 def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> list[Convention]:
-    """The rows that differ at an order and whose operations both programs hold.
+    """The rows that differ, up to an order, and whose operations both programs hold.
 
     Args:
         torch_ops: The names of the nodes of PyTorch's graph.
@@ -330,7 +330,7 @@ def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> lis
         order: 1 or 2.
     """
     rows = [measured(kink) for kink in KINKS if _holds(kink, torch_ops, jax_ops)]
-    return [row for row in rows if row.differs_at(order)]
+    return [row for row in rows if row.differs_at(1) or row.differs_at(order)]
 
 
 def _holds(kink: Kink, torch_ops: set[str], jax_ops: set[str] | None) -> bool:

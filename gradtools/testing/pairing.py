@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.testing.layouts import match_parameters
 from gradtools.testing.sides import Arrays, Side, tokens
 
 ToJax = Callable[[Any], Any]
@@ -49,11 +50,11 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
                     f"the parameters of the {side.name} model have no counterpart: constant"
                 )
         return Pairing([], lambda arrays: [], notes)
-    to_jax, words = _to_jax(first, second, mapping)
+    to_jax, words, notes = _to_jax(first, second, mapping)
     mine = _carried(first, second, to_jax, list(first.free_params.values()))
     _check_shapes(mine, second.free_params, words)
     paths = [f"parameter {'.'.join(tokens(path))}" for path in second.free_params]
-    return Pairing(paths, lambda arrays: _carry(first, second, to_jax, arrays))
+    return Pairing(paths, lambda arrays: _carry(first, second, to_jax, arrays), notes)
 
 
 def _carry(
@@ -77,8 +78,12 @@ def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[s
     """JAX's own paths to PyTorch's arrays in JAX's layout."""
     found = to_jax(first.params_tree(arrays))
     leaves, paths = second.backend.flatten(found)[0], second.backend.leaf_paths(found)
-    by_name = {tokens(path): np.asarray(x) for path, x in zip(paths, leaves, strict=True)}
     wanted = {tokens(path): path for path in second.free_params}
+    by_name = {
+        _within(tokens(path), wanted): np.asarray(x)
+        for path, x in zip(paths, leaves, strict=True)
+        if tokens(path)[0] != "batch_stats"
+    }
     missing = [".".join(name) for name in wanted if name not in by_name]
     unknown = [".".join(name) for name in by_name if name not in wanted]
     if missing or unknown:
@@ -88,6 +93,11 @@ def _carried(first: Side, second: Side, to_jax: ToJax, arrays: Arrays) -> dict[s
             f"{['.'.join(name) for name in wanted]}."
         )
     return {wanted[name]: x for name, x in by_name.items()}
+
+
+def _within(name: tuple[str, ...], wanted: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
+    """The name without flax's collection, where JAX's parameters go without it."""
+    return name[1:] if name[0] == "params" and name not in wanted else name
 
 
 def _check_shapes(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], words: str) -> None:
@@ -100,39 +110,35 @@ def _check_shapes(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], wo
             )
 
 
-def _to_jax(first: Side, second: Side, mapping: Any) -> tuple[ToJax, str]:
-    """The map, and what to call it in messages."""
+def _to_jax(first: Side, second: Side, mapping: Any) -> tuple[ToJax, str, list[str]]:
+    """The map, what to call it in messages, and notes on how it was found."""
     if mapping is None:
         return _same_names(first, second)
     if hasattr(mapping, "to_jax"):
-        return mapping.to_jax, "the mapping"
+        return mapping.to_jax, "the mapping", []
     if isinstance(mapping, Mapping):
-        return _by_table(first, mapping), "the mapping"
+        return _by_table(first, mapping), "the mapping", []
     if callable(mapping):
-        return mapping, "the mapping"
+        return mapping, "the mapping", []
     raise GradtoolsError(
         f"cross_check: mapping is a {type(mapping).__name__}; expected None, a dictionary from "
         "PyTorch's names to JAX's, a function of PyTorch's parameters, or an object with to_jax."
     )
 
 
-def _same_names(first: Side, second: Side) -> tuple[ToJax, str]:
+def _same_names(first: Side, second: Side) -> tuple[ToJax, str, list[str]]:
     """The same names and shapes, or the common layouts of the two libraries."""
     mine = {_dotted(path): x.shape for path, x in first.free_params.items()}
     theirs = {_dotted(path): x.shape for path, x in second.free_params.items()}
     if mine == theirs:
         names = {_dotted(path): tokens(path) for path in second.free_params}
         order = [names[_dotted(path)] for path in first.free_params]
-        return lambda tree: _nest(dict(zip(order, first.params_list(tree), strict=True))), "pairing"
-    return _recognised(first, second), "the common layouts"
-
-
-def _recognised(first: Side, second: Side) -> ToJax:
-    from gradtools.testing.layouts import match_parameters
-
-    return match_parameters(
+        same = lambda tree: _nest(dict(zip(order, first.params_list(tree), strict=True)))
+        return same, "pairing", []
+    found = match_parameters(
         first.params_tree(list(first.free_params.values())), second.plain_params()
-    ).to_jax
+    )
+    return found.to_jax, "the common layouts", list(found.notes)
 
 
 def _by_table(first: Side, table: Mapping[str, Any]) -> ToJax:

@@ -418,6 +418,8 @@ def argument_path(path: Path) -> str:
 def _positions(argnums: Any, count: int) -> tuple[int, ...]:
     from gradtools.calls import normalized_argnums
 
+    if isinstance(argnums, tuple | list) and not argnums:
+        return ()
     return normalized_argnums("cross_check", argnums, count)
 
 

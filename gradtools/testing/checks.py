@@ -673,7 +673,8 @@ def pattern(analytic: np.ndarray, value: np.ndarray) -> str | None:
     if largest == 0 or a.shape != b.shape:
         return None
     ratio = np.vdot(b, a) / np.vdot(b, b)
-    if np.allclose(a, ratio * b, rtol=1e-4, atol=1e-4 * largest) and abs(ratio) > 1e-6:
+    fits = np.allclose(a, ratio * b, rtol=1e-4, atol=1e-4 * largest)
+    if fits and abs(ratio) > 1e-6 and abs(ratio - 1) > 1e-3:
         factor = ratio if abs(np.imag(ratio)) > 1e-4 * abs(ratio) else np.real(ratio)
         return "the sign" if abs(factor + 1) < 1e-4 else f"a constant factor {factor:.4g}"
     if np.allclose(a, np.conj(b), rtol=1e-4, atol=1e-4 * largest):

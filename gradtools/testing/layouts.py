@@ -296,15 +296,15 @@ class _Matching:
 
     def _by_end(self) -> Iterator[tuple[str, Path]]:
         """Pairs whose names end alike, in letters too, where nothing else ends so."""
-        theirs = {module: _key(_stripped(module)) for module in self._jax_modules()}
-        mine = {module: _key(self._spelled(module)) for module in self._torch_modules()}
-        for module, key in mine.items():
-            for length in range(len(key), 0, -1):
-                ends = [j for j, k in theirs.items() if k[-length:] == key[-length:]]
-                rivals = [m for m, k in mine.items() if k[-length:] == key[-length:]]
-                telling = any(not part.isdigit() for part in key[-length:])
-                if len(ends) == len(rivals) == 1 and telling and self._fits(module, ends[0]):
-                    yield module, ends[0]
+        theirs = {module: _ends(_stripped(module)) for module in self._jax_modules()}
+        mine = {module: _ends(self._spelled(module)) for module in self._torch_modules()}
+        for module, ends in mine.items():
+            for end in ends:
+                matches = [j for j, others in theirs.items() if end in others]
+                rivals = [m for m, others in mine.items() if end in others]
+                telling = any(not part.isdigit() for part in end)
+                if len(matches) == len(rivals) == 1 and telling and self._fits(module, matches[0]):
+                    yield module, matches[0]
                     break
 
     def _by_order(self) -> Iterator[tuple[str, Path]]:
@@ -459,8 +459,8 @@ def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -
             return Layout("as it is, several axes", shape=target)
         square = rank == 2 and shape[::-1] == target
         return Layout("transposed", (1, 0)) if square and leaf != "embedding" else None
-    if rank == 2:
-        return _linear(shape, target)
+    if rank <= 2:
+        return _linear(shape, target) if rank == 2 else None
     window = tuple(range(2, rank))
     usual = tuple(shape[a] for a in (*window, 1, 0)) == target
     other = tuple(shape[a] for a in (*window, 0, 1)) == target
@@ -500,7 +500,7 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
         if not any(cls.__module__.startswith("flax.nnx") for cls in type(params).__mro__):
             raise GradtoolsError(
                 f"{_ASKED}: the JAX parameters are a {type(params).__name__}; expected the "
-                "variables of flax.linen, an nnx.Module or nnx.State, or nested dictionaries of arrays."
+                "variables of flax.linen, an nnx.Module or State, or nested dictionaries of arrays."
             )
         from flax import nnx
 
@@ -554,6 +554,11 @@ def _key(parts: Sequence[Any]) -> tuple[str, ...]:
         else:
             found.append(part)
     return tuple(found)
+
+
+def _ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:
+    """The ends of a module's path, the whole first, without spelling."""
+    return [_key(parts[k:]) for k in range(len(parts))]
 
 
 def _natural(path: Path) -> list[tuple[int, Any]]:

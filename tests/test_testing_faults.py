@@ -77,6 +77,13 @@ class Fault:
     options: dict[str, Any] = field(default_factory=dict)
     says: str = ""
 
+    @property
+    def order(self) -> int:
+        """As far as the check must go to see it; going on costs time and changes nothing."""
+        if "only" in self.cause or self.quantity.startswith("hvp"):
+            return 2
+        return 1 if self.quantity in ("gradient", "jvp") else 0
+
 
 def cube_with_a_slope_that_is_wrong_at_second_order() -> Callable:
     slope = jax_tangent(lambda x: 3 * x**2, lambda x: 12 * x)
@@ -555,8 +562,9 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found_and_named(fault):
+    options = {"order": fault.order, **fault.options}
     with pytest.raises(AgreementError) as caught:
-        cross_check(torch=fault.torch, jax=fault.jax, args=fault.args, **fault.options)
+        cross_check(torch=fault.torch, jax=fault.jax, args=fault.args, **options)
     first = caught.value.report.first
     assert (first.quantity, first.cause) == (fault.quantity, fault.cause)
     assert fault.says in str(caught.value)

@@ -168,8 +168,6 @@ def _of_shapes() -> Iterator[Scenario]:
     yield Scenario("layer norm", _layer_norm, (x, _draw(4)), "matrix", tags=network)
     args = (_draw(3, 4), _draw(5, 4, seed=1), _draw(5, 2, seed=2))
     yield Scenario("attention", _attention, args, "matrix", tags=network)
-    args32 = tuple(a.astype("float32") for a in args)
-    yield Scenario("attention in float32", _attention, args32, "matrix", "float32", tags=network)
     params = {"w": [_draw(4, 5), _draw(5, 2)], "b": _draw(5)}
     yield Scenario("network of two layers", _network, (params, x), "pytree", tags=network)
     yield Scenario("recurrence", _recurrence, (_draw(3), _draw(3, 3)), "vector", tags=network)

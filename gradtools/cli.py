@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser(
         "conventions", help="how the frameworks differ at kinks and ties, measured here"
     )
+    table.add_argument("containing", nargs="?", default="", help="only rows with this text")
     table.set_defaults(run=_conventions)
     return parser
 

@@ -55,7 +55,7 @@ def test_a_pair_of_native_programs_agrees(name):
     assert len(report) == 6
 
 
-@pytest.mark.parametrize("scenario", scenarios(), ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", list(scenarios()), ids=lambda scenario: scenario.name)
 def test_a_scenario_agrees_in_both_frameworks(scenario):
     pair = {gt.__name__.split(".")[1]: scenario.bind(gt) for gt in (gradtools.torch, gradtools.jax)}
     report = cross_check(**pair, args=scenario.args, order=scenario.order)

@@ -125,6 +125,13 @@ def test_inputs_must_be_given_one_way(capsys):
     assert caught.value.code == 2
 
 
+def test_conventions_prints_only_the_rows_asked_for(capsys):
+    assert main(["conventions", "norm at 0"]) == 0
+    names = [line[3:].split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert names == ["norm at 0", "1-norm at 0"]
+    assert main(["conventions", "no such kink"]) == 1
+
+
 def test_conventions_prints_the_table_as_it_was_measured(capsys):
     assert main(["conventions"]) == 0
     out = capsys.readouterr().out

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from gradtools.testing.compare import cross_check as cross_check
     from gradtools.testing.divergence import first_divergence as first_divergence
     from gradtools.testing.kinks import conventions as conventions
-    from gradtools.testing.records import Scenario as Scenario
-    from gradtools.testing.records import scenarios as scenarios
     from gradtools.testing.layouts import Layout as Layout
     from gradtools.testing.layouts import ParameterMapping as ParameterMapping
     from gradtools.testing.layouts import match_parameters as match_parameters
+    from gradtools.testing.records import Scenario as Scenario
+    from gradtools.testing.records import scenarios as scenarios
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report

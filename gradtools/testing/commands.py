@@ -46,7 +46,10 @@ def conventions(options: argparse.Namespace) -> int:
 
     if not gradtools.available_backends():
         raise GradtoolsError('no framework is installed: pip install "gradtools[torch,jax]"')
-    print(convention_table(measure(), colour=sys.stdout.isatty()))
+    rows = measure(options.containing)
+    if not rows:
+        raise GradtoolsError(f"no row of the table contains {options.containing!r}")
+    print(convention_table(rows, colour=sys.stdout.isatty()))
     return 0
 
 

@@ -59,6 +59,13 @@ def test_every_leaf_of_the_output_is_compared_under_its_name():
     assert sorted(paths(report, "value")) == ["output[a]", "output[b][0]", "output[b][1]"]
 
 
+def test_a_number_that_left_the_framework_is_a_stopped_gradient():
+    with pytest.raises(AgreementError) as caught:
+        cross_check(torch=lambda x: x.sum().item(), jax=jnp.sum, args=(X,), order=1)
+    first = caught.value.report.first
+    assert (first.quantity, first.cause) == ("gradient", "stopped gradient in torch")
+
+
 def test_argnums_choose_what_is_differentiated():
     f = lambda x, y: x * y
     report = cross_check(torch=f, jax=f, args=(X, X), argnums=1, order=1)

@@ -19,6 +19,7 @@ from gradtools.testing import tolerances
 
 Number = bool | int | float | complex
 AGREES, DIFFERS, CONVENTION = "agrees", "differs", "convention"
+_LINES_OF_AN_ERROR = 40
 _COLOURS = {AGREES: "32", DIFFERS: "31", CONVENTION: "33"}
 
 
@@ -247,25 +248,35 @@ class Report:
         text += f", {known} by a known convention" if known else ""
         return f"{text}; largest error of what agrees {show_units(largest)} of the tolerance"
 
-    def table(self, colour: bool = False) -> str:
+    def table(self, colour: bool = False, limit: int | None = None) -> str:
         """The report as text, one line for each comparison.
 
         Args:
             colour: Whether to colour it for a terminal.
+            limit: How many lines at most; if there are more, those that agree go first. None: all.
         """
+        chosen = self._chosen(limit)
         head = ("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")
-        rows = [self._row(c) for c in self.comparisons]
+        rows = [self._row(c) for c in chosen]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         lines = [self.summary(), _line(head, widths)]
-        for row, c in zip(rows, self.comparisons, strict=True):
+        for row, c in zip(rows, chosen, strict=True):
             line = _line(row, widths)
             lines.append(f"\x1b[{_COLOURS[c.status]}m{line}\x1b[0m" if colour else line)
+        if len(chosen) < len(self):
+            lines.append(f"... and {len(self) - len(chosen)} more; print the report to see all")
         if self.first is not None:
             lines += ["", f"First disagreement: {self.first.describe(self.names)}"]
-        lines += [f"Convention: {c.describe(self.names)}" for c in self.conventions]
+        known = self.conventions if limit is None else self.conventions[:limit]
+        lines += [f"Convention: {c.describe(self.names)}" for c in known]
         lines += [f"Left out: {reason}" for reason in self.left_out]
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _chosen(self, limit: int | None) -> list[Comparison]:
+        if limit is None or len(self) <= limit:
+            return self.comparisons
+        return [*self.disagreements, *self.conventions][:limit]
 
     def _row(self, c: Comparison) -> tuple[str, ...]:
         place = "" if c.place in (None, ()) else str(list(c.place or ()))
@@ -328,7 +339,7 @@ class AgreementError(GradtoolsError):
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        super().__init__(str(report))
+        super().__init__(report.table(limit=_LINES_OF_AN_ERROR))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.report,)

@@ -135,24 +135,26 @@ class Side:
         """The program's inexact outputs and the others, as two lists."""
 
         def fun(*leaves: Any) -> tuple[list[Any], list[Any]]:
-            arrays = self.leaves_of(program(*leaves))[1]
+            arrays = self.leaves_of(program(*leaves))
             inexact = [x for x in arrays if self.backend.is_inexact(x)]
             return inexact, [x for x in arrays if not self.backend.is_inexact(x)]
 
         return fun
 
-    def leaves_of(self, out: Any) -> tuple[list[str], list[Any]]:
-        """The paths and the arrays of an output."""
-        leaves, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
-        arrays = [x if self.backend.is_array(x) else self.gt.asarray(x) for x in leaves]
-        return [normal(path) for path in paths], arrays
+    def leaves_of(self, out: Any) -> list[Any]:
+        """The arrays of an output."""
+        leaves = self.backend.flatten(out)[0]
+        return [x if self.backend.is_array(x) else self.gt.asarray(x) for x in leaves]
 
     # --- what is asked of it; leaves, tangents and cotangents are NumPy arrays
 
     def value(self, program: Callable[..., Any], leaves: Arrays) -> Output:
         """The output."""
-        paths, arrays = self.leaves_of(program(*map(self.asarray, leaves)))
-        return Output(paths, [self.gt.to_numpy(x) for x in arrays])
+        out = program(*map(self.asarray, leaves))
+        found, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
+        is_array = self.backend.is_array
+        arrays = [self.gt.to_numpy(x) if is_array(x) else as_array(x) for x in found]
+        return Output([normal(path) for path in paths], arrays)
 
     def pullback(
         self, program: Callable[..., Any], leaves: Arrays, cotangents: Arrays

@@ -183,9 +183,9 @@ class _Nnx:
     def __init__(self, model: Any, dtype: str) -> None:
         from flax import nnx
 
-        self.graph: Any
-        self.graph, params, rest = nnx.split(model, nnx.Param, ...)
-        self.params, self.rest = _tree(params, dtype), _tree(rest, dtype)
+        parts: Any = nnx.split(model, nnx.Param, ...)
+        self.graph = parts[0]
+        self.params, self.rest = (_tree(part, dtype) for part in parts[1:])
 
     def split(self) -> tuple[Any, Callable[..., Any]]:
         return self.params.to_pure_dict(), self._run

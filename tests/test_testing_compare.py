@@ -159,6 +159,19 @@ def test_a_program_that_fails_says_which_side_failed():
     assert "raised by the jax program" in caught.value.__notes__[0]
 
 
+def test_a_disagreement_stands_where_the_search_for_its_cause_fails():
+    calls = []
+
+    def once(x):
+        calls.append(x)
+        if len(calls) > 1:
+            raise RuntimeError("not again")
+        return x * 2
+
+    with pytest.raises(AgreementError, match="search for a cause failed: RuntimeError: not again"):
+        cross_check(torch=once, jax=lambda x: x * 3, args=(X,), order=0)
+
+
 # --- conventions
 
 

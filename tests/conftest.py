@@ -10,27 +10,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import gradtools
-
-BACKENDS = ("torch", "jax")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--gradtools-backend",
-        choices=(*BACKENDS, "both"),
-        default="both",
-        help="run tests that take a backend with this one only",
-    )
+from gradtools.testing import plugin
+from gradtools.testing.plugin import BACKENDS, wanted_backends
 
 
-def _wanted(config: pytest.Config) -> list[str]:
-    asked = config.getoption("--gradtools-backend")
-    return [b for b in BACKENDS if asked in (b, "both") and b in gradtools.available_backends()]
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Registers the package's own plugin, which an installed package registers by itself."""
+    if not pluginmanager.has_plugin(plugin.__name__):
+        pluginmanager.register(plugin, plugin.__name__)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    wanted = _wanted(config)
+    wanted = wanted_backends(config)
     if not wanted:
         raise pytest.UsageError("no backend to test: install torch or jax, or change the option")
     if "jax" in wanted:
@@ -44,19 +35,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    wanted = _wanted(config)
+    wanted = wanted_backends(config)
     absent = [b for b in BACKENDS if b not in wanted]
     return f"gradtools backends: {', '.join(wanted)}; left out: {', '.join(absent) or 'none'}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend_name" in metafunc.fixturenames:
-        metafunc.parametrize("backend_name", _wanted(metafunc.config), scope="session")
+        metafunc.parametrize("backend_name", wanted_backends(metafunc.config), scope="session")
 
 
 def pytest_ignore_collect(collection_path, config: pytest.Config) -> bool | None:
     """A file named test_torch_* or test_jax_* needs that backend; test_both_* needs both."""
-    name, wanted = collection_path.name, _wanted(config)
+    name, wanted = collection_path.name, wanted_backends(config)
     for backend in BACKENDS:
         if name.startswith((f"test_{backend}_", "test_both_")) and backend not in wanted:
             return True

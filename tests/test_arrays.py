@@ -54,6 +54,15 @@ def test_numpy_arrays_come_back_with_their_dtype_and_values(arrays, dtype):
     np.testing.assert_array_equal(back, x)
 
 
+def test_a_zero_without_memory_is_read(torch_arrays):
+    torch = pytest.importorskip("torch")
+    x = torch.tensor([0.0, 1.0], requires_grad=True)
+    (g,) = torch.autograd.grad(x.abs().sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.sum(), x)
+    assert h._is_zerotensor()
+    assert torch_arrays.to_numpy(h).tolist() == [0.0, 0.0]
+
+
 def test_reversed_byte_swapped_and_read_only_arrays_are_taken(arrays):
     x = np.arange(6).astype(">f4")[::-2]
     x.flags.writeable = False

@@ -154,6 +154,7 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
 
 def _to_numpy(x: torch.Tensor) -> np.ndarray:
     x = x.cpu().resolve_conj().resolve_neg()
+    x = x.clone() if x._is_zerotensor() else x  # a zero without memory, from double backward
     try:
         return x.numpy().copy()
     except TypeError:

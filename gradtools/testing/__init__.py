@@ -1,0 +1,54 @@
+"""Checks for users' own tests: derivatives against themselves, frameworks against each other.
+
+No framework is imported before a check is asked to use one; importing this package imports
+nothing else of it either: each name is looked up when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradtools.testing.checks import check_derivatives as check_derivatives
+    from gradtools.testing.checks import check_rule as check_rule
+    from gradtools.testing.compare import cross_check as cross_check
+    from gradtools.testing.divergence import first_divergence as first_divergence
+    from gradtools.testing.kinks import conventions as conventions
+    from gradtools.testing.layouts import Layout as Layout
+    from gradtools.testing.layouts import ParameterMapping as ParameterMapping
+    from gradtools.testing.layouts import match_parameters as match_parameters
+    from gradtools.testing.records import Scenario as Scenario
+    from gradtools.testing.records import scenarios as scenarios
+    from gradtools.testing.report import AgreementError as AgreementError
+    from gradtools.testing.report import Comparison as Comparison
+    from gradtools.testing.report import Report as Report
+    from gradtools.testing.tolerances import tolerance as tolerance
+    from gradtools.testing.tolerances import tolerance_table as tolerance_table
+
+_HOMES = {
+    "check_derivatives": "checks",
+    "check_rule": "checks",
+    "cross_check": "compare",
+    "conventions": "kinks",
+    "first_divergence": "divergence",
+    "Layout": "layouts",
+    "ParameterMapping": "layouts",
+    "match_parameters": "layouts",
+    "AgreementError": "report",
+    "Comparison": "report",
+    "Report": "report",
+    "Scenario": "records",
+    "scenarios": "records",
+    "tolerance": "tolerances",
+    "tolerance_table": "tolerances",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,721 @@
+"""Checks of a function's derivatives against its own values, and against each other.
+
+With J the Jacobian of f at x, H the Hessian of Re<v, f>, D the slope along a line from f's values
+at many step sizes, and random u, w, v:
+
+    J u = D_u f      Re<J^H v, u> = Re<v, D_u f>      H u = D_u J^H v      against values
+    Re<v, J u> = Re<J^H v, u>      H u = H u = H u = Re<w, H u>            modes against each other
+    J (2 u) = 2 J u     J (u + w) = J u + J w     the same of J^H          linearity
+    Re<w, H u> = Re<u, H w>                                                symmetry
+    f(x + t u) - f(x) = integral of J(x + s u) u ds                        no jumps left out
+
+The last one catches what no finite difference of a small step sees: rounding, an argmax that
+indexes, a comparison. Kinks pass it. At a kink any slope between the two one-sided ones is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing import numeric, tolerances
+from gradtools.testing.probe import (
+    FIRST,
+    MODES,
+    SECOND,
+    Arrays,
+    Probe,
+    inner,
+    no_such_mode,
+    size,
+    wants_64_bits,
+    wide,
+)
+from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, compare_arrays
+from gradtools.testing.sides import double_precision
+
+NAMES = ("left", "right")
+_ENTRIES = 64  # at most so many entries of a failing leaf are differenced one by one
+
+
+def check_derivatives(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    backend: Any,
+    order: int = 2,
+    modes: Sequence[str] | None = None,
+    *,
+    numeric: bool = True,
+    allow_jumps: bool = False,
+    seed: int = 0,
+) -> Report:
+    """Checks the derivatives that a framework computes of f, at args.
+
+    Checked are, for random directions in each leaf of the arguments: forward and reverse mode
+    against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
+    float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
+    tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient
+    and against each other, and the symmetry of the Hessian. A function that jumps where its
+    derivative shows nothing is rejected. Complex arguments are moved in complex directions; all
+    inner products are Re<u, v>. The tolerances are those of `gradtools.testing.tolerance_table`.
+
+    Args:
+        f: Takes and returns pytrees of the backend's arrays; the same at each call.
+        args: A tuple with one pytree for each argument of f; its leaves are NumPy arrays or the
+            backend's, of any shape. Floating and complex leaves are differentiated; integers,
+            booleans, Python numbers and anything else are constants. If a leaf has 64 bits, JAX's
+            are switched on for the check alone.
+        backend: "torch", "jax", or the module gradtools.torch or gradtools.jax.
+        order: 1 or 2.
+        modes: Of "forward", "reverse", "forward_over_reverse", "reverse_over_reverse",
+            "reverse_over_forward" and "forward_over_forward" those that f must have. None: all
+            that f has; what it lacks is listed in the report's `left_out`.
+        numeric: False leaves out what f's values say, for an f whose derivative is meant to be
+            another (an edited gradient): then only the modes are held against each other.
+        allow_jumps: True for an f that is meant to jump, such as a branch cut or a sawtooth.
+        seed: Chooses the random directions.
+
+    Returns:
+        A `Report`: a record for each comparison. Each says in `quantity` what stands left and
+        right, for example "reverse | finite differences".
+
+    Raises:
+        AgreementError: A derivative is wrong. It carries the report, and names the argument and
+            leaf, the mode, the place, and both values.
+        GradtoolsError: There is nothing to check, f has none of the modes, f is random, or the
+            arguments are not what is described above.
+
+    Example:
+        >>> import numpy as np
+        >>> from gradtools.testing import check_derivatives
+        >>> x = np.array([0.3, -1.2, 2.0])
+        >>> report = check_derivatives(lambda x: (x**3).sum(), (x,), gt)
+        >>> bool(report), report.worst.error < 1
+        (True, True)
+        >>> check_derivatives(lambda x: gt.xp.round(x).sum(), (x,), gt)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        gradtools.testing.report.AgreementError: ...a staircase...
+
+    Source: Griewank and Walther, Evaluating Derivatives, 2008, chapter 3 (dot-product test);
+    Ridders, Accurate computation of F'(x) and F'(x)F''(x), 1982 (extrapolated differences).
+    """
+    _check_settings(order, modes)
+    with double_precision(_is_jax(backend) and wants_64_bits(args)):
+        probe = Probe("check_derivatives", f, args, backend)
+        check = Check(probe, modes, numeric, allow_jumps, seed)
+        check.first_order()
+        if order == 2:
+            check.second_order()
+    return check.report.require()
+
+
+def check_rule(
+    rule: Any, args: Sequence[Any], backend: Any, order: int = 2, *, seed: int = 0
+) -> Report:
+    """Checks a custom rule: its parts one by one, then the function that it makes.
+
+    The parts are checked as plain functions: fwd's and jvp's value against fun's; that bwd
+    returns one entry for each argument, each like its argument; bwd and jvp against slopes of
+    fun, and against each other; bwd's linearity in the cotangent and jvp's in the tangent. At
+    second order bwd(residuals, v) is differentiated through fwd: a residual whose derivative is
+    lost on the way (detached, or computed outside the framework) is named, and so is a bwd or jvp
+    that treats a residual or primal as a constant. Then `check_derivatives` checks the rule in
+    all modes.
+
+    Args:
+        rule: What `gt.custom_rule` made: callable, with the attributes `fun`, `fwd`, `bwd` and
+            `jvp` (None where not given), and `static_argnames`. A `jax.custom_vjp`
+            or `jax.custom_jvp` of real arrays will do, and so will a `gradtools.rules.Rule`.
+        args: As in `check_derivatives`.
+        backend: As in `check_derivatives`.
+        order: 1 or 2.
+        seed: Chooses the random directions.
+
+    Returns:
+        A `Report`, as `check_derivatives` does.
+
+    Raises:
+        AgreementError: The rule is wrong. It names the part, the argument or the residual.
+        GradtoolsError: `rule` is no rule, or as `check_derivatives` does.
+
+    Example:
+        >>> import numpy as np
+        >>> from types import SimpleNamespace
+        >>> from gradtools.testing import check_rule
+        >>> class Square:
+        ...     fun = staticmethod(lambda x: x * x)
+        ...     fwd = staticmethod(lambda x: (x * x, x))
+        ...     bwd = staticmethod(lambda x, ct: (3 * x * ct,))  # wrong: should be 2
+        ...     __call__ = fun
+        >>> check_rule(Square(), (np.array([1.0, 2.0]),), gt)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        gradtools.testing.report.AgreementError: ...bwd | finite differences of argument 0...
+    """
+    from gradtools.testing.rulechecks import RuleCheck
+
+    _check_settings(order, None)
+    with double_precision(_is_jax(backend) and wants_64_bits(args)):
+        check = RuleCheck(rule, args, backend, seed)
+        check.parts(order)
+        check.report.require()
+        check.whole(order)
+    return check.report.require()
+
+
+def _check_settings(order: int, modes: Sequence[str] | None) -> None:
+    if order not in (1, 2):
+        raise GradtoolsError(f"check_derivatives: order is {order!r}; expected 1 or 2.")
+    unknown = [m for m in modes or () if m not in MODES]
+    if unknown or (modes is not None and isinstance(modes, str)):
+        raise GradtoolsError(
+            f"check_derivatives: modes is {modes!r}; expected a tuple of {', '.join(MODES)}."
+        )
+
+
+def _is_jax(backend: Any) -> bool:
+    return "jax" in (backend if isinstance(backend, str) else getattr(backend, "__name__", ""))
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A direction in which one leaf moves, the others resting.
+
+    Attributes:
+        leaf: The number of the leaf; None where all move.
+        us: The movement of each leaf for t = 1.
+    """
+
+    leaf: int | None
+    us: Arrays
+
+
+class Check:
+    """The comparisons for one function at one point; they are collected in `report`."""
+
+    def __init__(
+        self,
+        probe: Probe,
+        modes: Sequence[str] | None,
+        against_values: bool = True,
+        allow_jumps: bool = False,
+        seed: int = 0,
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        self.probe, self.asked, self.allow_jumps = probe, modes, allow_jumps
+        self.against_values = against_values
+        self.rng = np.random.default_rng(seed)
+        self.labels = labels or {}
+        name = getattr(probe.f, "__name__", type(probe.f).__name__)
+        self.report = Report(f"{probe.asked} of {name} in {probe.name}", NAMES)
+        self.xs = probe.leaves
+        self.vs = [self._draw(y.shape, y.dtype) for y in probe.out]
+        self.present: dict[str, bool] = {}
+        again = probe.value(self.xs)
+        if not all(
+            np.array_equal(a, b, equal_nan=True) for a, b in zip(probe.out, again, strict=True)
+        ):
+            raise GradtoolsError(
+                f"{probe.asked}: two calls of f at the same arguments gave different values. Fix "
+                "its randomness (a key as an argument, dropout off) and its state."
+            )
+
+    # --- what moves
+
+    def _draw(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Random numbers of size 1/2 to 1 and either sign (phase, if complex), few bits each."""
+        draw = lambda: self.rng.integers(64, 129, shape) / 128 * self.rng.choice((-1, 1), shape)
+        x = draw() + 1j * draw() if np.dtype(dtype).kind == "c" else draw()
+        return np.asarray(x).astype(dtype)
+
+    def _everywhere(self, by_entry: bool = False) -> Direction:
+        """All leaves at once, each by its own size, or each entry by its own."""
+        steps = [_by_entry(x) if by_entry else _scale(x) for x in self.xs]
+        us = [self._draw(x.shape, x.dtype) * step for x, step in zip(self.xs, steps, strict=True)]
+        return Direction(None, [u.astype(x.dtype) for u, x in zip(us, self.xs, strict=True)])
+
+    def _directions(self, i: int) -> Iterator[Direction]:
+        """In leaf i: by its own size, and each entry by its own (which stays in f's domain)."""
+        x = self.xs[i]
+        for step in (_scale(x), _by_entry(x)):
+            us = [np.zeros_like(y) for y in self.xs]
+            us[i] = (self._draw(x.shape, x.dtype) * step).astype(x.dtype)
+            yield Direction(i, us)
+
+    def _moved(self, us: Arrays, t: float) -> Arrays:
+        return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
+
+    # --- modes that are there
+
+    def _has(self, mode: str, ask: Callable[[], Any]) -> Any:
+        """What `ask` gives, None where f has no such mode."""
+        if self.present.get(mode) is False or (self.asked is not None and mode not in self.asked):
+            return None
+        try:
+            found = ask()
+        except Exception as error:
+            self.present[mode] = False
+            words = f"{self._name(mode)} mode: {type(error).__name__}: {_first_line(error)}"
+            if self.asked is None and no_such_mode(error):
+                self.report.left_out.append(words)
+                return None
+            raise GradtoolsError(f"{self.probe.asked}: {words}") from error
+        self.present[mode] = True
+        return found
+
+    def _name(self, mode: str) -> str:
+        return self.labels.get(mode, mode.replace("_", " "))
+
+    # --- first order
+
+    def first_order(self) -> None:
+        """Both modes against values, against each other, and their linearity."""
+        probe = self.probe
+        gradient = self._has("reverse", lambda: probe.reverse(self.xs, self.vs))
+        self._has("forward", lambda: probe.forward(self.xs, self._everywhere().us))
+        self._some_mode()
+        jumping = [i for i in range(len(self.xs)) if self._jumps(i)]
+        for i in range(len(self.xs)):
+            for direction in [] if i in jumping else self._directions(i):
+                pushed = self._has("forward", partial(probe.forward, self.xs, direction.us))
+                self._slopes(direction, gradient, pushed)
+                self._dot_product(direction, gradient, pushed)
+        self._linearity()
+
+    def _some_mode(self) -> None:
+        if not (self.present.get("forward") or self.present.get("reverse")):
+            raise GradtoolsError(
+                f"{self.probe.asked}: f has neither forward nor reverse mode: "
+                f"{'; '.join(self.report.left_out) or 'modes names none of both'}."
+            )
+
+    def _slopes(self, direction: Direction, gradient: Any, pushed: Any) -> None:
+        if not self.against_values:
+            return
+        probe, i = self.probe, direction.leaf or 0
+        line = lambda t: _flat(probe.value(self._moved(direction.us, t)))
+        found = numeric.slope(line, probe.eps)
+        if pushed is not None:
+            parts = zip(probe.out_paths, pushed, _split(found, probe.out), strict=True)
+            for path, p, s in parts:
+                where = f"{path} by {probe.paths[i]}"
+                self._against_slope("forward", where, p, s, 1, self._kink(line, path, direction))
+        if gradient is not None:
+            value = inner(self.vs, _like(found.value, probe.out))
+            error = float(np.sum(np.abs(_flat(self.vs)) * np.nan_to_num(found.error, nan=np.inf)))
+            rounding = self._tolerance() * size(self.vs, _like(found.value, probe.out))
+            mine = inner(gradient, direction.us)
+            record = self._against_slope(
+                "reverse",
+                probe.paths[i],
+                np.array(mine),
+                numeric.Slope(np.array(value), np.array(error + rounding / 10), found.smallest),
+                1,
+                self._kink(lambda t: np.array(inner(self.vs, _like(line(t), probe.out))), "", None),
+                add=False,
+            )
+            if not record.agrees:
+                record = self._entrywise(i, gradient[i], record)
+            self.report.comparisons.append(record)
+
+    def _against_slope(
+        self,
+        mode: str,
+        path: str,
+        analytic: np.ndarray,
+        found: numeric.Slope,
+        order: int,
+        kink: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None,
+        add: bool = True,
+    ) -> Comparison:
+        """One derivative against a slope; what the slope itself cannot say is let pass."""
+        limit = self._tolerance()
+        value = np.where(np.isfinite(found.value), found.value, analytic)  # no step gave one
+        noise = 10 * np.where(np.isfinite(found.error), found.error, 0.0)
+        near = np.abs(wide(analytic) - value) <= noise
+        quantity = f"{self._name(mode)} | finite differences"
+        kept = np.where(near, wide(analytic), value)
+        record = compare_arrays(quantity, path, wide(analytic), kept, order, tolerance=limit)
+        if record.agrees:
+            most = limit * max(
+                np.max(np.abs(value), initial=0), np.max(np.abs(analytic), initial=0)
+            )
+            allowed = np.maximum(most + noise, np.finfo(float).tiny)
+            units = np.max(np.abs(wide(analytic) - value) / allowed, initial=0.0)
+            record = replace(record, error=float(units))
+        else:
+            record = self._explained(record, analytic, value, found, kink, limit)
+        if add:
+            self.report.comparisons.append(record)
+        return record
+
+    def _explained(
+        self,
+        record: Comparison,
+        analytic: np.ndarray,
+        value: np.ndarray,
+        found: numeric.Slope,
+        kink: Any,
+        limit: float,
+    ) -> Comparison:
+        if kink is not None and np.isfinite(analytic).all():
+            left, right = (np.reshape(k, np.shape(analytic)) for k in kink())
+            slack = limit * np.maximum(np.abs(left), np.abs(right)) * 10
+            kinked = np.abs(left - right) > 100 * slack
+            between = (
+                np.abs(left - analytic) + np.abs(right - analytic)
+                <= np.abs(left - right) + 10 * slack
+            )
+            agree = np.abs(wide(analytic) - value) <= limit * np.max(np.abs(value), initial=0.0)
+            if np.all(agree | (kinked & between)):
+                return record.because(
+                    "a kink", "f has two slopes here; any between them will do.", CONVENTION
+                )
+        detail = (
+            f"Analytic {_shown(record.first)}, numeric {_shown(record.second)} "
+            f"(steps down to {found.smallest:.1e} of the argument's size)."
+        )
+        return record.because(pattern(analytic, value) or "", detail)
+
+    def _kink(self, line: numeric.Line, path: str, direction: Direction | None) -> Any:
+        def sides() -> tuple[np.ndarray, np.ndarray]:
+            left, right = numeric.one_sided(line, self.probe.eps)
+            if direction is None:
+                return left, right
+            k = self.probe.out_paths.index(path)
+            return _like(left, self.probe.out)[k], _like(right, self.probe.out)[k]
+
+        return sides
+
+    def _entrywise(self, i: int, analytic: np.ndarray, record: Comparison) -> Comparison:
+        """The failing leaf entry by entry: its place, both values and their ratio."""
+        x = self.xs[i]
+        if x.size == 1 or x.size > _ENTRIES or x.dtype.kind == "c":
+            return record
+        value, error = np.zeros(x.shape), np.zeros(x.shape)
+        for place in np.ndindex(x.shape):
+            us = [np.zeros_like(y) for y in self.xs]
+            us[i][place] = _scale(x)
+            along = lambda t, us=us: np.array(inner(self.vs, self.probe.value(self._moved(us, t))))
+            found = numeric.slope(along, self.probe.eps)
+            value[place], error[place] = found.value / us[i][place], found.error / us[i][place]
+        kept = np.where(np.abs(wide(analytic) - value) <= 10 * error, wide(analytic), value)
+        entries = compare_arrays(
+            record.quantity, record.path, wide(analytic), kept, 1, tolerance=self._tolerance()
+        )
+        if entries.agrees:
+            return record
+        detail = f"Analytic {_shown(entries.first)}, numeric {_shown(entries.second)}."
+        return entries.because(pattern(analytic, value) or "", detail)
+
+    def _tolerance(self) -> float:
+        names = (tolerances.real_name(x.dtype) for x in [*self.xs, *self.probe.out])
+        return max(tolerances.FINITE_DIFFERENCES[name] for name in names)
+
+    def _exact(self, order: int) -> float:
+        return max(tolerances.tolerance(x.dtype, order) for x in [*self.xs, *self.probe.out])
+
+    def _dot_product(self, direction: Direction, gradient: Any, pushed: Any) -> None:
+        if gradient is None or pushed is None:
+            return
+        limit = self._exact(1)
+        terms = max(size(self.vs, pushed), size(gradient, direction.us))
+        path = self.probe.paths[direction.leaf or 0]
+        self._compare(
+            f"{self._name('reverse')} | {self._name('forward')}",
+            path,
+            inner(gradient, direction.us),
+            inner(self.vs, pushed),
+            1,
+            limit * terms,
+            "the dot-product test fails: the two modes are not adjoint",
+            "Left Re<J^H v, u>, right Re<v, J u>.",
+        )
+
+    def _compare(
+        self,
+        quantity: str,
+        path: str,
+        left: Any,
+        right: Any,
+        order: int,
+        noise: float,
+        cause: str,
+        detail: str = "",
+    ) -> Comparison:
+        a, b, limit = wide(left), wide(right), self._exact(order)
+        biggest = max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0))
+        if math.isfinite(noise) and 0 < biggest < math.inf:
+            limit = max(limit, noise / float(biggest))
+        record = compare_arrays(quantity, path, a, b, order, tolerance=limit)
+        record = record if record.agrees else record.because(cause, detail)
+        self.report.comparisons.append(record)
+        return record
+
+    # --- linearity
+
+    def _linearity(self) -> None:
+        probe = self.probe
+        if self.present.get("reverse"):
+            draw = lambda: [self._draw(y.shape, y.dtype) for y in probe.out]
+            name, what = self._name("reverse"), "cotangent"
+            self._linear(name, what, lambda v: probe.reverse(self.xs, v), draw, probe.paths)
+        if self.present.get("forward"):
+            name, what = self._name("forward"), "tangent"
+            draw = lambda: self._everywhere().us
+            self._linear(name, what, lambda u: probe.forward(self.xs, u), draw, probe.out_paths)
+
+    def _linear(
+        self,
+        name: str,
+        what: str,
+        apply: Callable[[Arrays], Arrays],
+        draw: Callable[[], Arrays],
+        paths: Sequence[str],
+    ) -> None:
+        """apply(-4096 a) = -4096 apply(a) and apply(a + b) = apply(a) + apply(b)."""
+        a, b = draw(), draw()
+        of_a, of_b = apply(a), apply(b)
+        scaled = apply([(-4096 * x).astype(x.dtype) for x in a])
+        added = apply([(x + y).astype(x.dtype) for x, y in zip(a, b, strict=True)])
+        cause = f"not linear in the {what}"
+        for k, path in enumerate(paths):
+            biggest = float(np.max(np.abs(of_a[k]), initial=0) + np.max(np.abs(of_b[k]), initial=0))
+            noise = self._exact(1) * biggest
+            homogeneous, additive = -4096 * wide(of_a[k]), wide(of_a[k]) + wide(of_b[k])
+            self._compare(
+                f"{name} of -4096 {what}s | -4096 times it", path, scaled[k], homogeneous, 1,
+                4096 * noise, cause,
+            )  # fmt: skip
+            self._compare(
+                f"{name} of a sum of {what}s | sum", path, added[k], additive, 1, noise, cause
+            )
+
+    # --- jumps
+
+    def _jumps(self, i: int) -> bool:
+        """Whether f, along lines in leaf i, is not the integral of its derivative."""
+        if not self.against_values or self.allow_jumps:
+            return False
+        eps, reach = self.probe.eps, max(1.0, 1.0 / _scale(self.xs[i]))
+        for direction in [*self._directions(i), *self._directions(i)]:
+            line, slope = self._line_and_slope(direction)
+            ways = [(numeric.jump_near, t) for t in (0.1, -0.1)]
+            ways += [(numeric.jump_far, t * reach) for t in (1, -1, 3, -3)]
+            for look, end in ways:
+                found = look(line, slope, end, eps)
+                if found is not None:
+                    self._jumped(i, line, slope, found, end)
+                    return True
+        return False
+
+    def _line_and_slope(self, direction: Direction) -> tuple[numeric.Line, numeric.Line]:
+        """f along a line and its derivative there: of each entry, or of Re<v, f>."""
+        probe, us = self.probe, direction.us
+        if self.present.get("forward"):
+            line = lambda t: _flat(probe.value(self._moved(us, t)))
+            return line, lambda t: _flat(probe.forward(self._moved(us, t), us))
+        along = lambda t: np.array([inner(self.vs, probe.value(self._moved(us, t)))])
+        slope = lambda t: np.array([inner(probe.reverse(self._moved(us, t), self.vs), us)])
+        return along, slope
+
+    def _jumped(
+        self,
+        i: int,
+        line: numeric.Line,
+        slope: numeric.Line,
+        found: numeric.Jump,
+        end: float,
+    ) -> None:
+        at, steep = found.at, slope(0.0)[found.entry]
+        flat = steep == 0
+        cause = "a staircase: the derivative is zero, the function jumps" if flat else (
+            "f jumps, and its derivative leaves that out"
+        )  # fmt: skip
+        change = (line(end) - line(0.0))[found.entry] / end
+        record = Comparison(
+            f"{self._name('forward' if self.present.get('forward') else 'reverse')}"
+            " | finite differences at large steps",
+            self.probe.paths[i], 1, math.inf, self._tolerance(), None,
+            _number(steep), _number(change), self.xs[i].shape, str(self.xs[i].dtype), DIFFERS,
+        )  # fmt: skip
+        detail = (
+            f"Analytic {_shown(record.first)}; numeric {_shown(record.second)} with a step of "
+            f"{abs(end):g} times the leaf's size, at {abs(at):.3g} of which f jumps by "
+            f"{_shown(_number(found.size))}. round, floor, a comparison, or an argmax that "
+            "indexes lose the gradient: give them a surrogate (gt.straight_through), or, if f is "
+            "meant to jump, pass allow_jumps=True."
+        )
+        self.report.comparisons.append(record.because(cause, detail))
+
+    # --- second order
+
+    def second_order(self) -> None:
+        """Every mix of modes against slopes of the gradient, against each other; symmetry."""
+        if not self.report:
+            return
+        d, e = self._everywhere(by_entry=True), self._everywhere()
+        products = self._products(d)
+        others = self._products(e) if products else {}
+        along = self._slope_of_gradient(d)
+        for mode, product in products.items():
+            self._hessian_against_slope(mode, product, along, d)
+            self._symmetry(mode, product, others[mode], d, e)
+        if products:
+            self._mixes(products)
+        curved = self._has(
+            "forward_over_forward",
+            lambda: self.probe.curvature(self.xs, d.us, e.us, self.vs),
+        )
+        if curved is not None:
+            self._curvature(curved, products, along, d, e)
+
+    def _products(self, d: Direction) -> dict[str, Arrays]:
+        found = {}
+        for mode in SECOND[:3]:
+            parts = [part for part in FIRST if part in mode.split("_over_")]
+            lacking = [part for part in parts if self.present.get(part) is False]
+            if lacking:
+                continue
+            product = self._has(mode, partial(self.probe.product, mode, self.xs, d.us, self.vs))
+            if product is not None:
+                found[mode] = product
+        return found
+
+    def _slope_of_gradient(self, d: Direction) -> list[numeric.Slope] | None:
+        if not self.against_values or not self.present.get("reverse"):
+            return None
+        line = lambda t: _flat(self.probe.reverse(self._moved(d.us, t), self.vs))
+        return _split(numeric.slope(line, self.probe.eps), self.xs)
+
+    def _hessian_against_slope(
+        self, mode: str, product: Arrays, along: list[numeric.Slope] | None, d: Direction
+    ) -> None:
+        if along is None:
+            return
+        for i, (h, s) in enumerate(zip(product, along, strict=True)):
+            record = self._against_slope(mode, self.probe.paths[i], h, s, 2, add=False)
+            if record.status == DIFFERS:
+                record = self._at_second_order(record, mode, i, d)
+            self.report.comparisons.append(record)
+
+    def _at_second_order(self, record: Comparison, mode: str, i: int, d: Direction) -> Comparison:
+        """Names the argument by which the second derivative is wrong."""
+        wrong = []
+        for j in range(min(len(self.xs), 12)):
+            us = [u if k == j else np.zeros_like(u) for k, u in enumerate(d.us)]
+            line = lambda t, us=us: wide(self.probe.reverse(self._moved(us, t), self.vs)[i]).ravel()
+            found = numeric.slope(line, self.probe.eps)
+            mine = self.probe.product(mode, self.xs, us, self.vs)[i]
+            shaped = numeric.Slope(
+                found.value.reshape(mine.shape), found.error.reshape(mine.shape), found.smallest
+            )
+            if not self._against_slope(mode, "", mine, shaped, 2, add=False).agrees:
+                wrong.append(self.probe.paths[j])
+        by = f" by {', '.join(wrong)}" if wrong else ""
+        cause = "right at first order, wrong at second"
+        if record.cause:
+            cause += f" ({record.cause})"
+        mend = "Something that depends on the arguments, such as a residual, is taken as constant."
+        return replace(
+            record, path=f"{record.path}{by}", cause=cause, detail=record.detail + " " + mend
+        )
+
+    def _symmetry(self, mode: str, h_d: Arrays, h_e: Arrays, d: Direction, e: Direction) -> None:
+        noise = self._exact(2) * max(size(e.us, h_d), size(d.us, h_e))
+        self._compare(
+            f"{self._name(mode)}: <w, H u> | <u, H w>", "all arguments", inner(e.us, h_d),
+            inner(d.us, h_e), 2, noise, "the Hessian is not symmetric",
+        )  # fmt: skip
+
+    def _mixes(self, products: dict[str, Arrays]) -> None:
+        first, *others = products
+        for mode in others:
+            for i, path in enumerate(self.probe.paths):
+                a, b = products[first][i], products[mode][i]
+                biggest = max(np.max(np.abs(wide(h)), initial=0) for h in products[first])
+                self._compare(
+                    f"{self._name(first)} | {self._name(mode)}", path, a, b, 2,
+                    16 * self.probe.eps * float(biggest), "two mixes of modes differ",
+                )  # fmt: skip
+
+    def _curvature(
+        self, curved: Any, products: dict[str, Arrays], along: Any, d: Direction, e: Direction
+    ) -> None:
+        name = self._name("forward_over_forward")
+        for mode, product in products.items():
+            noise = self._exact(2) * size(e.us, product)
+            self._compare(
+                f"{name} | {self._name(mode)}", "all arguments", curved, inner(e.us, product), 2,
+                noise, "two mixes of modes differ",
+            )  # fmt: skip
+        if products or not self.against_values:
+            return
+        us = lambda t: self._moved(e.us, t)
+        line = lambda t: np.array(inner(self.vs, self.probe.forward(us(t), d.us)))
+        found = numeric.slope(line, self.probe.eps)
+        self._against_slope("forward_over_forward", "all arguments", np.asarray(curved), found, 2)
+
+
+def pattern(analytic: np.ndarray, value: np.ndarray) -> str | None:
+    """What two arrays have to do with each other, in a few words."""
+    a, b = wide(analytic), wide(value)
+    if not np.isfinite(a).all():
+        return "the derivative is not finite"
+    largest = np.max(np.abs(b), initial=0.0)
+    if not np.any(a) and largest:
+        return "the derivative is zero: a gradient is stopped"
+    if largest == 0 or a.shape != b.shape:
+        return None
+    ratio = np.vdot(b, a) / np.vdot(b, b)
+    fits = np.allclose(a, ratio * b, rtol=1e-4, atol=1e-4 * largest)
+    if fits and abs(ratio) > 1e-6 and abs(ratio - 1) > 1e-3:
+        factor = ratio if abs(np.imag(ratio)) > 1e-4 * abs(ratio) else np.real(ratio)
+        return "the sign" if abs(factor + 1) < 1e-4 else f"a constant factor {factor:.4g}"
+    if np.allclose(a, np.conj(b), rtol=1e-4, atol=1e-4 * largest):
+        return "a conjugate"
+    if a.ndim == 2 and a.shape[0] == a.shape[1] and np.allclose(a, b.T, atol=1e-4 * largest):
+        return "transposed"
+    return None
+
+
+def _scale(x: np.ndarray) -> float:
+    """The size of a leaf's entries, a power of two."""
+    mean = math.sqrt(float(np.mean(np.abs(wide(x)) ** 2))) if x.size else 1.0
+    return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
+
+
+def _by_entry(x: np.ndarray) -> np.ndarray:
+    """The size of each entry, of zeros the leaf's."""
+    return np.where(x == 0, _scale(x), np.abs(x))
+
+
+def _flat(xs: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([wide(x).ravel() for x in xs])
+
+
+def _like(flat: np.ndarray, like: Arrays) -> Arrays:
+    ends = np.cumsum([x.size for x in like])[:-1]
+    return [part.reshape(x.shape) for part, x in zip(np.split(flat, ends), like, strict=True)]
+
+
+def _split(found: numeric.Slope, like: Arrays) -> list[numeric.Slope]:
+    values, errors = _like(found.value, like), _like(found.error, like)
+    return [numeric.Slope(v, e, found.smallest) for v, e in zip(values, errors, strict=True)]
+
+
+def _number(x: Any) -> complex | float:
+    return complex(x) if np.iscomplexobj(x) else float(x)
+
+
+def _shown(x: Any) -> str:
+    return x if isinstance(x, str) else f"{x:.9g}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

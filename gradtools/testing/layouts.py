@@ -1,0 +1,575 @@
+"""Which parameter of a torch.nn model is which of its port to flax, and how its array lies there.
+
+Both libraries hold the same numbers under other names and in another order of axes:
+
+    layer                  torch.nn                       flax.linen and flax.nnx
+    linear                 weight (out, in)               kernel (in, out)
+    the same, several axes weight (out, in)               kernel (*in, *out)
+    convolution            weight (out, in, *window)      kernel (*window, in, out)
+    transposed             weight (in, out, *window)      kernel (*reversed window, in, out)
+    with transpose_kernel  weight (in, out, *window)      kernel (*window, out, in)
+    embedding              weight (number, width)         embedding (number, width)
+    normalisation          weight, bias                   scale, bias
+    running statistics     running_mean, running_var      mean, var
+    attention              in_proj_weight (3 width, in)   query, key, value: kernel (in, heads, d)
+
+`match_parameters` finds the pairs by name and shape; what it cannot pair it names. Each entry is a
+linear map with an exact inverse, so gradients and directions are carried over as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+
+Path = tuple[Any, ...]
+Shape = tuple[int, ...]
+_COLLECTIONS = ("params", "batch_stats")
+_RENAMED = {"running_mean": "mean", "running_var": "var"}
+_WEIGHTS = ("kernel", "scale", "embedding")
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_ASKED = "match_parameters"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array of PyTorch lies in JAX: axes permuted, some reversed, then reshaped.
+
+    Attributes:
+        name: What it is, in a word.
+        axes: The permutation; None leaves the axes as they are.
+        reversed_axes: Those of the permuted axes along which the order is reversed.
+        shape: The shape in JAX; None where the permutation gives it.
+        rows: Which rows of PyTorch's array these are; None for all.
+    """
+
+    name: str
+    axes: tuple[int, ...] | None = None
+    reversed_axes: tuple[int, ...] = ()
+    shape: Shape | None = None
+    rows: tuple[int, int] | None = None
+
+    def to_jax(self, x: np.ndarray) -> np.ndarray:
+        """PyTorch's array in JAX's layout."""
+        x = x if self.rows is None else x[slice(*self.rows)]
+        x = x if self.axes is None else x.transpose(self.axes)
+        x = np.flip(x, self.reversed_axes) if self.reversed_axes else x
+        return np.ascontiguousarray(x if self.shape is None else x.reshape(self.shape))
+
+    def to_torch(self, y: np.ndarray, shape: Shape) -> np.ndarray:
+        """JAX's array in PyTorch's layout; `shape` is that of PyTorch's (of its rows)."""
+        permuted = shape if self.axes is None else tuple(shape[a] for a in self.axes)
+        y = y.reshape(permuted)
+        y = np.flip(y, self.reversed_axes) if self.reversed_axes else y
+        y = y if self.axes is None else y.transpose(np.argsort(self.axes))
+        return np.ascontiguousarray(y)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pair: PyTorch's name, JAX's path, the layout, and PyTorch's shape."""
+
+    torch_name: str
+    jax_path: Path
+    layout: Layout
+    torch_shape: Shape
+
+    def __str__(self) -> str:
+        return f"{self.torch_name} -> {'/'.join(map(str, self.jax_path))} ({self.layout.name})"
+
+
+@dataclass(frozen=True)
+class ParameterMapping:
+    """The pairs of two models' parameters; a map in both directions.
+
+    Attributes:
+        entries: The pairs.
+        modules: Names of PyTorch's modules to JAX's, each joined by ".".
+        left_out: Parameters and buffers without a counterpart, each with its reason.
+        notes: What was decided without a name to go by.
+    """
+
+    entries: tuple[Entry, ...]
+    modules: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_jax(self, torch_params: Any) -> dict[Any, Any]:
+        """PyTorch's arrays in JAX's names and layout.
+
+        Args:
+            torch_params: A dictionary from names to arrays, such as a state_dict or gradients by
+                name; names of this mapping that it lacks are absent from the result.
+
+        Returns:
+            Nested dictionaries of NumPy arrays, the structure of the JAX parameters.
+
+        Raises:
+            GradtoolsError: A name or a shape is not that of this mapping.
+        """
+        arrays = read_torch(torch_params)
+        self._check_names("to_jax", arrays, {e.torch_name for e in self.entries})
+        tree: dict[Any, Any] = {}
+        for e in self.entries:
+            if e.torch_name in arrays:
+                x = arrays[e.torch_name]
+                _check_shape("to_jax", e.torch_name, x.shape, e.torch_shape)
+                _put(tree, e.jax_path, e.layout.to_jax(x))
+        return tree
+
+    def to_torch(self, jax_params: Any) -> dict[str, np.ndarray]:
+        """JAX's arrays in PyTorch's names and layout; the inverse of `to_jax`.
+
+        Args:
+            jax_params: Nested dictionaries of arrays, or an `nnx.State`; paths of this mapping
+                that it lacks are absent from the result.
+
+        Returns:
+            A dictionary from PyTorch's names to NumPy arrays.
+
+        Raises:
+            GradtoolsError: A path is not one of this mapping.
+        """
+        arrays = read_jax(jax_params)
+        names = {_joined(path): x for path, x in arrays.items()}
+        self._check_names("to_torch", names, {_joined(e.jax_path) for e in self.entries})
+        found: dict[str, np.ndarray] = {}
+        for e in self.entries:
+            y = names.get(_joined(e.jax_path))
+            if y is None:
+                continue
+            if e.layout.rows is None:
+                found[e.torch_name] = e.layout.to_torch(y, e.torch_shape)
+                continue
+            low, high = e.layout.rows
+            whole = found.setdefault(e.torch_name, np.zeros(e.torch_shape, y.dtype))
+            whole[low:high] = e.layout.to_torch(y, (high - low, *e.torch_shape[1:]))
+        return found
+
+    def _check_names(self, asked: str, given: Mapping[str, Any], known: set[str]) -> None:
+        out = {reason.split(" ")[0] for reason in self.left_out}
+        unknown = [name for name in given if name not in known and name not in out]
+        if unknown:
+            raise GradtoolsError(
+                f"{asked}: the mapping does not know {', '.join(unknown[:8])}; its names begin "
+                f"with {', '.join(sorted(known)[:4])}. Make the mapping from the same models."
+            )
+
+    def __str__(self) -> str:
+        lines = [str(e) for e in self.entries]
+        return "\n".join([*lines, *(f"left out: {r}" for r in self.left_out), *self.notes])
+
+
+def match_parameters(
+    torch_params: Any,
+    jax_params: Any,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    partial: bool = False,
+) -> ParameterMapping:
+    """Pairs the parameters of a torch.nn model with those of its port to flax.
+
+    Modules are paired by name, whatever the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
+    then by a common end of their names if only one pair has it, then, among those of equal kind
+    and shapes, by order. Within a pair of modules the arrays' names and shapes tell the layout; a
+    transposed convolution with as many channels in as out is told by its class or name, and is
+    taken to lack flax's transpose_kernel.
+
+    Args:
+        torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).
+            Names ending in running_mean and running_var are found in JAX's batch statistics.
+        jax_params: flax.linen's variables or its "params" alone; an `nnx.Module` or `nnx.State`;
+            nested dictionaries of arrays.
+        overrides: What to pair whatever the names say: PyTorch's name of a module or an array to
+            JAX's (with "." or "/" between its parts), or to a pair of JAX's name and a `Layout`
+            or a permutation of the axes; to None to leave the array out.
+        partial: True returns what could be paired and lists the rest in `left_out`.
+
+    Returns:
+        A `ParameterMapping`, with `to_jax` and `to_torch`, each other's exact inverses.
+
+    Raises:
+        GradtoolsError: A parameter has no counterpart, or a name in overrides is unknown.
+
+    Example:
+        >>> import numpy as np
+        >>> from gradtools.testing import match_parameters
+        >>> mine = {"fc1.weight": np.ones((3, 2)), "fc1.bias": np.ones(3)}
+        >>> theirs = {"fc_1": {"kernel": np.ones((2, 3)), "bias": np.ones(3)}}
+        >>> mapping = match_parameters(mine, theirs)
+        >>> print(mapping)
+        fc1.weight -> fc_1/kernel (linear)
+        fc1.bias -> fc_1/bias (as it is)
+        >>> mapping.to_jax(mine)["fc_1"]["kernel"].shape
+        (2, 3)
+    """
+    modules = getattr(torch_params, "named_modules", lambda: ())()
+    transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
+    mine, theirs = read_torch(torch_params), read_jax(jax_params)
+    return _Matching(mine, theirs, overrides or {}, transposed).run(partial)
+
+
+class _Matching:
+    """One run of the search: what is not yet paired, and what was found."""
+
+    def __init__(
+        self,
+        mine: dict[str, np.ndarray],
+        theirs: dict[Path, np.ndarray],
+        overrides: Any,
+        transposed: set[str],
+    ) -> None:
+        self.transposed = transposed
+        self.mine, self.theirs = dict(mine), dict(theirs)
+        self.entries: list[Entry] = []
+        self.modules: dict[str, str] = {}
+        self.left_out: list[str] = []
+        self.notes: list[str] = []
+        self.order = list(mine)
+        self.renamed: dict[str, str] = {}
+        for name, target in overrides.items():
+            self._override(name, target)
+
+    def run(self, partial: bool) -> ParameterMapping:
+        self._attention()
+        for pairs in (self._by_name, self._by_end, self._by_order):
+            for torch_module, jax_module in list(pairs()):
+                self._pair(torch_module, jax_module)
+        self._without_statistics()
+        self._rest(partial)
+        self.entries.sort(key=lambda e: self.order.index(e.torch_name))
+        return ParameterMapping(
+            tuple(self.entries), self.modules, tuple(self.left_out), tuple(self.notes)
+        )
+
+    # --- overrides
+
+    def _override(self, name: str, target: Any) -> None:
+        if name not in self.mine:
+            if not any(n.startswith(f"{name}.") for n in self.mine) or not isinstance(target, str):
+                raise GradtoolsError(
+                    f"{_ASKED}: overrides names {name!r}, which is neither an array nor a module "
+                    f"of the PyTorch model. Its names begin with {', '.join(self.order[:4])}."
+                )
+            self.renamed[name] = target
+            return
+        if target is None:
+            del self.mine[name]
+            self.left_out.append(f"{name} (as overrides say)")
+            return
+        jax_name, how = target if isinstance(target, tuple) else (target, None)
+        path = next((p for p in self.theirs if _joined(p) == _dotted(jax_name)), None)
+        if path is None:
+            known = ", ".join(_joined(p) for p in list(self.theirs)[:4])
+            raise GradtoolsError(
+                f"{_ASKED}: overrides pairs {name} with {jax_name!r}, which the JAX model does not "
+                f"have. Its names begin with {known}."
+            )
+        x, y = self.mine[name], self.theirs[path]
+        layout = how if isinstance(how, Layout) else None
+        if layout is None and how is not None:
+            layout = Layout(f"axes {tuple(how)}", tuple(how))
+        layout = layout or _layout(x.shape, path, y.shape)
+        if layout is None or layout.to_jax(x).shape != y.shape:
+            raise GradtoolsError(
+                f"{_ASKED}: overrides pairs {name} of shape {x.shape} with {jax_name} of shape "
+                f"{y.shape}. Give the permutation of axes that makes them equal, as a pair "
+                "(name, axes)."
+            )
+        self._found(name, path, layout)
+
+    # --- pairs of modules
+
+    def _by_name(self) -> Iterator[tuple[str, Path]]:
+        theirs = {_key(_stripped(module)): module for module in self._jax_modules()}
+        for module in self._torch_modules():
+            jax_module = theirs.get(_key(self._spelled(module)))
+            if jax_module is not None and self._fits(module, jax_module):
+                yield module, jax_module
+
+    def _by_end(self) -> Iterator[tuple[str, Path]]:
+        """Pairs whose names end alike, in letters too, where nothing else ends so."""
+        theirs = {module: _ends(_stripped(module)) for module in self._jax_modules()}
+        mine = {module: _ends(self._spelled(module)) for module in self._torch_modules()}
+        for module, ends in mine.items():
+            for end in ends:
+                matches = [j for j, others in theirs.items() if end in others]
+                rivals = [m for m, others in mine.items() if end in others]
+                telling = any(not part.isdigit() for part in end)
+                if len(matches) == len(rivals) == 1 and telling and self._fits(module, matches[0]):
+                    yield module, matches[0]
+                    break
+
+    def _by_order(self) -> Iterator[tuple[str, Path]]:
+        """The k-th of one kind and shape with the k-th."""
+        groups: dict[Any, tuple[list[str], list[Path]]] = {}
+        for module in self._torch_modules():
+            groups.setdefault(self._kind(module), ([], []))[0].append(module)
+        for jax_module in sorted(self._jax_modules(), key=_natural):
+            for kind, (mine, theirs) in groups.items():
+                if kind is not None and self._fits(mine[0], jax_module):
+                    theirs.append(jax_module)
+                    break
+        for mine, theirs in groups.values():
+            if len(mine) == len(theirs):
+                for module, jax_module in zip(mine, theirs, strict=True):
+                    self.notes.append(f"paired by order: {module} with {_joined(jax_module)}")
+                    yield module, jax_module
+
+    def _kind(self, module: str) -> Any:
+        return tuple(sorted((leaf, x.shape) for leaf, x in self._leaves(module).items()))
+
+    def _fits(self, module: str, jax_module: Path) -> bool:
+        """Whether the arrays of two modules can all be paired."""
+        pairs = self._paired_leaves(module, jax_module)
+        mine = [leaf for leaf in self._leaves(module) if leaf not in _STATISTICS]
+        theirs = [leaf for leaf in self._jax_leaves(jax_module) if leaf not in ("mean", "var")]
+        told = [leaf for leaf, _, _ in pairs if leaf not in _STATISTICS]
+        return bool(pairs) and len(told) == len(mine) == len(theirs)
+
+    def _pair(self, module: str, jax_module: Path) -> None:
+        for leaf, path, layout in self._paired_leaves(module, jax_module):
+            self._found(f"{module}.{leaf}" if module else leaf, path, layout)
+        self.modules[module] = _joined(jax_module)
+
+    def _paired_leaves(self, module: str, jax_module: Path) -> list[tuple[str, Path, Layout]]:
+        theirs, found = self._jax_leaves(jax_module), []
+        for leaf, x in self._leaves(module).items():
+            for target in _targets(leaf, theirs):
+                path = theirs[target]
+                shape = self.theirs[path].shape
+                layout = _layout(x.shape, path, shape, module in self.transposed)
+                if layout is not None:
+                    found.append((leaf, path, layout))
+                    break
+        return found
+
+    # --- attention with one matrix for query, key and value
+
+    def _attention(self) -> None:
+        modules = [n.removesuffix(".in_proj_weight") for n in self.mine if "in_proj_weight" in n]
+        owners = {p[:-2] for p in self.theirs if p[-2:] == ("query", "kernel")}
+        spelled = {_key(_stripped(owner)): owner for owner in owners}
+        left = sorted(owners, key=_natural)
+        for i, module in enumerate(modules):
+            owner = spelled.get(_key(self._spelled(module)))
+            if owner is None and len(left) == len(modules):
+                owner = left[i]
+                self.notes.append(f"paired by order: {module} with {_joined(owner)}")
+            if owner is not None:
+                self._one_attention(module, owner)
+
+    def _one_attention(self, module: str, owner: Path) -> None:
+        for ours, theirs in (("in_proj_weight", "kernel"), ("in_proj_bias", "bias")):
+            whole = self.mine.get(f"{module}.{ours}")
+            if whole is None:
+                continue
+            third = whole.shape[0] // 3
+            for k, part in enumerate(("query", "key", "value")):
+                shape = self.theirs[*owner, part, theirs].shape
+                axes = (1, 0) if theirs == "kernel" else None
+                rows = (k * third, (k + 1) * third)
+                layout = Layout(f"attention, {part}", axes, shape=shape, rows=rows)
+                self._found(f"{module}.{ours}", (*owner, part, theirs), layout, keep=k < 2)
+        self._pair(f"{module}.out_proj", (*owner, "out"))
+        self.modules[module] = _joined(owner)
+
+    # --- bookkeeping
+
+    def _found(self, name: str, path: Path, layout: Layout, keep: bool = False) -> None:
+        self.entries.append(Entry(name, path, layout, self.mine[name].shape))
+        del self.theirs[path]
+        if not keep:
+            del self.mine[name]
+
+    def _without_statistics(self) -> None:
+        """Buffers that need no counterpart: counters, and statistics that were not given."""
+        for name, x in list(self.mine.items()):
+            counter = x.dtype.kind in "iub"
+            if counter or name.endswith(_STATISTICS):
+                why = "a buffer of integers" if counter else "no statistics in JAX's parameters"
+                self.left_out.append(f"{name} ({why})")
+                del self.mine[name]
+
+    def _rest(self, partial: bool) -> None:
+        if not self.mine and not self.theirs:
+            return
+        mine = [f"{n} {x.shape}" for n, x in self.mine.items()]
+        theirs = [f"{_joined(p)} {y.shape}" for p, y in self.theirs.items()]
+        if partial:
+            self.left_out += [f"{x} (no counterpart in JAX)" for x in mine]
+            self.left_out += [f"{y} (no counterpart in PyTorch)" for y in theirs]
+            return
+        recurrent = any("weight_hh" in name for name in self.mine)
+        hint = " Recurrent layers sum two biases in PyTorch; flax has one." if recurrent else ""
+        raise GradtoolsError(
+            f"{_ASKED}: no counterpart was found for {', '.join(mine) or 'nothing'} in PyTorch and "
+            f"{', '.join(theirs) or 'nothing'} in JAX. Pair them by overrides={{torch name: jax "
+            f"name}}, or pass partial=True to leave them out.{hint}"
+        )
+
+    def _torch_modules(self) -> list[str]:
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.mine))
+
+    def _jax_modules(self) -> list[Path]:
+        """Paths of modules, without the collection that their arrays are in."""
+        return list(dict.fromkeys(_stripped(path[:-1]) for path in self.theirs))
+
+    def _leaves(self, module: str) -> dict[str, np.ndarray]:
+        named = ((name.rpartition("."), x) for name, x in self.mine.items())
+        return {leaf: x for (owner, _, leaf), x in named if owner == module}
+
+    def _jax_leaves(self, module: Path) -> dict[str, Path]:
+        found = {}
+        for path in self.theirs:
+            if _stripped(path[:-1]) == _stripped(module):
+                found[str(path[-1])] = path
+        return found
+
+    def _spelled(self, module: str) -> tuple[str, ...]:
+        """PyTorch's module path, with what overrides rename."""
+        for prefix in sorted(self.renamed, key=len, reverse=True):
+            if module == prefix or module.startswith(f"{prefix}."):
+                module = _dotted(self.renamed[prefix]) + module[len(prefix) :]
+                break
+        return tuple(module.split("."))
+
+
+def _targets(leaf: str, theirs: Mapping[str, Path]) -> list[str]:
+    """JAX's names that a name of PyTorch's may have, likeliest first."""
+    if leaf == "weight":
+        return [name for name in (*_WEIGHTS, "weight") if name in theirs]
+    return [name for name in (_RENAMED.get(leaf, leaf),) if name in theirs]
+
+
+def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -> Layout | None:
+    """The layout that makes an array of one shape one of the other, None if there is none."""
+    leaf, rank = str(path[-1]), len(shape)
+    if leaf != "kernel":
+        if shape == target:
+            return Layout("as it is")
+        if leaf == "bias" and prod(shape) == prod(target):
+            return Layout("as it is, several axes", shape=target)
+        square = rank == 2 and shape[::-1] == target
+        return Layout("transposed", (1, 0)) if square and leaf != "embedding" else None
+    if rank <= 2:
+        return _linear(shape, target) if rank == 2 else None
+    window = tuple(range(2, rank))
+    usual = tuple(shape[a] for a in (*window, 1, 0)) == target
+    other = tuple(shape[a] for a in (*window, 0, 1)) == target
+    transposed = transposed or "transpose" in "".join(map(str, path)).lower()
+    if other and (transposed or not usual):
+        return Layout("transposed convolution", (*window, 0, 1), tuple(range(rank - 2)))
+    return Layout("convolution", (*window, 1, 0)) if usual else None
+
+
+def _linear(shape: Shape, target: Shape) -> Layout | None:
+    if target == shape[::-1]:
+        return Layout("linear", (1, 0))
+    ends = [prod(target[:k]) for k in range(1, len(target))]
+    if prod(target) == prod(shape) and shape[1] in ends and len(target) > 2:
+        return Layout("linear, several axes", (1, 0), shape=target)
+    return None
+
+
+# --- reading models
+
+
+def read_torch(params: Any) -> dict[str, np.ndarray]:
+    """NumPy arrays by name, of a module, a state_dict or a dictionary of arrays."""
+    if hasattr(params, "state_dict"):
+        params = params.state_dict()
+    if not isinstance(params, Mapping):
+        raise GradtoolsError(
+            f"{_ASKED}: the PyTorch parameters are a {type(params).__name__}; expected a module or "
+            "a dictionary from names to arrays."
+        )
+    return {str(name): _numpy(x) for name, x in params.items()}
+
+
+def read_jax(params: Any) -> dict[Path, np.ndarray]:
+    """NumPy arrays by path, of linen's variables, an nnx.Module or State, or dictionaries."""
+    if not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
+        if not any(cls.__module__.startswith("flax.nnx") for cls in type(params).__mro__):
+            raise GradtoolsError(
+                f"{_ASKED}: the JAX parameters are a {type(params).__name__}; expected the "
+                "variables of flax.linen, an nnx.Module or State, or nested dictionaries of arrays."
+            )
+        from flax import nnx
+
+        params = nnx.state(params, nnx.Any(nnx.Param, nnx.BatchStat))
+    if hasattr(params, "to_pure_dict"):
+        params = params.to_pure_dict()
+    return {path: _numpy(x) for path, x in _walk(params)}
+
+
+def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _walk(value, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from _walk(value, (*path, i))
+    elif tree is not None:
+        yield path, getattr(tree, "value", tree)
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
+
+
+def _put(tree: dict[Any, Any], path: Path, x: np.ndarray) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = x
+
+
+def _check_shape(asked: str, name: str, came: Shape, wanted: Shape) -> None:
+    if came != wanted:
+        raise GradtoolsError(f"{asked}: {name} has shape {came}, expected {wanted}.")
+
+
+# --- names
+
+
+def _stripped(path: Sequence[Any]) -> Path:
+    """A path without the collection in front of it."""
+    return tuple(path[1:]) if path and path[0] in _COLLECTIONS else tuple(path)
+
+
+def _key(parts: Sequence[Any]) -> tuple[str, ...]:
+    """A name without its spelling: letters in lower case, numbers apart."""
+    text = ".".join(map(str, parts)).lower()
+    found: list[str] = []
+    for part in re.findall(r"[a-z]+|\d+", text):
+        if found and not part.isdigit() and not found[-1].isdigit():
+            found[-1] += part
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:
+    """The ends of a module's path, the whole first, without spelling."""
+    return [_key(parts[k:]) for k in range(len(parts))]
+
+
+def _natural(path: Path) -> list[tuple[int, Any]]:
+    """Sorts Dense_2 before Dense_10."""
+    parts = re.findall(r"\d+|\D+", ".".join(map(str, path)))
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+
+
+def _joined(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+def _dotted(name: str) -> str:
+    return name.replace("/", ".")

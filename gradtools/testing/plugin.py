@@ -1,0 +1,131 @@
+"""The pytest plugin: a test runs once for each backend, and frameworks are held to each other.
+
+It comes with the package. It gives the fixtures `gt` and `cross_check` and the option
+``--gradtools-backend``; a run that uses none of them imports no framework and prints nothing.
+
+    def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
+        x = gt.asarray(np.float32(3.0))
+        assert float(gt.grad(lambda x: x ** 2)(x)) == 6
+
+    def test_my_port_is_right(cross_check):                  # as gradtools.testing.cross_check
+        cross_check(torch=torch_loss, jax=jax_loss, args=(x, y))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+import gradtools
+
+BACKENDS = ("torch", "jax")
+_PROPERTY = "gradtools_cross_check"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--gradtools-backend``."""
+    parser.getgroup("gradtools").addoption(
+        "--gradtools-backend",
+        choices=(*BACKENDS, "both"),
+        default="both",
+        help="run tests that take a backend with this one only",
+    )
+
+
+def wanted_backends(config: pytest.Config) -> list[str]:
+    """The backends that are installed and asked for, in the order torch, jax."""
+    asked = config.getoption("--gradtools-backend")
+    return [b for b in BACKENDS if asked in (b, "both") and b in gradtools.available_backends()]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs what takes `gt` once for each backend."""
+    if "gradtools_backend" not in metafunc.fixturenames:
+        return
+    wanted: list[Any] = list(wanted_backends(metafunc.config))
+    if not wanted:
+        reason = "no backend of gradtools is installed or asked for"
+        wanted = [pytest.param("none", marks=pytest.mark.skip(reason=reason))]
+    metafunc.parametrize("gradtools_backend", wanted)
+
+
+@pytest.fixture
+def gt(gradtools_backend: str) -> Any:
+    """The namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each."""
+    return import_module(f"gradtools.{gradtools_backend}")
+
+
+@pytest.fixture
+def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`gradtools.testing.cross_check`, whose reports are counted at the end of the run.
+
+    A test that takes it is skipped where one of the frameworks is missing or not asked for.
+    """
+    missing = [b for b in BACKENDS if b not in wanted_backends(request.config)]
+    if missing:
+        pytest.skip(f"cross_check needs both frameworks; not there or not asked for: {missing[0]}")
+
+    def checked(*, raises: bool = True, **options: Any) -> Any:
+        from gradtools.testing.compare import cross_check as run
+
+        report = run(raises=False, **options)
+        request.node.user_properties.append((_PROPERTY, _record(report)))
+        return report.require() if raises else report
+
+    return checked
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was compared, and how closely."""
+    found = list(_records(terminalreporter.stats))
+    if not found:
+        return
+    terminalreporter.section("gradtools cross-checks")
+    for line in summary_lines(found):
+        terminalreporter.line(line)
+
+
+def summary_lines(found: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """The summary of records, each with the test that it comes from."""
+    records = [record for _, record in found]
+    arrays = sum(record["arrays"] for record in records)
+    test, closest = max(found, key=lambda pair: pair[1]["error"])
+    checks = f"{len(records)} check{'s' * (len(records) > 1)}"
+    lines = [
+        f"{checks}, {arrays} arrays compared; largest error of what agrees "
+        f"{closest['error']:.2g} of the tolerance ({test})"
+    ]
+    for test, record in found:
+        if record["cause"] is not None:
+            lines.append(f"disagrees: {test}: {record['first']}: {record['cause']}")
+    known = sorted({cause for record in records for cause in record["conventions"]})
+    lines += [f"met a known {cause}" for cause in known]
+    left_out = sum(record["left_out"] for record in records)
+    return [*lines, f"left out: {left_out} quantities that a framework cannot compute"][
+        : len(lines) + bool(left_out)
+    ]
+
+
+def _record(report: Any) -> dict[str, Any]:
+    """What the summary needs of a report, as plain data that may travel between processes."""
+    first = report.first
+    return {
+        "arrays": len(report),
+        "error": max((c.error for c in report if c.status == "agrees"), default=0.0),
+        "first": None if first is None else f"{first.quantity} of {first.path}",
+        "cause": None if first is None else str(first.cause),
+        "conventions": sorted({str(c.cause) for c in report.conventions}),
+        "left_out": len(report.left_out),
+    }
+
+
+def _records(stats: dict[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for reports in stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                for name, value in report.user_properties:
+                    if name == _PROPERTY:
+                        yield report.nodeid, value

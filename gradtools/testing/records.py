@@ -1,0 +1,373 @@
+"""Small programs as data: what to differentiate, where, and what is special about it.
+
+Each is written once, with `gt.xp`, so that it runs in every backend; the tests turn records into
+tests. The list is a beginning; it grows by adding a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One program at one point.
+
+    Attributes:
+        name: Unique; reads as a test's name.
+        function: ``f(gt, *args)``, of a backend's namespace and its arrays.
+        args: NumPy arrays, or pytrees of them.
+        shape: "number", "vector", "matrix", "pytree" or "empty": the first argument's.
+        dtype: The floating dtype of the arguments.
+        order: How many derivatives both frameworks define there, 0 to 2.
+        tags: What is special: "kink", "large", "tiny", "complex", "integer", "several",
+            "linear algebra", "network", "cancels".
+    """
+
+    name: str
+    function: Program
+    args: tuple[Any, ...]
+    shape: str
+    dtype: str = "float64"
+    order: int = 2
+    tags: frozenset[str] = frozenset()
+
+    def bind(self, gt: Any) -> Program:
+        """The program as a function of one backend's arrays alone."""
+        return partial(self.function, gt)
+
+
+def scenarios(**filters: Any) -> Iterator[Scenario]:
+    """The records of the matrix that the project's own tests run.
+
+    Args:
+        filters: Any attribute of `Scenario`, with the value that it must have or a collection of
+            allowed ones; ``tags`` names one tag or several that must all be there.
+
+    Returns:
+        An iterator of `Scenario` records, in the order of the list.
+
+    Raises:
+        GradtoolsError: A filter is no attribute of a scenario.
+
+    Example:
+        >>> from gradtools.testing import scenarios
+        >>> [s.name for s in scenarios(shape="number", tags="kink")]
+        ['relu at 0']
+    """
+    known = [field.name for field in fields(Scenario)]
+    unknown = [name for name in filters if name not in known]
+    if unknown:
+        raise GradtoolsError(f"scenarios: no attribute {unknown[0]!r}; a scenario has {known}.")
+    return (s for s in _all() if all(_has(s, name, value) for name, value in filters.items()))
+
+
+def _has(scenario: Scenario, name: str, wanted: Any) -> bool:
+    value = getattr(scenario, name)
+    several = isinstance(wanted, Collection) and not isinstance(wanted, str)
+    if name == "tags":
+        return set(wanted if several else [wanted]) <= value
+    return value in wanted if several else value == wanted
+
+
+def _draw(*shape: int, seed: int = 0, dtype: str = "float64") -> Any:
+    drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
+    if dtype.startswith("complex"):
+        drawn = drawn + 1j * np.random.default_rng([seed + 1, *shape]).standard_normal(shape)
+    return np.asarray(drawn).astype(dtype)
+
+
+def _attention(gt: Any, q: Any, k: Any, v: Any) -> Any:
+    scores = q @ k.T / 2.0
+    weights = gt.xp.exp(scores - gt.xp.max(scores, axis=-1, keepdims=True))
+    return (weights / gt.xp.sum(weights, axis=-1, keepdims=True)) @ v
+
+
+def _network(gt: Any, params: Any, x: Any) -> Any:
+    hidden = gt.xp.tanh(x @ params["w"][0] + params["b"])
+    return gt.xp.mean((hidden @ params["w"][1]) ** 2)
+
+
+def _layer_norm(gt: Any, x: Any, scale: Any) -> Any:
+    centred = x - gt.xp.mean(x, axis=-1, keepdims=True)
+    return scale * centred / gt.xp.sqrt(gt.xp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)
+
+
+def _logsumexp(gt: Any, x: Any) -> Any:
+    top = gt.xp.max(x)
+    return top + gt.xp.log(gt.xp.sum(gt.xp.exp(x - top)))
+
+
+def _softmax(gt: Any, x: Any) -> Any:
+    e = gt.xp.exp(x)
+    return e / gt.xp.sum(e, axis=-1, keepdims=True)
+
+
+def _recurrence(gt: Any, h: Any, w: Any) -> Any:
+    for _ in range(4):
+        h = gt.xp.tanh(w @ h)
+    return h
+
+
+def _all() -> Iterator[Scenario]:
+    yield from _elementwise()
+    yield from _of_shapes()
+    yield from _scales()
+    yield from _kinks()
+    yield from _complex()
+
+
+def _elementwise() -> Iterator[Scenario]:
+    """Smooth functions of one array."""
+    vector, positive = _draw(4), np.abs(_draw(4)) + 0.5
+    for name in ("sin", "cos", "tan", "exp", "expm1", "tanh", "sinh", "cosh", "square"):
+        yield Scenario(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), (vector,), "vector")
+    for name in ("log", "log1p", "sqrt", "acosh", "asinh", "atan"):
+        shift = 1.0 if name == "acosh" else 0.0
+        args = (positive + shift,)
+        yield Scenario(name, lambda gt, x, name=name: getattr(gt.xp, name)(x), args, "vector")
+    single = vector.astype("float32")
+    for name in ("sin", "exp", "tanh", "square"):
+        f = lambda gt, x, name=name: getattr(gt.xp, name)(x)
+        yield Scenario(f"{name} in float32", f, (single,), "vector", "float32")
+
+
+def _of_shapes() -> Iterator[Scenario]:
+    """Programs that mix entries, of every shape of argument."""
+    several, network = frozenset({"several"}), frozenset({"several", "network"})
+    linalg = frozenset({"several", "linear algebra"})
+    x = _draw(3, 4)
+    yield Scenario("cube of a number", lambda gt, x: x**3, (np.float64(1.5),), "number")
+    yield Scenario("number in float32", lambda gt, x: x**3, (np.float32(1.5),), "number", "float32")
+    yield Scenario(
+        "product of two numbers",
+        lambda gt, x, y: x * y + x / y,
+        (np.float64(1.5), np.float64(-0.7)),
+        "number",
+        tags=several,
+    )
+    yield Scenario("mean of squares", lambda gt, x: gt.xp.mean(x**2), (x,), "matrix")
+    yield Scenario("softmax of rows", _softmax, (x,), "matrix")
+    yield Scenario(
+        "sum of a softmax",
+        lambda gt, x: gt.xp.sum(_softmax(gt, x)),
+        (x,),
+        "matrix",
+        tags=frozenset({"cancels"}),
+    )
+    yield Scenario("logsumexp", _logsumexp, (_draw(5),), "vector")
+    yield Scenario("layer norm", _layer_norm, (x, _draw(4)), "matrix", tags=network)
+    args = (_draw(3, 4), _draw(5, 4, seed=1), _draw(5, 2, seed=2))
+    yield Scenario("attention", _attention, args, "matrix", tags=network)
+    params = {"w": [_draw(4, 5), _draw(5, 2)], "b": _draw(5)}
+    yield Scenario("network of two layers", _network, (params, x), "pytree", tags=network)
+    yield Scenario("recurrence", _recurrence, (_draw(3), _draw(3, 3)), "vector", tags=network)
+    yield Scenario("product of matrices", lambda gt, a, b: a @ b, (x, x.T), "matrix", tags=linalg)
+    square = _draw(3, 3) + 4 * np.eye(3)
+    yield Scenario(
+        "solve",
+        lambda gt, a, b: gt.xp.linalg.solve(a, b),
+        (square, _draw(3, 2)),
+        "matrix",
+        tags=linalg,
+    )
+    yield Scenario("inverse", lambda gt, a: gt.xp.linalg.inv(a), (square,), "matrix", tags=linalg)
+    yield Scenario(
+        "determinant", lambda gt, a: gt.xp.linalg.det(a), (square,), "matrix", tags=linalg
+    )
+    yield Scenario(
+        "norm away from 0",
+        lambda gt, x: gt.xp.linalg.vector_norm(x),
+        (_draw(4),),
+        "vector",
+        tags=linalg,
+    )
+    yield Scenario(
+        "output of a tree",
+        lambda gt, x: {"a": gt.xp.sin(x), "b": [gt.xp.sum(x), x * 2]},
+        (_draw(3),),
+        "vector",
+    )
+    yield Scenario(
+        "integer output beside a float",
+        lambda gt, x: (x**2, gt.xp.argmax(x)),
+        (_draw(3),),
+        "vector",
+        tags=frozenset({"integer"}),
+    )
+    yield Scenario(
+        "rows taken by integers",
+        lambda gt, table, rows: gt.xp.sin(gt.xp.take(table, rows, axis=0)),
+        (_draw(5, 2), np.array([0, 3, 3])),
+        "matrix",
+        tags=frozenset({"integer"}),
+    )
+    yield Scenario(
+        "masked by booleans",
+        lambda gt, x, mask: gt.xp.sum(gt.xp.where(mask, x**2, 0.5 * x)),
+        (_draw(3), np.array([True, False, True])),
+        "vector",
+        tags=frozenset({"integer"}),
+    )
+    yield Scenario("sum of an empty array", lambda gt, x: gt.xp.sum(x**2), (np.zeros(0),), "empty")
+    yield Scenario("empty output", lambda gt, x: x * 2.0, (np.zeros((0, 3)),), "empty")
+    yield Scenario(
+        "an argument of which nothing is used",
+        lambda gt, x, y: gt.xp.sum(x**2),
+        (_draw(3), _draw(2)),
+        "vector",
+        tags=several,
+    )
+
+
+def _scales() -> Iterator[Scenario]:
+    """Large and tiny numbers, and both at once."""
+    large, tiny = frozenset({"large"}), frozenset({"tiny"})
+    both = large | tiny
+    x = _draw(4)
+    cube = lambda gt, x: gt.xp.sum(x**3)
+    yield Scenario("cubes of 1e80", cube, (x * 1e80,), "vector", tags=large)
+    yield Scenario("cubes of 1e-80", cube, (x * 1e-80,), "vector", tags=tiny)
+    yield Scenario("values of 1e-300", lambda gt, x: x * 1e-300, (x,), "vector", tags=tiny)
+    yield Scenario("values of 1e300", lambda gt, x: x * 1e300, (x,), "vector", tags=large)
+    yield Scenario(
+        "large and tiny in one array",
+        lambda gt, x: x**2,
+        (np.array([1e30, 1.0, 1e-30]),),
+        "vector",
+        tags=both,
+    )
+    yield Scenario(
+        "a tiny leaf beside a large one",
+        lambda gt, x, y: gt.xp.sum(x**2) + 1e-25 * gt.xp.sum(gt.xp.sin(y)),
+        (x, _draw(3)),
+        "vector",
+        tags=both | {"several"},
+    )
+    yield Scenario(
+        "cubes of 1e10 in float32",
+        cube,
+        ((x * 1e10).astype("float32"),),
+        "vector",
+        "float32",
+        tags=large,
+    )
+    yield Scenario(
+        "cubes of 1e-8 in float32",
+        cube,
+        ((x * 1e-8).astype("float32"),),
+        "vector",
+        "float32",
+        tags=tiny,
+    )
+    yield Scenario("logsumexp of 1000", _logsumexp, (_draw(5) + 1000,), "vector", tags=large)
+    yield Scenario(
+        "a sum that overflows",
+        lambda gt, x: gt.xp.sum(gt.xp.exp(x)),
+        (np.array([800.0, 1.0]),),
+        "vector",
+        order=0,
+        tags=large,
+    )
+    yield Scenario(
+        "NaN in and out",
+        lambda gt, x: x * 2.0,
+        (np.array([np.nan, np.inf, 1.0]),),
+        "vector",
+        tags=large,
+    )
+
+
+def _kinks() -> Iterator[Scenario]:
+    """Points at which the derivative is a choice that both frameworks make alike."""
+    kink = frozenset({"kink"})
+    relu = lambda gt, x: gt.xp.where(x > 0, x, 0 * x)
+    yield Scenario("relu at 0", relu, (np.float64(0.0),), "number", tags=kink)
+    yield Scenario(
+        "maximum of equal arrays",
+        lambda gt, x, y: gt.xp.maximum(x, y),
+        (np.array([1.0, 2.0]), np.array([1.0, 3.0])),
+        "vector",
+        tags=kink | {"several"},
+    )
+    yield Scenario(
+        "max with ties",
+        lambda gt, x: gt.xp.max(x),
+        (np.array([1.0, 1.0, 0.0]),),
+        "vector",
+        tags=kink,
+    )
+    yield Scenario(
+        "sort with ties",
+        lambda gt, x: gt.xp.sort(x) * gt.asarray(np.array([1.0, 2.0, 3.0])),
+        (np.array([1.0, 1.0, 0.0]),),
+        "vector",
+        tags=kink,
+    )
+    yield Scenario(
+        "product with a zero",
+        lambda gt, x: gt.xp.prod(x),
+        (np.array([0.0, 2.0, 3.0]),),
+        "vector",
+        tags=kink,
+    )
+    yield Scenario(
+        "square root near 0",
+        lambda gt, x: gt.xp.sqrt(x),
+        (np.array([1e-30, 1e-8]),),
+        "vector",
+        tags=kink | {"tiny"},
+    )
+    yield Scenario(
+        "square root at 0",
+        lambda gt, x: gt.xp.sqrt(x),
+        (np.array([0.0, 1.0]),),
+        "vector",
+        order=1,
+        tags=kink,
+    )
+    yield Scenario(
+        "round at a half",
+        lambda gt, x: gt.xp.round(x),
+        (np.array([0.5, 1.5, 0.2]),),
+        "vector",
+        tags=kink,
+    )
+
+
+def _complex() -> Iterator[Scenario]:
+    """Complex arguments: real and complex outputs, holomorphic and not."""
+    tags = frozenset({"complex"})
+    z = _draw(3, dtype="complex128")
+    made: dict[str, Program] = {
+        "squared modulus": lambda gt, z: gt.xp.sum(gt.xp.abs(z) ** 2),
+        "complex square": lambda gt, z: z * z,
+        "complex conjugate": lambda gt, z: gt.xp.conj(z) * z**2,
+        "real part": lambda gt, z: gt.xp.real(z) ** 2,
+        "complex exponential": lambda gt, z: gt.xp.exp(z),
+    }
+    for name, f in made.items():
+        yield Scenario(name, f, (z,), "vector", "complex128", tags=tags)
+    w, x = _draw(2, 3, dtype="complex128"), _draw(3)
+    affine = lambda gt, w, z, x: w @ (z * x)
+    yield Scenario(
+        "complex affine", affine, (w, z, x), "matrix", "complex128", tags=tags | {"several"}
+    )
+    single = z.astype("complex64")
+    yield Scenario(
+        "squared modulus in complex64",
+        made["squared modulus"],
+        (single,),
+        "vector",
+        "complex64",
+        tags=tags,
+    )

@@ -1,0 +1,373 @@
+"""What a check found: one record for each compared array, and the report that holds them.
+
+`compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects them and prints a
+table, `AgreementError` carries the report to whoever catches it. Nothing here knows a framework.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TextIO
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing import tolerances
+
+Number = bool | int | float | complex
+AGREES, DIFFERS, CONVENTION = "agrees", "differs", "convention"
+_LINES_OF_AN_ERROR = 40
+_COLOURS = {AGREES: "32", DIFFERS: "31", CONVENTION: "33"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One array compared with another.
+
+    Attributes:
+        quantity: What the arrays are, for example "value", "gradient" or "jvp".
+        path: Which leaf: "output['loss']", "argument 0", "parameter ['w']", a layer's name.
+        order: How many derivatives were taken: 0, 1 or 2.
+        error: The largest error, in units of the tolerance: more than 1 is a disagreement, and
+            inf where it has no size (NaN in one only, another shape, another dtype).
+        tolerance: The relative error that is allowed.
+        place: The index of the worst entry, () for a number, None where there is none.
+        first: The first array's value there, or a word such as "float32" or "not connected".
+        second: The second array's.
+        shape: The arrays' shape (the first one's if they differ).
+        dtype: The coarser one of their dtypes.
+        status: "agrees", "differs", or "convention" (they differ by a known convention).
+        cause: The likely cause in a few words, None where nothing differs or none was found.
+        detail: What speaks for that cause, and what to do.
+    """
+
+    quantity: str
+    path: str
+    order: int
+    error: float
+    tolerance: float
+    place: tuple[int, ...] | None
+    first: Number | str | None
+    second: Number | str | None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    status: str = AGREES
+    cause: str | None = None
+    detail: str = ""
+
+    @property
+    def ratio(self) -> Number | None:
+        """first / second at the worst place; None where it has no value."""
+        words = isinstance(self.first, str) or isinstance(self.second, str)
+        if words or self.first is None or not self.second:
+            return None
+        with np.errstate(all="ignore"):
+            ratio = (np.asarray(self.first) / np.asarray(self.second)).item()
+        return ratio if np.isfinite(ratio) else None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether this is no disagreement."""
+        return self.status != DIFFERS
+
+    def because(self, cause: str, detail: str = "", status: str = DIFFERS) -> Comparison:
+        """The same record with a cause."""
+        return replace(self, cause=cause, detail=detail, status=status)
+
+    def describe(self, names: Sequence[str] = ("first", "second")) -> str:
+        """One sentence: what differs, where, by how much, and why."""
+        where = f" at {list(self.place)}" if self.place else ""
+        ratio = "" if self.ratio is None else f", ratio {show(self.ratio)}"
+        why = f" Likely cause: {self.cause}." if self.cause else ""
+        return (
+            f"{self.quantity} of {self.path}{where}: {names[0]} {show(self.first)}, "
+            f"{names[1]} {show(self.second)}{ratio}; error {show_units(self.error)} times the "
+            f"tolerance {self.tolerance:g}.{why}{' ' + self.detail if self.detail else ''}"
+        )
+
+
+def compare_arrays(
+    quantity: str,
+    path: str,
+    first: Any,
+    second: Any,
+    order: int = 0,
+    *,
+    tolerance: float | None = None,
+    noise: float = 0.0,
+) -> Comparison:
+    """The record of two arrays.
+
+    Args:
+        quantity: What they are, as in `Comparison`.
+        path: Which leaf they are.
+        order: How many derivatives were taken; chooses the tolerance.
+        first: A NumPy array or number.
+        second: The same.
+        tolerance: A relative error in place of the table's.
+        noise: An absolute size below which differences count as rounding of larger numbers that
+            cancel. 0 by default: none.
+
+    Returns:
+        A `Comparison`, with status "agrees" or "differs" and no cause yet.
+
+    Example:
+        >>> found = compare_arrays("value", "output", np.array([1.0, 2.0]), np.array([1.0, 2.5]))
+        >>> found.status, found.place, found.first, found.second
+        ('differs', (1,), 2.0, 2.5)
+    """
+    first, second = np.asarray(first), np.asarray(second)
+    dtype = tolerances.coarser(first.dtype, second.dtype)
+    allowed = tolerances.tolerance(dtype, order) if tolerance is None else tolerance
+    if first.shape != second.shape:
+        return Comparison(
+            *(quantity, path, order, math.inf, allowed, None),
+            *(f"shape {first.shape}", f"shape {second.shape}", first.shape, dtype, DIFFERS),
+        )
+    units = errors(first, second, allowed, noise)
+    place = np.unravel_index(int(np.argmax(units)), units.shape) if units.size else None
+    error = float(units[place]) if place is not None else 0.0
+    return Comparison(
+        quantity,
+        path,
+        order,
+        error,
+        allowed,
+        None if place is None else tuple(int(i) for i in place),
+        None if place is None else as_number(first[place]),
+        None if place is None else as_number(second[place]),
+        first.shape,
+        dtype,
+        AGREES if error <= 1 else DIFFERS,
+    )
+
+
+def mismatch(
+    quantity: str, path: str, order: int, words: tuple[str, str], shape: tuple[int, ...] = ()
+) -> Comparison:
+    """The record of a disagreement that has no size, in words for each side."""
+    return Comparison(
+        quantity, path, order, math.inf, 0.0, None, *words, shape=shape, status=DIFFERS
+    )
+
+
+def errors(first: np.ndarray, second: np.ndarray, tolerance: float, noise: float) -> np.ndarray:
+    """The error of each entry, in units of the tolerance; inf where one alone is not finite."""
+    a, b = widened(first), widened(second)
+    with np.errstate(all="ignore"):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        finite = np.isfinite(a) & np.isfinite(b)
+        difference = np.where(finite & ~same, np.abs(a - b), 0.0)
+        size = np.where(finite, np.maximum(np.abs(a), np.abs(b)), 0.0).max(initial=0.0)
+        units = np.where(difference > 0, difference / size / tolerance, 0.0)  # exact: inf
+        units = np.where(difference <= noise, 0.0, units)
+    return np.where(same, 0.0, np.where(finite, units, np.inf))
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+    """x in float64 or complex128, so that differences are not rounded."""
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def as_number(x: Any) -> Number:
+    """One entry of an array as a Python number."""
+    value = x.item() if x.dtype.kind in "biufc" else float(x)
+    return value if isinstance(value, bool | int | float | complex) else float(value)
+
+
+@dataclass
+class Report:
+    """What was compared, and how closely; true if everything agrees.
+
+    Attributes:
+        title: What was checked.
+        names: What the first and the second of each pair are called.
+        comparisons: A `Comparison` for each compared array, in the order of comparison.
+        left_out: What could not be compared, each with its reason.
+        notes: Anything else the reader should know.
+
+    Example:
+        >>> from gradtools.testing import Report
+        >>> report = Report("x", comparisons=[compare_arrays("value", "output", 1.0, 1.0)])
+        >>> bool(report), report.worst.error
+        (True, 0.0)
+    """
+
+    title: str
+    names: tuple[str, str] = ("torch", "jax")
+    comparisons: list[Comparison] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return all(c.agrees for c in self.comparisons)
+
+    def __iter__(self) -> Iterator[Comparison]:
+        return iter(self.comparisons)
+
+    def __len__(self) -> int:
+        return len(self.comparisons)
+
+    @property
+    def disagreements(self) -> list[Comparison]:
+        """The comparisons that differ and are no known convention."""
+        return [c for c in self.comparisons if not c.agrees]
+
+    @property
+    def conventions(self) -> list[Comparison]:
+        """The comparisons that differ by a convention of the frameworks."""
+        return [c for c in self.comparisons if c.status == CONVENTION]
+
+    @property
+    def first(self) -> Comparison | None:
+        """The first disagreement, None if there is none."""
+        return next(iter(self.disagreements), None)
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The comparison with the largest error, None if nothing was compared."""
+        return max(self.comparisons, key=lambda c: c.error, default=None)
+
+    @property
+    def cause(self) -> str | None:
+        """The likely cause of the first disagreement."""
+        return None if self.first is None else self.first.cause
+
+    def summary(self) -> str:
+        """One line: how many arrays, how many disagree, and the largest error."""
+        if not self.comparisons:
+            return f"{self.title}: nothing was compared"
+        found, known = len(self.disagreements), len(self.conventions)
+        agreeing = [c for c in self.comparisons if c.status == AGREES]
+        largest = max((c.error for c in agreeing), default=0.0)
+        text = f"{self.title}: {len(self)} arrays compared, "
+        text += f"{found} disagree" if found else "all agree"
+        text += f", {known} by a known convention" if known else ""
+        return f"{text}; largest error of what agrees {show_units(largest)} of the tolerance"
+
+    def table(self, colour: bool = False, limit: int | None = None) -> str:
+        """The report as text, one line for each comparison.
+
+        Args:
+            colour: Whether to colour it for a terminal.
+            limit: How many lines at most; if there are more, those that agree go first. None: all.
+        """
+        chosen = self._chosen(limit)
+        head = ("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")
+        rows = [self._row(c) for c in chosen]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines = [self.summary(), _line(head, widths)]
+        for row, c in zip(rows, chosen, strict=True):
+            line = _line(row, widths)
+            lines.append(f"\x1b[{_COLOURS[c.status]}m{line}\x1b[0m" if colour else line)
+        if len(chosen) < len(self):
+            lines.append(f"... and {len(self) - len(chosen)} more; print the report to see all")
+        if self.first is not None:
+            lines += ["", f"First disagreement: {self.first.describe(self.names)}"]
+        known = self.conventions if limit is None else self.conventions[:limit]
+        lines += [f"Convention: {c.describe(self.names)}" for c in known]
+        lines += [f"Left out: {reason}" for reason in self.left_out]
+        lines += [f"Note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _chosen(self, limit: int | None) -> list[Comparison]:
+        if limit is None or len(self) <= limit:
+            return self.comparisons
+        return [*self.disagreements, *self.conventions][:limit]
+
+    def _row(self, c: Comparison) -> tuple[str, ...]:
+        place = "" if c.place in (None, ()) else str(list(c.place or ()))
+        if c.error == 0:
+            return (c.quantity, c.path, "0", "", "", "", "", "")
+        ratio = "" if c.ratio is None else show(c.ratio)
+        error = show_units(c.error)
+        return (
+            c.quantity,
+            c.path,
+            error,
+            place,
+            show(c.first),
+            show(c.second),
+            ratio,
+            c.cause or "",
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def print(self, stream: TextIO | None = None) -> None:
+        """Prints the table, in colour if the stream is a terminal."""
+        import sys
+
+        stream = sys.stdout if stream is None else stream
+        print(self.table(colour=stream.isatty()), file=stream)
+
+    def to_json(self) -> str:
+        """The report as JSON: numbers that JSON lacks (NaN, inf, complex) become strings."""
+        rows = [{**asdict(c), "ratio": c.ratio} for c in self.comparisons]
+        whole = {
+            "title": self.title,
+            "agrees": bool(self),
+            "cause": self.cause,
+            "names": self.names,
+            "comparisons": rows,
+            "left_out": self.left_out,
+            "notes": self.notes,
+        }
+        return json.dumps(_plain(whole), indent=2, allow_nan=False)
+
+    def require(self) -> Report:
+        """The report itself if everything agrees.
+
+        Raises:
+            AgreementError: Something disagrees; the error carries the report.
+        """
+        if not self:
+            raise AgreementError(self)
+        return self
+
+
+class AgreementError(GradtoolsError):
+    """Two computations that should agree do not; `report` says where and why.
+
+    Attributes:
+        report: The whole `Report`.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        super().__init__(report.table(limit=_LINES_OF_AN_ERROR))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.report,)
+
+
+def show(x: Any) -> str:
+    """A value of a record in a few characters."""
+    if x is None or isinstance(x, str | bool | int):
+        return "" if x is None else str(x)
+    if isinstance(x, complex):
+        return f"{x.real:.6g}{x.imag:+.6g}j"
+    return f"{x:.9g}"
+
+
+def show_units(error: float) -> str:
+    """An error in units of its tolerance."""
+    return "0" if error == 0 else f"{error:.2g}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_plain(value) for value in x]
+    if isinstance(x, complex) or (isinstance(x, float) and not math.isfinite(x)):
+        return str(x)
+    return x

@@ -1,0 +1,429 @@
+"""One side of a cross-check: a program in one framework, asked for derivatives in NumPy.
+
+A `Side` takes a function, a module or a functionalized triple, and answers with NumPy arrays:
+values, gradients, pullbacks, pushforwards, Hessian products, each at inputs that are NumPy arrays.
+Both sides are then the same kind of thing, and `compare` speaks of neither framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing import tolerances
+
+Arrays = list[np.ndarray]
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One evaluation: each leaf of the output with its path."""
+
+    paths: list[str]
+    arrays: Arrays
+
+    def inexact(self) -> dict[str, np.ndarray]:
+        """The leaves that have derivatives."""
+        named = zip(self.paths, self.arrays, strict=True)
+        return {path: x for path, x in named if is_inexact(x)}
+
+
+class Side:
+    """A program in one framework.
+
+    Attributes:
+        name: "torch" or "jax".
+        gt: The namespace of that backend.
+        backend: Its waist.
+        params: The program's own parameters in NumPy, by path; empty for a function.
+        paired: Whether the parameters are differentiated: the other side has them too.
+    """
+
+    def __init__(self, name: str, subject: Any, dtype: str | None = None) -> None:
+        self.name = name
+        self.gt = import_module(f"gradtools.{name}")
+        self.backend = import_module(f"gradtools.{name}.backend").__dict__[
+            {"torch": "TorchBackend", "jax": "JaxBackend"}[name]
+        ]()
+        self.apply, params, self._state = resolve(self.gt, name, subject)
+        self.is_model = self.paired = params is not None
+        self._like, self._tree = self.backend.flatten(params)
+        self.raw_params = params
+        paths = self.backend.leaf_paths(params)
+        arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._like]
+        self.params = dict(zip(paths, arrays, strict=True))
+        self._state = self._cast_state(dtype)
+
+    def _cast_state(self, dtype: str | None) -> Any:
+        leaves, tree = self.backend.flatten(self._state)
+        if dtype is None or self._state is None:
+            return self._state
+        return self.backend.unflatten(tree, [self._cast_array(x, dtype) for x in leaves])
+
+    def _cast_array(self, x: Any, dtype: str) -> Any:
+        plain = self.backend.is_array(x) and self.backend.is_inexact(x)
+        return self.asarray(cast(self.gt.to_numpy(x), dtype)) if plain else x
+
+    def asarray(self, x: np.ndarray) -> Any:
+        """x in the framework, on the device of the program's parameters."""
+        if self.name == "jax" and not _x64():
+            x = x.astype({"int64": "int32", "uint64": "uint32"}.get(x.dtype.name, x.dtype))
+        x = self.gt.asarray(x)
+        device = getattr(self._like[0], "device", None) if self._like else None
+        return x.to(device) if self.name == "torch" and device is not None else x
+
+    # --- what the program is as a function of flat leaves
+
+    def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """The program as a function of the differentiated leaves: parameters, then arguments."""
+        kwargs = convert(kwargs, self.asarray)
+        constants = {i: self.asarray(x) for i, x in inputs.constants.items()}
+        count = len(self.params)
+        free = [self.paired and is_inexact(x) for x in self.params.values()]
+        own = [self.asarray(x) for x in self.params.values()]
+
+        def program(*leaves: Any) -> Any:
+            moving = iter(leaves)
+            params = [next(moving) if f else x for f, x in zip(free, own, strict=True)]
+            args = inputs.rebuild(moving, constants)
+            if not self.is_model:
+                return self.apply(*args, **kwargs)
+            tree = self.backend.unflatten(self._tree, params) if count else self.raw_params
+            return self.apply(tree, self._state, *args, **kwargs)[0]
+
+        return program
+
+    def params_tree(self, arrays: Arrays) -> Any:
+        """The tree of the parameters with these arrays (those that are not free as they are)."""
+        moving = iter(arrays)
+        full = [next(moving) if is_inexact(x) else x for x in self.params.values()]
+        return self.backend.unflatten(self._tree, full)
+
+    def params_list(self, tree: Any) -> Arrays:
+        """The arrays of such a tree, those that are free."""
+        return [x for x in self.backend.flatten(tree)[0] if is_inexact(x)]
+
+    def plain_params(self) -> dict[str, Any]:
+        """The parameters as nested dictionaries of NumPy arrays."""
+        tree: dict[str, Any] = {}
+        for path, x in self.params.items():
+            *above, last = tokens(path)
+            place = tree
+            for key in above:
+                place = place.setdefault(key, {})
+            place[last] = x
+        return tree
+
+    def has_64_bits(self) -> bool:
+        """Whether a parameter is float64 or complex128."""
+        return any(_is_wide(x) for x in self.params.values())
+
+    @property
+    def free_params(self) -> dict[str, np.ndarray]:
+        """The parameters that are differentiated."""
+        return {path: x for path, x in self.params.items() if self.paired and is_inexact(x)}
+
+    def flat(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """The program's inexact outputs and the others, as two lists."""
+
+        def fun(*leaves: Any) -> tuple[list[Any], list[Any]]:
+            arrays = self.leaves_of(program(*leaves))
+            inexact = [x for x in arrays if self.backend.is_inexact(x)]
+            return inexact, [x for x in arrays if not self.backend.is_inexact(x)]
+
+        return fun
+
+    def leaves_of(self, out: Any) -> list[Any]:
+        """The arrays of an output."""
+        leaves = self.backend.flatten(out)[0]
+        return [x if self.backend.is_array(x) else self.gt.asarray(x) for x in leaves]
+
+    # --- what is asked of it; leaves, tangents and cotangents are NumPy arrays
+
+    def value(self, program: Callable[..., Any], leaves: Arrays) -> Output:
+        """The output."""
+        out = program(*map(self.asarray, leaves))
+        found, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
+        is_array = self.backend.is_array
+        arrays = [self.gt.to_numpy(x) if is_array(x) else as_array(x) for x in found]
+        return Output([normal(path) for path in paths], arrays)
+
+    def pullback(
+        self, program: Callable[..., Any], leaves: Arrays, cotangents: Arrays
+    ) -> list[np.ndarray | None]:
+        """J^H c for each leaf; None where a leaf does not reach the output."""
+        xs = list(map(self.asarray, leaves))
+        found = self.backend.vjp(self.flat(program), xs, groups=[1] * len(xs), once=True)
+        pairs = zip(found.outs, cotangents, strict=True)
+        pulled = found.pullback([self.asarray(c.astype(self.dtype(y))) for y, c in pairs])
+        return [None if g is None else self.gt.to_numpy(g) for g in pulled]
+
+    def pushforward(self, program: Callable[..., Any], leaves: Arrays, tangents: Arrays) -> Arrays:
+        """J t for each inexact output."""
+        xs, ts = list(map(self.asarray, leaves)), list(map(self.asarray, tangents))
+        fun = lambda *leaves: self.flat(program)(*leaves)[0]
+        pushed = self.gt.jvp(fun, tuple(xs), tuple(ts))[1]
+        return [self.gt.to_numpy(x) for x in pushed]
+
+    def hessian_product(
+        self,
+        program: Callable[..., Any],
+        leaves: Arrays,
+        tangents: Arrays,
+        cotangents: Arrays,
+        mode: str,
+    ) -> Arrays:
+        """The Hessian of the contracted output times t, in one mix of modes."""
+        xs, ts = tuple(map(self.asarray, leaves)), tuple(map(self.asarray, tangents))
+        loss = self.contracted(program, cotangents)
+        return [self.gt.to_numpy(h) for h in self.gt.hvp(loss, xs, ts, mode=mode)[1]]
+
+    def contracted(self, program: Callable[..., Any], cotangents: Arrays) -> Callable[..., Any]:
+        """Re<c, f>, one real number."""
+        cts = list(map(self.asarray, cotangents))
+
+        def loss(*leaves: Any) -> Any:
+            outs = self.flat(program)(*leaves)[0]
+            return sum(self._inner(c, y) for c, y in zip(cts, outs, strict=True))
+
+        return loss
+
+    def operations(self, program: Callable[..., Any], leaves: Arrays) -> set[str]:
+        """The names of PyTorch's nodes, or of JAX's primitives and named functions."""
+        xs = list(map(self.asarray, leaves))
+        if self.name == "torch":
+            return _torch_operations(lambda *ys: self.flat(program)(*ys)[0], xs)
+        return _jax_operations(lambda *ys: self.flat(program)(*ys)[0], xs)
+
+    def _inner(self, c: Any, y: Any) -> Any:
+        if self.backend.is_complex(y):
+            return (c.real * y.real + c.imag * y.imag).sum()
+        return y if y.ndim == 0 and float(c) == 1 else (self.backend.cast(c, y) * y).sum()
+
+    def dtype(self, x: Any) -> Any:
+        """The NumPy dtype of one of the framework's arrays."""
+        name = self.backend.dtype_name(x).removeprefix("torch.")
+        return np.dtype(getattr(import_module("ml_dtypes"), name)) if "bfloat" in name else name
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of both programs, split into what is differentiated and what is not.
+
+    Attributes:
+        moving: The differentiated leaves, by their path ("argument 0['x']").
+        constants: The other arrays, by their number among all leaves.
+    """
+
+    tree: Any
+    moving: dict[str, np.ndarray]
+    constants: dict[int, np.ndarray]
+    others: dict[int, Any]
+
+    @classmethod
+    def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
+        """The leaves of `args`, told apart."""
+        asked = range(len(args)) if argnums is None else _positions(argnums, len(args))
+        moving, constants, others = {}, {}, {}
+        for i, (path, leaf) in enumerate(walk(tuple(args))):
+            if not is_arraylike(leaf):
+                others[i] = leaf
+                continue
+            x = cast(as_array(leaf), dtype)
+            if is_inexact(x) and int(path[0]) in asked:
+                moving[argument_path(path)] = x
+            else:
+                constants[i] = x
+        return cls(tuple(args), moving, constants, others)
+
+    def has_64_bits(self, kwargs: Any = None) -> bool:
+        """Whether an argument is float64 or complex128."""
+        named = [x for _, x in walk(dict(kwargs or {})) if isinstance(x, np.ndarray | np.generic)]
+        return any(map(_is_wide, [*self.moving.values(), *self.constants.values(), *named]))
+
+    def named_arrays(self) -> list[tuple[str, np.ndarray]]:
+        """Every array of the arguments, with its name."""
+        constants = [(f"argument leaf {i}", x) for i, x in self.constants.items()]
+        return [*self.moving.items(), *constants]
+
+    def rebuild(self, moving: Iterator[Any], constants: dict[int, Any]) -> tuple[Any, ...]:
+        """The arguments, with arrays of a framework at the leaves."""
+        known = {**constants, **self.others}
+        numbers = iter(range(len(known) + len(self.moving)))
+
+        def leaf(_: Any) -> Any:
+            i = next(numbers)
+            return known[i] if i in known else next(moving)
+
+        return convert_leaves(self.tree, leaf)
+
+
+def _torch_operations(fun: Callable[..., Any], xs: list[Any]) -> set[str]:
+    seen: set[Any] = set()
+    left = [y.grad_fn for y in fun(*[x.requires_grad_() for x in xs]) if y.grad_fn is not None]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left += [n for n, _ in node.next_functions if n is not None]
+    return {node.name() for node in seen}
+
+
+def _jax_operations(fun: Callable[..., Any], xs: list[Any]) -> set[str]:
+    import jax
+
+    names: set[str] = set()
+    left = [jax.make_jaxpr(fun)(*xs).jaxpr]
+    while left:
+        for equation in left.pop().eqns:
+            names |= {equation.primitive.name, str(equation.params.get("name", ""))}
+            for value in jax.tree.leaves(list(equation.params.values())):
+                inner = getattr(value, "jaxpr", value)
+                left += [inner] if hasattr(inner, "eqns") else []
+    return names
+
+
+def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """`(apply, params, state)`; params is None for a function."""
+    module, variables = subject, None
+    if isinstance(subject, tuple) and len(subject) == 2 and library(subject[0]):
+        module, variables = subject
+    if library(module):
+        return gt.functionalize(module, variables=variables)
+    if isinstance(subject, tuple) and len(subject) == 3 and callable(subject[0]):
+        apply, params, state = subject
+        return apply, {} if params is None else params, state
+    if callable(subject):
+        return subject, None, None
+    raise GradtoolsError(
+        f"cross_check: {name} is {_kind(subject)}; expected a function, a module, for flax.linen "
+        "the pair (module, variables), or the triple (apply, params, state) of functionalize."
+    )
+
+
+def library(x: Any) -> str | None:
+    """Which library of modules x belongs to, None if it is no module."""
+    for cls in type(x).__mro__:
+        home = cls.__module__
+        if cls.__name__ == "Module" and home.startswith(
+            ("torch.nn.", "flax.linen.", "flax.nnx.", "equinox.")
+        ):
+            return ".".join(home.split(".")[:2]) if home[0] in "tf" else "equinox"
+    return None
+
+
+@contextlib.contextmanager
+def double_precision(wanted: bool) -> Iterator[None]:
+    """JAX with 64-bit types inside the block, as it was afterwards; nothing if not wanted."""
+    if not wanted:
+        yield
+        return
+    import jax
+
+    home = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")
+    with home.enable_x64(True):
+        yield
+
+
+def _x64() -> bool:
+    import jax
+
+    return bool(jax.config.read("jax_enable_x64"))
+
+
+# --- trees of NumPy arrays: tuples, lists, dicts and named tuples
+
+
+def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each leaf with its path; None is an empty tree."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from walk(value, (*path, str(key)))
+    elif isinstance(tree, tuple | list):
+        for i, value in enumerate(tree):
+            yield from walk(value, (*path, str(i)))
+    elif tree is not None:
+        yield path, tree
+
+
+def convert_leaves(tree: Any, f: Callable[[Any], Any]) -> Any:
+    """The tree with f(leaf) at each leaf."""
+    if isinstance(tree, dict):
+        return type(tree)((key, convert_leaves(value, f)) for key, value in tree.items())
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(convert_leaves(value, f) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(convert_leaves(value, f) for value in tree)
+    return None if tree is None else f(tree)
+
+
+def convert(tree: Any, f: Callable[[Any], Any]) -> Any:
+    """The tree with f at each NumPy array, anything else as it is."""
+    return convert_leaves(tree, lambda x: f(x) if isinstance(x, np.ndarray | np.generic) else x)
+
+
+def as_array(x: Any) -> np.ndarray:
+    """A NumPy array; a Python number becomes float64, complex128, int64 or bool."""
+    return np.asarray(x)
+
+
+def is_arraylike(x: Any) -> bool:
+    """Whether an argument's leaf is an array or a floating number, not a setting."""
+    return isinstance(x, np.ndarray | np.generic | float | complex)
+
+
+def is_inexact(x: np.ndarray) -> bool:
+    """Whether x is floating or complex."""
+    return tolerances.real_name(x.dtype) in tolerances.EPSILONS
+
+
+def _is_wide(x: Any) -> bool:
+    return x.dtype.name in ("float64", "complex128")
+
+
+def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
+    """x in another precision: real stays real, complex stays complex, integers are left alone."""
+    if dtype is None or not is_inexact(x):
+        return x
+    if x.dtype.kind == "c":
+        return x.astype({"float64": "complex128", "float32": "complex64"}[dtype])
+    return x.astype(
+        np.dtype(getattr(import_module("ml_dtypes"), dtype)) if dtype[0] == "b" else dtype
+    )
+
+
+def normal(path: str) -> str:
+    """A leaf's path, however its framework spells it: ['a'], .a and .a.value are one."""
+    return "".join(f"[{token}]" for token in tokens(path))
+
+
+def tokens(path: str) -> Path:
+    """The names and numbers of a leaf's path."""
+    found = re.findall(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[([^\]]*)\]|\.?([^\[\].]+)", path)
+    names = tuple(next(part for part in parts if part) for parts in found if any(parts))
+    return names[:-1] if len(names) > 1 and names[-1] == "value" else names
+
+
+def argument_path(path: Path) -> str:
+    """A leaf of the arguments in words."""
+    return f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
+
+
+def _positions(argnums: Any, count: int) -> tuple[int, ...]:
+    from gradtools.calls import normalized_argnums
+
+    if isinstance(argnums, tuple | list) and not argnums:
+        return ()
+    return normalized_argnums("cross_check", argnums, count)
+
+
+def _kind(x: Any) -> str:
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"

@@ -1,0 +1,108 @@
+"""How closely two results must agree: one table, by dtype and by order of derivative.
+
+The error of an array is relative to its own largest entry,
+
+    error = max |a - b| / max(|a|, |b|)
+
+and an array agrees when its error is at most `tolerance(dtype, order)`. Nothing grows with the
+number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order
+0 is a value, 1 a gradient, a vjp or a jvp, 2 a Hessian product. A derivative held against finite
+differences has a column of its own: extrapolated, they keep about half of the digits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+
+TOLERANCES: dict[str, tuple[float, float, float]] = {
+    # dtype:   (order 0, order 1, order 2)
+    "float64": (1e-12, 1e-12, 1e-11),
+    "float32": (1e-5, 1e-5, 1e-4),
+    "float16": (4e-3, 8e-3, 3e-2),
+    "bfloat16": (3e-2, 6e-2, 2e-1),
+}
+FINITE_DIFFERENCES = {"float64": 1e-7, "float32": 2e-3, "float16": 1e-1, "bfloat16": 3e-1}
+EPSILONS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_REAL_PART = {"complex128": "float64", "complex64": "float32"}
+
+
+def tolerance(dtype: Any, order: int = 0) -> float:
+    """The largest relative error at which two results of one dtype agree.
+
+    Args:
+        dtype: A NumPy dtype or its name, real or complex; of two results the coarser one's.
+        order: How many derivatives were taken: 0, 1 or 2.
+
+    Returns:
+        The relative error, a Python float; 0.0 for integers and booleans, which must be equal.
+
+    Raises:
+        GradtoolsError: There is no row for the dtype, or no column for the order.
+
+    Example:
+        >>> from gradtools.testing import tolerance
+        >>> tolerance("float64", order=1), tolerance("complex64"), tolerance("int32")
+        (1e-12, 1e-05, 0.0)
+    """
+    if order not in (0, 1, 2):
+        raise GradtoolsError(f"tolerance: order is {order!r}; the table has orders 0, 1 and 2.")
+    row = TOLERANCES.get(real_name(dtype))
+    if row is not None:
+        return row[order]
+    if is_exact(dtype):
+        return 0.0
+    raise GradtoolsError(
+        f"tolerance: the table has no row for the dtype {dtype}; it has {', '.join(TOLERANCES)}, "
+        "and the complex dtypes made of them. Pass a tolerance of your own."
+    )
+
+
+def epsilon(dtype: Any) -> float:
+    """The spacing of a dtype's numbers at 1 (0.0 for integers and booleans).
+
+    Example:
+        >>> epsilon("complex128") == 2.0 ** -52
+        True
+    """
+    return EPSILONS.get(real_name(dtype), 0.0)
+
+
+def real_name(dtype: Any) -> str:
+    """The name of a dtype, of its real part if it is complex."""
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    return _REAL_PART.get(name, name)
+
+
+def is_exact(dtype: Any) -> bool:
+    """Whether a dtype holds integers or booleans, which are compared for equality."""
+    return real_name(dtype).rstrip("0123456789") in ("int", "uint", "bool")
+
+
+def coarser(first: Any, second: Any) -> str:
+    """Of two dtypes the name of the one with the larger spacing, for a pair of results."""
+    names = real_name(first), real_name(second)
+    return max(names, key=lambda name: EPSILONS.get(name, 0.0))
+
+
+def tolerance_table() -> str:
+    """The table of tolerances as text.
+
+    Example:
+        >>> from gradtools.testing import tolerance_table
+        >>> print(tolerance_table())
+        dtype     value  first order  second order  finite differences
+        float64   1e-12        1e-12         1e-11               1e-07
+        float32   1e-05        1e-05        0.0001               0.002
+        float16   0.004        0.008          0.03                 0.1
+        bfloat16   0.03         0.06           0.2                 0.3
+    """
+    lines = [f"{'dtype':<9}{'value':>6}  {'first order':>11}  {'second order':>12}"]
+    lines[0] += f"  {'finite differences':>18}"
+    for name, (value, first, second) in TOLERANCES.items():
+        numeric = FINITE_DIFFERENCES[name]
+        lines.append(f"{name:<9}{value:>6g}  {first:>11g}  {second:>12g}  {numeric:>18g}")
+    return "\n".join(lines)

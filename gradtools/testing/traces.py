@@ -1,0 +1,315 @@
+"""One run of a model with every layer watched: what goes in, what comes out, what comes back.
+
+In PyTorch hooks see each module's output and its gradient. In JAX each call's output gets a zero
+added, and the gradient with respect to that zero is the gradient at the output; flax.linen's calls
+are met by its own interceptors, flax.nnx's by a wrapped ``__call__``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.layouts import read_jax, read_torch
+from gradtools.testing.sides import cast, library
+
+ASKED = "first_divergence"
+Name = tuple[str, ...]
+_LOCK = threading.Lock()
+
+
+@dataclass
+class Layer:
+    """One call of one module: arrays in NumPy.
+
+    Attributes:
+        name: The module's path; the model itself is ().
+        call: The number of this call of the module.
+        inputs: The arrays that it was called with.
+        outputs: The floating arrays that it returned.
+        gradients: What comes back to each of them; None where nothing does.
+    """
+
+    name: Name
+    call: int
+    inputs: list[np.ndarray]
+    outputs: list[np.ndarray]
+    gradients: list[np.ndarray | None] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        name = ".".join(self.name) or "the model"
+        return f"{name} (call {self.call + 1})" if self.call else name
+
+
+@dataclass
+class Trace:
+    """A watched run.
+
+    Attributes:
+        layers: The calls, in the order in which they returned.
+        parameters: The model's parameters by name or path.
+        gradients: Their gradients.
+        kinds: The class of each module.
+    """
+
+    layers: list[Layer]
+    parameters: dict[Any, np.ndarray]
+    gradients: dict[Any, np.ndarray]
+    kinds: dict[Name, Any]
+
+
+def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
+    """A run of a torch.nn.Module, on a copy in `dtype`."""
+    import torch
+
+    model = copy.deepcopy(model).to(getattr(torch, dtype))
+    model.zero_grad()
+    args = [_to_torch(x, dtype) for x in inputs]
+    layers: list[Layer] = []
+    calls: dict[Name, int] = {}
+    kinds = {_name(n): m for n, m in model.named_modules()}
+
+    def watch(name: Name) -> Callable[..., None]:
+        def hook(module: Any, given: Any, named: Any, out: Any) -> None:
+            call = calls[name] = calls.get(name, -1) + 1
+            outs = [y for y in _tensors(out) if y.is_floating_point() or y.is_complex()]
+            ins = [_np(x) for x in _tensors([*given, *named.values()])]
+            layer = Layer(name, call, ins, [_np(y) for y in outs], [None] * len(outs))
+            layers.append(layer)
+            for k, y in enumerate(outs):
+                if y.requires_grad:
+                    y.register_hook(lambda g, k=k: layer.gradients.__setitem__(k, _np(g)))
+
+        return hook
+
+    handles = [m.register_forward_hook(watch(name), with_kwargs=True) for name, m in kinds.items()]
+    try:
+        out = [y for y in _tensors(model(*args, **(kwargs or {}))) if y.requires_grad]
+        cotangents = [torch.as_tensor(draw(_np(y))) for y in out]
+        if out:
+            torch.autograd.backward(out, cotangents)
+    finally:
+        for handle in handles:
+            handle.remove()
+    gradients = {n: _np(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return Trace(layers, read_torch(model), gradients, kinds)
+
+
+def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
+    """A run of a flax.linen module with its variables, or of an nnx module."""
+    import jax
+
+    gt = import_module("gradtools.jax")
+    args = [_to_jax(x, dtype) for x in inputs]
+    runner = _Linen if isinstance(model, tuple) else _Nnx
+    params, run = runner(model, dtype).split()
+    shapes: dict[Any, Any] = {}
+
+    def program(params: Any, zeros: dict[Any, Any]) -> tuple[Any, Any]:
+        watched: list[tuple[Name, int, Any, Any]] = []
+        calls: dict[Name, int] = {}
+
+        def seen(name: Name, given: Any, out: Any) -> Any:
+            call = calls[name] = calls.get(name, -1) + 1
+            if (name, call) in zeros:
+                out = _added(out, zeros[name, call])
+            watched.append((name, call, _arrays(given), _floats(out)))
+            return out
+
+        out = run(params, args, kwargs or {}, seen)
+        shapes.update({(name, call): outs for name, call, _, outs in watched})
+        shapes["order"] = [(name, call) for name, call, _, _ in watched]
+        return _floats(out), [(ins, outs) for _, _, ins, outs in watched]
+
+    try:
+        jax.eval_shape(program, params, {})
+        zeros: dict[Any, Any] = {
+            key: [jax.numpy.zeros(y.shape, y.dtype) for y in shapes[key]] for key in shapes["order"]
+        }
+        out, pullback, watched = gt.vjp(program, params, zeros, has_aux=True)
+    except jax.errors.UnexpectedTracerError as error:
+        raise GradtoolsError(
+            f"{ASKED}: a layer of the JAX model is called inside a transform (nn.scan, nn.remat, "
+            "nn.jit, nnx.scan), where its values cannot be looked at. Unroll it for the check."
+        ) from error
+    order = shapes["order"]
+    grads, back = pullback([jax.numpy.asarray(draw(np.asarray(y))) for y in out])
+    layers = [
+        Layer(key[0], key[1], _nps(ins), _nps(outs), list(_nps(back[key])))
+        for key, (ins, outs) in zip(order, watched, strict=True)
+    ]
+    return Trace(layers, read_jax(params), read_jax(grads), {})
+
+
+class _Linen:
+    """A linen module with its variables."""
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        self.module, variables = model
+        self.params = _tree(dict(variables).get("params", {}), dtype)
+        self.rest = {k: _tree(v, dtype) for k, v in dict(variables).items() if k != "params"}
+
+    def split(self) -> tuple[Any, Callable[..., Any]]:
+        return {"params": self.params}, self._run
+
+    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
+        import flax.linen as nn
+
+        def meet(call: Any, given: Any, named: Any, context: Any) -> Any:
+            out = call(*given, **named)
+            if context.method_name != "__call__":
+                return out
+            name = tuple(map(str, context.module.path))
+            return seen(name, [*given, *named.values()], out)
+
+        with nn.intercept_methods(meet):
+            found = self.module.apply(
+                {**params, **self.rest}, *args, mutable=list(self.rest), **kwargs
+            )
+        return found[0]
+
+
+class _Nnx:
+    """An nnx module."""
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        from flax import nnx
+
+        parts: Any = nnx.split(model, nnx.Param, ...)
+        self.graph = parts[0]
+        self.params, self.rest = (_tree(part, dtype) for part in parts[1:])
+
+    def split(self) -> tuple[Any, Callable[..., Any]]:
+        return self.params.to_pure_dict(), self._run
+
+    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
+        from flax import nnx
+
+        state = import_module("jax").tree.map(lambda x: x, self.params)
+        state.replace_by_pure_dict(params)
+        model = nnx.merge(self.graph, state, self.rest)
+        names = {id(m): tuple(map(str, path)) for path, m in nnx.iter_modules(model)}
+        with _wrapped({type(m) for _, m in nnx.iter_modules(model)}, names, seen):
+            return model(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _wrapped(
+    classes: set[type], names: dict[int, Name], seen: Callable[..., Any]
+) -> Iterator[None]:
+    """The classes' `__call__` watched, for the block."""
+    kept = {}
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *given: Any, **named: Any) -> Any:
+            out = call(self, *given, **named)
+            name = names.get(id(self))
+            return out if name is None else seen(name, [*given, *named.values()], out)
+
+        return run
+
+    with _LOCK:
+        for cls in classes:
+            if any("__call__" in base.__dict__ for base in cls.__mro__):
+                kept[cls] = cls.__dict__.get("__call__")
+        originals = {cls: cls.__call__ for cls in kept}
+        try:
+            for cls, call in originals.items():
+                cls.__call__ = watched(call)  # type: ignore[method-assign]
+            yield
+        finally:
+            for cls, call in kept.items():
+                if call is None:
+                    del cls.__call__
+                else:
+                    cls.__call__ = call  # type: ignore[method-assign]
+
+
+def check_models(torch_model: Any, jax_model: Any) -> None:
+    """Refuses what cannot be watched."""
+    if library(torch_model) != "torch.nn":
+        raise GradtoolsError(
+            f"{ASKED}: torch_model is a {type(torch_model).__name__}; expected a torch.nn.Module."
+        )
+    pair = isinstance(jax_model, tuple) and len(jax_model) == 2
+    if not (pair and library(jax_model[0]) == "flax.linen") and library(jax_model) != "flax.nnx":
+        raise GradtoolsError(
+            f"{ASKED}: jax_model is a {type(jax_model).__name__}; expected the pair (module, "
+            "variables) of flax.linen, or an nnx.Module."
+        )
+
+
+# --- arrays and trees
+
+
+def _name(dotted: str) -> Name:
+    return tuple(dotted.split(".")) if dotted else ()
+
+
+def _tensors(tree: Any) -> list[Any]:
+    from torch.utils import _pytree
+
+    return [x for x in _pytree.tree_leaves(tree) if hasattr(x, "requires_grad")]
+
+
+def _np(x: Any) -> np.ndarray:
+    return np.array(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
+
+
+def _nps(xs: Any) -> list[np.ndarray]:
+    return [_np(x) for x in xs]
+
+
+def _to_torch(x: Any, dtype: str) -> Any:
+    import torch
+
+    is_array = isinstance(x, np.ndarray | np.generic)
+    return torch.as_tensor(cast(np.array(x), dtype)) if is_array else x
+
+
+def _to_jax(x: Any, dtype: str) -> Any:
+    import jax
+
+    is_array = isinstance(x, np.ndarray | np.generic)
+    return jax.numpy.asarray(cast(np.asarray(x), dtype)) if is_array else x
+
+
+def _tree(tree: Any, dtype: str) -> Any:
+    import jax
+
+    def leaf(x: Any) -> Any:
+        plain = hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+        return jax.numpy.asarray(cast(np.asarray(x), dtype)) if plain else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    import jax
+
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
+def _floats(tree: Any) -> list[Any]:
+    import jax
+
+    return [x for x in _arrays(tree) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
+
+
+def _added(out: Any, zeros: list[Any]) -> Any:
+    """out with the zeros added to its floating arrays."""
+    import jax
+
+    left = iter(zeros)
+    inexact = lambda x: (
+        isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+    )
+    return jax.tree.map(lambda x: x + next(left) if inexact(x) else x, out)

@@ -1,0 +1,306 @@
+"""Parameters of torch.nn models and of their ports to flax find each other, both ways exactly."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+from gradtools.testing import Layout, match_parameters
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax")
+
+import flax.linen as nn  # noqa: E402  only where flax is installed
+import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
+
+
+def random_module(module):
+    """The module with random parameters and statistics in double precision."""
+    module = module.double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, x in module.state_dict().items():
+            if x.is_floating_point():
+                draw = torch.rand(x.shape, generator=generator, dtype=x.dtype)
+                x.copy_(draw + 0.5 if name.endswith("var") else draw - 0.5)
+    return module.eval()
+
+
+def same_both_ways(module, jax_params, **kwargs):
+    """The mapping, after the proof that it and its inverse are exact."""
+    state = {k: x.numpy() for k, x in module.state_dict().items()}
+    mapping = match_parameters(module, jax_params, **kwargs)
+    theirs = mapping.to_jax(module)
+    shapes = jax.tree.map(lambda x: x.shape, theirs)
+    like = jax_params if isinstance(jax_params, dict) else nnx.state(jax_params).to_pure_dict()
+    assert shapes == jax.tree.map(lambda x: tuple(x.shape), like)
+    back = mapping.to_torch(theirs)
+    paired = {e.torch_name for e in mapping.entries}
+    assert set(back) == paired
+    for name in paired:
+        np.testing.assert_array_equal(back[name], state[name])
+    return mapping, theirs
+
+
+def agree(module, x, jax_out, move=lambda y: y):
+    out = module(torch.as_tensor(x)).detach().numpy()
+    np.testing.assert_allclose(move(out), np.asarray(jax_out), rtol=1e-12, atol=1e-13)
+
+
+def conv(*args, **kwargs):
+    return lambda: nn.Conv(*args, padding="VALID", **kwargs)
+
+
+def conv_transpose(*args, **kwargs):
+    return lambda: nn.ConvTranspose(*args, padding="VALID", **kwargs)
+
+
+t = torch.nn
+# name: torch's layer, flax's, the input's shape, whether channels move
+LAYERS = {
+    "linear": (lambda: t.Linear(3, 4), lambda: nn.Dense(4), (2, 3), False),
+    "conv1d": (lambda: t.Conv1d(2, 5, 3), conv(5, (3,)), (2, 2, 7), True),
+    "conv2d": (lambda: t.Conv2d(2, 5, (3, 2)), conv(5, (3, 2)), (2, 2, 7, 6), True),
+    "square conv2d": (lambda: t.Conv2d(3, 3, 3), conv(3, (3, 3)), (2, 3, 7, 6), True),
+    "grouped conv2d": (
+        lambda: t.Conv2d(4, 6, 3, groups=2),
+        conv(6, (3, 3), feature_group_count=2),
+        (2, 4, 7, 6),
+        True,
+    ),
+    "conv3d": (lambda: t.Conv3d(2, 3, 2), conv(3, (2, 2, 2)), (1, 2, 4, 5, 3), True),
+    "transposed conv2d": (
+        lambda: t.ConvTranspose2d(2, 5, 3, 2),
+        conv_transpose(5, (3, 3), (2, 2)),
+        (2, 2, 4, 5),
+        True,
+    ),
+    "transposed conv1d, transpose_kernel": (
+        lambda: t.ConvTranspose1d(2, 5, 3, 2),
+        conv_transpose(5, (3,), (2,), transpose_kernel=True),
+        (2, 2, 4),
+        True,
+    ),
+    "layer norm": (lambda: t.LayerNorm(4), lambda: nn.LayerNorm(epsilon=1e-5), (3, 4), False),
+    "group norm": (
+        lambda: t.GroupNorm(2, 4),
+        lambda: nn.GroupNorm(2, epsilon=1e-5),
+        (3, 4, 5),
+        True,
+    ),
+    "batch norm": (
+        lambda: t.BatchNorm1d(4),
+        lambda: nn.BatchNorm(use_running_average=True, epsilon=1e-5),
+        (3, 4),
+        False,
+    ),
+    "embedding": (lambda: t.Embedding(7, 4), lambda: nn.Embed(7, 4), None, False),
+}
+
+
+class One(nn.Module):
+    """A port that names its only layer `layer`, as a torch.nn.Sequential cannot."""
+
+    make: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.make().copy(name="layer")(x)
+
+
+class TorchOne(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_linen_computes_the_same_with_the_mapped_parameters(name, rng):
+    make, port, shape, channels = LAYERS[name]
+    module = random_module(TorchOne(make()))
+    x = np.array([[1, 2], [0, 6]]) if shape is None else rng.normal(size=shape)
+    moved = np.moveaxis(x, 1, -1) if channels else x
+    one = One(port)
+    variables = jax.tree.map(lambda y: y, one.init(jax.random.key(0), moved))
+    _, theirs = same_both_ways(module, variables)
+    agree(module, x, one.apply(theirs, moved), lambda y: np.moveaxis(y, 1, -1) if channels else y)
+
+
+class Unnamed(nn.Module):
+    """A port whose only layer has the name that linen gives it."""
+
+    make: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.make()(x)
+
+
+@pytest.mark.parametrize("port", [One, Unnamed])
+def test_a_square_transposed_convolution_is_told_by_its_class_or_name(port, rng):
+    module = random_module(TorchOne(torch.nn.ConvTranspose2d(3, 3, 3)))
+    port = port(lambda: nn.ConvTranspose(3, (3, 3), padding="VALID"))
+    x = rng.normal(size=(2, 3, 5, 5))
+    moved = np.moveaxis(x, 1, -1)
+    given = module if isinstance(port, One) else module.state_dict()
+    variables = port.init(jax.random.key(0), moved)
+    theirs = match_parameters(given, variables).to_jax(module)
+    agree(module, x, port.apply(theirs, moved), lambda y: np.moveaxis(y, 1, -1))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(2, 4, (3, 3), padding="VALID", rngs=rngs)
+        self.norm = nnx.BatchNorm(4, use_running_average=True, epsilon=1e-5, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)])
+
+    def __call__(self, x):
+        x = self.norm(self.conv(x)).mean((1, 2))
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+class TorchNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 4, 3)
+        self.norm = torch.nn.BatchNorm2d(4)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).mean((2, 3))
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def test_a_network_of_nnx_computes_the_same_with_the_mapped_parameters(rng):
+    module, port = random_module(TorchNet()), Net(nnx.Rngs(0))
+    mapping, theirs = same_both_ways(module, port)
+    graph, state = nnx.split(port)
+    state.replace_by_pure_dict(jax.tree.map(jnp.asarray, theirs))
+    x = rng.normal(size=(2, 2, 6, 6))
+    agree(module, x, nnx.merge(graph, state)(np.moveaxis(x, 1, -1)))
+    assert mapping.modules["layers.1"] == "layers.1"
+    assert mapping.left_out == ("norm.num_batches_tracked (a buffer of integers)",)
+
+
+def test_attention_with_one_matrix_is_split(rng):
+    module = random_module(torch.nn.MultiheadAttention(6, 2, batch_first=True))
+    port = nn.MultiHeadDotProductAttention(2)
+    x = rng.normal(size=(2, 5, 6))
+    _, theirs = same_both_ways(TorchOne(module), One(lambda: port).init(jax.random.key(0), x))
+    out = module(*[torch.as_tensor(x)] * 3)[0].detach().numpy()
+    np.testing.assert_allclose(out, One(lambda: port).apply(theirs, x), rtol=1e-12, atol=1e-13)
+
+
+def test_a_plain_sequence_is_paired_by_order(rng):
+    sizes = (3, 5, 5, 5, 2)
+    pairs = list(itertools.pairwise(sizes))
+    layers = [part for a, b in pairs for part in (torch.nn.Linear(a, b), torch.nn.Tanh())]
+    module = random_module(torch.nn.Sequential(*layers))
+
+    class Port(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _, b in pairs:
+                x = jnp.tanh(nn.Dense(b)(x))
+            return x
+
+    x = rng.normal(size=(4, 3))
+    variables = Port().init(jax.random.key(0), x)
+    shuffled = {"params": dict(reversed(variables["params"].items()))}
+    mapping, theirs = same_both_ways(module, shuffled)
+    agree(module, x, Port().apply(theirs, x))
+    assert "paired by order: 2 with Dense_1" in mapping.notes
+
+
+def test_names_are_found_whatever_their_spelling():
+    mine = {
+        f"encoder.layer.{i}.LayerNorm.{leaf}": np.full(3, i)
+        for i in (0, 1, 10)
+        for leaf in ("weight", "bias")
+    }
+    theirs = {
+        "encoder": {
+            f"layer_{i}": {"layer_norm": {"scale": np.zeros(3), "bias": np.zeros(3)}}
+            for i in (10, 1, 0)
+        }
+    }
+    found = match_parameters(mine, theirs).to_jax(mine)
+    assert found["encoder"]["layer_10"]["layer_norm"]["scale"].tolist() == [10, 10, 10]
+    assert found["encoder"]["layer_1"]["layer_norm"]["bias"].tolist() == [1, 1, 1]
+
+
+def test_a_prefix_that_one_model_has_is_no_obstacle():
+    mine = {"model.fc1.weight": np.ones((4, 4)), "model.fc2.weight": np.zeros((4, 4))}
+    theirs = {"fc2": {"kernel": np.ones((4, 4))}, "fc1": {"kernel": np.ones((4, 4))}}
+    assert match_parameters(mine, theirs).to_jax(mine)["fc2"]["kernel"].sum() == 0
+
+
+def test_overrides_rename_modules_and_arrays_and_say_how_they_lie(rng):
+    mine = {
+        "a.x.weight": rng.normal(size=(2, 2)),
+        "scale": rng.normal(size=(2, 3)),
+        "b": np.ones(9),
+    }
+    theirs = {"q": {"x": {"kernel": np.ones((2, 2))}}, "gain": np.ones((3, 2))}
+    overrides = {"a": "q", "scale": ("gain", (1, 0)), "b": None}
+    mapping = match_parameters(mine, theirs, overrides)
+    found = mapping.to_jax({name: mine[name] for name in ("a.x.weight", "scale")})
+    np.testing.assert_array_equal(found["gain"], mine["scale"].T)
+    np.testing.assert_array_equal(found["q"]["x"]["kernel"], mine["a.x.weight"].T)
+    assert mapping.left_out == ("b (as overrides say)",)
+    mirrored = Layout("mirrored", (1, 0), reversed_axes=(0,))
+    found = match_parameters(mine, theirs, {**overrides, "scale": ("gain", mirrored)})
+    np.testing.assert_array_equal(found.to_jax(mine)["gain"], mine["scale"].T[::-1])
+    np.testing.assert_array_equal(found.to_torch(found.to_jax(mine))["scale"], mine["scale"])
+
+
+def test_what_has_no_counterpart_is_named():
+    mine = {"a.weight": np.ones((2, 3)), "b.weight": np.ones((5, 3)), "c.bias": np.ones(7)}
+    theirs = {"a": {"kernel": np.ones((3, 2))}, "d": {"kernel": np.ones((4, 4))}}
+    words = r"b\.weight \(5, 3\), c\.bias \(7,\) in PyTorch and d\.kernel \(4, 4\) in JAX"
+    with pytest.raises(GradtoolsError, match=words):
+        match_parameters(mine, theirs)
+    mapping = match_parameters(mine, theirs, partial=True)
+    assert [str(e) for e in mapping.entries] == ["a.weight -> a/kernel (linear)"]
+    assert len(mapping.left_out) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"nothing": "a"}, "overrides names 'nothing', which is neither"),
+        ({"a.weight": "nothing"}, r"overrides pairs a.weight with 'nothing', which the JAX model"),
+        ({"a.weight": "d/kernel"}, r"a.weight of shape \(2, 3\) with d/kernel of shape \(4, 4\)"),
+    ],
+)
+def test_a_wrong_override_is_named(overrides, words):
+    theirs = {"a": {"kernel": np.ones((3, 2))}, "d": {"kernel": np.ones((4, 4))}}
+    with pytest.raises(GradtoolsError, match=words):
+        match_parameters({"a.weight": np.ones((2, 3))}, theirs, overrides)
+
+
+def test_unknown_names_and_shapes_are_refused_on_the_way():
+    mine = {"a.weight": np.ones((2, 3))}
+    mapping = match_parameters(mine, {"a": {"kernel": np.ones((3, 2))}})
+    with pytest.raises(GradtoolsError, match=r"to_jax: the mapping does not know z"):
+        mapping.to_jax({"z": np.ones(2)})
+    with pytest.raises(GradtoolsError, match=r"to_jax: a.weight has shape \(3, 2\), expected"):
+        mapping.to_jax({"a.weight": np.ones((3, 2))})
+    with pytest.raises(GradtoolsError, match=r"to_torch: the mapping does not know a.bias"):
+        mapping.to_torch({"a": {"bias": np.ones(2)}})
+    with pytest.raises(GradtoolsError, match="the JAX parameters are a int"):
+        match_parameters(mine, 3)
+    with pytest.raises(GradtoolsError, match="the PyTorch parameters are a int"):
+        match_parameters(3, {})

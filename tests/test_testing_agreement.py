@@ -1,0 +1,93 @@
+"""Healthy pairs: `cross_check` reports nothing on programs that agree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import gradtools.jax
+import gradtools.torch
+from gradtools import GradtoolsError
+from gradtools.testing import Scenario, cross_check, scenarios
+
+functional = torch.nn.functional
+X = np.array([0.3, -0.7, 1.2])
+PAIRS = {
+    "softplus": (functional.softplus, jax.nn.softplus, X),
+    "silu": (functional.silu, jax.nn.silu, X),
+    "exact gelu": (functional.gelu, lambda x: jax.nn.gelu(x, approximate=False), X),
+    "log softmax": (lambda x: functional.log_softmax(x, -1), jax.nn.log_softmax, X),
+    "relu of zeros": (functional.relu, jax.nn.relu, np.zeros(3)),
+    "relu6 at its edges": (functional.relu6, jax.nn.relu6, np.array([0.0, 6.0, 3.0])),
+    "celu": (functional.celu, jax.nn.celu, X),
+    "hardswish at its edge": (functional.hardswish, jax.nn.hard_swish, np.array([3.0, 0.5])),
+    "biased variance": (lambda x: x.var(correction=0), jnp.var, X),
+    "cumulative sum": (lambda x: torch.cumsum(x, 0), jnp.cumsum, X),
+    "erf": (torch.erf, jax.scipy.special.erf, X),
+    "logit": (torch.logit, jax.scipy.special.logit, X / 4 + 0.5),
+    "einsum": (
+        lambda a: torch.einsum("ij,kj->ik", a, a),
+        lambda a: jnp.einsum("ij,kj->ik", a, a),
+        np.arange(6.0).reshape(2, 3),
+    ),
+    "a branch on values": (
+        lambda x: x**2 if x.sum() > 0 else x,
+        lambda x: x**2 if x.sum() > 0 else x,
+        X,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_of_native_programs_agrees(name):
+    by_torch, by_jax, x = PAIRS[name]
+    report = cross_check(torch=by_torch, jax=by_jax, args=(x,))
+    assert report and not report.conventions and not report.left_out
+    assert len(report) == 6
+
+
+@pytest.mark.parametrize("scenario", list(scenarios()), ids=lambda scenario: scenario.name)
+def test_a_scenario_agrees_in_both_frameworks(scenario):
+    pair = {gt.__name__.split(".")[1]: scenario.bind(gt) for gt in (gradtools.torch, gradtools.jax)}
+    report = cross_check(**pair, args=scenario.args, order=scenario.order)
+    assert report and not report.conventions and not report.left_out
+    assert all(c.error <= 1 for c in report)
+    expected = {"value"} if scenario.order == 0 else {"value", "gradient", "vjp", "jvp"}
+    assert expected <= {c.quantity for c in report}
+
+
+def test_there_are_more_than_fifty_healthy_pairs_of_every_kind():
+    records = list(scenarios())
+    assert len(records) + len(PAIRS) >= 70
+    assert len({s.name for s in records}) == len(records)
+    tags = {tag for s in records for tag in s.tags}
+    assert tags >= {"kink", "large", "tiny", "complex", "integer", "several", "cancels"}
+    assert {s.dtype for s in records} == {"float64", "float32", "complex128", "complex64"}
+    assert {s.shape for s in records} == {"number", "vector", "matrix", "pytree", "empty"}
+
+
+def test_scenarios_are_chosen_by_their_attributes():
+    chosen = list(scenarios(dtype=["float32", "complex64"], tags={"complex"}))
+    assert [s.name for s in chosen] == ["squared modulus in complex64"]
+    assert [s.name for s in scenarios(order=0)] == ["a sum that overflows"]
+
+
+def test_a_scenario_is_a_record_that_cannot_change():
+    scenario = next(scenarios())
+    assert isinstance(scenario, Scenario)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        scenario.name = "other"
+
+
+def test_an_unknown_filter_is_refused_at_once():
+    with pytest.raises(GradtoolsError, match="no attribute 'size'"):
+        scenarios(size=3)

@@ -1,0 +1,146 @@
+"""`gradtools crosscheck` and `gradtools conventions`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import gradtools
+from gradtools.cli import main
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+PROGRAMS = """
+    import jax.numpy as jnp
+    import torch
+
+    def torch_loss(x, y):
+        return (torch.sin(x) * y).sum()
+
+    def jax_loss(x, y):
+        return (jnp.sin(x) * y).sum()
+
+    def wrong_loss(x, y):
+        return -(jnp.sin(x) * y).sum()
+
+    class here:
+        torch_sin, jax_sin = torch.sin, jnp.sin
+"""
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A module of programs in the working directory."""
+    (tmp_path / "ported.py").write_text(textwrap.dedent(PROGRAMS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("ported", None)
+
+
+def test_programs_that_agree_give_a_plain_table_and_status_0(programs, capsys):
+    np.savez("inputs.npz", np.array([0.1, 0.2]), np.array([1.0, -1.0]))
+    status = main(["crosscheck", "ported:torch_loss", "ported:jax_loss", "--args", "inputs.npz"])
+    out = capsys.readouterr().out
+    assert status == 0
+    assert "10 arrays compared, all agree" in out
+    assert "\x1b[" not in out and "gradient" in out and "argument 1" in out
+
+
+def test_programs_that_disagree_give_status_1_and_the_cause(programs, capsys):
+    status = main(["crosscheck", "ported:torch_loss", "ported:wrong_loss", "--shapes", "3,3"])
+    out = capsys.readouterr().out
+    assert status == 1
+    assert "Likely cause: sign" in out
+
+
+def test_json_holds_every_comparison(programs, capsys):
+    command = ["crosscheck", "ported:torch_loss", "ported:wrong_loss", "--shapes", "3,3", "--json"]
+    assert main([*command, "--order", "0"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["agrees"], found["cause"]) == (False, "sign")
+    assert [row["quantity"] for row in found["comparisons"]] == ["value"]
+    assert found["comparisons"][0]["ratio"] == -1
+
+
+def test_a_terminal_gets_colours(programs, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    main(["crosscheck", "ported:here.torch_sin", "ported:here.jax_sin", "--shapes", "3"])
+    assert "\x1b[32mvalue" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kinds"),
+    [("2x3:float32,5", ["float32 (2, 3)", "float64 (5,)"]), ("():complex64", ["complex64 ()"])],
+)
+def test_shapes_are_drawn_with_their_dtypes(shapes, kinds):
+    from gradtools.testing.commands import _draw
+
+    assert [f"{x.dtype} {x.shape}" for x in _draw(shapes, 0)] == kinds
+
+
+def test_integers_are_small():
+    from gradtools.testing.commands import _draw
+
+    (drawn,) = _draw("100:int32", 0)
+    assert set(drawn.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["ported", "ported:jax_loss", "--shapes", "3"], "package.module:name"),
+        (["ported:nothing", "ported:jax_loss", "--shapes", "3"], "ported has no nothing"),
+        (["no_such_module:f", "ported:jax_loss", "--shapes", "3"], "cannot be imported"),
+        (["ported:torch_loss", "ported:jax_loss", "--shapes", "3 by 4"], "is no shape"),
+        (["ported:torch_loss", "ported:jax_loss", "--shapes", "3:float99"], "no NumPy dtype"),
+        (["ported:torch_loss", "ported:jax_loss", "--args", "absent.npz"], "absent.npz"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_status_1(programs, capsys, options, says):
+    assert main(["crosscheck", *options]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_without_a_framework_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(gradtools, "available_backends", lambda: ("torch",))
+    assert main(["crosscheck", "a:b", "c:d", "--shapes", "3"]) == 1
+    assert 'pip install "gradtools[jax]"' in capsys.readouterr().err
+
+
+def test_inputs_must_be_given_one_way(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["crosscheck", "a:b", "c:d"])
+    assert caught.value.code == 2
+
+
+def test_conventions_prints_only_the_rows_asked_for(capsys):
+    assert main(["conventions", "norm at 0"]) == 0
+    names = [line[3:].split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert names == ["norm at 0", "1-norm at 0"]
+    assert main(["conventions", "no such kink"]) == 1
+
+
+def test_conventions_prints_the_table_as_it_was_measured(capsys):
+    assert main(["conventions"]) == 0
+    out = capsys.readouterr().out
+    lines = {line[3:].split("  ")[0]: line for line in out.splitlines()}
+    assert lines["|x| at 0"].split()[-4:] == ["0", "1", "0", "0"]
+    assert lines["|x| at 0"].startswith("*")
+    assert lines["clip at its upper edge"].split()[-4:] == ["1", "0.5", "0", "0"]
+    assert lines["relu at 0"].startswith(" ")
+    assert "nan, nan" in lines["norm at 0"]
+    assert "2-4j" in lines["pullback of z**2 at 1 + 2i, native"]
+    assert out.splitlines()[-1].endswith("differ (*)")
+    assert "\x1b[" not in out

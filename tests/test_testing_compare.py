@@ -1,0 +1,544 @@
+"""`cross_check`: what it takes, what it compares, what it leaves as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+pytest.importorskip("flax")
+pytest.importorskip("equinox")
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import torch
+from flax import linen, nnx
+
+import gradtools.jax
+import gradtools.torch
+from gradtools import GradtoolsError
+from gradtools.testing import AgreementError, cross_check
+from gradtools.testing.layouts import match_parameters
+
+X = np.array([0.3, -0.7, 1.2])
+ROWS = np.random.default_rng(0).standard_normal((4, 3))
+
+
+def quantities(report) -> list[str]:
+    return list(dict.fromkeys(c.quantity for c in report))
+
+
+def paths(report, quantity: str) -> list[str]:
+    return [c.path for c in report if c.quantity == quantity]
+
+
+# --- what is compared
+
+
+def test_order_chooses_what_is_compared():
+    orders = [
+        quantities(cross_check(torch=torch.sin, jax=jnp.sin, args=(X,), order=n)) for n in range(3)
+    ]
+    first = ["value", "gradient", "vjp", "jvp"]
+    second = ["hvp, forward over reverse", "hvp, reverse over reverse"]
+    assert orders == [["value"], first, first + second]
+
+
+def test_every_leaf_of_every_argument_is_compared_under_its_name():
+    f = lambda tree, scale: tree["w"][0] * scale + tree["b"]
+    args = ({"w": [X], "b": 2 * X}, np.float64(3.0))
+    report = cross_check(torch=f, jax=f, args=args, order=1)
+    assert paths(report, "gradient") == ["argument 0[w][0]", "argument 0[b]", "argument 1"]
+
+
+def test_every_leaf_of_the_output_is_compared_under_its_name():
+    f = lambda x: {"a": x, "b": [2 * x, x.sum()]}
+    report = cross_check(torch=f, jax=f, args=(X,), order=1)
+    assert sorted(paths(report, "value")) == ["output[a]", "output[b][0]", "output[b][1]"]
+
+
+def test_a_number_that_left_the_framework_is_a_stopped_gradient():
+    with pytest.raises(AgreementError) as caught:
+        cross_check(torch=lambda x: x.sum().item(), jax=jnp.sum, args=(X,), order=1)
+    first = caught.value.report.first
+    assert (first.quantity, first.cause) == ("gradient", "stopped gradient in torch")
+
+
+def test_argnums_choose_what_is_differentiated():
+    f = lambda x, y: x * y
+    report = cross_check(torch=f, jax=f, args=(X, X), argnums=1, order=1)
+    assert paths(report, "gradient") == ["argument 1"]
+
+
+def test_integers_booleans_and_settings_are_passed_on():
+    f = lambda x, rows, mask, name, power: (x[rows] * mask) ** power
+    args = (X, np.array([0, 2]), np.array([True, False]), "unused", 3)
+    report = cross_check(torch=f, jax=f, args=args, order=1)
+    assert paths(report, "gradient") == ["argument 0"]
+
+
+def test_keyword_arguments_are_passed_on_as_arrays_and_as_they_are():
+    f = lambda x, scale, power: scale * x**power
+    report = cross_check(order=1, torch=f, jax=f, args=(X,), kwargs={"scale": 2 * X, "power": 2})
+    assert report and paths(report, "gradient") == ["argument 0"]
+    torch_seen = lambda x, scale: x * torch.sin(scale)
+    with pytest.raises(AgreementError):
+        cross_check(
+            order=1, torch=torch_seen, jax=lambda x, scale: x, args=(X,), kwargs={"scale": X}
+        )
+
+
+def test_the_gradient_of_a_number_needs_no_random_direction():
+    report = cross_check(
+        order=1,
+        torch=lambda x: (x**2).sum(),
+        jax=lambda x: (x**2).sum() * 2,
+        args=(X,),
+        raises=False,
+    )
+    gradient = next(c for c in report if c.quantity == "gradient")
+    assert gradient.first == pytest.approx(2 * X[gradient.place[0]])
+
+
+def test_the_seed_chooses_the_directions():
+    f, g = (lambda x: x**2), (lambda x: 2 * x**2)
+    firsts = [
+        next(
+            c.first
+            for c in cross_check(order=1, torch=f, jax=g, args=(X,), seed=seed, raises=False)
+            if c.quantity == "jvp"
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert firsts[0] == firsts[1] != firsts[2]
+
+
+def test_complex_gradients_are_those_of_gradtools_in_both():
+    z = X + 1j * X[::-1]
+    assert cross_check(order=1, torch=lambda z: z * z, jax=lambda z: z * z, args=(z,))
+
+
+def test_nan_at_the_same_place_agrees_and_at_another_does_not():
+    x = np.array([np.nan, 1.0])
+    assert cross_check(order=1, torch=lambda x: 2 * x, jax=lambda x: 2 * x, args=(x,))
+    with pytest.raises(AgreementError, match="NaN in torch"):
+        cross_check(order=1, torch=lambda x: 2 * x, jax=lambda x: 2 * x[::-1], args=(x,))
+
+
+def test_an_argument_that_neither_uses_is_no_disagreement():
+    f = lambda x, y: x * 2
+    report = cross_check(torch=f, jax=f, args=(X, X), order=1)
+    unused = [c for c in report if c.path == "argument 1"]
+    assert report and {c.first for c in unused} == {"not connected"}
+
+
+def test_what_a_framework_cannot_compute_is_said_and_is_no_disagreement():
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, c):
+            return c * 2
+
+    report = cross_check(torch=Reverse.apply, jax=lambda x: x * 2, args=(X,))
+    assert report and "jvp" not in quantities(report)
+    assert report.left_out and report.left_out[0].startswith("jvp: torch: ")
+    assert "Left out: jvp: torch" in str(report)
+
+
+def test_a_program_that_fails_says_which_side_failed():
+    def broken(x):
+        raise ValueError("out of luck")
+
+    with pytest.raises(ValueError, match="out of luck") as caught:
+        cross_check(torch=torch.sin, jax=broken, args=(X,))
+    assert "raised by the jax program" in caught.value.__notes__[0]
+
+
+def test_a_disagreement_stands_where_the_search_for_its_cause_fails():
+    calls = []
+
+    def once(x):
+        calls.append(x)
+        if len(calls) > 1:
+            raise RuntimeError("not again")
+        return x * 2
+
+    with pytest.raises(AgreementError, match="search for a cause failed: RuntimeError: not again"):
+        cross_check(torch=once, jax=lambda x: x * 3, args=(X,), order=0)
+
+
+# --- conventions
+
+
+def test_a_known_convention_is_named_and_is_no_disagreement():
+    x = np.array([0.0, 1.0, -2.0])
+    report = cross_check(
+        order=1, torch=lambda x: torch.clamp(x, 0, 1), jax=lambda x: jnp.clip(x, 0, 1), args=(x,)
+    )
+    assert report and {c.quantity for c in report.conventions} == {"gradient", "vjp", "jvp"}
+    assert "clip at its lower edge" in report.conventions[0].cause
+    assert "Convention: gradient of argument 0 at [0]" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("by_torch", "by_jax", "x", "row"),
+    [
+        (torch.abs, jnp.abs, [0.0, 1.0], "|x| at 0"),
+        (torch.linalg.vector_norm, jnp.linalg.norm, [0.0, 0.0], "norm at 0"),
+        (lambda x: x**0.0, lambda x: x**0.0, [0.0, 1.0], "x**0 at 0"),
+        (torch.median, jnp.median, [1.0, 1.0, 0.0], "median, ties"),
+        (lambda x: x.max(0).values, lambda x: x.max(0), [1.0, 1.0, 0.0], "max over axis 0"),
+        (torch.nn.functional.elu, jax.nn.elu, [0.0, 1.0], "elu at 0"),
+    ],
+)
+def test_the_row_of_the_table_is_named(by_torch, by_jax, x, row):
+    report = cross_check(torch=by_torch, jax=by_jax, args=(np.array(x),))
+    assert report.conventions and all(row in c.cause for c in report.conventions)
+
+
+def test_a_kink_does_not_excuse_a_fault_elsewhere():
+    x = np.array([0.0, 1.0, -2.0])
+    doubled = lambda x: 2 * jnp.abs(x) - jax.lax.stop_gradient(jnp.abs(x))
+    with pytest.raises(AgreementError):
+        cross_check(torch=torch.abs, jax=doubled, args=(x,), order=1)
+
+
+# --- precision
+
+
+def test_float64_is_switched_on_for_the_check_alone(default_precision):
+    seen = []
+
+    def program(x):
+        seen.append((x.dtype, jax.config.jax_enable_x64))
+        return x * 2
+
+    assert cross_check(order=1, torch=lambda x: x * 2, jax=program, args=(X,))
+    assert set(seen) == {(jnp.dtype("float64"), True)}
+    assert jnp.asarray(X).dtype == jnp.float32
+
+
+def test_float64_is_switched_off_again_after_an_exception(default_precision):
+    def broken(x):
+        raise ValueError("out of luck")
+
+    with pytest.raises(ValueError, match="out of luck"):
+        cross_check(torch=torch.sin, jax=broken, args=(X,))
+    with pytest.raises(AgreementError):
+        cross_check(torch=torch.sin, jax=jnp.cos, args=(X,), order=0)
+    assert jnp.asarray(X).dtype == jnp.float32
+
+
+def test_what_was_compiled_before_is_not_used_in_the_wrong_precision(default_precision):
+    fast = jax.jit(lambda x: jnp.sin(x) / 3)
+    before = fast(X)
+    assert cross_check(order=1, torch=lambda x: torch.sin(x) / 3, jax=fast, args=(X,))
+    after = fast(X)
+    assert (before.dtype, after.dtype) == (jnp.float32, jnp.float32)
+    assert (before == after).all()
+
+
+def test_float32_inputs_are_compared_as_a_user_runs_them(default_precision):
+    report = cross_check(
+        order=1,
+        torch=lambda x, i: x + torch.zeros(3)[i],
+        jax=lambda x, i: x + jnp.zeros(3)[i],
+        args=(X.astype("float32"), np.array([0, 1, 2])),
+    )
+    assert report and {c.dtype for c in report} == {"float32"}
+    assert not jax.config.jax_enable_x64
+
+
+def test_dtype_casts_inputs_and_parameters():
+    module = torch.nn.Linear(3, 2)
+    ported = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    ported.kernel[...] = jnp.asarray(module.weight.detach().numpy().T)
+    ported.bias[...] = jnp.asarray(module.bias.detach().numpy())
+    mapping = {"weight": ("kernel", (1, 0)), "bias": "bias"}
+    report = cross_check(
+        order=1,
+        torch=module,
+        jax=ported,
+        args=(ROWS.astype("float32"),),
+        dtype="float64",
+        mapping=mapping,
+    )
+    assert report and {c.dtype for c in report} == {"float64"}
+    assert module.weight.dtype == torch.float32 and ported.kernel.dtype == jnp.float32
+
+
+def test_bfloat16_has_its_own_tolerance():
+    report = cross_check(torch=torch.sin, jax=jnp.sin, args=(X,), dtype="bfloat16", order=1)
+    assert report and {c.dtype for c in report} == {"bfloat16"}
+    assert report.comparisons[0].tolerance == 3e-2
+
+
+def test_a_tolerance_of_ones_own_replaces_the_table():
+    near = lambda x: jnp.sin(x) * (1 + 1e-6)
+    with pytest.raises(AgreementError):
+        cross_check(torch=torch.sin, jax=near, args=(X,), order=0)
+    assert cross_check(torch=torch.sin, jax=near, args=(X,), order=0, tolerance=1e-5)
+
+
+def test_a_fault_in_a_tiny_leaf_is_not_hidden_by_a_large_one():
+    f = lambda x, y: x.sum() + 1e-25 * (y**2).sum()
+    wrong = lambda x, y: x.sum() + 1.1e-25 * (y**2).sum()
+    with pytest.raises(AgreementError, match="argument 1"):
+        cross_check(order=1, torch=f, jax=wrong, args=(X, X))
+
+
+def test_a_fault_in_a_tiny_entry_is_not_hidden_by_a_large_one():
+    sizes = np.array([1e20, 1.0, 1e-20])
+    wrong = np.array([1.0, 1.0, 1.1])
+    with pytest.raises(AgreementError) as caught:
+        cross_check(order=0, torch=torch.square, jax=lambda x: x**2 * wrong, args=(sizes,))
+    assert caught.value.report.first.place == (2,)
+
+
+def test_the_cross_check_touches_no_grad_and_no_random_state():
+    module = torch.nn.Linear(3, 3)
+    state = torch.get_rng_state()
+    cross_check(torch=module, jax=module_in_jax(module), args=(ROWS.astype("float32"),), order=1)
+    assert module.weight.grad is None and module.weight.requires_grad
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# --- modules
+
+
+def module_in_jax(module: torch.nn.Linear):
+    """The same layer as a triple."""
+    params = {"weight": module.weight.detach().numpy(), "bias": module.bias.detach().numpy()}
+    apply = lambda p, state, x: (x @ p["weight"].T + p["bias"], state)
+    return apply, {name: jnp.asarray(x) for name, x in params.items()}, {}
+
+
+def two_layers(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+
+
+class Ported(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        hidden = jnp.tanh(linen.Dense(5)(x))
+        return linen.Dense(3)(hidden)
+
+
+TABLE = {
+    "0.weight": ("Dense_0.kernel", (1, 0)),
+    "0.bias": "Dense_0.bias",
+    "2.weight": ("Dense_1/kernel", (1, 0)),
+    "2.bias": "Dense_1/bias",
+}
+
+
+def to_linen(params: dict[str, np.ndarray]) -> dict:
+    return {
+        f"Dense_{i}": {"kernel": params[f"{2 * i}.weight"].T, "bias": params[f"{2 * i}.bias"]}
+        for i in range(2)
+    }
+
+
+class Mapping:
+    def to_jax(self, params):
+        return to_linen(params)
+
+
+def variables(module: torch.nn.Module) -> dict:
+    params = {name: p.detach().numpy() for name, p in module.named_parameters()}
+    return {"params": jax.tree.map(jnp.asarray, to_linen(params))}
+
+
+@pytest.mark.parametrize(
+    "mapping", [TABLE, to_linen, Mapping()], ids=["table", "function", "object"]
+)
+def test_a_linen_module_is_compared_by_a_mapping(mapping):
+    module = two_layers()
+    report = cross_check(
+        torch=module,
+        jax=(Ported(), variables(module)),
+        args=(ROWS,),
+        mapping=mapping,
+        dtype="float64",
+    )
+    names = [f"parameter Dense_{i}.{name}" for i in (0, 1) for name in ("bias", "kernel")]
+    assert report and paths(report, "gradient") == [*names, "argument 0"]
+    assert paths(report, "parameter") == names
+
+
+def test_a_transposed_parameter_is_named():
+    square = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False))
+    kernel = jnp.asarray(square[0].weight.detach().numpy())
+    with pytest.raises(AgreementError) as caught:
+        cross_check(
+            order=0,
+            torch=square,
+            jax=(linen.Dense(3, use_bias=False), {"params": {"kernel": kernel}}),
+            args=(ROWS.astype("float32"),),
+            mapping={"0.weight": ("kernel", (1, 0))},
+        )
+    first = caught.value.report.first
+    assert (first.quantity, first.cause) == ("parameter", "transposed layout")
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_the_common_layouts_need_no_mapping(kind):
+    module = two_layers()
+    ported: object = (Ported(), variables(module))
+    if kind == "nnx":
+        own = variables(module)["params"]
+        layers = [nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 5), (5, 3))]
+        for layer, params in zip(layers, own.values(), strict=True):
+            layer.kernel[...], layer.bias[...] = params["kernel"], params["bias"]
+        ported = nnx.Sequential(layers[0], jnp.tanh, layers[1])
+    report = cross_check(torch=module, jax=ported, args=(ROWS,), dtype="float64", order=1)
+    assert report and len(paths(report, "gradient")) == 5
+    assert report.notes == [] or "paired by order" in report.notes[0]
+
+
+def test_a_mapping_made_of_whole_variables_serves():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).eval()
+
+    class Normed(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.Dense(4)(x)
+            return linen.BatchNorm(use_running_average=True)(x)
+
+    rows = ROWS.astype("float32")
+    mapping = match_parameters(module, Normed().init(jax.random.key(0), rows))
+    own = jax.tree.map(jnp.asarray, mapping.to_jax(module.state_dict()))
+    report = cross_check(
+        order=1, torch=module, jax=(Normed(), own), args=(rows,), mapping=mapping, dtype="float64"
+    )
+    assert report and len(paths(report, "parameter")) == 4
+
+
+def test_parameters_that_were_not_copied_are_named():
+    module = two_layers()
+    with pytest.raises(AgreementError) as caught:
+        cross_check(torch=module, jax=(Ported(), variables(two_layers(1))), args=(ROWS,),
+                    mapping=TABLE, dtype="float64", order=0)  # fmt: skip
+    first = caught.value.report.first
+    assert (first.quantity, first.cause) == ("parameter", "other parameters")
+
+
+def test_a_parameter_stopped_in_one_framework_is_named():
+    module = two_layers()
+
+    class Stopped(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            hidden = jnp.tanh(linen.Dense(5)(x))
+            return linen.Dense(3)(jax.lax.stop_gradient(hidden))
+
+    with pytest.raises(AgreementError) as caught:
+        cross_check(torch=module, jax=(Stopped(), variables(module)), args=(ROWS,), mapping=TABLE,
+                    dtype="float64", argnums=(), order=1)  # fmt: skip
+    found = {c.path: c.cause for c in caught.value.report.disagreements if c.quantity == "gradient"}
+    expected = ["parameter Dense_0.bias", "parameter Dense_0.kernel"]
+    assert list(found) == expected and set(found.values()) == {"stopped gradient in jax"}
+
+
+def test_an_nnx_module_is_compared():
+    module = torch.nn.Linear(3, 2)
+    ported = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    ported.kernel[...] = jnp.asarray(module.weight.detach().numpy().T)
+    ported.bias[...] = jnp.asarray(module.bias.detach().numpy())
+    mapping = lambda p: {"kernel": p["weight"].T, "bias": p["bias"]}
+    report = cross_check(
+        order=1, torch=module, jax=ported, args=(ROWS.astype("float32"),), mapping=mapping
+    )
+    assert report and "parameter kernel" in paths(report, "gradient")
+
+
+def test_an_equinox_module_of_the_same_names_needs_no_mapping():
+    module = torch.nn.Linear(3, 2)
+    ported = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    own = [jnp.asarray(p.detach().numpy()) for p in (module.weight, module.bias)]
+    ported = eqx.tree_at(lambda m: (m.weight, m.bias), ported, own)
+    report = cross_check(order=1, torch=module, jax=ported, args=(ROWS[0].astype("float32"),))
+    assert report and paths(report, "gradient")[:2] == ["parameter weight", "parameter bias"]
+
+
+def test_functionalized_triples_are_compared():
+    module = torch.nn.Linear(3, 3)
+    triple = gradtools.torch.functionalize(module)
+    assert cross_check(
+        order=1, torch=triple, jax=module_in_jax(module), args=(ROWS.astype("float32"),)
+    )
+
+
+def test_batch_normalisation_keeps_its_statistics():
+    module = torch.nn.BatchNorm1d(3).train()
+    mean = module.running_mean.clone()
+    norm = linen.BatchNorm(use_running_average=False, momentum=0.9)
+    report = cross_check(
+        torch=module,
+        jax=(norm, norm.init(jax.random.key(0), ROWS.astype("float32"))),
+        args=(ROWS,),
+        mapping={"weight": "scale", "bias": "bias"},
+        dtype="float64",
+        order=1,
+        raises=False,
+    )
+    assert {c.quantity for c in report.disagreements} <= {"value", "gradient", "vjp", "jvp"}
+    assert torch.equal(mean, module.running_mean)
+
+
+def test_a_module_against_a_function_compares_the_arguments_and_says_so():
+    module = torch.nn.Linear(3, 2)
+    weight, bias = (p.detach().numpy() for p in (module.weight, module.bias))
+    report = cross_check(
+        torch=module, jax=lambda x: x @ weight.T + bias, args=(ROWS.astype("float32"),), order=1
+    )
+    assert report and paths(report, "gradient") == ["argument 0"]
+    assert "the parameters of the torch model have no counterpart" in report.notes[0]
+
+
+def test_dropout_is_named_as_randomness():
+    module = torch.nn.Sequential(torch.nn.Dropout(0.5))
+    with pytest.raises(AgreementError, match="randomness in torch"):
+        cross_check(order=0, torch=module, jax=lambda x: x, args=(ROWS,))
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"args": X}, r"write args=\(x,\)"),
+        ({"order": 3}, "expected 0, 1 or 2"),
+        ({"dtype": "int8"}, "expected None or one of float64"),
+        ({"conventions": "ignore"}, "'allow' or 'raise'"),
+        ({"argnums": 4}, "argnums holds 4"),
+        ({"torch": 3}, "torch is a int; expected a function"),
+        ({"jax": (1, 2)}, "jax is a tuple of 2"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_words(options, says):
+    with pytest.raises(GradtoolsError, match=says):
+        cross_check(**{"torch": torch.sin, "jax": jnp.sin, "args": (X,), **options})
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        ({"weight": "weight"}, r"leaves out \['bias'\]"),
+        ({"weight": "weight", "bias": "bias", "other": "x"}, r"names \['other'\]"),
+        ({"weight": "weight", "bias": "offset"}, r"missing \['bias'\], unknown \['offset'\]"),
+        ({"weight": ("weight", (1, 0)), "bias": "bias"}, r"has shape \(2, 3\) in JAX"),
+        (3, "mapping is a int"),
+    ],
+)
+def test_a_mapping_that_does_not_fit_is_refused_in_words(mapping, says):
+    module = torch.nn.Linear(3, 2)
+    with pytest.raises(GradtoolsError, match=says):
+        cross_check(torch=module, jax=module_in_jax(module), args=(ROWS,), mapping=mapping)

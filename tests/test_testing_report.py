@@ -1,0 +1,218 @@
+"""The record of a comparison, the report, the tolerances, and what importing them brings in."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import io
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import gradtools.testing
+from gradtools import GradtoolsError
+from gradtools.testing import AgreementError, Report, tolerance, tolerance_table
+from gradtools.testing.report import CONVENTION, compare_arrays
+from gradtools.testing.tolerances import TOLERANCES, coarser
+
+MODULES = ("tolerances", "report", "compare", "records", "kinks", "factors")
+
+
+def compared(first, second, **options):
+    return compare_arrays("value", "output", np.asarray(first), np.asarray(second), **options)
+
+
+# --- one comparison
+
+
+def test_an_error_is_relative_to_the_arrays_own_largest_entry():
+    found = compared([100.0, 1.0], [100.0, 1.0 + 1e-10])
+    assert found.error == pytest.approx(1.0, rel=1e-3)
+    assert compared([1e-200, 0.0], [1.1e-200, 0.0]).error == pytest.approx(0.1 / 1.1 / 1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_the_number_of_entries_gives_no_slack(size):
+    x = np.ones(size)
+    assert not compared(x, x * (1 + 2e-12)).agrees
+    assert compared(x, x * (1 + 5e-13)).agrees
+
+
+def test_the_worst_place_both_values_and_their_ratio_are_kept():
+    found = compared([[1.0, 2.0], [3.0, 8.0]], [[1.0, 2.0], [3.0, 4.0]])
+    assert (found.place, found.first, found.second, found.ratio) == ((1, 1), 8.0, 4.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "agree"),
+    [
+        ([np.nan, 1.0], [np.nan, 1.0], True),
+        ([np.nan, 1.0], [1.0, np.nan], False),
+        ([np.inf], [np.inf], True),
+        ([np.inf], [-np.inf], False),
+        ([np.inf], [1e308], False),
+        ([complex(np.nan, 1)], [complex(2, np.nan)], True),
+        ([], [], True),
+        ([1, 2], [1, 2], True),
+        ([1, 2], [1, 3], False),
+        ([True], [False], False),
+        ([0.0], [-0.0], True),
+    ],
+)
+def test_nan_infinity_and_integers_agree_only_with_the_same(first, second, agree):
+    assert compared(first, second).agrees is agree
+
+
+def test_the_coarser_dtype_chooses_the_tolerance():
+    single = np.ones(2, np.float32)
+    assert compared(single, np.ones(2)).tolerance == tolerance("float32")
+    assert coarser("complex128", "float16") == "float16"
+
+
+def test_another_shape_is_a_disagreement_without_a_size():
+    found = compared([1.0], [[1.0]])
+    assert (found.error, found.first, found.second) == (np.inf, "shape (1,)", "shape (1, 1)")
+
+
+def test_no_ratio_is_made_up():
+    assert compared([1.0], [0.0]).ratio is None
+    assert compared([np.nan], [1.0]).ratio is None
+
+
+# --- the report
+
+
+def report() -> Report:
+    rows = [
+        compared([1.0], [1.0]),
+        compared([2.0], [1.0]).because("constant factor 2", "Halve it."),
+        compared([0.0], [1.0], order=1).because("convention: |x| at 0", status=CONVENTION),
+    ]
+    return Report("a check", comparisons=rows, left_out=["jvp: torch: none"], notes=["a note"])
+
+
+def test_a_report_is_true_if_nothing_but_conventions_differs():
+    found = report()
+    assert not found and len(found) == 3
+    assert [c.cause for c in found.disagreements] == ["constant factor 2"]
+    assert found.cause == "constant factor 2" and found.worst.error == 1e12
+    found.comparisons.pop(1)
+    assert found and found.first is None and found.cause is None
+
+
+def test_the_table_says_everything_in_plain_text():
+    text = str(report())
+    assert "3 arrays compared, 1 disagree, 1 by a known convention" in text
+    assert "value of output at [0]: torch 2, jax 1, ratio 2" in text
+    assert "Likely cause: constant factor 2. Halve it." in text
+    assert "Left out: jvp: torch: none" in text and "Note: a note" in text
+    assert "\x1b[" not in text
+
+
+def test_the_message_of_an_error_leaves_out_what_agrees_in_a_long_table():
+    found = Report("long", comparisons=[compared([1.0], [1.0])] * 50 + report().comparisons)
+    text = str(AgreementError(found))
+    assert len(text.splitlines()) < 12 and "... and 51 more" in text
+    assert "constant factor 2" in text and len(str(found).splitlines()) > 50
+
+
+def test_the_table_is_coloured_by_what_was_found():
+    lines = report().table(colour=True).splitlines()
+    assert [line[:5] for line in lines[2:5]] == ["\x1b[32m", "\x1b[31m", "\x1b[33m"]
+
+
+def test_printing_to_a_pipe_is_plain():
+    stream = io.StringIO()
+    report().print(stream)
+    assert stream.getvalue() == str(report()) + "\n"
+
+
+def test_json_has_no_numbers_that_json_lacks():
+    found = Report("x", comparisons=[compared([np.nan, 1j], [1.0, 2j])])
+    row = json.loads(found.to_json())["comparisons"][0]
+    assert (row["error"], row["first"]) == ("inf", "(nan+0j)")
+    assert json.loads(Report("empty").to_json())["agrees"] is True
+
+
+def test_an_empty_report_says_that_nothing_was_compared():
+    assert Report("a check").summary() == "a check: nothing was compared"
+
+
+def test_the_error_carries_the_report_also_between_processes():
+    with pytest.raises(AgreementError) as caught:
+        report().require()
+    assert isinstance(caught.value, GradtoolsError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.report == caught.value.report and str(again) == str(report())
+
+
+# --- the tolerances
+
+
+def test_the_table_holds_what_the_design_promises():
+    assert tolerance("float64", 1) == 1e-12 and tolerance(np.float32, 1) == 1e-5
+    assert tolerance("complex128", 2) == tolerance("float64", 2)
+    assert tolerance(np.int64) == tolerance("bool") == 0.0
+
+
+def test_the_printed_table_has_a_line_for_each_dtype():
+    lines = tolerance_table().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(TOLERANCES)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "order", "says"),
+    [("float64", 3, "orders 0, 1 and 2"), ("float8_e4m3", 0, "no row for the dtype float8_e4m3")],
+)
+def test_what_the_table_does_not_have_is_refused(dtype, order, says):
+    with pytest.raises(GradtoolsError, match=says):
+        tolerance(dtype, order)
+
+
+# --- the package
+
+
+def fresh(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_importing_the_package_imports_nothing_else():
+    program = """
+import sys, gradtools.testing, gradtools.testing.plugin
+loaded = {name.split(".")[0] for name in sys.modules}
+print(sorted(loaded & {"torch", "jax", "jaxlib", "numpy", "flax", "array_api_compat"}))
+"""
+    assert fresh(program) == "[]"
+
+
+def test_looking_at_the_names_imports_no_framework():
+    program = """
+import sys
+from gradtools.testing import *
+import gradtools.testing as t
+tuple(t.scenarios()); t.tolerance_table()
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "jax", "flax"}))
+"""
+    assert fresh(program) == "[]"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'crosscheck'"):
+        _ = gradtools.testing.crosscheck
+    assert "cross_check" in dir(gradtools.testing)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_docstrings_run(name):
+    if name in ("compare", "kinks"):
+        pytest.importorskip("torch")
+        pytest.importorskip("jax")
+    found = doctest.testmod(importlib.import_module(f"gradtools.testing.{name}"))
+    assert found.attempted > 0 and found.failed == 0

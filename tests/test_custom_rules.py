@@ -531,3 +531,44 @@ def test_a_host_function_in_a_network_of_several_arguments_and_outputs(gt, nativ
     same(ga, 2 * X * Y * Y)
     same(ha, 2 * Y**3 + 4 * X * Y * X)
     same(hb, 2 * X**3 + 4 * X * Y * Y)
+
+
+# --- check_rule --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_check_rule_finds_nothing_wrong_with_what_is_right(gt, backend_name, kind):
+    from gradtools.testing import check_rule
+
+    f = gt.custom_rule(lambda x: (gt.xp.exp(x) - gt.xp.exp(-x)) / 2)
+    f.defvjp(*residuals(gt)[kind])
+    assert check_rule(f, (X,), backend_name)
+
+
+def test_check_rule_takes_static_arguments_and_host_functions(gt, backend_name):
+    from gradtools.testing import check_rule
+
+    f = gt.custom_rule(lambda x, n, y: x**n * y, static_argnames="n")
+    f.defvjp(
+        lambda n, x, y: (x**n * y, (x, y)),
+        lambda n, r, ct: (ct * n * r[0] ** (n - 1) * r[1], ct * r[0] ** n),
+    )
+    assert check_rule(f, (X, 3, Y), backend_name)
+    h = gt.host_function(np.sin)
+    h.defvjp(lambda x: (h(x), x), lambda x, ct: (ct * gt.xp.cos(x),))
+    assert check_rule(h, (X,), backend_name)
+
+
+def test_check_rule_names_a_residual_whose_derivative_is_lost(gt, backend_name):
+    from gradtools.testing import check_rule
+
+    xp = gt.xp
+    f = gt.custom_rule(lambda x: (xp.exp(x) - xp.exp(-x)) / 2)
+
+    def fwd(x):
+        e = gt.stop_gradient(xp.exp(x))
+        return (xp.exp(x) - xp.exp(-x)) / 2, (e, xp.exp(-x))
+
+    f.defvjp(fwd, lambda r, ct: (ct * (r[0] + r[1]) / 2,))
+    with pytest.raises(GradtoolsError, match=r"residual \[0\]"):
+        check_rule(f, (X,), backend_name)

@@ -349,7 +349,20 @@ def taken_apart(rule: Any, backend: str) -> Parts:
             "what gt.custom_rule made, after .defvjp(fwd, bwd) or .defjvp(rule). For a plain "
             "function use check_derivatives."
         )
-    return Parts(rule, fun, fwd, bwd, jvp, _static(rule, fun))
+    static = _static(rule, fun)
+    if static and fwd is not None and getattr(rule, "static_argnames", ()):
+        fwd = _in_the_functions_order(fwd, static)
+    return Parts(rule, fun, fwd, bwd, jvp, static)
+
+
+def _in_the_functions_order(fwd: Callable[..., Any], static: tuple[int, ...]) -> Any:
+    """fwd of `gt.custom_rule`, whose static arguments lead, as a function of fun's arguments."""
+
+    def ordered(*args: Any) -> Any:
+        rest = [a for i, a in enumerate(args) if i not in static]
+        return fwd(*[args[i] for i in static], *rest)
+
+    return ordered
 
 
 def _static(rule: Any, fun: Callable[..., Any]) -> tuple[int, ...]:
@@ -360,7 +373,7 @@ def _static(rule: Any, fun: Callable[..., Any]) -> tuple[int, ...]:
     if not names:
         return tuple(given or ())
     parameters = list(inspect.signature(fun).parameters)
-    return tuple(parameters.index(name) for name in names)
+    return tuple(sorted(parameters.index(name) for name in names))
 
 
 def _of_record(rule: Any, backend: str) -> Parts:
@@ -369,8 +382,9 @@ def _of_record(rule: Any, backend: str) -> Parts:
     waist = import_module(f"gradtools.{backend}")._api._backend
     fun = lambda *xs: list(rule.primal(*xs))
     fwd = lambda *xs: (fun(*xs), list(xs))
-    bwd = lambda xs, cts: tuple(rule.cotangent(xs, cts))
-    jvp = lambda xs, dxs: (fun(*xs), list(rule.tangent(xs, dxs)))
+    read = lambda xs: rule.saved(xs, fun(*xs))
+    bwd = lambda xs, cts: tuple(rule.cotangent(read(xs), cts))
+    jvp = lambda xs, dxs: (fun(*xs), list(rule.tangent(read(xs), dxs)))
     return Parts(
         lambda *xs: list(waist.apply_rule(rule, *xs)),
         fun,

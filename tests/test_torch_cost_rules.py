@@ -306,7 +306,8 @@ def test_two_rules_keep_for_backward_what_bwd_reads():
 
 
 @pytest.mark.xfail(
-    strict=True, reason="to transpose, PyTorch needs the forward rule evaluated at the backward pass"
+    strict=True,
+    reason="to transpose, PyTorch needs the forward rule evaluated at the backward pass",
 )
 def test_reverse_mode_from_jvp_alone_shares_what_the_value_computed():
     xs = arguments("exp")

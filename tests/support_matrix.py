@@ -72,20 +72,7 @@ def _bug(reason: str, transforms: tuple[str, ...], ways: tuple[str, ...], backen
     return Refusal(reason, "", "", transforms, ways, backend, bug=True)
 
 
-BUGS = (
-    _bug(
-        "varying over the mesh, that a kernel's backward rule is linear is not seen",
-        ("shard_map, check_vma=True, order 1",),
-        (*_DOUBLE_BACKWARD_ONLY, *_KERNEL_RULES),
-        "jax",
-    ),
-    _bug(
-        "varying over the mesh, that a kernel's backward rule is linear is not seen",
-        ("shard_map, check_vma=True, order 2",),
-        (*_DOUBLE_BACKWARD_ONLY, "host: calls itself", "host: saves the output"),
-        "jax",
-    ),
-)
+BUGS: tuple[Refusal, ...] = ()
 
 REFUSALS: tuple[Refusal, ...] = (
     _NO_COMPILED_DOUBLE_BACKWARD,

@@ -19,6 +19,7 @@ import numpy as np
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import describe
 from gradtools.errors import GradtoolsError
+from gradtools.host import told_apart
 from gradtools.rules import KEYS, Entries, Linearized, Rule
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -189,7 +190,7 @@ class CustomRule:
 
     def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> Shaped:
         """The Rule for this way of calling."""
-        key = (statics, structure, arrays, others, *[type(o) for o in (*statics, *others)])
+        key = (statics, structure, arrays, others, told_apart((*statics, *others)))
         try:
             found = self._shapes.get(key)
         except TypeError as error:

@@ -137,7 +137,7 @@ class Kernel:
 
     def _call(self, *structure: Any) -> KernelCall:
         """The call of this structure, kept for the programs that know it by its key alone."""
-        key = (*structure, *[type(o) for o in structure[-1]])
+        key = (*structure, *told_apart(structure[-1]))
         try:
             found = self.calls.get(key)
         except TypeError:  # an argument that is not hashable
@@ -147,6 +147,11 @@ class Kernel:
             if len(self.calls) > _MOST_CALLS:
                 del self.calls[next(iter(self.calls))]
         return found
+
+
+def told_apart(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells values apart that are equal: 1 and 1.0 and True, 0.0 and -0.0."""
+    return tuple([(type(v), repr(v) if isinstance(v, float | complex) else "") for v in values])
 
 
 _MOST_CALLS = 256

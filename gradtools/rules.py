@@ -253,7 +253,8 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size
             return None
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            found = _mapped(one, backend, axes, (0,) * len(cts), size)(saved, cts)
+            given = axes[: len(saved)]  # without what the tangent map alone reads
+            found = _mapped(one, backend, given, (0,) * len(cts), size)(saved, cts)
             return [
                 ct if ct is None or axis == 0 else backend.sum_leading(ct)
                 for ct, axis in zip(found, x_axes, strict=True)

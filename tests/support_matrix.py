@@ -72,7 +72,26 @@ def _bug(reason: str, transforms: tuple[str, ...], ways: tuple[str, ...], backen
     return Refusal(reason, "", "", transforms, ways, backend, bug=True)
 
 
-BUGS: tuple[Refusal, ...] = ()
+BUGS: tuple[Refusal, ...] = (
+    _bug(
+        "compiled, that a kernel has no rule is said by the compiler's error and not by ours",
+        (
+            "compiled *grad",
+            "compiled *jvp",
+            "compiled vmap(grad)",
+            "compiled second order *",
+            "* of a compiled value",
+        ),
+        ("host: no rule",),
+        "torch",
+    ),
+    _bug(
+        "with both rules given, a map under vmap has more axes than operands",
+        ("grad(vmap)",),
+        ("defvjp and defjvp",),
+        "torch",
+    ),
+)
 
 REFUSALS: tuple[Refusal, ...] = (
     _NO_COMPILED_DOUBLE_BACKWARD,
@@ -88,7 +107,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "TypeError",
         "reduce_precision does not accept dtype complex128",
         ("checkpoint with a policy",),
-        ("holomorphic, defvjp", "non-holomorphic, defvjp"),
+        ("holomorphic, *", "non-holomorphic, *"),
         backend="jax",
     ),
     Refusal(
@@ -126,6 +145,30 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+# One of each kind.
+PLAIN_WAYS = (
+    "defvjp",
+    "defjvp",
+    "saves an intermediate",
+    "matrix, defvjp",
+    "host: double backward",
+)
+# Slow to compile, and made of derivatives that other transforms ask of every way: in JAX these
+# are run for the plain ways alone.
+THINNED = (
+    "check_grads, order 3",
+    "custom_root",
+    "grad and jvp of a condition",
+    "jax.hessian",
+    "second order rr of a loop",
+)
+
+
+def left_out(backend: str, transform: Transform, way: Way) -> bool:
+    """Whether a cell is not run, because it would take long."""
+    return backend == "jax" and transform.name in THINNED and way.name not in PLAIN_WAYS
+
+
 def transforms(backend: str) -> tuple[Transform, ...]:
     """Those that the backend has."""
     if backend == "torch":
@@ -138,7 +181,14 @@ def transforms(backend: str) -> tuple[Transform, ...]:
 
 
 def cells(backend: str) -> Iterator[tuple[Transform, Way]]:
-    """All of a backend's, without those that ask for a function of two arguments of one."""
+    """All of a backend's that are run."""
+    for transform, way in all_cells(backend):
+        if not left_out(backend, transform, way):
+            yield transform, way
+
+
+def all_cells(backend: str) -> Iterator[tuple[Transform, Way]]:
+    """Without those that ask for a function of two arguments of one."""
     for transform in transforms(backend):
         for way in WAYS.values():
             if way.halves is not None or not transform.halves:
@@ -182,6 +232,11 @@ def table() -> str:
         lines.append(f"| {way.name} | " + " | ".join(row) + " |")
     lines += ["", "What does not work, and what it raises:", ""]
     lines += [f"- {reason}. {_listed(places)}" for reason, places in notes.items()]
+    lines += [
+        "",
+        f"In JAX, run for {len(PLAIN_WAYS)} ways alone, because they are slow to compile:",
+    ]
+    lines += [f"{'; '.join(THINNED)}."]
     lines += ["", "The transforms of each column:", ""]
     for group in groups:
         names = {t.name: None for b in ("torch", "jax") for t in transforms(b) if t.group == group}

@@ -56,7 +56,8 @@ def _dual_over_reverse(c: Case) -> Pairs:
     with forward_ad.dual_level():
         x = forward_ad.make_dual(_leaf(c), c.arrays[1])
         (g,) = torch.autograd.grad(c.loss(x), x, create_graph=True)
-        yield forward_ad.unpack_dual(g).tangent, c.hessian(c.X) @ c.V
+        found = forward_ad.unpack_dual(g).tangent  # None where PyTorch knows that it is zero
+        yield torch.zeros_like(g) if found is None else found, c.hessian(c.X) @ c.V
 
 
 def _reverse_over_dual(c: Case) -> Pairs:

@@ -51,8 +51,8 @@ class Refusal:
 
 
 _BEYOND = Refusal(
-    "the last kernel of the chain has no rule",
-    "MissingRuleError",
+    "the last kernel of the chain has no rule; PyTorch's compiler says so around our words",
+    "MissingRuleError or TorchRuntimeError or BackendCompilerFailed",
     "has no rule, so its derivative is unknown",
     ("*",),
 )
@@ -72,26 +72,7 @@ def _bug(reason: str, transforms: tuple[str, ...], ways: tuple[str, ...], backen
     return Refusal(reason, "", "", transforms, ways, backend, bug=True)
 
 
-BUGS: tuple[Refusal, ...] = (
-    _bug(
-        "compiled, that a kernel has no rule is said by the compiler's error and not by ours",
-        (
-            "compiled *grad",
-            "compiled *jvp",
-            "compiled vmap(grad)",
-            "compiled second order *",
-            "* of a compiled value",
-        ),
-        ("host: no rule",),
-        "torch",
-    ),
-    _bug(
-        "with both rules given, a map under vmap has more axes than operands",
-        ("grad(vmap)",),
-        ("defvjp and defjvp",),
-        "torch",
-    ),
-)
+BUGS: tuple[Refusal, ...] = ()
 
 REFUSALS: tuple[Refusal, ...] = (
     _NO_COMPILED_DOUBLE_BACKWARD,

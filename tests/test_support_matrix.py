@@ -87,7 +87,7 @@ def test_a_cell_gives_the_closed_forms_numbers_or_raises_what_is_said(cell):
         return
     with pytest.raises(Exception, match=refusal.words) as raised:
         run(*cell)
-    assert type(raised.value).__name__ == refusal.error
+    assert type(raised.value).__name__ in refusal.error.split(" or ")
 
 
 def test_the_closed_forms_are_each_others_differences():

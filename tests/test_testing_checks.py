@@ -405,7 +405,7 @@ def test_none_stands_for_a_zero_and_for_an_integer(gt):
 def test_static_arguments_lead(gt):
     rule = Rule(
         lambda x, power: x**power,
-        lambda x, power: (x**power, x),
+        lambda power, x: (x**power, x),
         lambda power, x, ct: (power * ct * x ** (power - 1),),
     )
     rule.static_argnames = ("power",)

@@ -187,8 +187,9 @@ def check(cell, row, found):
         assert (abs(found() - EXPECTED) < 1e-5) == (cell == "yes")
 
 
-def test_the_place_of_the_support_table_is_marked():
-    assert "<!-- support-table -->" in PAGE.read_text(encoding="utf-8")
+def test_the_page_leads_to_the_support_table():
+    assert "(own-rules-support.md)" in PAGE.read_text(encoding="utf-8")
+    assert PAGE.with_name("own-rules-support.md").exists()
 
 
 @pytest.mark.parametrize(

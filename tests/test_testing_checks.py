@@ -282,6 +282,55 @@ def test_a_random_function_is_refused(gt):
         check_derivatives(lambda x: x * float(rng.normal()), (X,), gt)
 
 
+# --- where finite differences cannot decide
+
+
+def undecided(report):
+    return [reason for reason in report.left_out if "finite differences cannot decide" in reason]
+
+
+def test_what_finite_differences_cannot_decide_is_said(gt):
+    report = check_derivatives(lambda x: gt.xp.sqrt(x), (np.array([0.0, 1.0]),), gt, order=1)
+    forward, reverse = undecided(report)
+    assert forward.startswith("forward of output by argument 0: ") and "1 of 2 entries" in forward
+    assert reverse.startswith("reverse of argument 0: ") and "1 of 2 entries" in reverse
+    assert {"reverse | forward", "reverse | finite differences"} <= quantities(report)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_an_entry_at_the_edge_of_the_domain_hides_no_other(gt, mode):
+    x = np.array([0.0, 1.0, 4.0])
+    f = lambda x: gt.scale_gradient(gt.xp.sqrt(x), 2.0)
+    report = refused(check_derivatives, f, (x,), gt, order=1, modes=(mode,))
+    assert report.cause == "a constant factor 2" and undecided(report)
+
+
+def test_a_wrong_gradient_beside_an_output_that_is_nan_is_refused(gt):
+    f = lambda x, y: gt.xp.log(x) * gt.scale_gradient(y, 3.0)
+    args = (np.array([-1.0, 2.0]), np.array([1.0, 2.0]))
+    report = refused(check_derivatives, f, args, gt, order=1, modes=("reverse",))
+    assert "argument 1" in {c.path for c in report.disagreements}
+    assert any("1 of 2 entries of output are not finite" in reason for reason in report.left_out)
+
+
+def test_a_nan_that_finite_differences_do_not_see_is_refused(gt):
+    f = lambda x: (gt.xp.sqrt(x) * gt.xp.sqrt(x)).sum()
+    report = refused(check_derivatives, f, (np.array([0.0, 1.0]),), gt, order=1)
+    assert report.cause == "the derivative is not finite"
+
+
+def test_a_slope_that_drowns_in_rounding_decides_nothing_and_that_is_said(gt):
+    report = check_derivatives(lambda x: x.sum() + 1e17, (np.ones(2),), gt, order=1)
+    assert len(undecided(report)) == 2
+
+
+def test_two_modes_whose_products_are_nan_are_said_not_to_be_compared(gt):
+    f = lambda x: gt.xp.sqrt(x).sum() + gt.xp.sqrt(2 * x).sum()
+    stop = lambda x: f(x) - f(x)
+    report = refused(check_derivatives, stop, (np.array([0.0, 1.0]),), gt, order=1)
+    assert any("reverse | forward" in reason and "NaN" in reason for reason in report.left_out)
+
+
 # --- check_rule
 
 

@@ -214,7 +214,11 @@ class Check:
         name = getattr(probe.f, "__name__", type(probe.f).__name__)
         self.report = Report(f"{probe.asked} of {name} in {probe.name}", NAMES)
         self.xs = probe.leaves
-        self.vs = [self._draw(y.shape, y.dtype) for y in probe.out]
+        self.vs = [np.where(np.isfinite(y), self._draw(y.shape, y.dtype), 0) for y in probe.out]
+        self.vs = [v.astype(y.dtype) for v, y in zip(self.vs, probe.out, strict=True)]
+        self.holes = self._holes()
+        self.unseen: dict[str, np.ndarray] = {}
+        self.by_entries: dict[int, tuple[numeric.Slope, Any]] = {}
         self.present: dict[str, bool] = {}
         again = probe.value(self.xs)
         if not all(
@@ -224,6 +228,37 @@ class Check:
                 f"{probe.asked}: two calls of f at the same arguments gave different values. Fix "
                 "its randomness (a key as an argument, dropout off) and its state."
             )
+
+    # --- what cannot be decided is said
+
+    def _holes(self) -> bool:
+        """Whether an output is not finite somewhere: there it has no derivative to check."""
+        for path, y in zip(self.probe.out_paths, self.probe.out, strict=True):
+            count = int(np.sum(~np.isfinite(y)))
+            if count:
+                self.report.left_out.append(
+                    f"{count} of {y.size} entries of {path} are not finite: their derivatives are "
+                    "not checked"
+                )
+        return not all(np.isfinite(y).all() for y in self.probe.out)
+
+    def _undecided(self, what: str, unseen: np.ndarray) -> None:
+        """Remembers the entries on which finite differences say nothing, in no direction."""
+        before = self.unseen.get(what)
+        self.unseen[what] = unseen if before is None else before & unseen
+
+    def say_undecided(self) -> None:
+        """Lists in the report what no direction could decide."""
+        both = self.present.get("forward") and self.present.get("reverse")
+        rest = "only the modes are held against each other" if both else "nothing else decides"
+        for what, unseen in self.unseen.items():
+            if unseen.any():
+                self.report.left_out.append(
+                    f"{what}: finite differences cannot decide {int(unseen.sum())} of "
+                    f"{unseen.size} entries (f leaves its domain beside them, or rounding hides "
+                    f"the slope); {rest}"
+                )
+        self.unseen = {}
 
     # --- what moves
 
@@ -286,6 +321,7 @@ class Check:
                 self._slopes(direction, gradient, pushed)
                 self._dot_product(direction, gradient, pushed)
         self._linearity()
+        self.say_undecided()
 
     def _some_mode(self) -> None:
         if not (self.present.get("forward") or self.present.get("reverse")):
@@ -301,27 +337,49 @@ class Check:
         line = lambda t: _flat(probe.value(self._moved(direction.us, t)))
         found = numeric.slope(line, probe.eps)
         if pushed is not None:
-            parts = zip(probe.out_paths, pushed, _split(found, probe.out), strict=True)
-            for path, p, s in parts:
-                where = f"{path} by {probe.paths[i]}"
-                self._against_slope("forward", where, p, s, 1, self._kink(line, path, direction))
+            sides = lambda: numeric.one_sided(line, probe.eps)
+            parts = zip(probe.out_paths, pushed, found.parts(probe.out), strict=True)
+            for k, (path, p, s) in enumerate(parts):
+                kink = lambda k=k: [_like(side, probe.out)[k] for side in sides()]
+                self._against_slope("forward", f"{path} by {probe.paths[i]}", p, s, 1, kink)
         if gradient is not None:
-            value = inner(self.vs, _like(found.value, probe.out))
-            error = float(np.sum(np.abs(_flat(self.vs)) * np.nan_to_num(found.error, nan=np.inf)))
-            rounding = self._tolerance() * size(self.vs, _like(found.value, probe.out))
-            mine = inner(gradient, direction.us)
-            record = self._against_slope(
-                "reverse",
-                probe.paths[i],
-                np.array(mine),
-                numeric.Slope(np.array(value), np.array(error + rounding / 10), found.smallest),
-                1,
-                self._kink(lambda t: np.array(inner(self.vs, _like(line(t), probe.out))), "", None),
-                add=False,
-            )
-            if not record.agrees:
-                record = self._entrywise(i, gradient[i], record)
+            record = self._reverse_against_slope("reverse", direction, gradient[i], line, found)
             self.report.comparisons.append(record)
+
+    def _reverse_against_slope(
+        self,
+        mode: str,
+        direction: Direction,
+        gradient: np.ndarray,
+        line: numeric.Line,
+        found: numeric.Slope,
+    ) -> Comparison:
+        """Re<J^H v, u> against Re<v, D_u f>; entry by entry where that fails or cannot be had."""
+        i = direction.leaf or 0
+        mine = np.array(inner([direction.us[i]], [gradient]))
+        along = self._contracted(found)
+        if not np.isfinite(along.error) or (self.holes and not np.isfinite(mine)):
+            return self._entrywise(mode, i, gradient)
+        kink = lambda: [
+            np.array(inner(self.vs, _like(side, self.probe.out)))
+            for side in numeric.one_sided(line, self.probe.eps)
+        ]
+        path = self.probe.paths[i]
+        record = self._against_slope(mode, path, mine, along, 1, kink, add=False)
+        if record.agrees or not 1 < self.xs[i].size <= _ENTRIES:
+            return record
+        entries = self._entrywise(mode, i, gradient)
+        return record if entries.agrees else entries
+
+    def _contracted(self, found: numeric.Slope) -> numeric.Slope:
+        """The slope of Re<v, f>, of the slopes of f."""
+        value = _like(found.value, self.probe.out)
+        rounding = self._tolerance() * size(self.vs, value) / 10
+        weights = np.abs(_flat(self.vs))
+        error = float(np.sum(weights[weights > 0] * found.error[weights > 0])) + rounding
+        error = error if math.isfinite(error) else math.inf
+        number = np.array(inner(self.vs, value))
+        return numeric.Slope(number, np.array(error), np.array(0.0), found.smallest)
 
     def _against_slope(
         self,
@@ -330,26 +388,33 @@ class Check:
         analytic: np.ndarray,
         found: numeric.Slope,
         order: int,
-        kink: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None,
+        kink: Callable[[], Sequence[np.ndarray]] | None = None,
         add: bool = True,
     ) -> Comparison:
-        """One derivative against a slope; what the slope itself cannot say is let pass."""
-        limit = self._tolerance()
-        value = np.where(np.isfinite(found.value), found.value, analytic)  # no step gave one
-        noise = 10 * np.where(np.isfinite(found.error), found.error, 0.0)
-        near = np.abs(wide(analytic) - value) <= noise
+        """One derivative against a slope; what the slope cannot decide is remembered.
+
+        Where f itself is not finite there is no slope; where no step gave one, or rounding is as
+        large as the slope, only NaN is known to be wrong.
+        """
+        limit, here = self._tolerance(), np.isfinite(found.at)
+        mine = np.where(here, wide(analytic), 0)
+        known = here & np.isfinite(found.error)
+        value = np.where(known, found.value, np.where(np.isnan(mine), 0, mine))
+        noise = 10 * np.where(known, found.error, 0.0)
+        with np.errstate(invalid="ignore"):
+            off = np.where(mine == value, 0.0, np.abs(mine - value))
+            near = off <= noise
+            biggest = max(_largest(mine), _largest(value))
+        vague = near & (noise > 0.1 * biggest) & (mine != 0)
+        self._undecided(f"{self._name(mode)} of {path}", here & (~known | vague))
         quantity = f"{self._name(mode)} | finite differences"
-        kept = np.where(near, wide(analytic), value)
-        record = compare_arrays(quantity, path, wide(analytic), kept, order, tolerance=limit)
+        kept = np.where(near, mine, value)
+        record = compare_arrays(quantity, path, mine, kept, order, tolerance=limit)
         if record.agrees:
-            most = limit * max(
-                np.max(np.abs(value), initial=0), np.max(np.abs(analytic), initial=0)
-            )
-            allowed = np.maximum(most + noise, np.finfo(float).tiny)
-            units = np.max(np.abs(wide(analytic) - value) / allowed, initial=0.0)
-            record = replace(record, error=float(units))
+            allowed = np.maximum(limit * biggest + noise, np.finfo(float).tiny)
+            record = replace(record, error=float(np.max(off / allowed, initial=0.0)))
         else:
-            record = self._explained(record, analytic, value, found, kink, limit)
+            record = self._explained(record, mine, value, found, kink, limit)
         if add:
             self.report.comparisons.append(record)
         return record
@@ -382,36 +447,46 @@ class Check:
         )
         return record.because(pattern(analytic, value) or "", detail)
 
-    def _kink(self, line: numeric.Line, path: str, direction: Direction | None) -> Any:
-        def sides() -> tuple[np.ndarray, np.ndarray]:
-            left, right = numeric.one_sided(line, self.probe.eps)
-            if direction is None:
-                return left, right
-            k = self.probe.out_paths.index(path)
-            return _like(left, self.probe.out)[k], _like(right, self.probe.out)[k]
+    def _entrywise(self, mode: str, i: int, gradient: np.ndarray) -> Comparison:
+        """The gradient of a leaf against the slope along each of its entries alone."""
+        path = self.probe.paths[i]
+        if self.xs[i].size > _ENTRIES:
+            nothing = np.full(gradient.shape, np.inf)
+            found = numeric.Slope(gradient, nothing, np.zeros(gradient.shape), math.nan)
+            return self._against_slope(mode, path, gradient, found, 1, add=False)
+        if i not in self.by_entries:
+            self.by_entries[i] = self._slopes_of_entries(i)
+        found, kink = self.by_entries[i]
+        if self.holes:
+            found = replace(found, at=gradient)
+        return self._against_slope(mode, path, gradient, found, 1, kink, add=False)
 
-        return sides
-
-    def _entrywise(self, i: int, analytic: np.ndarray, record: Comparison) -> Comparison:
-        """The failing leaf entry by entry: its place, both values and their ratio."""
-        x = self.xs[i]
-        if x.size == 1 or x.size > _ENTRIES or x.dtype.kind == "c":
-            return record
-        value, error = np.zeros(x.shape), np.zeros(x.shape)
+    def _slopes_of_entries(self, i: int) -> tuple[numeric.Slope, Any]:
+        """The slopes of Re<v, f> along each entry of leaf i; a function to those on each side."""
+        x, step = self.xs[i], _scale(self.xs[i])
+        along = lambda us, t: np.array(inner(self.vs, self.probe.value(self._moved(us, t))))
+        lines: dict[Any, Any] = {}
         for place in np.ndindex(x.shape):
-            us = [np.zeros_like(y) for y in self.xs]
-            us[i][place] = _scale(x)
-            along = lambda t, us=us: np.array(inner(self.vs, self.probe.value(self._moved(us, t))))
-            found = numeric.slope(along, self.probe.eps)
-            value[place], error[place] = found.value / us[i][place], found.error / us[i][place]
-        kept = np.where(np.abs(wide(analytic) - value) <= 10 * error, wide(analytic), value)
-        entries = compare_arrays(
-            record.quantity, record.path, wide(analytic), kept, 1, tolerance=self._tolerance()
-        )
-        if entries.agrees:
-            return record
-        detail = f"Analytic {_shown(entries.first)}, numeric {_shown(entries.second)}."
-        return entries.because(pattern(analytic, value) or "", detail)
+            for unit in (1, 1j) if x.dtype.kind == "c" else (1,):
+                us = [np.zeros_like(y) for y in self.xs]
+                us[i][place] = unit * step
+                lines[place, unit] = partial(along, us)
+        found = {key: numeric.slope(line, self.probe.eps) for key, line in lines.items()}
+
+        def gathered(each: Callable[[Any], Any]) -> np.ndarray:
+            out = np.zeros(x.shape, wide(x).dtype)
+            for place, unit in lines:
+                out[place] += unit * each((place, unit)) / step
+            return out
+
+        def sides() -> list[np.ndarray]:
+            pairs = {key: numeric.one_sided(line, self.probe.eps) for key, line in lines.items()}
+            return [gathered(lambda key, k=k: pairs[key][k]) for k in (0, 1)]
+
+        error = np.abs(gathered(lambda key: found[key].error))
+        smallest = min((slope.smallest for slope in found.values()), default=math.nan)
+        value = gathered(lambda key: found[key].value)
+        return numeric.Slope(value, error, np.zeros(x.shape), smallest), sides
 
     def _tolerance(self) -> float:
         names = (tolerances.real_name(x.dtype) for x in [*self.xs, *self.probe.out])
@@ -424,12 +499,12 @@ class Check:
         if gradient is None or pushed is None:
             return
         limit = self._exact(1)
-        terms = max(size(self.vs, pushed), size(gradient, direction.us))
+        terms = max(size(self.vs, pushed), size(direction.us, gradient))
         path = self.probe.paths[direction.leaf or 0]
         self._compare(
             f"{self._name('reverse')} | {self._name('forward')}",
             path,
-            inner(gradient, direction.us),
+            inner(direction.us, gradient),
             inner(self.vs, pushed),
             1,
             limit * terms,
@@ -449,6 +524,9 @@ class Check:
         detail: str = "",
     ) -> Comparison:
         a, b, limit = wide(left), wide(right), self._exact(order)
+        if a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b)):
+            reason = "NaN or infinity on both sides decides nothing"
+            self.report.left_out.append(f"{quantity} of {path}: {reason}")
         biggest = max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0))
         if math.isfinite(noise) and 0 < biggest < math.inf:
             limit = max(limit, noise / float(biggest))
@@ -485,15 +563,17 @@ class Check:
         added = apply([(x + y).astype(x.dtype) for x, y in zip(a, b, strict=True)])
         cause = f"not linear in the {what}"
         for k, path in enumerate(paths):
-            biggest = float(np.max(np.abs(of_a[k]), initial=0) + np.max(np.abs(of_b[k]), initial=0))
-            noise = self._exact(1) * biggest
-            homogeneous, additive = -4096 * wide(of_a[k]), wide(of_a[k]) + wide(of_b[k])
+            finite = np.isfinite(of_a[k]) & np.isfinite(of_b[k])  # infinity is no number to add
+            one, other, thousands, both = (
+                np.where(finite, wide(x[k]), 0) for x in (of_a, of_b, scaled, added)
+            )
+            noise = self._exact(1) * (_largest(one) + _largest(other))
             self._compare(
-                f"{name} of -4096 {what}s | -4096 times it", path, scaled[k], homogeneous, 1,
+                f"{name} of -4096 {what}s | -4096 times it", path, thousands, -4096 * one, 1,
                 4096 * noise, cause,
             )  # fmt: skip
             self._compare(
-                f"{name} of a sum of {what}s | sum", path, added[k], additive, 1, noise, cause
+                f"{name} of a sum of {what}s | sum", path, both, one + other, 1, noise, cause
             )
 
     # --- jumps
@@ -574,6 +654,7 @@ class Check:
         )
         if curved is not None:
             self._curvature(curved, products, along, d, e)
+        self.say_undecided()
 
     def _products(self, d: Direction) -> dict[str, Arrays]:
         found = {}
@@ -591,7 +672,7 @@ class Check:
         if not self.against_values or not self.present.get("reverse"):
             return None
         line = lambda t: _flat(self.probe.reverse(self._moved(d.us, t), self.vs))
-        return _split(numeric.slope(line, self.probe.eps), self.xs)
+        return numeric.slope(line, self.probe.eps).parts(self.xs)
 
     def _hessian_against_slope(
         self, mode: str, product: Arrays, along: list[numeric.Slope] | None, d: Direction
@@ -610,11 +691,8 @@ class Check:
         for j in range(min(len(self.xs), 12)):
             us = [u if k == j else np.zeros_like(u) for k, u in enumerate(d.us)]
             line = lambda t, us=us: wide(self.probe.reverse(self._moved(us, t), self.vs)[i]).ravel()
-            found = numeric.slope(line, self.probe.eps)
             mine = self.probe.product(mode, self.xs, us, self.vs)[i]
-            shaped = numeric.Slope(
-                found.value.reshape(mine.shape), found.error.reshape(mine.shape), found.smallest
-            )
+            (shaped,) = numeric.slope(line, self.probe.eps).parts([mine])
             if not self._against_slope(mode, "", mine, shaped, 2, add=False).agrees:
                 wrong.append(self.probe.paths[j])
         by = f" by {', '.join(wrong)}" if wrong else ""
@@ -665,8 +743,10 @@ class Check:
 def pattern(analytic: np.ndarray, value: np.ndarray) -> str | None:
     """What two arrays have to do with each other, in a few words."""
     a, b = wide(analytic), wide(value)
-    if not np.isfinite(a).all():
+    if (~np.isfinite(a) & np.isfinite(b)).any():
         return "the derivative is not finite"
+    if not np.isfinite(b).all():  # where both are infinite nothing differs
+        a, b = a[np.isfinite(b)], b[np.isfinite(b)]
     largest = np.max(np.abs(b), initial=0.0)
     if not np.any(a) and largest:
         return "the derivative is zero: a gradient is stopped"
@@ -704,9 +784,9 @@ def _like(flat: np.ndarray, like: Arrays) -> Arrays:
     return [part.reshape(x.shape) for part, x in zip(np.split(flat, ends), like, strict=True)]
 
 
-def _split(found: numeric.Slope, like: Arrays) -> list[numeric.Slope]:
-    values, errors = _like(found.value, like), _like(found.error, like)
-    return [numeric.Slope(v, e, found.smallest) for v, e in zip(values, errors, strict=True)]
+def _largest(x: np.ndarray) -> float:
+    """The largest finite modulus."""
+    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0.0))
 
 
 def _number(x: Any) -> complex | float:

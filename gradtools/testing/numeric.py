@@ -13,7 +13,7 @@ the piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,13 +32,25 @@ class Slope:
 
     Attributes:
         value: The slope of each entry; NaN where no step gave one.
-        error: How far it may be off: what the steps disagree by, and rounding.
+        error: How far it may be off: what the steps disagree by, and rounding; inf where no step
+            gave a slope.
+        at: f(0); where it is not finite there is no slope to speak of.
         smallest: The smallest step that was taken.
     """
 
     value: np.ndarray
     error: np.ndarray
+    at: np.ndarray
     smallest: float
+
+    def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
+        """One slope for each of the arrays of which f's vector was made."""
+        ends = np.cumsum([x.size for x in like])[:-1]
+        pieces = zip(*(np.split(x, ends) for x in (self.value, self.error, self.at)), strict=True)
+        return [
+            Slope(*(part.reshape(x.shape) for part in piece), self.smallest)
+            for piece, x in zip(pieces, like, strict=True)
+        ]
 
 
 def slope(f: Line, eps: float) -> Slope:
@@ -48,14 +60,14 @@ def slope(f: Line, eps: float) -> Slope:
         f: The values, a vector, at a position on the line.
         eps: The spacing at 1 of the numbers that f computes in.
     """
-    size = np.abs(f(0.0))
-    value, error = np.full(size.shape, np.nan, size.dtype), np.full(size.shape, np.inf)
+    at = f(0.0)
+    value, error = np.full(at.shape, np.nan, at.dtype), np.full(at.shape, np.inf)
     previous: list[np.ndarray] = []
     smallest, inside = 10 * np.sqrt(eps), 0
     with np.errstate(all="ignore"):
         for level in range(_FINEST):
             t = _LARGEST_STEP * 2.0**-level
-            inside += bool((np.isfinite(error) | ~np.isfinite(size)).all())
+            inside += bool((np.isfinite(error) | ~np.isfinite(at)).all())
             if t < smallest and inside > _COLUMNS:
                 break
             plus, minus = f(t), f(-t)
@@ -68,7 +80,7 @@ def slope(f: Line, eps: float) -> Slope:
                 value = np.where(better, row[j + 1], value)
                 error = np.where(better, apart + rounding, error)
             previous = row
-    return Slope(value, error, t)
+    return Slope(value, error, at, t)
 
 
 def one_sided(f: Line, eps: float) -> tuple[np.ndarray, np.ndarray]:

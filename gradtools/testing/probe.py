@@ -177,13 +177,15 @@ def no_such_mode(error: Exception) -> bool:
 
 
 def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
-    """Re<u, w> in double precision."""
-    return float(sum(np.vdot(wide(u), wide(w)).real for u, w in zip(us, ws, strict=True)))
+    """Re<u, w> in double precision; where u is 0, w does not count, be it NaN."""
+    pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
+    return float(sum(np.vdot(wide(u)[on], wide(w)[on]).real for u, w, on in pairs))
 
 
 def size(us: Sequence[Any], ws: Sequence[Any]) -> float:
     """The sum of |u w|: how large the numbers are that an inner product adds up."""
-    return float(sum(np.sum(np.abs(wide(u) * wide(w))) for u, w in zip(us, ws, strict=True)))
+    pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
+    return float(sum(np.sum(np.abs(wide(u)[on] * wide(w)[on])) for u, w, on in pairs))
 
 
 def wide(x: Any) -> np.ndarray:

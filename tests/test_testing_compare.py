@@ -150,6 +150,61 @@ def test_what_a_framework_cannot_compute_is_said_and_is_no_disagreement():
     assert "Left out: jvp: torch" in str(report)
 
 
+class Broken(torch.autograd.Function):
+    """x -> 2 x, whose rules both have a bug."""
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, c):
+        raise KeyError("a bug")
+
+    @staticmethod
+    def jvp(ctx, t):
+        raise KeyError("a bug")
+
+
+def test_a_rule_with_a_bug_is_not_taken_for_a_missing_mode():
+    report = cross_check(torch=Broken.apply, jax=lambda x: x * 2, args=(X,), raises=False)
+    causes = {c.quantity: c.cause for c in report.disagreements}
+    assert causes["jvp"] == causes["gradient"] == "no derivative in torch"
+    assert causes["hvp, forward over reverse"] == "no second derivative in torch"
+    assert "KeyError: 'a bug'" in report.first.detail and not report.left_out
+
+
+def test_bugs_in_both_programs_do_not_pass():
+    broken = jax.custom_vjp(lambda x: x * 2)
+    broken.defvjp(lambda x: (x * 2, None), lambda _, c: {}["a bug"])
+    with pytest.raises(AgreementError, match="no derivative in torch and jax"):
+        cross_check(torch=Broken.apply, jax=broken, args=(X,), order=1)
+
+
+def test_what_has_no_derivative_is_said():
+    report = cross_check(torch=lambda x: x > 0, jax=lambda x: x > 0, args=(X,))
+    assert report and report.left_out == ["derivatives: no output is floating or complex"]
+    rows = np.arange(3)
+    report = cross_check(torch=lambda n: n * 1.5, jax=lambda n: n * 1.5, args=(rows,), raises=False)
+    assert report.left_out == ["derivatives: no argument or parameter is floating or complex"]
+
+
+def test_programs_that_return_nothing_do_not_agree():
+    with pytest.raises(GradtoolsError, match="return no array"):
+        cross_check(torch=lambda x: None, jax=lambda x: None, args=(X,))
+
+
+def test_integers_without_x64_are_no_other_dtype(default_precision):
+    single = X.astype("float32")
+    f = lambda x: (x * 2, x.argmax())
+    report = cross_check(torch=f, jax=f, args=(single,), order=1)
+    assert report and report.notes == ["output[1] is int64 in torch and int32 in jax, without x64"]
+
+
 def test_a_program_that_fails_says_which_side_failed():
     def broken(x):
         raise ValueError("out of luck")
@@ -521,6 +576,11 @@ def test_dropout_is_named_as_randomness():
         ({"argnums": 4}, "argnums holds 4"),
         ({"torch": 3}, "torch is a int; expected a function"),
         ({"jax": (1, 2)}, "jax is a tuple of 2"),
+        ({"args": (torch.ones(3),)}, "argument 0 is a Tensor, which only one of the frameworks"),
+        ({"args": ({"a": jnp.ones(3)},)}, r"argument 0\[a\] is a .*Give NumPy arrays"),
+        ({"args": (1j * X,), "dtype": "float16"}, "no complex numbers of float16"),
+        ({"tolerance": np.inf}, "expected None or a relative error between 0 and 1"),
+        ({"mapping": {"a": "b"}}, "there are none in torch and jax"),
     ],
 )
 def test_a_wrong_argument_is_refused_in_words(options, says):

@@ -481,7 +481,7 @@ class Check:
 
         def sides() -> list[np.ndarray]:
             pairs = {key: numeric.one_sided(line, self.probe.eps) for key, line in lines.items()}
-            return [gathered(lambda key, k=k: pairs[key][k]) for k in (0, 1)]
+            return [gathered(lambda key: pairs[key][0]), gathered(lambda key: pairs[key][1])]
 
         error = np.abs(gathered(lambda key: found[key].error))
         smallest = min((slope.smallest for slope in found.values()), default=math.nan)

@@ -93,7 +93,7 @@ def cross_check(
     Source: the usual checks of one framework against itself (dot product, Hessian products by
     Pearlmutter, 1994), put to two frameworks at once.
     """
-    _validate(args, order, dtype, conventions)
+    _validate(args, order, dtype, conventions, tolerance)
     inputs = Inputs.read(args, argnums, dtype)
     wide = dtype == "float64" or (dtype is None and inputs.has_64_bits(kwargs))
     title = name or f"cross_check of {_name(torch)} and {_name(jax)}"
@@ -114,7 +114,7 @@ def _name(x: Any) -> str:
     return getattr(x, "__name__", type(x).__name__)
 
 
-def _validate(args: Any, order: Any, dtype: Any, conventions: Any) -> None:
+def _validate(args: Any, order: Any, dtype: Any, conventions: Any, tolerance: Any) -> None:
     if not isinstance(args, tuple | list):
         raise GradtoolsError(
             f"cross_check: args must be a tuple with one entry for each argument, got a "
@@ -130,4 +130,9 @@ def _validate(args: Any, order: Any, dtype: Any, conventions: Any) -> None:
     if conventions not in ("allow", "raise"):
         raise GradtoolsError(
             f"cross_check: conventions is {conventions!r}; expected 'allow' or 'raise'."
+        )
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise GradtoolsError(
+            f"cross_check: tolerance is {tolerance!r}; expected None or a relative error between "
+            "0 and 1."
         )

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
 from gradtools.testing.pairing import Pairing, pair_parameters
+from gradtools.testing.probe import no_such_mode
 from gradtools.testing.report import (
     AGREES,
     DIFFERS,
@@ -24,7 +26,7 @@ from gradtools.testing.report import (
     mismatch,
     widened,
 )
-from gradtools.testing.sides import Arrays, Inputs, Output, Side, is_inexact
+from gradtools.testing.sides import Arrays, Inputs, Output, Side, is_inexact, narrowed
 
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 ROUNDING = 64  # differences below this many epsilons of the largest number are looked at twice
@@ -96,8 +98,13 @@ class Check:
         report.notes += self.pairing.notes
         report.comparisons += self._parameters()
         comparable = self._values(report)
-        if order and comparable and self.paths and self.out_paths:
+        if not (order and comparable):
+            return
+        if self.paths and self.out_paths:
             self._derivatives(order, report)
+            return
+        what = "output" if self.paths else "argument or parameter"
+        report.left_out.append(f"derivatives: no {what} is floating or complex")
 
     def _parameters(self) -> list[Comparison]:
         """The parameters themselves: derivatives at different points say nothing."""
@@ -122,10 +129,12 @@ class Check:
         if sorted(first.paths) != sorted(second.paths):
             report.comparisons.append(_structure(first, second))
             return False
+        if not first.paths:
+            raise GradtoolsError("cross_check: the programs return no array; return the result.")
         ask = lambda k, x: self._picked(first.paths, self.value(k, x))
         probe = Probe("value", 0, ask, first.paths, to_leaves=False)
         firsts, seconds = (self._picked(first.paths, out) for out in self.outputs)
-        report.comparisons += _dtypes(first.paths, firsts, seconds)
+        report.comparisons += _dtypes(first.paths, firsts, seconds, report.notes)
         report.comparisons += self._answered(probe, firsts, seconds)
         self.out_paths = [p for p in first.paths if p in first.inexact() and p in second.inexact()]
         shapes = zip(firsts, seconds, strict=True)
@@ -159,19 +168,20 @@ class Check:
                 answers.append(self._ask(probe, k, self.leaves[k]))
             except Exception as error:
                 answers.append(error)
-        failed = [isinstance(answer, Exception) for answer in answers]
-        if not any(failed):
+        errors = [answer if isinstance(answer, Exception) else None for answer in answers]
+        if errors == [None, None]:
             report.comparisons += self._answered(probe, *answers)
             return
         reasons = [
-            f"{probe.quantity}: {side.name}: {_first_line(answer)}"
-            for side, answer in zip(self.sides, answers, strict=True)
-            if isinstance(answer, Exception)
+            f"{probe.quantity}: {side.name}: {_first_line(error)}"
+            for side, error in zip(self.sides, errors, strict=True)
+            if error is not None
         ]
-        if all(failed) or "forward" in probe.quantity or probe.quantity == "jvp":
+        lacking = all(no_such_mode(error) for error in errors if error is not None)
+        if lacking and (None not in errors or "forward" in probe.quantity or not probe.to_leaves):
             report.left_out += reasons
-            return
-        report.comparisons.append(_raised(probe, failed, reasons[0]))
+        else:
+            report.comparisons.append(_raised(probe, errors, "; ".join(reasons)))
 
     def _answered(self, probe: Probe, firsts: Any, seconds: Any) -> list[Comparison]:
         """The comparisons of one probe's answers, rounding told apart."""
@@ -412,22 +422,25 @@ def _leaves(out: Output) -> str:
     return f"{len(out.paths)} leaves: {', '.join(out.paths) or 'one array'}"
 
 
-def _dtypes(paths: list[str], firsts: Any, seconds: Any) -> list[Comparison]:
-    """One record for each output whose dtypes differ."""
+def _dtypes(paths: list[str], firsts: Any, seconds: Any, notes: list[str]) -> list[Comparison]:
+    """One record for each output whose dtypes differ; JAX without 64 bits is a note."""
     found = []
     for path, a, b in zip(paths, firsts, seconds, strict=True):
-        if a.dtype != b.dtype:
+        if narrowed(a.dtype.name) == b.dtype.name != a.dtype.name:
+            notes.append(f"output{path} is {a.dtype} in torch and {b.dtype} in jax, without x64")
+        elif a.dtype != b.dtype:
             words = (a.dtype.name, b.dtype.name)
             c = mismatch("dtype", f"output{path}", 0, words, a.shape)
             found.append(c.because("another dtype", "Cast one of the outputs, or the inputs."))
     return found
 
 
-def _raised(probe: Probe, failed: list[bool], reason: str) -> Comparison:
-    words = ("raises", "has a result") if failed[0] else ("has a result", "raises")
-    c = mismatch(probe.quantity, "every leaf", probe.order, words)
+def _raised(probe: Probe, errors: list[Exception | None], reason: str) -> Comparison:
+    first, second = ("has a result" if error is None else "raises" for error in errors)
+    c = mismatch(probe.quantity, "every leaf", probe.order, (first, second))
     which = "second derivative" if probe.order == 2 else "derivative"
-    return c.because(f"no {which} in {'torch' if failed[0] else 'jax'}", reason)
+    where = [name for name, error in zip(("torch", "jax"), errors, strict=True) if error]
+    return c.because(f"no {which} in {' and '.join(where)}", reason)
 
 
 def _first_line(error: Exception) -> str:

@@ -46,11 +46,9 @@ class Slope:
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
         """One slope for each of the arrays of which f's vector was made."""
         ends = np.cumsum([x.size for x in like])[:-1]
-        pieces = zip(*(np.split(x, ends) for x in (self.value, self.error, self.at)), strict=True)
-        return [
-            Slope(*(part.reshape(x.shape) for part in piece), self.smallest)
-            for piece, x in zip(pieces, like, strict=True)
-        ]
+        cut = lambda x: [p.reshape(y.shape) for p, y in zip(np.split(x, ends), like, strict=True)]
+        pieces = zip(cut(self.value), cut(self.error), cut(self.at), strict=True)
+        return [Slope(value, error, at, self.smallest) for value, error, at in pieces]
 
 
 def slope(f: Line, eps: float) -> Slope:

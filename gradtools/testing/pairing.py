@@ -42,6 +42,11 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
         GradtoolsError: A parameter of one model has no counterpart of its shape in the other.
     """
     if not (first.params and second.params):
+        if mapping is not None:
+            raise GradtoolsError(
+                "cross_check: a mapping pairs the parameters of two models; there are none in "
+                f"{' and '.join(side.name for side in (first, second) if not side.params)}."
+            )
         notes = []
         for side in (first, second):
             side.paired = False

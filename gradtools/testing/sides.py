@@ -74,8 +74,8 @@ class Side:
 
     def asarray(self, x: np.ndarray) -> Any:
         """x in the framework, on the device of the program's parameters."""
-        if self.name == "jax" and not _x64():
-            x = x.astype({"int64": "int32", "uint64": "uint32"}.get(x.dtype.name, x.dtype))
+        if self.name == "jax":
+            x = x.astype(narrowed(x.dtype.name))
         x = self.gt.asarray(x)
         device = getattr(self._like[0], "device", None) if self._like else None
         return x.to(device) if self.name == "torch" and device is not None else x
@@ -235,7 +235,7 @@ class Inputs:
         moving, constants, others = {}, {}, {}
         for i, (path, leaf) in enumerate(walk(tuple(args))):
             if not is_arraylike(leaf):
-                others[i] = leaf
+                others[i] = _setting(leaf, argument_path(path))
                 continue
             x = cast(as_array(leaf), dtype)
             if is_inexact(x) and int(path[0]) in asked:
@@ -333,10 +333,12 @@ def double_precision(wanted: bool) -> Iterator[None]:
         yield
 
 
-def _x64() -> bool:
+def narrowed(dtype: str) -> str:
+    """The integer dtype that JAX has in place of one of 64 bits, where x64 is off."""
     import jax
 
-    return bool(jax.config.read("jax_enable_x64"))
+    wide = jax.config.read("jax_enable_x64")
+    return dtype if wide else {"int64": "int32", "uint64": "uint32"}.get(dtype, dtype)
 
 
 # --- trees of NumPy arrays: tuples, lists, dicts and named tuples
@@ -380,6 +382,16 @@ def is_arraylike(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic | float | complex)
 
 
+def _setting(x: Any, path: str) -> Any:
+    """What is passed on as it is: anything but another framework's array."""
+    if type(x).__module__.split(".")[0] in ("torch", "jax", "jaxlib") and hasattr(x, "dtype"):
+        raise GradtoolsError(
+            f"cross_check: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
+            "Give NumPy arrays: each side gets them as its own."
+        )
+    return x
+
+
 def is_inexact(x: np.ndarray) -> bool:
     """Whether x is floating or complex."""
     return tolerances.real_name(x.dtype) in tolerances.EPSILONS
@@ -394,6 +406,8 @@ def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
     if dtype is None or not is_inexact(x):
         return x
     if x.dtype.kind == "c":
+        if dtype not in ("float64", "float32"):
+            raise GradtoolsError(f"cross_check: there are no complex numbers of {dtype}.")
         return x.astype({"float64": "complex128", "float32": "complex64"}[dtype])
     return x.astype(
         np.dtype(getattr(import_module("ml_dtypes"), dtype)) if dtype[0] == "b" else dtype

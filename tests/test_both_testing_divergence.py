@@ -198,12 +198,84 @@ def test_layers_of_another_grain_are_paired_by_hand_or_left_out_by_name():
         first_divergence(mine, (port, mapping.to_jax(mine)), mapping, (x,), layers={"1": "nothing"})
 
 
+class Pair(torch.nn.Module):
+    """Two outputs, the first without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = self.a(x).tanh()
+        return hidden.detach(), self.b(hidden)
+
+
+class Stopped(nn.Module):
+    """A dense layer whose kernel gets no gradient."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.ones, (x.shape[-1], self.width))
+        bias = self.param("bias", nn.initializers.zeros, (self.width,))
+        return x @ jax.lax.stop_gradient(kernel) + bias
+
+
+class PairPort(nn.Module):
+    """The same, its layers made in another order."""
+
+    fault: str = ""
+
+    def setup(self):
+        self.b, self.a = nn.Dense(2), (Stopped(4) if self.fault == "kernel" else nn.Dense(4))
+
+    def __call__(self, x):
+        hidden = jnp.tanh(self.a(x))
+        out = self.b(hidden)
+        first = jax.lax.stop_gradient(hidden)
+        return (first, out, out) if self.fault == "three" else (first, out)
+
+
+def pair(fault=""):
+    x = np.random.default_rng(0).normal(size=(2, 3))
+    torch.manual_seed(0)
+    mine, port = Pair(), PairPort(fault)
+    mapping = match_parameters(mine, PairPort().init(jax.random.key(0), x.astype(np.float32)))
+    return mine, (port, mapping.to_jax(mine)), mapping, (x,)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_detached_output_and_a_frozen_layer_are_no_divergence(frozen):
+    mine, *rest = pair()
+    mine.a.requires_grad_(not frozen)
+    report = first_divergence(mine, *rest)
+    assert report and len(report) == 12 and not report.left_out
+
+
+def test_a_parameter_that_alone_lost_its_gradient_is_named():
+    first = first_divergence(*pair("kernel")).first
+    assert (first.quantity, first.path) == ("parameter's gradient", "a.weight")
+    assert first.cause == "stopped gradient in JAX"
+
+
+def test_outputs_that_one_model_lacks_are_refused_or_said():
+    with pytest.raises(GradtoolsError, match="JAX model returns more arrays than PyTorch's"):
+        first_divergence(*pair("three"))
+
+
 def test_wrong_questions_are_answered_in_words(model):
     port = Port()
     with pytest.raises(GradtoolsError, match=r"torch_model is a Port; expected a torch.nn.Module"):
         first_divergence(port, (port, {}), None, (X,))
     with pytest.raises(GradtoolsError, match=r"jax_model is a Port; expected the pair \(module"):
         first_divergence(model, port, None, (X,))
+    with pytest.raises(GradtoolsError, match=r"write inputs=\(x,\)"):
+        first_divergence(model, (port, {}), None, X)
+    with pytest.raises(GradtoolsError, match="input 0 is a Tensor, which only one"):
+        first_divergence(model, (port, {}), None, (torch.ones(3),))
+    with pytest.raises(GradtoolsError, match="mapping is a dict; expected None or what"):
+        first_divergence(model, (port, {}), {}, (X,))
     with pytest.raises(GradtoolsError, match="dtype is 'float8'"):
         walk(model, dtype="float8")
 

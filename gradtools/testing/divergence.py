@@ -22,7 +22,7 @@ from gradtools.testing.hypotheses import told_apart
 from gradtools.testing.layouts import _joined, _key, match_parameters
 from gradtools.testing.report import Comparison, Report, compare_arrays
 from gradtools.testing.sides import double_precision
-from gradtools.testing.traces import ASKED, Layer, Name, Trace, check_models, jax_trace
+from gradtools.testing.traces import ASKED, Layer, Name, Trace, check_asked, jax_trace
 from gradtools.testing.traces import torch_trace as trace_torch
 
 _ROUNDING = 256  # gradients below so many epsilons of the largest one are rounding
@@ -86,7 +86,7 @@ def first_divergence(
         >>> first_divergence(mine, (port, variables), mapping, (x,)).first.path
         '0'
     """
-    check_models(torch_model, jax_model)
+    check_asked(torch_model, jax_model, inputs, mapping)
     if dtype not in ("float64", "float32"):
         raise GradtoolsError(f"{ASKED}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
     cotangents = _Cotangents(seed)
@@ -143,7 +143,7 @@ class _Walk:
     ) -> None:
         self.mine, self.theirs, self.mapping = mine, theirs, mapping
         self.dtype, self.tolerance = dtype, tolerance
-        self.names = _pair_names(mine, theirs, getattr(mapping, "modules", {}), layers)
+        self.names = _pair_names(mine, theirs, mapping.modules, layers)
         calls = {(layer.name, layer.call): layer for layer in theirs.layers}
         self.pairs: list[_Pair] = []
         for layer in mine.layers:
@@ -180,8 +180,14 @@ class _Walk:
                 for calls, wanted in ((mine_calls, name), (theirs_calls, other_name))
             ]
             if counts[0] != counts[1] and min(counts):
-                found.append(f"layer {_dotted(name)}: {counts[0]} calls in PyTorch, {counts[1]}")
-        return found + [f"parameter {x}" for x in getattr(self.mapping, "left_out", ())]
+                found.append(
+                    f"layer {_dotted(name)}: {counts[0]} calls in PyTorch, {counts[1]} in JAX"
+                )
+        for pair in self.pairs:
+            ours, others = len(pair.mine.outputs), len(pair.theirs.outputs)
+            if ours != others:
+                found.append(f"layer {pair.mine}: {ours} outputs in PyTorch, {others} in JAX")
+        return found + [f"parameter {x}" for x in self.mapping.left_out]
 
     # --- forward
 
@@ -339,10 +345,7 @@ class _Walk:
         )
         users = [p.mine for p in self.pairs if self._uses(p.mine, pair.mine)]
         detail += f" ({', '.join(map(str, users[:3]))})." if users else "."
-        for side, x, y in (("JAX", b, a), ("PyTorch", a, b)):
-            if not np.any(x) and np.any(y):
-                return f"stopped gradient in {side}", detail
-        return pattern(_fitting(a, b), b) or "another derivative", detail
+        return _gradient_words(_fitting(a, b), b), detail
 
     def _uses(self, user: Layer, layer: Layer) -> bool:
         return user is not layer and any(
@@ -357,17 +360,20 @@ class _Walk:
             if b is None or entry.torch_name not in self.mine.parameters:
                 continue
             a = np.zeros(entry.torch_shape, b.dtype) if a is None else a
+            a, limit = entry.layout.to_jax(a), self._limit(1)
             c = compare_arrays(
-                "parameter's gradient",
-                entry.torch_name,
-                entry.layout.to_jax(a),
-                b,
-                1,
-                tolerance=self.tolerance,
-                noise=noise,
+                "parameter's gradient", entry.torch_name, a, b, 1, tolerance=limit, noise=noise
             )
-            found.append(c)
+            found.append(c if c.agrees else c.because(_gradient_words(a, b)))
         return found
+
+
+def _gradient_words(a: np.ndarray, b: np.ndarray) -> str:
+    """What two gradients in one layout have to do with each other."""
+    for side, x, y in (("JAX", b, a), ("PyTorch", a, b)):
+        if not np.any(x) and np.any(y):
+            return f"stopped gradient in {side}"
+    return pattern(a, b) or "another derivative"
 
 
 def shape_words(a: np.ndarray, b: np.ndarray) -> str | None:

@@ -235,7 +235,7 @@ class Inputs:
         moving, constants, others = {}, {}, {}
         for i, (path, leaf) in enumerate(walk(tuple(args))):
             if not is_arraylike(leaf):
-                others[i] = _setting(leaf, argument_path(path))
+                others[i] = as_setting("cross_check", leaf, argument_path(path))
                 continue
             x = cast(as_array(leaf), dtype)
             if is_inexact(x) and int(path[0]) in asked:
@@ -382,11 +382,11 @@ def is_arraylike(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic | float | complex)
 
 
-def _setting(x: Any, path: str) -> Any:
+def as_setting(asked: str, x: Any, path: str) -> Any:
     """What is passed on as it is: anything but another framework's array."""
     if type(x).__module__.split(".")[0] in ("torch", "jax", "jaxlib") and hasattr(x, "dtype"):
         raise GradtoolsError(
-            f"cross_check: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
+            f"{asked}: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
             "Give NumPy arrays: each side gets them as its own."
         )
     return x

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.layouts import read_jax, read_torch
-from gradtools.testing.sides import cast, library
+from gradtools.testing.layouts import ParameterMapping, read_jax, read_torch
+from gradtools.testing.sides import as_setting, cast, library
 
 ASKED = "first_divergence"
 Name = tuple[str, ...]
@@ -69,8 +69,9 @@ class Trace:
 def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
     """A run of a torch.nn.Module, on a copy in `dtype`."""
     import torch
+    from torch.utils import _pytree
 
-    model = copy.deepcopy(model).to(getattr(torch, dtype))
+    model = copy.deepcopy(model).to(getattr(torch, dtype)).requires_grad_(True)
     model.zero_grad()
     args = [_to_torch(x, dtype) for x in inputs]
     layers: list[Layer] = []
@@ -78,8 +79,9 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
     kinds = {_name(n): m for n, m in model.named_modules()}
 
     def watch(name: Name) -> Callable[..., None]:
-        def hook(module: Any, given: Any, named: Any, out: Any) -> None:
+        def hook(module: Any, given: Any, named: Any, out: Any) -> Any:
             call = calls[name] = calls.get(name, -1) + 1
+            out = _pytree.tree_map(tracked, out)
             outs = [y for y in _tensors(out) if y.is_floating_point() or y.is_complex()]
             ins = [_np(x) for x in _tensors([*given, *named.values()])]
             layer = Layer(name, call, ins, [_np(y) for y in outs], [None] * len(outs))
@@ -87,15 +89,22 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
             for k, y in enumerate(outs):
                 if y.requires_grad:
                     y.register_hook(lambda g, k=k: layer.gradients.__setitem__(k, _np(g)))
+            return out
 
         return hook
 
+    def tracked(y: Any) -> Any:
+        """An output that depends on no parameter has a gradient too, as it has in JAX."""
+        free = hasattr(y, "requires_grad") and y.is_floating_point() and not y.requires_grad
+        return y + torch.zeros_like(y, requires_grad=True) if free else y
+
     handles = [m.register_forward_hook(watch(name), with_kwargs=True) for name, m in kinds.items()]
     try:
-        out = [y for y in _tensors(model(*args, **(kwargs or {}))) if y.requires_grad]
-        cotangents = [torch.as_tensor(draw(_np(y))) for y in out]
-        if out:
-            torch.autograd.backward(out, cotangents)
+        out = [y for y in _tensors(model(*args, **(kwargs or {}))) if y.is_floating_point()]
+        pairs = [(y, torch.as_tensor(draw(_np(y)))) for y in out]
+        pairs = [(y, c) for y, c in pairs if y.requires_grad]
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [c for _, c in pairs])
     finally:
         for handle in handles:
             handle.remove()
@@ -233,8 +242,20 @@ def _wrapped(
                     cls.__call__ = call  # type: ignore[method-assign]
 
 
-def check_models(torch_model: Any, jax_model: Any) -> None:
+def check_asked(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any) -> None:
     """Refuses what cannot be watched."""
+    if not isinstance(inputs, tuple | list):
+        raise GradtoolsError(
+            f"{ASKED}: inputs must be a tuple with one entry for each argument of the models, got "
+            f"a {type(inputs).__name__}. For one argument write inputs=(x,)."
+        )
+    for i, x in enumerate(inputs):
+        as_setting(ASKED, x, f"input {i}")
+    if not isinstance(mapping, ParameterMapping | None):
+        raise GradtoolsError(
+            f"{ASKED}: mapping is a {type(mapping).__name__}; expected None or what "
+            "match_parameters made."
+        )
     if library(torch_model) != "torch.nn":
         raise GradtoolsError(
             f"{ASKED}: torch_model is a {type(torch_model).__name__}; expected a torch.nn.Module."

@@ -29,6 +29,8 @@ PROGRAMS = """
     def wrong_loss(x, y):
         return -(jnp.sin(x) * y).sum()
 
+    PI = 3.14
+
     class here:
         torch_sin, jax_sin = torch.sin, jnp.sin
 """
@@ -106,10 +108,14 @@ def test_integers_are_small():
         (["ported:torch_loss", "ported:jax_loss", "--shapes", "3 by 4"], "is no shape"),
         (["ported:torch_loss", "ported:jax_loss", "--shapes", "3:float99"], "no NumPy dtype"),
         (["ported:torch_loss", "ported:jax_loss", "--args", "absent.npz"], "absent.npz"),
+        (["ported:torch_loss", "ported:jax_loss", "--args", "objects.npz"], "Object arrays"),
+        (["ported:torch_loss", "ported:jax_loss", "--shapes", "3"], "raised by the torch program"),
+        (["ported:torch_loss", "ported:PI", "--shapes", "3,3"], "jax is a float; expected a"),
     ],
 )
-def test_what_cannot_be_done_is_said_with_status_1(programs, capsys, options, says):
-    assert main(["crosscheck", *options]) == 1
+def test_what_cannot_be_compared_is_said_with_status_2(programs, capsys, options, says):
+    np.savez("objects.npz", np.array([None], object))
+    assert main(["crosscheck", *options]) == 2
     assert says in capsys.readouterr().err
 
 

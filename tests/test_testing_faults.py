@@ -154,6 +154,14 @@ FAULTS = [
         "constant factor 2.23607, the root of axis 1 of argument 0",
     ),
     Fault(
+        "mean of a product of matrices",
+        lambda a, b: (a @ b).sum(),
+        lambda a, b: (a @ b).mean(),
+        (M[:2], np.linspace(-1, 1, 15).reshape(3, 5)),
+        "value",
+        "constant factor 10, the batch size, axis 0 of argument 0, times axis 1 of argument 1",
+    ),
+    Fault(
         "degrees",
         torch.sin,
         lambda x: jnp.rad2deg(jnp.sin(x)),

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import traceback
 from importlib import import_module
 from typing import Any
 
@@ -13,15 +14,33 @@ import numpy as np
 
 import gradtools
 from gradtools.errors import GradtoolsError
+from gradtools.testing.report import Report
 
 
 def crosscheck(options: argparse.Namespace) -> int:
-    """Compares two programs named on the command line; 0 if they agree, 1 if not."""
+    """Compares two programs; 0 if they agree, 1 if not, 2 if they could not be compared."""
+    try:
+        report = _compared(options)
+    except GradtoolsError as error:
+        print(f"gradtools crosscheck: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # a program's own: its place is worth more than a sentence
+        traceback.print_exc()
+        return 2
+    if options.json:
+        print(report.to_json())
+    else:
+        report.print()
+    return 0 if report else 1
+
+
+def _compared(options: argparse.Namespace) -> Report:
+    """The report on the programs, found from the working directory."""
     from gradtools.testing.compare import cross_check
 
     sys.path.insert(0, os.getcwd())
     args = _read(options.args) if options.args else _draw(options.shapes, options.seed)
-    report = cross_check(
+    return cross_check(
         torch=_named(options.torch),
         jax=_named(options.jax),
         args=args,
@@ -32,11 +51,6 @@ def crosscheck(options: argparse.Namespace) -> int:
         raises=False,
         name=f"{options.torch} and {options.jax}",
     )
-    if options.json:
-        print(report.to_json())
-    else:
-        report.print()
-    return 0 if report else 1
 
 
 def conventions(options: argparse.Namespace) -> int:
@@ -73,9 +87,11 @@ def _read(path: str) -> tuple[Any, ...]:
     """The arrays of a .npz file, in their order, or the one array of a .npy file."""
     try:
         found = np.load(path)
+        if isinstance(found, np.ndarray):
+            return (found,)
+        return tuple(found[name] for name in found.files)
     except (OSError, ValueError) as error:
         raise GradtoolsError(f"--args {path}: {error}") from error
-    return (found,) if isinstance(found, np.ndarray) else tuple(found[name] for name in found.files)
 
 
 def _draw(shapes: str, seed: int) -> tuple[Any, ...]:

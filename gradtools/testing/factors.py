@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import combinations_with_replacement
 
 _KNOWN = {
     "a half square, or counted twice": 2.0,
@@ -47,6 +48,10 @@ def _names(factor: float, sizes: Mapping[str, int]) -> Iterator[str]:
     for name, number in _KNOWN.items():
         if _is(factor, number):
             yield name
+    several = {size: name for name, size in reversed(list(sizes.items())) if size > 1}
+    for first, second in combinations_with_replacement(sorted(several), 2):
+        if _is(factor, first * second):
+            yield f"{several[first]}, times {several[second]}"
 
 
 def _is(factor: float, number: float) -> bool:

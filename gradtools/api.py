@@ -7,6 +7,7 @@ export its methods under their names.
 from __future__ import annotations
 
 from gradtools.accumulate import Accumulation
+from gradtools.chunking import Chunking
 from gradtools.custom import CustomRules
 from gradtools.derivatives import Derivatives
 from gradtools.edits import Edits
@@ -14,5 +15,5 @@ from gradtools.kernels import HostFunctions
 from gradtools.models import Models
 
 
-class Api(Derivatives, Edits, CustomRules, HostFunctions, Accumulation, Models):
+class Api(Derivatives, Edits, CustomRules, HostFunctions, Chunking, Accumulation, Models):
     """Every public operator, bound to one backend."""

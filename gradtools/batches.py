@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,84 +12,117 @@ from gradtools.errors import GradtoolsError
 
 
 class Batch:
-    """The arguments of `per_example_grad`, split into what is shared and what is mapped."""
+    """Arguments with the axis on which each leaf is split; None where it is shared.
+
+    An argument that is a list, and is to be split, is a list of examples, if `lists` says so.
+    """
 
     def __init__(
-        self, backend: Backend, args: Sequence[Any], argnums: tuple[int, ...], in_axes: Any
+        self,
+        backend: Backend,
+        asked: str,
+        args: Sequence[Any],
+        in_axes: Any,
+        shared: Iterable[int] = (),
+        lists: bool = False,
     ) -> None:
-        self.backend = backend
+        self.backend, self.asked, self.args = backend, asked, tuple(args)
+        entries = self._entries(in_axes, set(shared))
+        self.lists = [
+            i
+            for i, axis in enumerate(entries)
+            if lists and type(args[i]) is list and isinstance(axis, int)
+        ]
         flat = [backend.flatten(a) for a in args]
         self.treedefs = [treedef for _, treedef in flat]
         self.leaves = [[self._as_array(leaf) for leaf in leaves] for leaves, _ in flat]
-        self.axes = self._axes(args, argnums, in_axes)
-        self._check_sizes(args)
+        self.axes = [
+            [None] * len(leaves) if i in self.lists else self._leaf_axes(i, axes, leaves)
+            for i, (axes, leaves) in enumerate(zip(entries, self.leaves, strict=True))
+        ]
+        self.size = self._checked_size(entries)
 
     def _as_array(self, leaf: Any) -> Any:
         """NumPy's arrays are split as well; anything else that is no array is shared."""
         return self.backend.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-    def _axes(self, args: Any, argnums: tuple[int, ...], in_axes: Any) -> list[list[int | None]]:
-        if in_axes is None:
-            in_axes = tuple(None if i in argnums else 0 for i in range(len(args)))
+    def _entries(self, in_axes: Any, shared: set[int]) -> list[Any]:
+        """The entry of in_axes for each argument; None for those that are shared anyway."""
+        count = len(self.args)
         if isinstance(in_axes, int):
-            in_axes = (in_axes,) * len(args)
-        if not isinstance(in_axes, tuple | list) or len(in_axes) != len(args):
+            in_axes = (in_axes,) * count
+        if not isinstance(in_axes, tuple | list) or len(in_axes) != count:
             raise GradtoolsError(
-                f"per_example_grad: in_axes is {in_axes!r}; expected one entry for each of the "
-                f"{len(args)} positional arguments."
+                f"{self.asked}: in_axes is {in_axes!r}; expected one entry for each of the "
+                f"{count} positional arguments."
             )
-        return [
-            self._leaf_axes(i, axes, leaves)
-            for i, (axes, leaves) in enumerate(zip(in_axes, self.leaves, strict=True))
-        ]
+        return [None if i in shared else axes for i, axes in enumerate(in_axes)]
 
     def _leaf_axes(self, i: int, axes: Any, leaves: list[Any]) -> list[int | None]:
         if axes is None or isinstance(axes, int):
-            return [axes if self.backend.is_array(leaf) else None for leaf in leaves]
-        try:
-            return self.treedefs[i].flatten_up_to(axes)
-        except (ValueError, TypeError) as error:
-            raise GradtoolsError(
-                f"per_example_grad: in_axes[{i}] is {axes!r}; expected an integer, None, or a "
-                f"tree of them like argument {i}, {self.treedefs[i]}."
-            ) from error
+            found = [axes if self.backend.is_array(leaf) else None for leaf in leaves]
+        else:
+            try:
+                found = self.treedefs[i].flatten_up_to(axes)
+            except (ValueError, TypeError) as error:
+                raise GradtoolsError(
+                    f"{self.asked}: in_axes[{i}] is {axes!r}; expected an integer, None, or a "
+                    f"tree of them like argument {i}, {self.treedefs[i]}."
+                ) from error
+        return [
+            axis + len(leaf.shape) if type(axis) is int and -_rank(leaf) <= axis < 0 else axis
+            for axis, leaf in zip(found, leaves, strict=True)
+        ]
 
-    def _check_sizes(self, args: Any) -> None:
+    def _checked_size(self, entries: list[Any]) -> int:
+        """How many examples there are, the same in every split axis."""
         sizes: dict[int, str] = {}
+        for i in self.lists:
+            if entries[i] not in (0, -1):
+                raise GradtoolsError(
+                    f"{self.asked}: argument {i} is a list of examples, which has only the axis 0; "
+                    f"in_axes says {entries[i]}."
+                )
+            sizes.setdefault(len(self.args[i]), f"argument {i}, a list")
         for i, (leaves, axes) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            paths = self.backend.leaf_paths(args[i])
-            for leaf, axis, path in zip(leaves, axes, paths, strict=True):
-                if axis is None:
-                    continue
-                if isinstance(axis, bool) or not isinstance(axis, int):
-                    raise GradtoolsError(
-                        f"per_example_grad: the entry of in_axes for argument {i}{path} is "
-                        f"{axis!r}; expected an integer or None."
-                    )
-                if not self.backend.is_array(leaf):
-                    raise GradtoolsError(
-                        f"per_example_grad: argument {i}{path} is a {type(leaf).__name__}, which "
-                        "has no axis to split on. Set its entry of in_axes to None to share it."
-                    )
-                if not -len(leaf.shape) <= axis < len(leaf.shape):
-                    raise GradtoolsError(
-                        f"per_example_grad: argument {i}{path} of shape {tuple(leaf.shape)} has "
-                        f"no axis {axis} to split on. Set its entry of in_axes to None to share it."
-                    )
-                sizes.setdefault(leaf.shape[axis], f"argument {i}{path}")
+            for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
+                if axis is not None:
+                    sizes.setdefault(self._size(i, k, leaf, axis), self._name(i, k))
         if not sizes:
             raise GradtoolsError(
-                "per_example_grad: no argument is split, so there are no examples. Pass the batch "
-                "in an argument outside argnums, or name its axis in in_axes."
+                f"{self.asked}: no argument is split, so there are no examples. Pass the batch "
+                "as an array, and name its axis in in_axes."
             )
         if len(sizes) > 1:
             found = ", ".join(f"{size} in {name}" for size, name in sizes.items())
             raise GradtoolsError(
-                f"per_example_grad: the batch sizes differ: {found}. Set in_axes so that every "
-                "split axis has one entry for each example."
+                f"{self.asked}: the batch sizes differ: {found}. Set in_axes so that every "
+                "split axis has one entry for each example; None shares an argument."
             )
         if 0 in sizes:
-            raise GradtoolsError(f"per_example_grad: the batch is empty ({sizes[0]} has size 0).")
+            raise GradtoolsError(f"{self.asked}: the batch is empty ({sizes[0]} has size 0).")
+        return next(iter(sizes))
+
+    def _size(self, i: int, k: int, leaf: Any, axis: Any) -> int:
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise GradtoolsError(
+                f"{self.asked}: the entry of in_axes for {self._name(i, k)} is {axis!r}; expected "
+                "an integer or None."
+            )
+        if not self.backend.is_array(leaf):
+            raise GradtoolsError(
+                f"{self.asked}: {self._name(i, k)} is a {type(leaf).__name__}, which has no axis "
+                "to split on. Set its entry of in_axes to None to share it."
+            )
+        if not 0 <= axis < len(leaf.shape):
+            raise GradtoolsError(
+                f"{self.asked}: {self._name(i, k)} of shape {tuple(leaf.shape)} has no axis "
+                f"{axis} to split on. Set its entry of in_axes to None to share it."
+            )
+        return leaf.shape[axis]
+
+    def _name(self, i: int, k: int) -> str:
+        return f"argument {i}{self.backend.leaf_paths(self.args[i])[k]}"
 
     def map(self, one: Callable[..., Any], chunk_size: int | None) -> Any:
         """`one` at each example, stacked."""
@@ -117,3 +150,12 @@ class Batch:
         left = iter(flat)
         pairs = zip(self.treedefs, self.leaves, strict=True)
         return [self.backend.unflatten(t, [next(left) for _ in leaves]) for t, leaves in pairs]
+
+
+def shared_unless_named(argnums: Sequence[int], count: int) -> tuple[int | None, ...]:
+    """in_axes by default: the arguments in argnums are shared, the others are split on axis 0."""
+    return tuple(None if i in argnums else 0 for i in range(count))
+
+
+def _rank(x: Any) -> int:
+    return len(getattr(x, "shape", ()))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from gradtools.backend import Array, Backend, Evaluation, Fun, Operators
-from gradtools.batches import Batch
+from gradtools.batches import Batch, shared_unless_named
 from gradtools.blocks import blocks
 from gradtools.calls import Call, normalized_argnums
 from gradtools.connection import Connection
@@ -415,7 +415,8 @@ class Derivatives(Operators):
 
         def per_example(*args: Any, **kwargs: Any) -> Any:
             positions = normalized_argnums("per_example_grad", argnums, len(args))
-            batch = Batch(self._backend, args, positions, in_axes)
+            axes = shared_unless_named(positions, len(args)) if in_axes is None else in_axes
+            batch = Batch(self._backend, "per_example_grad", args, axes)
             return batch.map(lambda *one: gradient(one, kwargs)[2], chunk_size)
 
         return _named("per_example_grad", f, per_example)

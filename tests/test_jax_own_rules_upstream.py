@@ -91,6 +91,9 @@ def test_a_scan_drops_the_rule_around_a_callback_at_second_order():
     close(jax.hessian(lambda x: plain(x).sum())(X), np.diag(6 * X))  # without a scan it is there
     close(jax.grad(scanned(plain))(X), 9 * X**8)
     for second in (jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
-        with pytest.raises(ValueError, match="Pure callbacks do not support JVP"):
-            second(scanned(plain))(X)
+        if jax.__version_info__ < (0, 12):  # mended there
+            with pytest.raises(ValueError, match="Pure callbacks do not support JVP"):
+                second(scanned(plain))(X)
+        else:
+            close(second(scanned(plain))(X), np.diag(72 * X**7))
         close(second(scanned(ours))(X), np.diag(72 * X**7))

@@ -73,6 +73,12 @@ def split(key: jax.Array, n: int = 2) -> jax.Array:
     return jax.random.split(key, int(n))
 
 
+def fold_in(key: jax.Array, index: Any) -> jax.Array:
+    """The key of one of many, by an index that may be traced."""
+    check_key("chunked", key)
+    return jax.random.fold_in(key, index)
+
+
 def check_key(caller: str, key: Any) -> None:
     """Raises unless ``key`` is one key (an old-style key of two words is one too)."""
     if isinstance(key, jax.Array):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.jax import accumulate, arrays, engines, modules
+from gradtools.jax import accumulate, arrays, chunking, engines, modules
 from gradtools.jax.host import call_kernel
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.trees import is_inexact
@@ -63,6 +63,7 @@ class JaxBackend:
     to_numpy = staticmethod(arrays.to_numpy)
     key = staticmethod(arrays.key)
     split = staticmethod(arrays.split)
+    fold_in = staticmethod(arrays.fold_in)
 
     def cast(self, x: Any, like: Array | str) -> Array:
         return jnp.asarray(x, like if isinstance(like, str) else like.dtype)
@@ -149,6 +150,14 @@ class JaxBackend:
 
     def checkpoint(self, f: Any) -> Callable[..., Any]:
         return jax.checkpoint(f)
+
+    run_chunks = staticmethod(chunking.run_chunks)
+    sum_chunks = staticmethod(chunking.sum_chunks)
+    is_replaying = staticmethod(chunking.is_replaying)
+    gather = staticmethod(chunking.gather)
+
+    def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)  # jit traces everything
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)

@@ -11,19 +11,23 @@ accumulate_gradients = _api.accumulate_gradients
 asarray = _api.asarray
 assign_gradients = _api.assign_gradients
 checkpoint = _api.checkpoint
+chunked = _api.chunked
 clip_gradient = _api.clip_gradient
 compile = _api.compile
 custom_rule = _api.custom_rule
 functionalize = _api.functionalize
+gather = _api.gather
 grad = _api.grad
 hessian = _api.hessian
 host_function = _api.host_function
 hvp = _api.hvp
+is_replaying = _api.is_replaying
 jacobian = _api.jacobian
 jvp = _api.jvp
 key = _api.key
 known_gradient = _api.known_gradient
 linearize = _api.linearize
+microbatched = _api.microbatched
 minimax_value_and_grad = _api.minimax_value_and_grad
 mixed_partial = _api.mixed_partial
 per_example_grad = _api.per_example_grad
@@ -45,19 +49,23 @@ __all__ = [
     "asarray",
     "assign_gradients",
     "checkpoint",
+    "chunked",
     "clip_gradient",
     "compile",
     "custom_rule",
     "functionalize",
+    "gather",
     "grad",
     "hessian",
     "host_function",
     "hvp",
+    "is_replaying",
     "jacobian",
     "jvp",
     "key",
     "known_gradient",
     "linearize",
+    "microbatched",
     "minimax_value_and_grad",
     "mixed_partial",
     "per_example_grad",

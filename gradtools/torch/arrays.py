@@ -72,6 +72,11 @@ def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     return torch.stack([first, _mix(_mix(key[1] + first * ODD) + index)], dim=-1)
 
 
+def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:
+    """The child of a key that `split` would give at this index."""
+    return split(key, index + 1)[index]
+
+
 def seed_of(key: torch.Tensor) -> int:
     """The 64-bit seed that a key stands for, as a signed Python integer."""
     check_key("apply", key)

@@ -10,8 +10,8 @@ import torch
 from gradtools.backend import Array, Fun, Staged
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
-from gradtools.torch import accumulate, arrays, engines, modules, trees
-from gradtools.torch.compiling import compiled, is_compiling
+from gradtools.torch import accumulate, arrays, chunking, engines, modules, trees
+from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of, explained
 from gradtools.torch.host import call_kernel
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, is_inexact, pull, push, transpose
@@ -65,6 +65,7 @@ class TorchBackend:
     to_numpy = staticmethod(arrays.to_numpy)
     key = staticmethod(arrays.key)
     split = staticmethod(arrays.split)
+    fold_in = staticmethod(arrays.fold_in)
 
     def cast(self, x: Any, like: Array | str) -> Array:
         dtype = getattr(torch, like) if isinstance(like, str) else like.dtype
@@ -193,6 +194,14 @@ class TorchBackend:
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return compiled(f, **options)
+
+    # --- chunks
+
+    run_chunks = staticmethod(chunking.run_chunks)
+    sum_chunks = staticmethod(chunking.sum_chunks)
+    is_replaying = staticmethod(chunking.is_replaying)
+    gather = staticmethod(chunking.gather)
+    uncompiled = staticmethod(uncompiled)
 
     functionalize = staticmethod(modules.functionalize)
 

@@ -56,6 +56,12 @@ def skipped_by_dynamo(fun: F) -> F:
     return cast(F, call)
 
 
+@skipped_by_dynamo
+def uncompiled(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fun(*args, **kwargs)`, around which compiled code breaks its graph."""
+    return fun(*args, **kwargs)
+
+
 class _WhenDynamoArrives(MetaPathFinder):
     """Finds dynamo as usual, and lets our functions be registered once it is loaded."""
 

@@ -295,6 +295,11 @@ class _ReverseOnly(torch.autograd.Function):
                 return found
 
             one = replace(one, linearize=noted, key=next(KEYS))
+        if one.mapped is not None:
+            rule, xs, axes_of = one.mapped(info.batch_size, in_dims[1:], xs)
+            out = _apply_at(_Point(rule), xs)
+            point.count = len(out)
+            return tuple(out), axes_of(out)
         axes = tuple([None if d is None else 0 for d in in_dims[1:]])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
         batch = _Point(batched(one, _Lists, axes, None, info.batch_size))

@@ -1,0 +1,611 @@
+"""The exact gradient of a loss that needs the whole batch, at the memory of one chunk.
+
+For L = g(f(x_1), ..., f(x_n)) the gradient to f's parameters w is
+
+    dL/dw = sum_i J_i^H c_i        with J_i the Jacobian of f at chunk i, c_i = dL/df(x_i)
+
+so the sum runs over chunks once all c_i are known, and c_i needs the outputs of f alone. The
+first pass keeps the outputs and no graph; the backward pass computes one chunk's graph at a time
+again and pulls its c_i back (Gao et al., Scaling deep contrastive learning batch size under
+memory limited setup, 2021, for contrastive losses). With F the work of a forward pass, and 2F
+that of a backward pass, n chunks of which k keep their graph cost 4F - (k/n)F.
+
+Here a call is read and cut; how the chunks run, and run again, stands in the wings'
+`chunking.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from gradtools.backend import Array, Backend, Operators
+from gradtools.batches import Batch, shared_unless_named
+from gradtools.calls import describe, normalized_argnums
+from gradtools.errors import GradtoolsError
+
+Argnums = int | Sequence[int]
+
+
+class Chunking(Operators):
+    """The operators that take a batch chunk by chunk."""
+
+    def chunked(
+        self,
+        f: Callable[..., Any],
+        chunk_size: int,
+        in_axes: Any = 0,
+        out_axes: Any = 0,
+        key_argnums: Argnums = (),
+        carry_argnums: Argnums = (),
+        interleaved: bool = False,
+        retain: int = 1,
+        memory_budget: int | None = None,
+        verify: bool = False,
+        progress: bool = False,
+    ) -> Callable[..., Any]:
+        """f over a batch, chunk by chunk, at the memory of one chunk's graph.
+
+        The value is that of the loop `concat(f(chunk) for chunk in batch)`, and so is every
+        derivative, of whatever loss follows; what the backward pass needs of a chunk is computed
+        again there. This equals `f(batch)` where f treats examples alone and deterministically;
+        batch normalisation in training does not: it normalises each chunk by that chunk's own
+        statistics, and a warning says so once.
+
+        PyTorch: f is a module, or a function that uses modules, as they are. Parameters need not
+        be named; a captured tensor that is neither a parameter (a leaf) nor an argument is
+        refused. All that f's output or later behaviour depends on (random streams, buffers,
+        attributes of modules, containers that f closes over) is for the second computation what
+        it was for the first, and afterwards stands where the plain loop leaves it; autocast,
+        default dtype and deterministic flags are those of the first pass. Gradients reach each
+        parameter once, as one sum. If the forward or the backward pass of f raises, `.grad` of
+        f's parameters, buffers, attributes and random streams are as they stood before it;
+        leaves that autograd reached earlier, such as a temperature in the loss, have their
+        gradient already. Hooks of modules run in both computations, see `is_replaying`. The
+        backward pass may not run in two threads at once on one model.
+
+        JAX: a scan over the chunks whose body is computed again in the backward pass. f is pure;
+        randomness comes by keys, changing state by carries. `verify` has nothing to compare
+        there, and is ignored.
+
+        Args:
+            f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
+                examples along its entry of `out_axes`.
+            chunk_size: How many examples at once; the last chunk may hold fewer.
+            in_axes: The batch axis of each positional argument, as in `vmap`; None where it is
+                shared. Keyword arguments are shared. An argument that is a list is a list of
+                examples: f gets slices of it.
+            out_axes: The axis along which outputs are joined: an integer, or a tree of them like
+                f's output. A list that f makes of a list is joined as lists are.
+            key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
+            carry_argnums: Which arguments are state that is handed from chunk to chunk; f then
+                returns `(out, new_carry)`, and so does the chunked function, with a tuple of
+                carries for several. Carries are not differentiated.
+            interleaved: Whether chunk i of n holds the rows i::n, and not a block of rows; the
+                order of outputs is restored. A batch that is sharded over devices then needs no
+                gather.
+            retain: How many of the last chunks keep their graph instead of computing it again.
+                The last one costs next to nothing.
+            memory_budget: Bytes for graphs that are kept beyond the leanest run; `retain` then
+                follows from the size of a chunk's graph.
+            verify: PyTorch: whether to compare what is computed again with the first pass, and
+                raise if it differs, naming the chunk and the first submodule that does.
+            progress: Whether to show a progress bar (of the package tqdm) over the chunks.
+
+        Returns:
+            A function of f's arguments.
+
+        Raises:
+            GradtoolsError: chunk_size is below 1; (on call) the batch is empty, its axes differ
+                in length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
+                the module that calls chunked instead), or f changes what cannot be replayed.
+
+        Example:
+            >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)
+            >>> loss = lambda x: square(x).sum() ** 2
+            >>> gt.to_numpy(gt.grad(loss)(gt.asarray(np.float32([1.0, 2.0, 3.0])))).tolist()
+            [56.0, 112.0, 168.0]
+
+        Source: Gao, Zhang, Han, Callan, Scaling deep contrastive learning batch size under memory
+        limited setup, 2021; recomputation after Griewank and Walther, Algorithm 799: revolve, 2000.
+        """
+        options = Options(retain, memory_budget, bool(verify), bool(progress))
+        options.check(f, chunk_size)
+
+        def chunked_f(*args: Any, **kwargs: Any) -> Any:
+            keys = _positions("key_argnums", key_argnums, len(args))
+            carried = _positions("carry_argnums", carry_argnums, len(args))
+            if set(keys) & set(carried):
+                raise GradtoolsError(
+                    "chunked: key_argnums and carry_argnums name the same argument; it is a key or "
+                    "a carry."
+                )
+            batch = Batch(self._backend, "chunked", args, in_axes, {*keys, *carried}, lists=True)
+            chunks = Chunks(
+                self._backend,
+                f,
+                batch,
+                kwargs,
+                out_axes,
+                keys,
+                carried,
+                Cut(batch.size, chunk_size, interleaved),
+                options,
+            )
+            outs, carry = self._backend.run_chunks(chunks)
+            return chunks.result(outs, carry)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._backend.uncompiled(chunked_f, *args, **kwargs)
+
+        call.__name__ = f"chunked_{getattr(f, '__name__', type(f).__name__)}"
+        return call
+
+    def microbatched(
+        self,
+        f: Callable[..., Any],
+        chunk_size: int,
+        argnums: Argnums = 0,
+        in_axes: Any = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        weights: Any = None,
+    ) -> Callable[..., Any]:
+        """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
+
+        With W_c the weight of chunk c, by default its number of examples, and f_c its mean,
+
+            value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
+
+        which is the full batch's, also where the last chunk is smaller or token counts differ.
+        Unlike in `chunked`, each chunk's graph is used up at once: it costs no recomputation.
+
+        Args:
+            f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
+                chunk's examples, or their sum.
+            chunk_size: How many examples at once; the last chunk may hold fewer.
+            argnums: Which positional arguments to differentiate; they are shared by all chunks.
+            in_axes: As in `per_example_grad`: None means that the arguments in argnums are
+                shared and every array of the others is split on axis 0.
+            reduction: Whether f returns the mean or the sum of its chunk.
+            weights: For means that are not over examples: one weight for each example (such as
+                its number of tokens), cut with the batch, or a function of a chunk's arguments
+                that returns the chunk's weight.
+
+        Returns:
+            A function of f's arguments, returning `(value, grads)` as `value_and_grad` does.
+            Sums are made in float32 where gradients are narrower, and rounded once.
+
+        Raises:
+            GradtoolsError: As `chunked` and `value_and_grad` do; weights with a sum; weights
+                that do not fit the batch; a differentiated argument that is split.
+
+        Example:
+            >>> loss = gt.microbatched(lambda w, x: (w * x).mean(), chunk_size=2)
+            >>> value, g = loss(gt.asarray(np.float32(1.0)), gt.asarray(np.float32([1, 2, 6])))
+            >>> float(value), float(g)
+            (3.0, 3.0)
+        """
+        Options().check(f, chunk_size, "microbatched")
+        if reduction not in ("mean", "sum"):
+            raise GradtoolsError(
+                f"microbatched: reduction is {reduction!r}; expected 'mean' or 'sum'."
+            )
+        if weights is not None and reduction == "sum":
+            raise GradtoolsError(
+                "microbatched: sums add up as they are; give weights with reduction='mean', or "
+                "multiply by them inside f."
+            )
+
+        both = self.value_and_grad(f, argnums)  # type: ignore[attr-defined]
+
+        def value_and_grads(*args: Any, **kwargs: Any) -> Any:
+            backend = self._backend
+            positions = normalized_argnums("microbatched", argnums, len(args))
+            call = _Microbatches(backend, args, kwargs, positions, in_axes, weights)
+            seen: list[Any] = []
+
+            def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
+                given = None if call.weights is None else chunk[-1]
+                value, grads = both(*chunk[: len(args)], **kwargs)
+                found, treedef = backend.flatten((value, grads))
+                seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
+                if reduction == "sum":
+                    return [call.wide(x) for x in found]
+                w = call.weight(chunk[: len(args)], given, call.wide(value), chunks.size_now)
+                return [w, *[backend.real_scalar(w, x) * x for x in map(call.wide, found)]]
+
+            chunks = call.cut(terms, chunk_size)
+            sums = backend.sum_chunks(chunks)
+            if reduction == "mean":
+                total, *sums = sums
+                sums = [x / backend.real_scalar(total, x) for x in sums]
+            treedef, dtypes = seen
+            sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
+            return backend.unflatten(treedef, sums)
+
+        return value_and_grads
+
+    def gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
+        """The rows of all processes (PyTorch) or devices (JAX), one after the other.
+
+        For losses over the global batch. The derivative is the adjoint: each process's cotangent
+        is summed where the row came from. So if every process computes the whole loss L and
+        gradients are averaged over processes afterwards (as DistributedDataParallel does, or
+        `jax.lax.pmean`), what comes out is the gradient of L, neither scaled by the number of
+        processes nor by its inverse; and likewise if process r computes L_r and L is their mean.
+
+        Args:
+            x: A pytree of arrays with the local rows along axis 0, of the same shape everywhere.
+            axis_name: JAX: the mapped axis (of `shard_map`, `vmap` or `pmap`), or several.
+            group: PyTorch: a process group; None is the default one.
+
+        Returns:
+            A pytree of arrays with all rows along axis 0, in the order of ranks.
+
+        Raises:
+            GradtoolsError: PyTorch: axis_name was given, no process group exists, or shapes
+                differ between processes. JAX: group was given, axis_name is missing or unknown.
+
+        Example:
+            >>> callable(gt.gather)
+            True
+        """
+        return self._backend.gather(x, axis_name, group)
+
+    def is_replaying(self) -> bool:
+        """Whether a chunk is being computed a second time, for hooks with side effects.
+
+        In JAX hooks do not exist, and what is computed again is never traced again: False.
+
+        Returns:
+            True inside f and the hooks of its modules while `chunked` computes again.
+
+        Example:
+            >>> gt.is_replaying()
+            False
+        """
+        return self._backend.is_replaying()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the chunks are to run."""
+
+    retain: int = 1
+    memory_budget: int | None = None
+    verify: bool = False
+    progress: bool = False
+
+    def check(self, f: Any, chunk_size: Any, asked: str = "chunked") -> None:
+        """Raises unless all of it makes sense."""
+        if not callable(f):
+            raise GradtoolsError(f"{asked}: f is a {type(f).__name__}; expected a function.")
+        _at_least(asked, "chunk_size", chunk_size, 1, "examples")
+        _at_least(asked, "retain", self.retain, 0, "chunks")
+        if self.memory_budget is not None:
+            _at_least(asked, "memory_budget", self.memory_budget, 0, "bytes")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a batch is cut."""
+
+    size: int
+    chunk_size: int
+    interleaved: bool = False
+
+    @cached_property
+    def count(self) -> int:
+        """How many chunks there are."""
+        return -(-self.size // self.chunk_size)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many examples each chunk holds."""
+        return [len(rows) for rows in self.rows]
+
+    @cached_property
+    def rows(self) -> list[range]:
+        """Which examples each chunk holds."""
+        if self.interleaved:
+            return [range(i, self.size, self.count) for i in range(self.count)]
+        starts = range(0, self.size, self.chunk_size)
+        return [range(s, min(s + self.chunk_size, self.size)) for s in starts]
+
+
+@dataclass
+class Chunks:
+    """One call of a chunked function, as flat lists.
+
+    Attributes:
+        batch: The arguments, and how they are split.
+        cut: Where.
+        splits: `(leaf, axis)` of every array that is split.
+        lists: For each chunk the leaves of its slices of lists.
+        shared: The leaves that all chunks share, arrays or not.
+        carry: The leaves of what is handed from chunk to chunk.
+        axes: After a chunk was called: the axis on which each output leaf is joined; None if f
+            makes lists of lists, of which each chunk has leaves of its own.
+    """
+
+    backend: Backend
+    f: Callable[..., Any]
+    batch: Batch
+    kwargs: dict[str, Any]
+    out_axes: Any
+    keys: tuple[int, ...]
+    carried: tuple[int, ...]
+    cut: Cut
+    options: Options
+    axes: list[int] | None = field(default=None, init=False)
+    size_now: int = field(default=0, init=False)  # of the chunk that is called
+
+    def __post_init__(self) -> None:
+        backend, batch = self.backend, self.batch
+        kwarg_leaves, self._kwarg_def = backend.flatten(self.kwargs)
+        self.splits: list[tuple[Any, int]] = []
+        self.shared: list[Any] = []
+        self.carry: list[Any] = []
+        self._places: list[list[tuple[str, int]]] = []
+        names = dict.fromkeys(self.carried, "carry")
+        for i, (leaves, axes) in enumerate(zip(batch.leaves, batch.axes, strict=True)):
+            self._places.append([])
+            if i in batch.lists:
+                continue
+            for leaf, axis in zip(leaves, axes, strict=True):
+                name = names.get(i, "shared" if axis is None else "split")
+                target: list[Any] = getattr(self, "splits" if name == "split" else name)
+                self._places[i].append((name, len(target)))
+                target.append((leaf, axis) if name == "split" else leaf)
+        self._kwargs_at = len(self.shared)
+        self.shared += kwarg_leaves
+        flat = [[self._slices(i, rows) for i in batch.lists] for rows in self.cut.rows]
+        self.lists = [[leaf for leaves, _ in parts for leaf in leaves] for parts in flat]
+        self._list_defs = [[(t, len(leaves)) for leaves, t in parts] for parts in flat]
+        self._treedefs: dict[str, Any] = {}
+        self._out_lists: list[list[Any]] = [[] for _ in self.cut.rows]
+
+    def _slices(self, i: int, rows: range) -> Any:
+        return self.backend.flatten([self.batch.args[i][k] for k in rows])
+
+    def name_of(self, kind: str, k: int) -> str:
+        """The name of leaf k among `splits`, `shared` or `carry`, for messages."""
+        for i, places in enumerate(self._places):
+            for j, place in enumerate(places):
+                if place == (kind, k):
+                    return f"argument {i}{self.backend.leaf_paths(self.batch.args[i])[j]}"
+        k -= self._kwargs_at
+        return f"keyword argument {self.backend.leaf_paths(self.kwargs)[k]}"
+
+    def structure_of(self, number: int) -> tuple[Any, ...]:
+        """Equal for chunks that look alike, but for the shapes of what `lists` holds."""
+        return len(self.cut.rows[number]), *(t for t, _ in self._list_defs[number])
+
+    def same_as(self, number: int, others: range) -> None:
+        """Notes that the output of a chunk that was called looks like that of others."""
+        for other in others:
+            self._out_lists[other] = self._out_lists[number]
+
+    # --- one chunk
+
+    def call(
+        self, number: int, index: Any, pieces: list[Any], shared: list[Any], carry: list[Any]
+    ) -> tuple[list[Array], list[Array]]:
+        """f on one chunk: the leaves of its output, and of the new carry.
+
+        Args:
+            number: Which chunk it is, or one that looks like it.
+            index: Which chunk it is, as a number that may be traced.
+            pieces: The chunk's part of `splits`, then its `lists`.
+            shared: As the attribute.
+            carry: As the attribute, after the chunks before.
+        """
+        self.size_now = len(self.cut.rows[number])
+        args = self._arguments(number, index, pieces, shared, carry)
+        kwargs = self.backend.unflatten(self._kwarg_def, shared[self._kwargs_at :])
+        out, new_carry = self._parted(self.f(*args, **kwargs))
+        carry_leaves = self._same("carry", new_carry, number)
+        if self.batch.lists and type(out) is list and len(out) == len(self.cut.rows[number]):
+            flat = [self.backend.flatten(x) for x in out]
+            self._out_lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
+            return [leaf for leaves, _ in flat for leaf in leaves], carry_leaves
+        leaves = self._same("output", out, number)
+        if self.out_axes is None:  # they are summed
+            return leaves, carry_leaves
+        if self.axes is None:
+            self.axes = _axes_of(self.backend, self.out_axes, out)
+        for k, (leaf, axis) in enumerate(zip(leaves, self.axes, strict=True)):
+            leaves[k] = self._checked(leaf, axis, out, k)
+        return leaves, carry_leaves
+
+    def _arguments(self, number: int, index: Any, pieces: Any, shared: Any, carry: Any) -> list:
+        unflatten, sources = self.backend.unflatten, {"shared": shared, "carry": carry}
+        of_lists = iter(pieces[len(self.splits) :])
+        list_defs = iter(self._list_defs[number])
+        args = []
+        for i, places in enumerate(self._places):
+            if i in self.batch.lists:
+                treedef, count = next(list_defs)
+                args.append(unflatten(treedef, [next(of_lists) for _ in range(count)]))
+                continue
+            leaves = [(pieces if n == "split" else sources[n])[k] for n, k in places]
+            arg = unflatten(self.batch.treedefs[i], leaves)
+            if i in self.keys and arg is not None:
+                arg = self.backend.fold_in(arg, index)
+            args.append(arg)
+        return args
+
+    def _parted(self, result: Any) -> tuple[Any, Any]:
+        if not self.carried:
+            return result, None
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise GradtoolsError(
+                "chunked: with carry_argnums f returns a pair (output, new_carry); got "
+                f"{describe(self.backend, result)}."
+            )
+        return result
+
+    def _same(self, what: str, tree: Any, number: int) -> list[Any]:
+        """The leaves of a tree that has the structure which it had for the other chunks."""
+        leaves, treedef = self.backend.flatten(tree)
+        if what == "carry" and self.carried:
+            given = tuple(self.batch.args[i] for i in self.carried)
+            known = self.backend.flatten(given if len(given) > 1 else given[0])[1]
+        else:
+            known = self._treedefs.setdefault(what, treedef)
+        if treedef != known:
+            raise GradtoolsError(
+                f"chunked: f's {what} at chunk {number} has the structure {treedef}; expected "
+                f"{known}, as before. It must be the same for all chunks."
+            )
+        return leaves
+
+    def _checked(self, leaf: Any, axis: int, out: Any, k: int) -> Array:
+        if not self.backend.is_array(leaf):
+            raise GradtoolsError(
+                f"chunked: f's output{self.backend.leaf_paths(out)[k]} is "
+                f"{describe(self.backend, leaf)}; expected an array. Leave out what is none."
+            )
+        if not -len(leaf.shape) <= axis < len(leaf.shape):
+            raise GradtoolsError(
+                f"chunked: f's output{self.backend.leaf_paths(out)[k]} has shape "
+                f"{tuple(leaf.shape)}, which has no axis {axis} to join chunks on. f returns one "
+                "entry for each example; for a loss that is a mean or a sum over examples use "
+                "microbatched."
+            )
+        if self.cut.interleaved and leaf.shape[axis] != self.size_now:
+            raise GradtoolsError(
+                f"chunked: f's output{self.backend.leaf_paths(out)[k]} has {leaf.shape[axis]} "
+                f"entries on axis {axis} for {self.size_now} examples; with interleaved=True the "
+                "order is restored, which needs one for each."
+            )
+        return leaf
+
+    # --- all of them
+
+    def result(self, outs: list[Array], carry: list[Array]) -> Any:
+        """What the chunked function returns, of joined leaves (or all chunks' leaves of lists)."""
+        backend = self.backend
+        if self.axes is None and any(self._out_lists):
+            left = iter(outs)
+            defs = [d for chunk in self._out_lists for d in chunk]
+            out: Any = [backend.unflatten(t, [next(left) for _ in range(n)]) for t, n in defs]
+            if self.cut.interleaved:
+                order = [row for rows in self.cut.rows for row in rows]
+                out = [x for _, x in sorted(zip(order, out, strict=True), key=lambda pair: pair[0])]
+        else:
+            out = backend.unflatten(self._treedefs["output"], outs)
+        if not self.carried:
+            return out
+        given = tuple(self.batch.args[i] for i in self.carried)
+        treedef = backend.flatten(given if len(given) > 1 else given[0])[1]
+        return out, backend.unflatten(treedef, carry)
+
+
+class _Microbatches:
+    """One call of a microbatched function: terms that are summed over chunks."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        positions: tuple[int, ...],
+        in_axes: Any,
+        weights: Any,
+    ) -> None:
+        self.backend, self.args, self.kwargs, self.positions = backend, args, kwargs, positions
+        self.weigh = weights if callable(weights) else None
+        self.weights = None if callable(weights) or weights is None else backend.asarray(weights)
+        axes = shared_unless_named(positions, len(args)) if in_axes is None else in_axes
+        if isinstance(axes, int):
+            axes = (axes,) * len(args)
+        for i in positions:
+            if isinstance(axes, tuple | list) and len(axes) == len(args) and axes[i] is not None:
+                raise GradtoolsError(
+                    f"microbatched: argument {i} is differentiated, so all chunks share it; "
+                    f"in_axes[{i}] is {axes[i]!r}, expected None. For gradients to the batch "
+                    "itself use chunked."
+                )
+        self.in_axes = axes
+        if self.weights is not None and len(self.weights.shape) != 1:
+            raise GradtoolsError(
+                f"microbatched: weights has shape {tuple(self.weights.shape)}; expected one "
+                "number for each example, shape (n,), or a function of a chunk's arguments."
+            )
+
+    def cut(self, terms: Callable[..., Any], chunk_size: int) -> Chunks:
+        """The arguments, and the weights behind them if there are any, cut into chunks."""
+        args, axes = self.args, self.in_axes
+        if self.weights is not None:
+            args = (*args, self.weights)
+            axes = (*axes, 0) if isinstance(axes, tuple | list) else axes
+        batch = Batch(self.backend, "microbatched", args, axes, lists=True)
+        cut = Cut(batch.size, chunk_size)
+        return Chunks(self.backend, terms, batch, self.kwargs, None, (), (), cut, Options(0))
+
+    def weight(self, args: tuple[Any, ...], given: Any, value: Array, size: int) -> Array:
+        """The weight of one chunk."""
+        if self.weigh is not None:
+            found = self.weigh(*args)
+            shape = tuple(getattr(found, "shape", ()))
+            if shape != ():
+                raise GradtoolsError(
+                    f"microbatched: the function of weights returned shape {shape}; expected one "
+                    "number, the weight of its chunk."
+                )
+        elif given is not None:
+            found = given.sum()
+        else:
+            found = size
+        return self.backend.cast(found, value)
+
+    def wide(self, x: Array) -> Array:
+        """In at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
+        narrow = self.backend.dtype_name(x) in ("float16", "bfloat16")
+        return self.backend.cast(x, "float32") if narrow else x
+
+
+def _positions(what: str, argnums: Any, count: int) -> tuple[int, ...]:
+    if argnums == () or argnums == []:
+        return ()
+    return normalized_argnums(f"chunked ({what})", argnums, count)
+
+
+def _at_least(asked: str, name: str, value: Any, least: int, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise GradtoolsError(
+            f"{asked}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
+        )
+
+
+def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
+    """The axis of each leaf of f's output."""
+    if isinstance(axes, int) and not isinstance(axes, bool):
+        return [axes] * len(backend.flatten(out)[0])
+    if type(axes) is type(out) and type(out) in (tuple, list, dict) and len(axes) == len(out):
+        if type(out) is dict:
+            if axes.keys() == out.keys():  # leaves of a dict stand in the order of its tree
+                keys = backend.flatten({key: key for key in out})[0]
+                return [a for key in keys for a in _axes_of(backend, axes[key], out[key])]
+        else:
+            pairs = zip(axes, out, strict=True)
+            return [a for one, part in pairs for a in _axes_of(backend, one, part)]
+    raise GradtoolsError(
+        f"chunked: out_axes holds {axes!r} for {describe(backend, out)}; expected an integer, or "
+        "a tree of integers like f's output. An output that is the same for all chunks, or has no "
+        "axis for examples, cannot be joined."
+    )
+
+
+def progress_bar(count: int) -> Any:
+    """A bar of tqdm, or an error that says how to get it."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise GradtoolsError(
+            "chunked: progress=True needs the package tqdm; pip install tqdm."
+        ) from error
+    return tqdm(total=count, unit="chunk", leave=False)

@@ -1,0 +1,516 @@
+"""Chunks in JAX: a scan over the chunks, whose body is computed again in the backward pass.
+
+    first pass   y_i, s_{i+1} = f(x_i, s_i)        nothing else is kept; the last k chunks, all
+    backward     dw += J_i^H c_i                   with J_i from x_i and s_i once more
+
+Chunks that look alike and are kept alike form a run, which is one scan; f is traced once for
+each shape of a chunk. What is read of the batch is read inside the body, by the chunk's number,
+so that no scan needs a copy of its part of the batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.util import find_spec
+from itertools import groupby, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradtools.backend import Array
+from gradtools.chunking import Chunks, Cut, progress_bar
+from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.jax import tracing
+from gradtools.jax.arrays import asarray
+from gradtools.jax.trees import is_inexact
+
+
+def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
+    """The joined output leaves, and the last carry."""
+    steps = _Steps(chunks)
+    carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
+    count, bar = chunks.cut.count, _Bar(chunks)
+    parts = []
+    for run in _runs(steps.kinds, count - _how_many_kept(steps, carry)):
+        outs, carry = _run(steps, run, carry, bar)
+        chunks.same_as(run.first, run.numbers)
+        parts.append((run, outs))
+    if chunks.axes is None:
+        return [x[i] for run, outs in parts for i in range(len(run.numbers)) for x in outs], carry
+    columns = [[(run, outs[k]) for run, outs in parts] for k in range(len(chunks.axes))]
+    joined = [
+        _joined(chunks.cut, axis, column) for axis, column in zip(chunks.axes, columns, strict=True)
+    ]
+    return joined, carry
+
+
+def sum_chunks(chunks: Chunks) -> list[Array]:
+    """The sums over chunks of the output leaves; each chunk's graph as it is."""
+    steps, sums = _Steps(chunks), None
+    for run in _runs(steps.kinds, 0):
+        if len(run.numbers) == 1:
+            outs = steps.at(run.kind, [])(*steps.inputs(run.first), [])[0]
+            sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
+            continue
+        step = steps.traced(run.kind, [])
+        if sums is None:
+            sums = [_zeros(aval) for aval in step.closed.out_avals]
+        sums = [_promoted(x, aval) for x, aval in zip(sums, step.closed.out_avals, strict=True)]
+
+        sums, _ = jax.lax.scan(partial(_add_step, step), sums, steps.stacked(run))
+    return sums or []
+
+
+def _add_step(step: _Step, sums: Any, inputs: Any) -> tuple[Any, None]:
+    outs, _ = step(*inputs, [])
+    return [_sum(*xs) for xs in zip(sums, outs, strict=True)], None
+
+
+def is_replaying() -> bool:
+    """Never: what is computed again is not traced again, so no Python runs in it."""
+    return False
+
+
+def gather(x: Any, axis_name: Any, group: Any) -> Any:
+    """The rows of all devices along axis 0; the derivative is the adjoint, a sum-scatter."""
+    if group is not None:
+        raise GradtoolsError("gather: group is PyTorch's; in JAX name a mapped axis, axis_name.")
+    if axis_name is None:
+        raise GradtoolsError(
+            "gather: axis_name is missing; expected the mapped axis, or a tuple of them, that "
+            "shard_map, vmap or pmap gave its name to."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not jnp.shape(leaf):
+            raise GradtoolsError(
+                f"gather: x{jax.tree_util.keystr(path)} is a single number; expected an array "
+                "with the local rows along axis 0."
+            )
+    try:
+        return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis_name, tiled=True), x)
+    except NameError as error:
+        raise GradtoolsError(
+            f"gather: no axis is named {axis_name!r} here ({error}). Call it inside shard_map, "
+            "vmap or pmap with an axis of that name."
+        ) from error
+
+
+# --- runs
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Chunks in a row that look alike, and whether their graphs are kept."""
+
+    kind: int
+    numbers: range
+    kept: bool
+
+    @property
+    def first(self) -> int:
+        return self.numbers[0]
+
+
+def _runs(kinds: list[int], first_kept: int) -> Iterator[_Run]:
+    marked = ((kind, i >= first_kept) for i, kind in enumerate(kinds))
+    start = 0
+    for (kind, kept), members in groupby(marked):
+        stop = start + len(list(members))
+        yield _Run(kind, range(start, stop), kept)
+        start = stop
+
+
+def _run(
+    steps: _Steps, run: _Run, carry: list[Array], bar: _Bar
+) -> tuple[list[Array], list[Array]]:
+    """The output leaves of a run, stacked, and the carry after it."""
+    if len(run.numbers) == 1:
+        once = steps.at(run.kind, carry)
+        outs, carry = (once if run.kept else jax.checkpoint(once))(*steps.inputs(run.first), carry)
+        bar.advance()
+        return [x[None] for x in outs], carry
+    step = steps.traced(run.kind, carry)
+    # the bodies of two loops are not merged, so nothing need be put between them
+    many = step if run.kept else jax.checkpoint(step, prevent_cse=False)
+
+    def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
+        outs, carry = many(*inputs, carry)
+        bar.advance()
+        return carry, outs
+
+    carry, outs = jax.lax.scan(body, step.widened(carry), steps.stacked(run))
+    return outs, carry
+
+
+# --- one chunk
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """f on a chunk of some shape, seen once as a jaxpr and then run from it."""
+
+    closed: Any
+    treedef: Any
+    out_avals: list[Any]
+    carry_avals: list[Any]
+
+    def __call__(self, *args: Any) -> Any:
+        *inputs, carry = args
+        leaves = jax.tree.leaves((inputs, self.widened(carry)))
+        flat = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+        return jax.tree.unflatten(self.treedef, flat)
+
+    def widened(self, carry: list[Array]) -> list[Array]:
+        """A carry in the type that it has after a step: a loop keeps its types."""
+        return [_promoted(x, aval) for x, aval in zip(carry, self.carry_avals, strict=True)]
+
+    @cached_property
+    def graph_bytes(self) -> int:
+        """What reverse mode keeps of a chunk, besides what is there anyway.
+
+        These are the arrays that go from the forward to the backward program, which XLA cannot
+        but hold; its memory analysis of the two says the same, for the price of compiling them.
+        """
+
+        def kept(consts: list[Array], args: list[Array]) -> list[Array]:
+            flat = [*consts, *args]
+            places = [i for i, x in enumerate(flat) if is_inexact(x)]
+
+            def of_inexact(*xs: Array) -> list[Array]:
+                full = dict(enumerate(flat)) | dict(zip(places, xs, strict=True))
+                values = [full[i] for i in range(len(flat))]
+                n = len(consts)
+                return jax.core.eval_jaxpr(self.closed.jaxpr, values[:n], *values[n:])
+
+            pullback = jax.vjp(of_inexact, *[flat[i] for i in places])[1]
+            found = {id(x): x for x in jax.tree.leaves(pullback)}
+            for x in flat:
+                found.pop(id(x), None)
+            return list(found.values())
+
+        consts = [jnp.asarray(c) for c in self.closed.consts]
+        shapes = jax.eval_shape(kept, consts, self.closed.in_avals)
+        return sum(x.size * x.dtype.itemsize for x in shapes)
+
+
+class _Steps:
+    """The chunks of a call as functions `(index, slots, lists, carry) -> (outs, carry)`.
+
+    slots: What the chunk's cotangents go to, one for each inexact array that is split.
+    lists: The arrays in the chunk's slices of lists.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks = chunks
+        self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
+        self.lists = [[_as_leaf(x) for x in leaves] for leaves in chunks.lists]
+        known: list[Any] = []
+        self.kinds: list[int] = []  # equal where chunks look alike
+        for number in range(chunks.cut.count):
+            looks = chunks.structure_of(number), [_looks(x) for x in self.lists[number]]
+            if looks not in known:
+                known.append(looks)
+            self.kinds.append(known.index(looks))
+        self._traced: dict[Any, _Step] = {}
+
+    def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
+        """The function of a kind of chunk; not traced ahead where there is one chunk of it."""
+        if self.kinds.count(kind) == 1:
+            return self._of(self.kinds.index(kind))
+        return self.traced(kind, carry)
+
+    def traced(self, kind: int, carry: list[Array]) -> _Step:
+        """The function of a kind of chunk, as a jaxpr that a scan can repeat."""
+        key = kind, *map(_varying, carry)
+        if key in self._traced:
+            return self._traced[key]
+        number = self.kinds.index(kind)
+        shapes = jax.eval_shape(lambda: self.inputs(number))
+        closed, found = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
+        _warn_of_batch_norm(self.chunks.f, closed)
+        outs, count = closed.out_avals, len(found[0])
+        step = _Step(closed, jax.tree.structure(found), outs[:count], outs[count:])
+        if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
+            step = self.traced(kind, step.widened(carry))
+        self._traced[key] = step
+        return step
+
+    def inputs(self, number: int) -> tuple[Any, ...]:
+        """`(index, slots, lists)` of one chunk."""
+        size = len(self.chunks.cut.rows[number])
+        slots = [s.at(number, size) for s in self.splits if s.inexact]
+        return np.int32(number), slots, [x for x in self.lists[number] if _is_array(x)]
+
+    def stacked(self, run: _Run) -> tuple[Any, ...]:
+        """`(index, slots, lists)` of a run, stacked."""
+        size = len(self.chunks.cut.rows[run.first])
+        slots = [s.stacked(run.numbers, size) for s in self.splits if s.inexact]
+        rows = zip(*(self.lists[i] for i in run.numbers), strict=True)
+        lists = [jnp.stack(row) for row in rows if _is_array(row[0])]
+        return np.asarray(run.numbers, np.int32), slots, lists
+
+    def _of(self, number: int) -> Callable[..., Any]:
+        chunks = self.chunks
+        size = len(chunks.cut.rows[number])
+
+        def step(index: Any, slots: list[Array], lists: list[Array], carry: list[Array]) -> Any:
+            left, given = iter(slots), iter(lists)
+            pieces = [s.piece(index, size, next(left) if s.inexact else None) for s in self.splits]
+            pieces += [next(given) if _is_array(x) else x for x in self.lists[number]]
+            before = [jax.lax.stop_gradient(x) for x in carry]
+            outs, after = chunks.call(number, index, pieces, chunks.shared, before)
+            pairs = zip(after, carry, strict=True)
+            return outs, [_next_carry(chunks, k, *pair) for k, pair in enumerate(pairs)]
+
+        return step
+
+
+class _Split:
+    """An array that is split, and its chunks by their numbers."""
+
+    def __init__(self, x: Array, axis: int, cut: Cut) -> None:
+        self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
+        self._least = cut.size // cut.count
+        if cut.interleaved:  # the rows that all chunks have; behind their axis one of the chunks
+            part = jax.lax.slice_in_dim(x, 0, self._least * cut.count, axis=axis)
+            self._table = _parted(part, axis, self._least, cut.count)
+
+    def piece(self, index: Any, size: int, slot: Array | None) -> Array:
+        """The chunk's rows; their cotangent goes to the slot."""
+        piece = self.at(index, size)
+        return piece if slot is None else _routed(piece, slot)
+
+    def at(self, index: Any, size: int) -> Array:
+        """The rows of a chunk, whose number may be traced."""
+        if size == self.cut.size:
+            return self.x
+        if not self.cut.interleaved:
+            return _slice(self.x, index * self.cut.chunk_size, size, self.axis)
+        rows = _slice(self._table, index, 1, self.axis + 1).squeeze(self.axis + 1)
+        if size == self._least:
+            return rows
+        last = _slice(self.x, self._least * self.cut.count + index, 1, self.axis)
+        return jnp.concatenate([rows, last], self.axis)
+
+    def stacked(self, numbers: range, size: int) -> Array:
+        """The chunks of a run, along a new axis 0."""
+        first, count, axis = numbers[0], len(numbers), self.axis
+        if not self.cut.interleaved:
+            start = first * self.cut.chunk_size
+            part = jax.lax.slice_in_dim(self.x, start, start + count * size, axis=axis)
+            return jnp.moveaxis(_parted(part, axis, count, size), axis, 0)
+        rows = jax.lax.slice_in_dim(self._table, first, first + count, axis=axis + 1)
+        rows = jnp.moveaxis(rows, axis + 1, 0)
+        if size == self._least:
+            return rows
+        start = self._least * self.cut.count + first
+        last = jax.lax.slice_in_dim(self.x, start, start + count, axis=axis)
+        last = jnp.expand_dims(jnp.moveaxis(last, axis, 0), axis + 1)
+        return jnp.concatenate([rows, last], axis + 1)
+
+
+@jax.custom_jvp
+def _routed(piece: Array, slot: Array) -> Array:
+    """The piece; its derivative is the slot's.
+
+    A scan adds up the cotangents of an array that its body reads parts of, the whole array at
+    each step, but stacks those of what it runs over. As the slot's value is not used, XLA drops
+    it, and with it the copy of the batch that a scan over a part of it takes.
+    """
+    return piece
+
+
+@_routed.defjvp
+def _routed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+    return _routed(*primals), tangents[1]
+
+
+def _slice(x: Array, start: Any, size: int, axis: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def _as_leaf(x: Any) -> Any:
+    """NumPy's arrays are data; anything else that is no array is for f as it is."""
+    return asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _looks(x: Any) -> Any:
+    """What two leaves of lists have in common if the same program takes both."""
+    return jax.typeof(x) if _is_array(x) else (type(x), x)
+
+
+# --- carries
+
+
+def _as_carry(chunks: Chunks, k: int, x: Any) -> Array:
+    """A leaf of a carry, as an array of its own dtype, which does not change in a loop."""
+    try:
+        x = jnp.asarray(x)
+    except TypeError as error:
+        raise GradtoolsError(
+            f"chunked: the carry at {chunks.name_of('carry', k)} is a {type(x).__name__}; expected "
+            "an array, which f can hand from chunk to chunk."
+        ) from error
+    return jax.lax.stop_gradient(_strong(x))
+
+
+def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
+    """What f returned, if it is like what f got."""
+    new = jnp.asarray(new)
+    if jax.typeof(new).weak_type and jnp.result_type(new, old) == old.dtype:
+        new = jax.lax.convert_element_type(new, old.dtype)
+    if new.shape != old.shape or new.dtype != old.dtype:
+        raise GradtoolsError(
+            f"chunked: f's new carry for {chunks.name_of('carry', k)} is {new.dtype} of shape "
+            f"{new.shape}; expected {old.dtype} of shape {old.shape}, as it was given. A carry "
+            "keeps its shape and dtype from chunk to chunk."
+        )
+    return jax.lax.stop_gradient(_strong(new))
+
+
+def _strong(x: Array) -> Array:
+    return jax.lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
+
+
+def _sum(x: Array, y: Array) -> Array:
+    return _strong(x + y)
+
+
+def _zeros(aval: Any) -> Array:
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The axes of a shard_map over which a value differs from device to device."""
+    aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def _promoted(x: Array, aval: Any) -> Array:
+    """x as a value that varies over the axes that another does: a loop keeps its types."""
+    axes = tuple(sorted(_varying(aval) - _varying(x)))
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+
+# --- outputs
+
+
+def _joined(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]]) -> Array:
+    """The stacked outputs of runs, one after the other along the axis, in the batch's order."""
+    axis %= parts[0][1].ndim - 1
+    _check_shapes(cut, axis, parts)
+    if not cut.interleaved:
+        rows = [_merged(jnp.moveaxis(x, 0, axis), axis) for _, x in parts]
+        return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis)
+    least = cut.size // cut.count
+    columns = [jnp.moveaxis(x, 0, axis + 1) for _, x in parts]
+    table = [jax.lax.slice_in_dim(x, 0, least, axis=axis) for x in columns]
+    last = [jax.lax.slice_in_dim(x, least, None, axis=axis) for x in columns]
+    rows = [_merged(jnp.concatenate(table, axis + 1), axis)]
+    rows += [_merged(x, axis) for x in last if x.size]
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis)
+
+
+def _parted(x: Array, axis: int, m: int, n: int) -> Array:
+    """x with the axis in two."""
+    return x.reshape(*x.shape[:axis], m, n, *x.shape[axis + 1 :])
+
+
+def _merged(x: Array, axis: int) -> Array:
+    """x with the axis and that behind it in one."""
+    shape = x.shape
+    return x.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _check_shapes(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]]) -> None:
+    first, known = parts[0]
+    for run, x in parts:
+        rest = [s[1 : axis + 1] + s[axis + 2 :] for s in (x.shape, known.shape)]
+        if rest[0] != rest[1]:
+            raise GradtoolsError(
+                f"chunked: an output of f has shape {x.shape[1:]} for {cut.sizes[run.first]} "
+                f"examples and {known.shape[1:]} for {cut.sizes[first.first]}; they cannot be "
+                f"joined on axis {axis}. Only that axis may depend on the size of a chunk."
+            )
+
+
+# --- how many graphs are kept
+
+
+def _how_many_kept(steps: _Steps, carry: list[Array]) -> int:
+    options, count = steps.chunks.options, steps.chunks.cut.count
+    if options.memory_budget is None:
+        return min(options.retain, count)
+    left, kept = options.memory_budget, 0
+    for kind in reversed(steps.kinds):
+        left -= steps.traced(kind, carry).graph_bytes
+        if left < 0:
+            break
+        kept += 1
+    return kept
+
+
+# --- what is said on the way
+
+
+class _Bar:
+    """The progress bar of a call, moved by the program itself; nothing in it if none is wanted."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.count, self.asked = chunks.cut.count, chunks.options.progress
+        self.bar: Any = None
+        if self.asked and find_spec("tqdm") is None:
+            progress_bar(self.count)  # which says how to get it
+
+    def advance(self) -> None:
+        """Puts a move of the bar into the program."""
+        if self.asked:
+            jax.debug.callback(self._move)
+
+    def _move(self) -> None:
+        if self.bar is None:
+            self.bar = progress_bar(self.count)
+        self.bar.update()
+        if self.bar.n >= self.count:
+            self.bar.close()
+            self.bar = None
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_batch_norm(f: Any, closed: Any) -> None:
+    """Says once for each function that its batch normalisation sees chunks."""
+    name = getattr(f, "__name__", type(f).__name__)
+    if name in _warned or not tracing.uses_primitive(closed, _is_batch_statistic):
+        return
+    _warned.add(name)
+    warnings.warn(
+        f"chunked: {name} holds a batch normalisation in training mode, which normalises each "
+        "chunk by that chunk's own statistics. So this is the loop over chunks, and not the "
+        "function of the full batch.",
+        GradtoolsWarning,
+        stacklevel=2,
+    )
+
+
+def _is_batch_statistic(eqn: Any) -> bool:
+    """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation."""
+    names = [frame.function_name for frame in tracing.frames(eqn)]
+    return any(
+        outer.endswith("BatchNorm.__call__") and inner in _STATISTICS
+        for inner, outer in pairwise(names)
+    )
+
+
+_STATISTICS = ("_compute_stats",)

@@ -1,0 +1,941 @@
+"""Chunks in PyTorch: a first pass that keeps no graph, and one backward pass for each chunk.
+
+The first pass runs in the caller's grad mode, since without one some modules compute otherwise;
+each chunk's graph tells which leaves it reached and is dropped. Then one autograd node takes all
+pieces, shared arguments and leaves in, and gives all outputs out: so gradients arrive once, as
+one sum, and an exception in a chunk leaves none behind.
+
+What the backward pass computes is again a program over chunks, from pieces and cotangents to
+cotangents, and its backward pass another: derivatives of any order run at the memory of one
+chunk. A program runs its chunks in order from one snapshot of all that f's result depends on,
+which so goes through the same states as in the first pass; afterwards everything is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradtools.chunking import Chunks, progress_bar
+from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.rules import Rule, spread
+from gradtools.torch import trees
+from gradtools.torch.compiling import nodes_of, refuse_lost
+from gradtools.torch.rules import apply_rule, is_dual, is_inexact
+from gradtools.torch.state import Modes, Snapshot, Streams
+
+Tensor = torch.Tensor
+Entries = Sequence[Any]  # tensors, or None
+Rows = list[list[Any]]  # one for each chunk
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+_here = threading.local()
+_REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the process's
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def is_replaying() -> bool:
+    """Whether this thread computes a chunk again."""
+    return getattr(_here, "replaying", False)
+
+
+def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
+    """The joined outputs of all chunks, and the last carry."""
+    beneath = torch._C._functorch.peek_interpreter_stack() is not None
+    forward = _Forward(chunks, beneath)
+    if beneath:
+        rows, carry = _node(forward, forward.xs, forward.shared)
+        return _joined(chunks, rows), [_untracked(x) for x in carry]
+    known = forward.evaluate(forward.xs, forward.shared)
+    rows, _ = _node(forward, forward.xs, forward.shared, known)
+    return _joined(chunks, rows), forward.carry
+
+
+def sum_chunks(chunks: Chunks) -> list[Tensor]:
+    """The sums of the outputs over chunks."""
+    sums = _Sums()
+    for i, piece in enumerate(_pieces(chunks)):
+        sums.add(chunks.call(i, i, piece, chunks.shared, [])[0])
+    return sums.total
+
+
+# --- programs over chunks ----------------------------------------------------------------
+
+
+class _Program:
+    """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
+
+    forward: _Forward
+    leaves: list[Tensor]  # what it reaches by itself
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
+        raise NotImplementedError
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        """All chunks' outputs and the sums, without a graph."""
+        raise NotImplementedError
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        """Runs f on a chunk only for what it does to the state of later ones."""
+        raise NotImplementedError
+
+    def attaches(self, i: int, k: int) -> bool:
+        """Whether output k of chunk i has a derivative."""
+        return True
+
+    def batched(self, size: int) -> Any:
+        """The same for a batch: all inputs and outputs have its axis in front, leaves do not."""
+        raise NotImplementedError
+
+
+class _Forward(_Program):
+    """f itself, with what a chunk needs to be computed again.
+
+    Beneath functorch's levels all tensors are inputs, since the levels' own are gone when the
+    backward pass runs, the carry among the shared ones; it comes out where sums stand.
+    """
+
+    def __init__(self, chunks: Chunks, beneath: bool) -> None:
+        self.forward, self.chunks, self.beneath = self, chunks, beneath
+        self.pieces, self.count = _pieces(chunks), chunks.cut.count
+        tensors = [*chunks.shared, *chunks.carry, *self.pieces[0]]
+        self.tensors = [x for x in tensors if isinstance(x, Tensor)]
+        self.modes = Modes.now({x.device.type for x in self.tensors})
+        self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
+        self.start = Snapshot.of(self.roots, self.tensors)
+        _check_modules(self.start, chunks.f)
+        self.moving = [self._moving(piece) for piece in self.pieces]
+        self.moving_shared = self._moving(chunks.shared)
+        self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
+        self.shared = [chunks.shared[k] for k in self.moving_shared]
+        self.first_carry = self.carry = [_untracked(x) for x in chunks.carry]
+        self.leaves, self.attached = [], list[list[bool]]()
+        if beneath:
+            self.shared += self.carry
+            self.leaves = _parameters(self.start)
+        self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
+        self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
+        self.seen: dict[int, _Seen] = {}  # with verify: what the first pass gave
+        self.versions: list[tuple[Tensor, int, str]] = []
+        self.drawn: Streams | None = None
+        self.sizes: tuple[int, ...] = ()  # of vmap's batches, the outermost first
+
+    def batched(self, size: int) -> _Forward:
+        found = copy.copy(self)
+        found.forward, found.sizes = found, (size, *self.sizes)
+        return found
+
+    def _moving(self, xs: Entries) -> list[int]:
+        """Which of xs are inputs of the node."""
+        tensors = [(k, x) for k, x in enumerate(xs) if isinstance(x, Tensor)]
+        if self.beneath:
+            return [k for k, _ in tensors]
+        if not self.modes.grad:
+            return []
+        return [k for k, x in tensors if x.requires_grad or is_dual(x)]
+
+    def attaches(self, i: int, k: int) -> bool:
+        return self.attached[i][k]
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        if self.drawn is not None:
+            self.drawn.restore()  # to where the streams stood when the chunk before had run
+        if self.beneath and i == 0:
+            self.carry = [_untracked(x) for x in shared[len(self.moving_shared) :]]
+        pieces, own = list(self.pieces[i]), list(self.chunks.shared)
+        for k, original in self.originals.get(i, {}).items():
+            pieces[k] = original.clone()
+        for k, x in zip(self.moving[i], xs, strict=True):
+            pieces[k] = x if is_inexact(x) or not self.beneath else x.clone()
+        for k, x in zip(self.moving_shared, shared, strict=False):
+            own[k] = x
+        again = self.modes.again() if is_replaying() else nullcontext()
+        with again, _Seen.by(self, i) if self.chunks.options.verify else nullcontext() as seen:
+            outs, carry = self._called(i, pieces, own)
+            if seen is not None:
+                seen.compare(outs)
+        self.carry = [_untracked(x) for x in carry]
+        if is_replaying():
+            self.drawn = self.start.streams.again()
+        return outs, []
+
+    def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+        """f at one chunk, under vmap once for each of `sizes`."""
+        if not self.sizes:
+            return self.chunks.call(i, i, pieces, own, self.carry)
+        flat = [*pieces, *own, *self.carry]
+        there = [isinstance(x, Tensor) for x in flat]
+        counts: list[int] = []
+
+        def one(*xs: Tensor) -> tuple[Tensor, ...]:
+            left = iter(xs)
+            full = [next(left) if t else x for x, t in zip(flat, there, strict=True)]
+            parts = _cut_up(full, [len(pieces), len(own)])
+            outs, carry = self.chunks.call(i, i, *parts)
+            counts[:] = [len(outs)]
+            return (*outs, *carry)
+
+        fun: Callable[..., Any] = one
+        for _ in self.sizes:
+            fun = torch.vmap(fun, randomness="different")
+        found = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
+        return found[: counts[0]], found[counts[0] :]
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        self.one(i, _aliases(xs), _aliases(shared))
+
+    # --- the first pass
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        """The first pass. Notes leaves, and keeps the last chunks' graphs."""
+        try:
+            with torch.set_grad_enabled(self.modes.grad):
+                found = self._first_pass(rows, shared)
+        except BaseException:
+            self.start.restore()
+            raise
+        return found, self.carry if self.beneath else []
+
+    def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
+        grad, budget = self.modes.grad, self.chunks.options.memory_budget
+        kept = self._kept()
+        own, found = _aliases(shared) if grad else list(shared), []
+        leaves: dict[int, Tensor] = {}
+        began = _get_sequence_nr()
+        for i in _steps(self.chunks, self.count):
+            xs = _aliases(rows[i]) if grad else list(rows[i])
+            measured = i == 0 and kept > 0 and budget is not None
+            with _bytes_saved(self) if measured else nullcontext([0]) as size:
+                outs = self._one_keeping_originals(i, xs, own)
+            if measured and budget is not None:
+                kept = min(budget // max(size[0], 1), self.count)
+            if grad:
+                self._find_leaves(outs, began, leaves, {id(x) for x in (*xs, *own)})
+                if i >= self.count - kept:
+                    self.retained[i] = (xs, own, outs)
+            self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
+            found.append([_cut(y) for y in outs])
+        self._note_leaves(list(leaves.values()))
+        self._note_versions()
+        return found
+
+    def _kept(self) -> int:
+        """How many of the last chunks keep their graph."""
+        packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if packed or self.beneath or not self.modes.grad:
+            return 0  # what a checkpoint or an offload packs is unpacked once, in its own way
+        return self.chunks.options.retain if self.chunks.options.memory_budget is None else 1
+
+    def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
+        """One chunk; copies of the pieces that it changes in place stay."""
+        fixed = {
+            k: x
+            for k, x in enumerate(self.pieces[i])
+            if isinstance(x, Tensor) and k not in self.moving[i] and not x.is_inference()
+        }
+        keep = self.modes.grad
+        before = {k: (x.clone(), x._version) for k, x in fixed.items()} if keep else {}
+        try:
+            outs, _ = self.one(i, xs, own)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise GradtoolsError(
+                "chunked: f changes an argument in place that is differentiated, or a parameter. "
+                f"Clone it in f first. PyTorch says: {error}"
+            ) from error
+        changed = {k: x for k, (x, version) in before.items() if fixed[k]._version != version}
+        if changed:
+            self.originals[i] = changed
+        return outs
+
+    def _find_leaves(self, outs: Entries, began: int, leaves: Any, own: set[int]) -> None:
+        for y in outs:
+            if isinstance(y, Tensor) and ((_is_wrapped(y) and self.beneath) or is_dual(y)):
+                raise _captured(self, None)
+        for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
+            if type(node).__name__ == "AccumulateGrad":
+                if id(node.variable) not in own:
+                    leaves[id(node.variable)] = node.variable
+            elif node._sequence_nr() < began:
+                raise _captured(self, node)
+
+    def _note_leaves(self, found: list[Tensor]) -> None:
+        if not self.beneath:
+            self.leaves = found
+            return
+        known = {id(x) for x in self.leaves}
+        for leaf in found:
+            if id(leaf) not in known:
+                raise _captured(self, leaf)
+
+    def _note_versions(self) -> None:
+        """What the backward pass reads must be then what it is now."""
+        if not any(map(any, self.attached)):
+            return
+        moved = self.start.changed()
+        if moved:
+            raise GradtoolsError(
+                f"chunked: f changes {moved[0]} in place, which it captured and which belongs to "
+                "no module, so that it cannot be put back for the backward pass. Make it a buffer "
+                "of a module, or pass it in an argument that carry_argnums names."
+            )
+        for i, piece in enumerate(self.pieces):
+            skipped = {*self.moving[i], *self.originals.get(i, ())}
+            self._watch([x for k, x in enumerate(piece) if k not in skipped])
+        self._watch([x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared])
+
+    def _watch(self, xs: Entries) -> None:
+        for x in xs:
+            if isinstance(x, Tensor) and not x.is_inference():
+                self.versions.append((x, x._version, "an argument"))
+
+    # --- and again
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Inside, f runs from where it began; outside, everything is as it stands now."""
+        changed = [name for x, version, name in self.versions if x._version != version]
+        if changed:
+            raise GradtoolsError(
+                f"chunked: {changed[0]} was changed in place after the forward pass, and the "
+                "backward pass needs it as it was. Clone it before you change it."
+            )
+        with _REPLAYS:
+            outer = is_replaying(), self.carry, self.drawn
+            now = Snapshot.of(self.roots, self.tensors, also=self.start)
+            try:
+                self.start.restore()
+                self.carry, self.drawn, _here.replaying = self.first_carry, None, True
+                yield
+            finally:
+                _here.replaying, self.carry, self.drawn = outer
+                now.restore()
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """The leaves' hooks fire once, on the sum, and not for each chunk."""
+        with _REPLAYS:
+            held = [x._backward_hooks for x in self.leaves if x._backward_hooks]
+            kept = [dict(hooks) for hooks in held]
+            try:
+                for hooks in held:
+                    hooks.clear()
+                yield
+            finally:
+                for hooks, those in zip(held, kept, strict=True):
+                    hooks.update(those)
+
+
+class _Derived(_Program):
+    """A program made of another, which it evaluates with a graph, chunk by chunk.
+
+    Its inputs are the other's, followed by vectors: those for which `there` says so.
+    """
+
+    def __init__(
+        self, of: _Program, widths: list[int], shared_width: int, there: list[list[bool]]
+    ) -> None:
+        self.of, self.forward, self.leaves = of, of.forward, of.leaves
+        self.widths, self.shared_width, self.there = widths, shared_width, there
+
+    def batched(self, size: int) -> Any:
+        return type(self)(self.of.batched(size), self.widths, self.shared_width, self.there)
+
+    def needs(self, i: int) -> bool:
+        """Whether anything is asked of chunk i."""
+        return True
+
+    def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
+        """The inputs of the other program at chunk i, then the vectors, None where not there."""
+        k, m = self.widths[i], self.shared_width
+        return xs[:k], shared[:m], spread(xs[k:], self.there[i]), spread(shared[m:], self.there[-1])
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        self.of.pass_by(i, *self.split(i, xs, shared)[:2])
+
+    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: _Sums) -> set[int]:
+        """Which chunks were had from graphs that were kept."""
+        return set()
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        count, sums = len(rows), _Sums()
+        rows, shared = [[_primal(x) for x in xs] for xs in rows], [_primal(x) for x in shared]
+        found: Rows = [self.nothing(i) for i in range(count)]
+        with self.forward.without_hooks(), torch.no_grad():
+            had = self.from_retained(rows, shared, found, sums)
+            again = [i for i in range(count) if self.needs(i) and i not in had]
+            if again:
+                with self.forward.replaying():
+                    for i in _steps(self.forward.chunks, again[-1] + 1):
+                        if i in again:
+                            found[i], terms = self.one(i, rows[i], shared)
+                            sums.add(terms)
+                        else:
+                            self.pass_by(i, rows[i], shared)
+        return found, sums.total or self.nothing_summed()
+
+    def nothing(self, i: int) -> list[Any]:
+        """The outputs of a chunk of which nothing is asked."""
+        raise NotImplementedError
+
+    def nothing_summed(self) -> list[Any]:
+        """The sums of no chunk."""
+        raise NotImplementedError
+
+    def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
+        """The other program's inputs, outputs and sums, with a graph between them."""
+        create = torch.is_grad_enabled()
+        a, b = (_views(xs), _views(shared)) if create else (_aliases(xs), _aliases(shared))
+        with torch.enable_grad():
+            ys, terms = self.of.one(i, a, b)
+        if create:
+            refuse_lost("chunked", [y for y in (*ys, *terms) if isinstance(y, Tensor)])
+        return [*a, *b, *self.leaves], ys, terms
+
+
+class _Backward(_Derived):
+    """The pullback: of cotangents, to cotangents of each chunk's inputs; the others are summed."""
+
+    def needs(self, i: int) -> bool:
+        return any(self.there[i]) or any(self.there[-1])
+
+    def nothing(self, i: int) -> list[Any]:
+        return [None] * self.widths[i]
+
+    def nothing_summed(self) -> list[Any]:
+        return [None] * (self.shared_width + len(self.leaves))
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        create = torch.is_grad_enabled()
+        xs, shared, cts, shared_cts = self.split(i, xs, shared)
+        inputs, ys, terms = self._within(i, xs, shared)
+        cts += shared_cts if terms else []
+        grads = _pulled([*ys, *terms], inputs, cts, create, create)
+        return grads[: len(xs)], grads[len(xs) :]
+
+    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: _Sums) -> set[int]:
+        retained = self.of.retained if isinstance(self.of, _Forward) else {}
+        if not retained:
+            return set()
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        own = next(iter(retained.values()))[1]
+        inputs = [x for xs, _, _ in retained.values() for x in xs]
+        outs = [y for _, _, ys in retained.values() for y in ys]
+        cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
+        # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
+        grads = _pulled(outs, [*inputs, *own, *self.leaves], cts, keep, False)
+        had, left = set(retained), iter(grads)
+        for i in retained:
+            found[i] = [next(left) for _ in range(self.widths[i])]
+        sums.add(list(left))
+        if not keep:
+            retained.clear()
+        return had
+
+
+class _Pushed(_Derived):
+    """The pushforward, as the transpose of the pullback: dual levels do not nest."""
+
+    def nothing(self, i: int) -> list[Any]:
+        return []
+
+    def nothing_summed(self) -> list[Any]:
+        return []
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        create = torch.is_grad_enabled()
+        xs, shared, dxs, dshared = self.split(i, xs, shared)
+        inputs, ys, terms = self._within(i, xs, shared)
+        outs = [*ys, *terms]
+        with torch.enable_grad():
+            dummies = [_dummy(y) for y in outs]
+            pulled = _pulled(outs, inputs, dummies, True, True)
+        there = [d is not None for d in dummies]
+        wanted = [d for d in dummies if d is not None]
+        pushed = spread(_pulled(pulled, wanted, [*dxs, *dshared], create, create), there)
+        return pushed[: len(ys)], pushed[len(ys) :]
+
+
+def _pulled(outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool) -> list[Any]:
+    """Cotangents of outs to cotangents of inputs, where there is a way."""
+    pairs = [
+        (y, ct)
+        for y, ct in zip(outs, cts, strict=True)
+        if ct is not None and isinstance(y, Tensor) and y.requires_grad
+    ]
+    asked = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+    if not pairs or not any(asked):
+        return [None] * len(inputs)
+    grads = torch.autograd.grad(
+        [y for y, _ in pairs],
+        [x for x, a in zip(inputs, asked, strict=True) if a],
+        [ct for _, ct in pairs],
+        retain_graph=keep,
+        create_graph=create,
+        allow_unused=True,
+    )
+    return spread(grads, asked)
+
+
+def _dummy(y: Any) -> Tensor | None:
+    tracked = isinstance(y, Tensor) and y.requires_grad
+    return torch.zeros_like(y, requires_grad=True) if tracked else None
+
+
+class _Sums:
+    """Terms that add up, narrow ones in float32, in place where nobody else sees it."""
+
+    def __init__(self) -> None:
+        self._sums: list[Any] = []
+        self._dtypes: list[Any] = []
+        self._owned: list[bool] = []
+
+    def add(self, terms: Sequence[Any]) -> None:
+        """One more of each; None is zero."""
+        if not self._sums:
+            self._sums, self._dtypes = [None] * len(terms), [None] * len(terms)
+            self._owned = [False] * len(terms)
+        for k, term in enumerate(terms):
+            if term is not None:
+                self._add(k, term)
+
+    def _add(self, k: int, term: Tensor) -> None:
+        total = self._sums[k]
+        if total is None:
+            self._dtypes[k] = term.dtype
+            narrow = term.dtype in _NARROW
+            self._sums[k], self._owned[k] = (term.float() if narrow else term), narrow
+        elif self._owned[k] and not (total.requires_grad or term.requires_grad):
+            total += term
+        else:
+            self._sums[k], self._owned[k] = total + term, True
+
+    @property
+    def total(self) -> list[Any]:
+        """The sums, in the terms' dtypes."""
+        pairs = zip(self._sums, self._dtypes, strict=True)
+        return [s if s is None else s.to(dtype) for s, dtype in pairs]
+
+
+# --- a program as one node of autograd's graph --------------------------------------------
+
+
+def _node(
+    program: _Program, rows: Rows, shared: Entries, known: tuple[Rows, list[Any]] | None = None
+) -> tuple[Rows, list[Any]]:
+    """The outputs and sums of a program, differentiable with respect to its inputs and leaves.
+
+    known: The outputs and sums, if they were evaluated already. Beneath functorch they cannot
+    be, since there the evaluation stands under the transforms' levels.
+    """
+    inputs = [*_flat(rows), *shared, *program.leaves]
+    shape: list[Any] = []
+    outs = [] if known is None else _chosen(program, known, shape, True)
+    if known is not None:
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        if not outs or not (tracked or any(is_dual(x) for x in inputs)):
+            return known
+    rule = _rule(program, [len(xs) for xs in rows], len(shared), shape, known and outs)
+    results = apply_rule(rule, *inputs)
+    counts, there = shape
+    flat = spread(results, there)
+    if known is not None:
+        everything = [*_flat(known[0]), *known[1]]
+        flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
+    parts = _cut_up(flat, counts)
+    return parts[:-1], parts[-1]
+
+
+def _chosen(program: _Program, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
+    """The outputs and sums that are the node's outputs; shape tells afterwards which."""
+    outs = [
+        (y, isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+        for i, ys in enumerate([*found[0], found[1]])
+        for k, y in enumerate(ys)
+    ]
+    shape[:] = [[len(ys) for ys in found[0]], [there for _, there in outs]]
+    return [y for y, there in outs if there]
+
+
+def _rule(
+    program: _Program,
+    widths: list[int],
+    width: int,
+    shape: list[Any],
+    known: list[Tensor] | None = None,
+) -> Rule:
+    """A program as a rule on its inputs, rows of `widths` and `width` shared, and leaves."""
+
+    def primal(*xs: Tensor) -> list[Tensor]:
+        if known is not None:
+            return known
+        parts = _cut_up(xs, widths)
+        found = program.evaluate(parts[:-1], parts[-1][:width])
+        return _chosen(program, found, shape, False)
+
+    def vectors(saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
+        parts, vs = _cut_up(saved, widths), _cut_up(given, counts)
+        there = [[v is not None for v in row] for row in vs]
+        both = [
+            [*xs, *(v for v in row if v is not None)]
+            for xs, row in zip([*parts[:-1], parts[-1][:width]], vs, strict=True)
+        ]
+        return both[:-1], both[-1], there
+
+    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
+        counts, there = shape
+        full = spread(cts, there)
+        if program is program.forward:  # its sums are carries
+            full = full[: sum(counts)]
+        found = vectors(saved, full, counts)
+        return _derived(_Backward(program, widths, width, found[2]), *found[:2])
+
+    def tangent(saved: Entries, dxs: Entries) -> list[Any]:
+        found = vectors(saved, dxs, widths)
+        pushed = _derived(_Pushed(program, widths, width, found[2]), *found[:2])
+        pushed += [None] * (len(shape[1]) - len(pushed))  # of carries
+        return [dy for dy, there in zip(pushed, shape[1], strict=True) if there]
+
+    def mapped(size: int, axes: Any, xs: Entries) -> Any:
+        count = sum(widths) + width
+        front = [
+            x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d in zip(xs[:count], axes[:count], strict=True)
+        ]
+
+        def axes_of(out: Entries) -> tuple[int | None, ...]:
+            batched = [True] * len(shape[1])
+            if isinstance(program, _Backward):  # the sums of leaves are sums over the batch, too
+                batched[len(batched) - len(program.leaves) :] = [False] * len(program.leaves)
+            pairs = zip(batched, shape[1], strict=True)
+            return tuple([0 if b else None for b, there in pairs if there])
+
+        rule = _rule(program.batched(size), widths, width, shape)
+        return rule, [*front, *xs[count:]], axes_of
+
+    return Rule("chunked", primal, tangent, cotangent, captures=False, mapped=mapped)
+
+
+def _derived(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:
+    """What a program derived from another gives, differentiable where that is asked."""
+    known = None
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        known = program.evaluate(rows, shared)
+    rows, sums = _node(program, rows, shared, known)
+    return [*_flat(rows), *sums]
+
+
+def _flat(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    return [x for row in rows for x in row]
+
+
+def _cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
+    """Rows of these widths, then a row of what is left."""
+    left = iter(flat)
+    rows = [[next(left) for _ in range(width)] for width in widths]
+    return [*rows, list(left)]
+
+
+# --- tensors -----------------------------------------------------------------------------
+
+
+def _primal(x: Any) -> Any:
+    return forward_ad.unpack_dual(x).primal if is_dual(x) else x
+
+
+def _untracked(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _cut(y: Any) -> Any:
+    return y.detach() if isinstance(y, Tensor) and y.requires_grad else y
+
+
+def _aliases(xs: Entries) -> list[Any]:
+    """The same numbers as leaves of a graph of their own."""
+    return [_alias(x) for x in xs]
+
+
+def _alias(x: Tensor) -> Tensor:
+    if not is_inexact(x):
+        return x
+    with torch.inference_mode(False):
+        x = x.clone() if x.is_inference() else _primal(x).detach()
+        return x.requires_grad_()
+
+
+def _views(xs: Entries) -> list[Any]:
+    """The same numbers, in the graph that they are in, under names of their own."""
+    return [x.view_as(x) if x.requires_grad else _alias(x) for x in xs]
+
+
+def _pieces(chunks: Chunks) -> list[list[Any]]:
+    """Each chunk's part of every array that is split, then its part of lists."""
+    columns = [_parts(chunks, x, axis) for x, axis in chunks.splits]
+    return [[*(column[i] for column in columns), *chunks.lists[i]] for i in range(chunks.cut.count)]
+
+
+def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
+    cut, tracked = chunks.cut, x.requires_grad or _is_wrapped(x)
+    if tracked and cut.interleaved:  # one node for all, whose backward pass is one scatter
+        x = x.index_select(axis, torch.tensor(_flat(cut.rows), device=x.device))
+    if tracked:
+        return x.split(cut.sizes, axis)
+    before = (slice(None),) * axis
+    return [x[*before, rows.start : rows.stop : rows.step] for rows in cut.rows]
+
+
+def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:
+    """The outputs of all chunks, joined; those of lists one after the other."""
+    if chunks.axes is None:
+        return _flat(rows)
+    found = [
+        torch.cat(column, axis)
+        for column, axis in zip(zip(*rows, strict=True), chunks.axes, strict=True)
+    ]
+    if not chunks.cut.interleaved:
+        return found
+    order = torch.tensor(_flat(chunks.cut.rows)).argsort()
+    return [
+        y.index_select(axis, order.to(y.device)) for y, axis in zip(found, chunks.axes, strict=True)
+    ]
+
+
+# --- what is asked besides ---------------------------------------------------------------
+
+
+def _steps(chunks: Chunks, count: int) -> Iterator[int]:
+    """The numbers of chunks, with a progress bar if one is asked for."""
+    bar = progress_bar(count) if chunks.options.progress and count > 1 else None
+    try:
+        for i in range(count):
+            yield i
+            if bar is not None:
+                bar.update()
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextmanager
+def _bytes_saved(forward: _Forward) -> Iterator[list[int]]:
+    """Counts what a graph saves besides inputs, parameters and buffers."""
+    known = [*forward.tensors, *(x for x, _, _ in forward.start.watched)]
+    for module, _ in forward.start.modules.values():
+        known += module.buffers()
+    seen = {x.untyped_storage().data_ptr() for x in known if x.layout is torch.strided}
+    size = [0]
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            size[0] += storage.nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        yield size
+
+
+class _Seen:
+    """With verify: what the modules and f gave at one chunk, as checksums."""
+
+    def __init__(self, forward: _Forward, i: int) -> None:
+        self.forward, self.i = forward, i
+        self.modules: list[tuple[int, list[int]]] = []
+        self.outs: list[int] = []
+
+    @classmethod
+    @contextmanager
+    def by(cls, forward: _Forward, i: int) -> Iterator[_Seen]:
+        """Watches the modules that are called inside."""
+        seen, thread = cls(forward, i), threading.get_ident()
+
+        def note(module: Any, args: Any, out: Any) -> None:
+            if threading.get_ident() == thread:
+                seen.modules.append((id(module), _checksums(out)))
+
+        handle = torch.nn.modules.module.register_module_forward_hook(note)
+        try:
+            yield seen
+        finally:
+            handle.remove()
+
+    def compare(self, outs: Entries) -> None:
+        """Keeps the first pass; raises if what is computed again is something else."""
+        self.outs = _checksums(list(outs))
+        if not is_replaying():
+            self.forward.seen[self.i] = self
+            return
+        first = self.forward.seen[self.i]
+        if first.outs == self.outs and first.modules == self.modules:
+            return
+        pairs = zip(first.modules, self.modules, strict=False)
+        place = next((new for old, new in pairs if old != new), None)
+        where = "outside of its modules"
+        if place is not None:
+            module, name = self.forward.start.modules.get(place[0], (None, "a module"))
+            where = f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
+        raise GradtoolsError(
+            f"chunked: chunk {self.i} gives other numbers when it is computed again, first "
+            f"{where}. It depends on something that is neither an argument, a random stream, nor "
+            "held by a module or variable that f can reach; or a kernel is not deterministic "
+            "(torch.use_deterministic_algorithms). Its gradient would be wrong."
+        )
+
+
+def _checksums(tree: Any) -> list[int]:
+    leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
+    return [_checksum(x.detach()) for x in leaves]
+
+
+def _checksum(x: Tensor) -> int:
+    if x.layout is not torch.strided or "Batched" in repr(torch._C._dispatch_keys(x)):
+        return 0
+    plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return zlib.crc32(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else 0
+
+
+# --- what is refused ---------------------------------------------------------------------
+
+_OWN_WRAPPERS = {
+    "DistributedDataParallel": "It would reduce gradients once for each chunk. Wrap the other way "
+    "round: DistributedDataParallel around a module whose forward calls chunked on the plain one.",
+    "FullyShardedDataParallel": "Its parameters are gathered and freed around each call; use "
+    "DistributedDataParallel around a module whose forward calls chunked.",
+    "FSDPModule": "Its parameters are gathered and freed around each call; use "
+    "DistributedDataParallel around a module whose forward calls chunked.",
+    "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
+    "module whose forward calls chunked.",
+}
+_TOLD: set[str] = set()
+
+
+def _check_modules(start: Snapshot, f: Any) -> None:
+    for module, name in start.modules.values():
+        for kind in type(module).__mro__:
+            mend = _OWN_WRAPPERS.get(kind.__name__)
+            if mend is not None and kind.__module__.startswith("torch."):
+                raise GradtoolsError(f"chunked: {name} is a {kind.__name__}. {mend}")
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+            _tell(f, name)
+
+
+def _tell(f: Any, name: str) -> None:
+    called = getattr(f, "__name__", type(f).__name__)
+    if called in _TOLD:
+        return
+    _TOLD.add(called)
+    warnings.warn(
+        f"chunked: {name} is a batch normalisation in training mode. It normalises each chunk by "
+        "that chunk's own statistics, as the plain loop over chunks does, so the result is not "
+        "the full batch's. For that use evaluation mode, or a normalisation of single examples.",
+        GradtoolsWarning,
+        stacklevel=2,
+    )
+
+
+def _captured(forward: _Forward, what: Any) -> GradtoolsError:
+    """what: The tensor, or the node that made it; None for one of a transform."""
+    name = forward.start.name_of(
+        lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
+    )
+    return GradtoolsError(
+        f"chunked: f captured {'a tensor' if name is None else name!r} that is computed from "
+        "others, or belongs to a transform of torch.func, and is no argument; its derivative "
+        "would be lost or counted twice. Pass it to f as an argument, with None in in_axes."
+    )
+
+
+def _parameters(start: Snapshot) -> list[Tensor]:
+    """The leaves that can be reached from f and are differentiated."""
+    return [x for x, _, _ in start.watched if x.requires_grad and x.is_leaf]
+
+
+# --- gather ------------------------------------------------------------------------------
+
+
+def gather(x: Any, axis_name: Any, group: Any) -> Any:
+    """All processes' rows. See `gradtools.chunking`."""
+    import torch.distributed as dist
+
+    if axis_name is not None:
+        raise GradtoolsError(
+            "gather: axis_name belongs to JAX; in PyTorch give a process group, or nothing."
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        raise GradtoolsError(
+            "gather: there is no process group. Call torch.distributed.init_process_group first; "
+            "a single process has all rows already."
+        )
+    leaves, treedef = trees.flatten(x)
+    return trees.unflatten(treedef, [_gathered(leaf, group) for leaf in leaves])
+
+
+def _gathered(x: Any, group: Any) -> Tensor:
+    import torch.distributed as dist
+
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        raise GradtoolsError("gather: expected tensors with rows along axis 0.")
+    shapes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, (tuple(x.shape), str(x.dtype)), group)
+    if len(set(shapes)) > 1:
+        raise GradtoolsError(
+            f"gather: the processes hold different shapes or dtypes: {shapes}. Pad the rows to "
+            "one length, and leave the padding out of the loss."
+        )
+    return _Gather.apply(x, group)
+
+
+class _Gather(torch.autograd.Function):
+    """All rows; its adjoint adds up what all processes ask of one's own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        import torch.distributed as dist
+
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        return _SumOfOwn.apply(ct, ctx.group), None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, _: None) -> Tensor:
+        return _Gather.apply(dx, ctx.group)
+
+
+class _SumOfOwn(torch.autograd.Function):
+    """One's own rows of the sum over processes: the adjoint of `_Gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, ct: Tensor, group: Any) -> Tensor:
+        import torch.distributed as dist
+
+        ctx.group = group
+        total = ct.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, c: Tensor) -> Any:
+        return _Gather.apply(c, ctx.group), None
+
+    @staticmethod
+    def jvp(ctx: Any, dct: Tensor, _: None) -> Tensor:
+        return _SumOfOwn.apply(dct, ctx.group)

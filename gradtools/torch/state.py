@@ -1,0 +1,401 @@
+"""All that a function's result depends on besides its arguments, so that it can be run again.
+
+A snapshot holds where the random streams stand and what can change behind a function: the
+buffers and attributes of modules, containers, closure variables and globals that it can reach,
+generators. It is found by walking from the function. What is shared is walked once; a tensor's
+contents are copied only where they belong to a module, for others it is noticed if they changed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
+
+Tensor = torch.Tensor
+
+_ATOMS = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(...), range, slice, type, ModuleType}
+    | {torch.dtype, torch.device, torch.Size, torch.layout, np.dtype}
+)
+_FOREIGN = ("torch", "numpy", "jax", "builtins", "collections", "weakref", "logging", "threading")
+_FIXED = frozenset(k for k, v in vars(torch.nn.Module()).items() if isinstance(v, dict | set))
+_LARGE = 1 << 20  # bytes of a NumPy array that is not a module's: it is taken for data
+
+
+@dataclass
+class Snapshot:
+    """What can change behind a function, as it stood.
+
+    Attributes:
+        streams: The random streams of the process.
+        modules: Every module that was reached, with its name.
+        watched: Tensors whose contents are not held: their version, and their name.
+    """
+
+    streams: Streams
+    modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)
+    watched: list[tuple[Tensor, int, str]] = field(default_factory=list)
+    _maps: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
+    _globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    _sequences: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    _cells: list[tuple[CellType, Any]] = field(default_factory=list)
+    _tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _arrays: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    _generators: list[tuple[Callable[[Any], Any], Any]] = field(default_factory=list)
+    _roots: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, roots: Iterable[Any], tensors: Iterable[Tensor], also: Snapshot | None = None
+    ) -> Snapshot:
+        """What stands behind `roots` now, and behind all that an earlier snapshot holds.
+
+        tensors: Those whose devices' random streams count, besides those that are found.
+        """
+        found = cls(Streams({}))
+        walk = _Walk(found)
+        found._roots = [*roots]
+        if also is not None:
+            found._roots += also._holders()
+        for root in found._roots:
+            walk.visit(root, "f", False)
+        walk.run()
+        kinds = {x.device.type for x in tensors} | walk.kinds
+        found.streams = Streams.now(kinds)
+        return found
+
+    def _holders(self) -> list[Any]:
+        """The objects whose contents were taken."""
+        held: list[Any] = [*self._roots]
+        held += [module for module, _ in self.modules.values()]
+        held += [_Contents(x) for x, _ in self._tensors]
+        return held
+
+    def restore(self) -> None:
+        """Puts everything back, bit for bit."""
+        for holder, kept in self._maps:
+            for key in [k for k in holder if k not in kept]:
+                del holder[key]
+            for key, value in kept.items():
+                if key not in holder or holder[key] is not value:
+                    holder[key] = value
+        for space, name, value in self._globals:
+            space[name] = value
+        for holder, kept in self._sequences:
+            if len(holder) != len(kept) or any(
+                a is not b for a, b in zip(holder, kept, strict=True)
+            ):
+                holder.clear()
+                holder.update(kept) if isinstance(holder, set) else holder.extend(kept)
+        for cell, value in self._cells:
+            if value is not _EMPTY:
+                cell.cell_contents = value
+        for tensor, contents in self._tensors:
+            # The version counts changes that a graph must know of; this is none, for the contents
+            # are what they were or will be again before anything else reads them.
+            with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+                if tensor.shape != contents.shape:
+                    tensor.resize_(contents.shape)
+                tensor.copy_(contents)
+        for array, copy in self._arrays:
+            array[...] = copy
+        for put, state in self._generators:
+            put(state)
+        self.streams.restore()
+
+    def changed(self) -> list[str]:
+        """The names of watched tensors that were changed in place since."""
+        return [name for x, version, name in self.watched if x._version != version]
+
+    def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
+        """The name of a watched tensor."""
+        return next((name for x, _, name in self.watched if wanted(x)), None)
+
+
+@dataclass
+class Streams:
+    """Where random streams stand: python's, NumPy's, and PyTorch's on each device."""
+
+    devices: dict[tuple[str, int], Tensor]
+    python: Any = None
+    numpy: Any = None
+
+    @classmethod
+    def now(cls, kinds: Iterable[str]) -> Streams:
+        """Those of the process, on the CPU and on accelerators of these kinds."""
+        devices = {("cpu", 0): torch.get_rng_state()}
+        for kind in set(kinds) - {"cpu", "meta"}:
+            module = torch.get_device_module(kind)
+            for i in range(module.device_count()):
+                devices[kind, i] = module.get_rng_state(i)
+        return cls(devices, random.getstate(), _numpy_stream(legacy=False))
+
+    def again(self) -> Streams:
+        """The same streams where they stand now."""
+        return Streams.now({kind for kind, _ in self.devices})
+
+    def restore(self) -> None:
+        """Puts them back."""
+        for (kind, i), state in self.devices.items():
+            if kind == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.get_device_module(kind).set_rng_state(state, i)
+        random.setstate(self.python)
+        _set_numpy_stream(self.numpy)
+
+
+_numpy_stream, _set_numpy_stream = np.random.get_state, np.random.set_state
+_EMPTY = object()
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Asks a walk for a tensor's contents."""
+
+    tensor: Tensor
+
+
+class _Walk:
+    """Visits what can be reached, each object once."""
+
+    def __init__(self, found: Snapshot) -> None:
+        self.found, self.kinds = found, set[str]()
+        self._seen: dict[int, Any] = {}
+        self._todo: list[tuple[Any, str, bool]] = []
+
+    def visit(self, x: Any, name: str, owned: bool) -> None:
+        """Notes what is to be walked. owned: whether it belongs to a module."""
+        if type(x) not in _ATOMS and id(x) not in self._seen:
+            self._seen[id(x)] = x
+            self._todo.append((x, name, owned))
+
+    def run(self) -> None:
+        """Walks."""
+        while self._todo:
+            x, name, owned = self._todo.pop()
+            self._walk(x, name, owned)
+
+    def _walk(self, x: Any, name: str, owned: bool) -> None:
+        if isinstance(x, Tensor):
+            self._tensor(x, name, owned)
+        elif isinstance(x, _Contents):
+            self._seen[id(x.tensor)] = x.tensor
+            self._contents(x.tensor)
+        elif isinstance(x, torch.nn.Module):
+            self._module(x, name)
+        elif isinstance(x, dict):
+            self._map(x, name, owned)
+        elif isinstance(x, list | deque | set):
+            self.found._sequences.append((x, list(x)))
+            self._all(x, name, owned)
+        elif isinstance(x, tuple | frozenset):
+            self._all(x, name, owned)
+        elif isinstance(x, FunctionType):
+            self._function(x, owned)
+        elif isinstance(x, MethodType):
+            self.visit(x.__func__, name, owned)
+            self.visit(x.__self__, name, owned)
+        elif isinstance(x, partial):
+            for part in (x.func, x.args, x.keywords):
+                self.visit(part, name, owned)
+        elif isinstance(x, np.ndarray):
+            if x.flags.writeable and (owned or x.nbytes <= _LARGE) and not x.dtype.hasobject:
+                self.found._arrays.append((x, x.copy()))
+        elif not self._generator(x):
+            self._object(x, name, owned)
+
+    def _all(self, xs: Any, name: str, owned: bool) -> None:
+        if not set(map(type, xs)) <= _ATOMS:
+            for k, x in enumerate(xs):
+                self.visit(x, f"{name}[{k}]", owned)
+
+    def _map(self, x: Any, name: str, owned: bool) -> None:
+        self.found._maps.append((x, dict(x)))
+        for key, value in x.items():
+            if type(value) not in _ATOMS:
+                self.visit(value, f"{name}[{key!r}]", owned)
+
+    def _tensor(self, x: Tensor, name: str, owned: bool) -> None:
+        self.kinds.add(x.device.type)
+        if owned and not x.requires_grad and not isinstance(x, torch.nn.Parameter):
+            self._contents(x)
+        elif not x.is_inference() and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            self.found.watched.append((x, x._version, name))
+
+    def _contents(self, x: Tensor) -> None:
+        if x.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return
+        self.found._tensors.append((x, x.detach().clone()))
+
+    def _module(self, x: torch.nn.Module, name: str) -> None:
+        self.found.modules[id(x)] = (x, name)
+        fields = vars(x)
+        self.found._maps.append((fields, dict(fields)))
+        for key, value in fields.items():
+            if type(value) in _ATOMS or (key in _FIXED and not value):
+                continue
+            if key in ("_modules", "_buffers", "_parameters"):
+                self._seen[id(value)] = value
+                self.found._maps.append((value, dict(value)))
+                for k, part in value.items():
+                    self.visit(part, f"{name}.{k}", True)
+            else:
+                self.visit(value, f"{name}.{key}", True)
+        if isinstance(x, torch.jit.ScriptModule):
+            for key, part in [*x.named_buffers(), *x.named_parameters()]:
+                self.visit(part, f"{name}.{key}", True)
+
+    def _function(self, x: FunctionType, owned: bool) -> None:
+        for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            if id(cell) in self._seen:
+                continue
+            self._seen[id(cell)] = cell
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not bound yet
+                value = _EMPTY
+            self.found._cells.append((cell, value))
+            self.visit(value, key, owned)
+        self.visit(x.__defaults__, f"{x.__name__}'s default", owned)
+        self.visit(x.__kwdefaults__, f"{x.__name__}'s default", owned)
+        if x.__module__.partition(".")[0] in _FOREIGN:
+            return
+        space = x.__globals__
+        for key in _names(x.__code__):
+            if key in space:
+                value = space[key]
+                if not callable(value) or isinstance(value, torch.nn.Module):
+                    self.found._globals.append((space, key, value))
+                self.visit(value, key, owned)
+
+    def _generator(self, x: Any) -> bool:
+        if isinstance(x, torch.Generator):
+            self.found._generators.append((x.set_state, x.get_state()))
+        elif isinstance(x, random.Random):
+            self.found._generators.append((x.setstate, x.getstate()))
+        elif isinstance(x, np.random.RandomState):
+            self.found._generators.append((x.set_state, x.get_state(legacy=False)))
+        elif isinstance(x, np.random.Generator):
+            bits = x.bit_generator
+            self.found._generators.append((partial(setattr, bits, "state"), bits.state))
+        else:
+            return False
+        return True
+
+    def _object(self, x: Any, name: str, owned: bool) -> None:
+        fields = getattr(x, "__dict__", None)
+        if type(fields) is dict and type(x).__module__.partition(".")[0] not in _FOREIGN:
+            self.found._maps.append((fields, dict(fields)))
+            for key, value in fields.items():
+                self.visit(value, f"{name}.{key}", owned)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The global names that a function's code, and functions inside it, may read."""
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _names(part)
+
+
+# --- modes and flags ---------------------------------------------------------------------
+
+
+def _flags() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How each flag of PyTorch that changes numbers is read and set."""
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+
+    def attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+        return partial(getattr, holder, name), partial(setattr, holder, name)
+
+    return [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (_deterministic, lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1])),
+        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        attribute(cudnn, "enabled"),
+        attribute(cudnn, "benchmark"),
+        attribute(cudnn, "deterministic"),
+        attribute(cudnn, "allow_tf32"),
+        attribute(mkldnn, "enabled"),
+    ]
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Autocast, grad mode and flags, as they stood when a function ran first."""
+
+    flags: list[Any]
+    autocast: list[tuple[str, bool, torch.dtype]]
+    cached: bool
+    grad: bool
+    device: torch.device
+
+    @classmethod
+    def now(cls, kinds: Iterable[str]) -> Modes:
+        """As they stand."""
+        casts = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted({"cpu", *kinds} - {"meta"})
+        ]
+        return cls(
+            [get() for get, _ in _flags()],
+            casts,
+            torch.is_autocast_cache_enabled(),
+            torch.is_grad_enabled(),
+            torch.get_default_device(),
+        )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all is as it stood; outside, as it was."""
+        pairs = _flags()
+        before = [get() for get, _ in pairs]
+        casts = [
+            torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
+            for kind, on, dtype in self.autocast
+        ]
+        try:
+            for (_, put), value, old in zip(pairs, self.flags, before, strict=True):
+                if value != old:
+                    put(value)
+            with _all_of(casts), torch.set_grad_enabled(self.grad):
+                if torch.get_default_device() == self.device:
+                    yield
+                else:
+                    with self.device:
+                        yield
+        finally:
+            for (get, put), old in zip(pairs, before, strict=True):
+                if get() != old:
+                    put(old)
+
+
+@contextmanager
+def _all_of(contexts: list[Any]) -> Iterator[None]:
+    if not contexts:
+        yield
+        return
+    with contexts[0], _all_of(contexts[1:]):
+        yield

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
@@ -258,7 +258,14 @@ class _Forward(_Program):
         changed = {k: x for k, (x, version) in before.items() if fixed[k]._version != version}
         if changed:
             self.originals[i] = changed
+            for k in changed:
+                increment_version(self._source(i, k))
         return outs
+
+    def _source(self, i: int, k: int) -> Tensor:
+        """The argument that piece k of chunk i is a part of."""
+        splits = self.chunks.splits
+        return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
 
     def _find_leaves(self, outs: Entries, began: int, leaves: Any, own: set[int]) -> None:
         for y in outs:
@@ -291,14 +298,9 @@ class _Forward(_Program):
                 "no module, so that it cannot be put back for the backward pass. Make it a buffer "
                 "of a module, or pass it in an argument that carry_argnums names."
             )
-        for i, piece in enumerate(self.pieces):
-            skipped = {*self.moving[i], *self.originals.get(i, ())}
-            self._watch([x for k, x in enumerate(piece) if k not in skipped])
-        self._watch([x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared])
-
-    def _watch(self, xs: Entries) -> None:
-        for x in xs:
-            if isinstance(x, Tensor) and not x.is_inference():
+        own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
+        for x in (*(x for x, _ in self.chunks.splits), *_flat(self.chunks.lists), *own):
+            if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
                 self.versions.append((x, x._version, "an argument"))
 
     # --- and again
@@ -684,7 +686,16 @@ def _views(xs: Entries) -> list[Any]:
 def _pieces(chunks: Chunks) -> list[list[Any]]:
     """Each chunk's part of every array that is split, then its part of lists."""
     columns = [_parts(chunks, x, axis) for x, axis in chunks.splits]
-    return [[*(column[i] for column in columns), *chunks.lists[i]] for i in range(chunks.cut.count)]
+    return [
+        [*(column[i] for column in columns), *map(_apart, chunks.lists[i])]
+        for i in range(chunks.cut.count)
+    ]
+
+
+def _apart(x: Any) -> Any:
+    """The same memory, whose changes are counted apart: a graph of another piece is untouched."""
+    plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or _is_wrapped(x))
+    return x.data if plain and not is_dual(x) else x
 
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
@@ -694,7 +705,7 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
     if tracked:
         return x.split(cut.sizes, axis)
     before = (slice(None),) * axis
-    return [x[*before, rows.start : rows.stop : rows.step] for rows in cut.rows]
+    return [_apart(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
 
 
 def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:

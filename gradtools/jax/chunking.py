@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -492,25 +492,13 @@ _warned: set[str] = set()
 def _warn_of_batch_norm(f: Any, closed: Any) -> None:
     """Says once for each function that its batch normalisation sees chunks."""
     name = getattr(f, "__name__", type(f).__name__)
-    if name in _warned or not tracing.uses_primitive(closed, _is_batch_statistic):
+    if name in _warned or not tracing.uses_primitive(closed, tracing.is_batch_statistic):
         return
     _warned.add(name)
     warnings.warn(
-        f"chunked: {name} holds a batch normalisation in training mode, which normalises each "
-        "chunk by that chunk's own statistics. So this is the loop over chunks, and not the "
-        "function of the full batch.",
+        f"chunked: {name} holds a batch normalisation in training mode. It normalises each chunk "
+        "by that chunk's own statistics, as the plain loop over chunks does, so the result is not "
+        "the full batch's. For that use evaluation mode, or a normalisation of single examples.",
         GradtoolsWarning,
         stacklevel=2,
     )
-
-
-def _is_batch_statistic(eqn: Any) -> bool:
-    """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation."""
-    names = [frame.function_name for frame in tracing.frames(eqn)]
-    return any(
-        outer.endswith("BatchNorm.__call__") and inner in _STATISTICS
-        for inner, outer in pairwise(names)
-    )
-
-
-_STATISTICS = ("_compute_stats",)

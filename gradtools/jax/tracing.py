@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
@@ -118,6 +119,14 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
             return True
         pending.extend(inner for eqn in jaxpr.eqns for inner in _sub_jaxprs(eqn.params))
     return False
+
+
+def is_batch_statistic(eqn: Eqn) -> bool:
+    """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation."""
+    names = [frame.function_name for frame in _frames(eqn)]
+    return "BatchNorm.__call__.<locals>._stats" in names or any(
+        pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
+    )
 
 
 # --- what an equation is made of ---------------------------------------------------------

@@ -226,6 +226,7 @@ class _Forward(_Program):
                     self.retained[i] = (xs, own, outs)
             self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
             found.append([_cut(y) for y in outs])
+            del xs, outs  # and with them the graph, before the next one grows
         self._note_leaves(list(leaves.values()))
         self._note_versions()
         return found
@@ -382,11 +383,14 @@ class _Derived(_Program):
                 with self.forward.replaying():
                     for i in _steps(self.forward.chunks, again[-1] + 1):
                         if i in again:
-                            found[i], terms = self.one(i, rows[i], shared)
-                            sums.add(terms)
+                            self._add(found, sums, i, rows[i], shared)
                         else:
                             self.pass_by(i, rows[i], shared)
         return found, sums.total or self.nothing_summed()
+
+    def _add(self, found: Rows, sums: _Sums, i: int, xs: Entries, shared: Entries) -> None:
+        found[i], terms = self.one(i, xs, shared)
+        sums.add(terms)
 
     def nothing(self, i: int) -> list[Any]:
         """The outputs of a chunk of which nothing is asked."""

@@ -27,7 +27,10 @@ NAMES = {
         *("transform_gradient", "known_gradient", "straight_through"),
     ],
     "own rules": ["custom_rule", "host_function", "Spec"],
-    "memory": ["GradientAccumulator", "accumulate_gradients", "assign_gradients"],
+    "memory": [
+        *("chunked", "microbatched", "gather", "is_replaying"),
+        *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
+    ],
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
 }
 ALL = [name for names in NAMES.values() for name in names]

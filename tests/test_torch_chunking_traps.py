@@ -1,0 +1,697 @@
+"""Chunked gradients in PyTorch: each trap fails the usual way, and passes ours.
+
+The usual way (`Cache`) is what gradient caches do: chunks forward under no_grad, the loss on the
+outputs, then each chunk forward again with the CPU's random state put back, and its surrogate
+<outputs, cotangents> backward. The truth is the plain loop over chunks with every graph kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalisation")
+
+# NumPy's stream of the process, which a new program would not use, but models do.
+seed_numpy, draw_numpy, get_numpy_state = np.random.seed, np.random.randn, np.random.get_state
+
+CHUNK = 3
+X = torch.linspace(-1.0, 9.0, 33, dtype=torch.float64).sin().reshape(11, 3)  # 3, 3, 3, 2
+
+
+@dataclass
+class Cache:
+    """A gradient cache, as it is written by hand."""
+
+    f: Callable[[Any], torch.Tensor]
+    chunk_size: int = CHUNK
+    chunks: Any = ()
+    states: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, x):
+        self.chunks = x.split(self.chunk_size)
+        outs = []
+        with torch.no_grad():
+            for chunk in self.chunks:
+                self.states.append(torch.get_rng_state())
+                outs.append(self.f(chunk))
+        self.y = torch.cat(outs).detach().requires_grad_()
+        return self.y
+
+    def backward(self, loss):
+        loss.backward()
+        cotangents = self.y.grad.split([len(c) for c in self.chunks])
+        for chunk, state, ct in zip(self.chunks, self.states, cotangents, strict=True):
+            torch.set_rng_state(state)
+            (self.f(chunk) * ct).sum().backward()
+
+
+class Plain:
+    """The loop over chunks, every graph kept."""
+
+    def __init__(self, f, chunk_size=CHUNK):
+        self.f, self.chunk_size = f, chunk_size
+
+    def __call__(self, x):
+        return torch.cat([self.f(chunk) for chunk in x.split(self.chunk_size)])
+
+    def backward(self, loss):
+        loss.backward()
+
+
+class Ours(Plain):
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __call__(self, x):
+        return gt.chunked(self.f, self.chunk_size, **self.options)(x)
+
+
+class Keeping(Ours):
+    options: ClassVar = {"retain": 2, "verify": True}
+
+
+class Twice(Ours):
+    options: ClassVar = {"retain": 0}
+
+    def backward(self, loss):
+        torch.autograd.backward(loss / 2, retain_graph=True)
+        torch.autograd.backward(loss / 2)
+
+
+OURS = [Ours, Keeping, Twice]
+
+
+def contrast(y):
+    """A loss that needs the whole batch."""
+    y = y.reshape(len(y), -1)
+    return torch.logsumexp(y @ y.T, 1).sum() - (y * y.roll(1, 0)).sum()
+
+
+@dataclass
+class Record:
+    """All that a training step leaves behind."""
+
+    loss: float
+    grads: dict[str, Any]
+    state: dict[str, Any]
+    streams: tuple[Any, ...]
+
+    def agrees(self, other: Record) -> bool:
+        return not self.differences(other)
+
+    def differences(self, other: Record) -> list[str]:
+        found = [] if self.loss == other.loss else [f"loss: {self.loss} {other.loss}"]
+        found += [f"grad {k}" for k in self.grads if not same(self.grads[k], other.grads[k], 1e-12)]
+        assert self.state.keys() == other.state.keys()
+        found += [f"state {k}" for k in self.state if not same(self.state[k], other.state[k])]
+        names = ("torch", "python", "numpy")
+        pairs = zip(names, self.streams, other.streams, strict=True)
+        return [*found, *(f"stream {name}" for name, a, b in pairs if a != b)]
+
+
+def same(a, b, tolerance=0.0):
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if not tolerance:
+            return torch.equal(a, b)
+        return bool((a - b).abs().max() <= tolerance * (1 + b.abs().max()))
+    return a == b
+
+
+def streams():
+    _, keys, *rest = get_numpy_state()
+    numpy = (keys.tobytes(), *rest)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy
+
+
+FUNCTIONS = ("calls", "draw", "frozen")
+
+
+def state_of(model):
+    """Buffers, and what stands in attributes."""
+    found = {k: v.clone() for k, v in model.named_buffers()}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if (
+                not key.startswith("_")
+                and not isinstance(value, nn.Module)
+                and key not in FUNCTIONS
+            ):
+                found[f"{name}.{key}"] = frozen(value)
+    return found
+
+
+def frozen(value):
+    """What it holds, so that it can be compared later."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy().tobytes()
+    if isinstance(value, torch.Generator):
+        return frozen(value.get_state())
+    if isinstance(value, list | tuple):
+        return [frozen(x) for x in value]
+    if isinstance(value, dict):
+        return {k: frozen(v) for k, v in value.items()}
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    return value
+
+
+def step(way, make, loss=contrast, steps=1) -> Record:
+    """Some training steps on a fresh model."""
+    torch.manual_seed(3)
+    random.seed(3)
+    seed_numpy(3)
+    model = make().double()
+    for _ in range(steps):
+        run = way(model)
+        value = loss(run(X.clone()))
+        run.backward(value)
+    grads = {k: None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()}
+    return Record(value.item(), grads, state_of(model), streams())
+
+
+# --- state --------------------------------------------------------------------------------
+
+
+def linear():
+    return nn.Linear(3, 3)
+
+
+class Counter(nn.Module):
+    """Its output depends on how often it was called, by a buffer and by an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.count, self.times = linear(), 0, []
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.steps += 1
+        self.count += 1
+        self.times.append(self.count)
+        scale = self.count * len(self.times)
+        return self.linear(x) / self.steps.clone() + scale * x * self.linear.bias
+
+
+class Codebook(nn.Module):
+    """Vector quantisation: the nearest entry, which moves towards what it is chosen for."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("entries", torch.eye(3, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        nearest = torch.cdist(y.detach(), self.entries).argmin(1)
+        chosen = self.entries[nearest]
+        means = torch.zeros_like(self.entries).index_reduce(0, nearest, y.detach(), "mean")
+        self.entries = 0.7 * self.entries + 0.3 * means  # another tensor
+        return y * chosen + y
+
+
+class Recurrent(nn.Module):
+    """Its hidden state goes on from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.h = nn.GRUCell(3, 3), None
+
+    def forward(self, x):
+        h = torch.zeros(1, 3, dtype=x.dtype) if self.h is None else self.h
+        outs = []
+        for row in x:
+            h = self.cell(row[None], h)
+            outs.append(h)
+        self.h = h.detach()
+        return torch.cat(outs)
+
+
+class Observed(nn.Module):
+    """Its buffer is an average of its inputs, changed in place through an alias."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+        self.also = [self.scale]
+
+    def forward(self, x):
+        self.also[0].mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+        return self.linear(x / self.scale.clone())
+
+
+def spectral():
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Tanh())
+
+
+def parametrized_spectral():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Tanh())
+
+
+STATES = {
+    "spectral norm": spectral,
+    "parametrized spectral norm": parametrized_spectral,
+    "counter": Counter,
+    "codebook": Codebook,
+    "recurrent state": Recurrent,
+    "observer": Observed,
+}
+
+
+@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("name", STATES)
+def test_state_that_changes_outputs_is_replayed(name, way):
+    plain = step(Plain, STATES[name])
+    naive = step(Cache, STATES[name])
+    assert any(d.startswith("grad") for d in naive.differences(plain)), "a vacuous model"
+    assert any(d.startswith("state") for d in naive.differences(plain)), "a vacuous model"
+    assert step(way, STATES[name]).differences(plain) == []
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_batch_norm_counts_once(way):
+    make = lambda: nn.Sequential(linear(), nn.BatchNorm1d(3, momentum=0.3), nn.Tanh())
+    plain, naive = step(Plain, make), step(Cache, make)
+    assert naive.state["1.num_batches_tracked"] == 8 and plain.state["1.num_batches_tracked"] == 4
+    assert not torch.equal(naive.state["1.running_mean"], plain.state["1.running_mean"])
+    assert step(way, make).differences(plain) == []
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_two_steps_with_a_cumulative_batch_norm(way):
+    make = lambda: nn.Sequential(linear(), nn.BatchNorm1d(3, momentum=None), nn.Tanh())
+    plain = step(Plain, make, steps=2)
+    assert not step(Cache, make, steps=2).agrees(plain)
+    assert step(way, make, steps=2).differences(plain) == []
+
+
+# --- randomness ---------------------------------------------------------------------------
+
+
+class Drawing(nn.Module):
+    """Multiplies by random numbers of a kind."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = linear(), draw
+
+    def forward(self, x):
+        return self.linear(x) * self.draw(x)
+
+
+class Generated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = linear(), torch.Generator().manual_seed(5)
+
+    def forward(self, x):
+        mask = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        return self.linear(x) * mask
+
+
+class Legacy(nn.Module):
+    """Streams of python's and NumPy's that a model owns."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.draws = {
+            "python": random.Random(1),
+            "numpy": np.random.default_rng(1),
+            "legacy": np.random.RandomState(1),
+        }
+
+    def forward(self, x):
+        scale = self.draws["python"].random() + self.draws["numpy"].random()
+        return self.linear(x) * (scale + self.draws["legacy"].rand())
+
+
+def over_a_captured_generator():
+    generator = torch.Generator().manual_seed(5)
+    return Drawing(lambda x: torch.rand(x.shape, generator=generator, dtype=x.dtype))
+
+
+RANDOM = {
+    "python": lambda: Drawing(lambda x: random.gauss(0, 1)),
+    "numpy": lambda: Drawing(lambda x: torch.from_numpy(draw_numpy(*x.shape))),
+    "torch.Generator": Generated,
+    "captured torch.Generator": over_a_captured_generator,
+    "own streams": Legacy,
+}
+
+
+@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("name", RANDOM)
+def test_randomness_of_every_kind_is_replayed(name, way):
+    plain, naive = step(Plain, RANDOM[name]), step(Cache, RANDOM[name])
+    assert "grad linear.weight" in naive.differences(plain), "a vacuous model"
+    assert step(way, RANDOM[name]).differences(plain) == []
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_random_streams_end_where_the_plain_loop_leaves_them(way):
+    """The loss draws too, so that putting back the last chunk's state is not enough."""
+    make = lambda: nn.Sequential(linear(), nn.Dropout(0.5), nn.Linear(3, 3), nn.Dropout(0.3))
+    loss = lambda y: contrast(nn.functional.dropout(y, 0.5)) * random.random()
+    plain, naive = step(Plain, make, loss), step(Cache, make, loss)
+    assert naive.differences(plain) == ["stream torch"]
+    assert step(way, make, loss).differences(plain) == []
+
+
+class Log:
+    """A list that is out of reach, so that it is not put back."""
+
+    __slots__ = ("items",)
+
+    def __init__(self):
+        self.items = []
+
+
+# --- modes --------------------------------------------------------------------------------
+
+
+def test_autocast_is_not_lost_in_replay():
+    seen, grads = {}, {}
+    for name, way in {"plain": Plain, "naive": Cache, "ours": Ours}.items():
+        torch.manual_seed(0)
+        model, log = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)), Log()
+        model[2].register_forward_hook(lambda m, a, y, log=log: log.items.append(y.dtype))
+        seen[name] = log.items
+        run = way(model)
+        # A cast that is cached is shared by chunks, whose gradients then add up in bfloat16.
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss = contrast(run(X.float()).float())
+        run.backward(loss)
+        grads[name] = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    assert set(seen["naive"]) == {torch.bfloat16, torch.float32}
+    assert set(seen["ours"]) == {torch.bfloat16} and len(seen["ours"]) == 7
+    assert not torch.allclose(grads["naive"], grads["plain"], rtol=0, atol=1e-5)
+    assert torch.allclose(grads["ours"], grads["plain"], rtol=0, atol=1e-6)
+
+
+# --- whose gradient it is -----------------------------------------------------------------
+
+
+def test_the_gradient_is_autograds_and_not_a_hooks():
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(), nn.Tanh()).double()
+    parameters = tuple(model.parameters())
+    cache = Cache(model)
+    found = torch.autograd.grad(contrast(cache(X)), parameters, allow_unused=True)
+    assert found == (None, None)
+
+    def first_and_second(run):
+        first = torch.autograd.grad(contrast(run(X)), parameters, create_graph=True)
+        second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), parameters)
+        return [*first, *second]
+
+    ours, plain = first_and_second(Ours(model)), first_and_second(Plain(model))
+    assert all(same(a, b, 1e-12) for a, b in zip(ours, plain, strict=True))
+    assert all(p.grad is None for p in parameters)
+
+    values = {k: p.detach() for k, p in model.named_parameters()}
+
+    def of_values(way):
+        def loss(values):
+            call = lambda c, values: torch.func.functional_call(model, values, c)
+            if way is Ours:
+                return contrast(gt.chunked(call, CHUNK, in_axes=(0, None))(X, values))
+            return contrast(way(lambda c: call(c, values))(X))
+
+        return loss
+
+    naive = torch.func.grad(of_values(Cache))
+    with pytest.raises(RuntimeError):
+        naive(values)
+    ours, plain = (torch.func.grad(of_values(way))(values) for way in (Ours, Plain))
+    assert all(same(ours[k], plain[k], 1e-12) for k in values)
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_inputs_that_f_changes_in_place_are_replayed_from_what_they_were(way):
+    def run(way):
+        torch.manual_seed(0)
+        model, x = linear().double(), X.clone()
+
+        def f(c):
+            c.mul_(1.5).clamp_(-1, 1)
+            return model(c.clone()).tanh()
+
+        call = way(f)
+        loss = contrast(call(x))
+        call.backward(loss)
+        return model.weight.grad, x
+
+    (plain, x), (naive, x_naive), (ours, x_ours) = run(Plain), run(Cache), run(way)
+    assert not same(naive, plain, 1e-12) and not torch.equal(x_naive, x)
+    assert same(ours, plain, 1e-12) and torch.equal(x_ours, x)
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_parameters_of_the_loss_get_their_gradient_once(way):
+    """The other usual way takes the whole loss once for each chunk (open_clip's --accum-freq)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(), nn.Dropout(0.0), nn.Tanh()).double()
+
+    def grads(run):
+        temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        model.zero_grad()
+        run(lambda y: contrast(y / temperature))
+        return temperature.grad, model[0].weight.grad
+
+    def per_chunk(loss):
+        chunks = X.split(CHUNK)
+        with torch.no_grad():
+            cached = [model(c) for c in chunks]
+        for i, c in enumerate(chunks):
+            loss(torch.cat([*cached[:i], model(c), *cached[i + 1 :]])).backward()
+
+    def whole(way):
+        def run(loss):
+            call = way(model)
+            call.backward(loss(call(X)))
+
+        return run
+
+    plain, naive, ours = grads(whole(Plain)), grads(per_chunk), grads(whole(way))
+    assert same(naive[1], plain[1], 1e-12) and same(naive[0], 4 * plain[0], 1e-12)
+    assert all(same(a, b, 1e-12) for a, b in zip(ours, plain, strict=True))
+
+
+# --- edges --------------------------------------------------------------------------------
+
+
+def test_the_last_chunk_may_be_smaller():
+    """Chunks that are made by a reshape cannot be unequal."""
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        X.reshape(-1, CHUNK, 3)
+    for chunk_size in (1, 2, 4, 5, 10, 11, 100):
+        plain = step(lambda f, n=chunk_size: Plain(f, n), Counter)
+        assert step(lambda f, n=chunk_size: Ours(f, n), Counter).differences(plain) == []
+
+
+def test_the_mean_of_unequal_chunks_means_is_not_the_mean():
+    w = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    full = gt.value_and_grad(loss)(w, X)
+    naive = torch.stack([loss(w, c) for c in X.split(CHUNK)]).mean()
+    assert abs(naive - full[0]) > 1e-3
+    value, grad = gt.microbatched(loss, CHUNK)(w, X)
+    assert same(value, full[0], 1e-14) and same(grad, full[1], 1e-14)
+
+
+def test_an_empty_batch_is_refused_in_words():
+    with pytest.raises(AttributeError):  # nothing has a gradient
+        Cache(lambda c: c.sum(1)).backward(torch.zeros((), requires_grad=True))
+    with pytest.raises(GradtoolsError, match=r"the batch is empty \(argument 0 has size 0\)"):
+        gt.chunked(linear(), CHUNK)(torch.zeros(0, 3))
+
+
+class SometimesFrozen(nn.Module):
+    """No parameter has a part in the chunks with this sign."""
+
+    def __init__(self, frozen=lambda x: x[0, 0] < 0):
+        super().__init__()
+        self.linear, self.frozen = linear(), frozen
+
+    def forward(self, x):
+        return x * 2.0 if self.frozen(x) else self.linear(x)
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_chunk_without_parameters(way):
+    for frozen in (lambda x: x[0, 0] < 0, lambda x: x[0, 0] > 0):
+        make = lambda frozen=frozen: SometimesFrozen(frozen)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            step(Cache, make)
+        assert step(way, make).differences(step(Plain, make)) == []
+
+
+def test_a_frozen_model_gives_outputs_without_a_graph():
+    model = linear().double().requires_grad_(False)
+    cache = Cache(model)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        cache.backward(contrast(cache(X)))
+    out = gt.chunked(model, CHUNK)(X)
+    assert torch.equal(out, Plain(model)(X)) and not out.requires_grad
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_an_output_that_the_loss_ignores(way):
+    ignoring = lambda y: (nn.Parameter(torch.ones(1, dtype=torch.float64)) * 3).sum()
+    with pytest.raises(AttributeError):
+        step(Cache, linear, ignoring)
+    assert step(way, linear, ignoring).grads == {"weight": None, "bias": None}
+    first = lambda y: contrast(y[:3])
+    assert step(way, linear, first).differences(step(Plain, linear, first)) == []
+
+
+# --- hooks and exceptions -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("hook", ["tensor", "post-accumulate"])
+def test_hooks_of_parameters_fire_once_on_the_sum(way, hook):
+    def run(way, halve=True):
+        torch.manual_seed(0)
+        model, seen = linear().double(), []
+
+        def tensor_hook(grad):
+            seen.append(grad.clone())
+            return grad.clamp(-1, 1)
+
+        if hook == "tensor":
+            model.weight.register_hook(tensor_hook)
+        else:
+            model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        call = way(model)
+        call.backward(contrast(call(X)))
+        return seen, model.weight.grad
+
+    plain, naive, ours = run(Plain), run(Cache), run(way)
+    times = 2 if way is Twice else 1
+    assert len(plain[0]) == 1 and len(naive[0]) == 4 and len(ours[0]) == times
+    if way is not Twice:
+        assert same(ours[0][0], plain[0][0], 1e-12) and same(ours[1], plain[1], 1e-12)
+    if hook == "tensor":
+        assert not same(naive[1], plain[1], 1e-12)
+
+
+def test_hooks_of_modules_can_tell_the_second_time():
+    counted = {"all": 0, "once": 0, "backward": 0}
+    model = linear().double()
+    tally = itertools.count()  # cannot be put back
+
+    def hook(module, args, out):
+        next(tally)
+        counted["once"] += not gt.is_replaying()
+
+    model.register_forward_hook(hook)
+    cache = Cache(model)
+    cache.backward(contrast(cache(X)))
+    assert next(tally) == 8
+    tally = itertools.count()
+    counted["once"] = 0
+    out = gt.chunked(model, CHUNK)(X)
+    assert not gt.is_replaying()
+    contrast(out).backward()
+    assert not gt.is_replaying()
+    assert next(tally) == 4 + 3 and counted["once"] == 4
+
+
+class Failing(nn.Module):
+    """Raises at one call; the count of calls is out of reach."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.linear, self.norm, self.drop = linear(), nn.BatchNorm1d(3), nn.Dropout(0.5)
+        self.at, self.calls, self.done = at, itertools.count(), 0
+
+    def forward(self, x):
+        self.done += 1
+        y = self.drop(self.norm(self.linear(x)))
+        if next(self.calls) == self.at:
+            torch.set_default_dtype(torch.float16)
+            raise ZeroDivisionError("midway")
+        return y * random.random()
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2])
+@pytest.mark.parametrize("at", range(8))
+def test_an_exception_leaves_everything_as_it_stood(at, retain):
+    torch.manual_seed(0)
+    model = Failing(at).double()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.25)
+    grads = [p.grad for p in model.parameters()]
+    versions = [p._version for p in model.parameters()]
+    before = state_of(model), streams()
+    try:
+        out = gt.chunked(model, CHUNK, retain=retain)(X)
+        before = state_of(model), streams()
+        assert model.done == 4
+        loss = contrast(out)
+        loss.backward()
+        assert at >= 4 + max(0, 4 - retain)
+    except ZeroDivisionError:
+        assert at < 4 + max(0, 4 - retain)
+        assert torch.get_default_dtype() == (torch.float16 if at < 4 else torch.float32)
+        torch.set_default_dtype(torch.float32)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            assert p.grad is grad and (grad == 0.25).all()
+    now = state_of(model), streams()
+    assert all(same(now[0][k], v) for k, v in before[0].items()) and now[1] == before[1]
+    assert [p._version for p in model.parameters()] == versions
+    assert not gt.is_replaying()
+
+
+def test_the_usual_way_leaves_half_the_gradient_after_an_exception():
+    model = Failing(6).double()
+    cache = Cache(model)
+    with pytest.raises(ZeroDivisionError):
+        cache.backward(contrast(cache(X)))
+    torch.set_default_dtype(torch.float32)
+    assert model.linear.weight.grad.abs().sum() > 0
+
+
+# --- order --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [11, 12, 1, 2, 7])
+def test_interleaved_chunks_come_out_in_the_order_of_the_batch(size):
+    torch.manual_seed(0)
+    model, x = Counter().double(), X[torch.arange(size) % 11] + torch.arange(size)[:, None]
+    count = -(-size // CHUNK)
+    y = torch.cat([model(x[i::count]) for i in range(count)])
+    order = torch.tensor([k for i in range(count) for k in range(i, size, count)])
+    plain = torch.empty_like(y).index_copy(0, order, y)
+    weights = torch.linspace(1, 2, size, dtype=torch.float64)[:, None]
+    (contrast(plain) + (plain * weights).sum()).backward()
+    expected = model.linear.weight.grad.clone()
+    model.zero_grad()
+    model.steps.zero_()
+    model.count, model.times = 0, []
+    out = gt.chunked(model, CHUNK, interleaved=True)(x)
+    (contrast(out) + (out * weights).sum()).backward()
+    assert torch.equal(out, plain) and same(model.linear.weight.grad, expected, 1e-12)
+    if size > 3:
+        assert not torch.equal(y, plain)

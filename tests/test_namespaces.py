@@ -117,6 +117,7 @@ ALONE = {
     ("torch", "nn.py"): "the reversal layer of torch.nn",
     ("jax", "linen.py"): "the reversal layer of flax.linen",
     ("torch", "randomness.py"): "generators with a state; JAX has keys",
+    ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",
     ("jax", "equinox.py"): "the reversal layer of equinox",
     ("jax", "tracing.py"): "connectedness is read from the jaxpr; PyTorch's autograd tells it",

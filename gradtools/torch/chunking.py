@@ -31,8 +31,9 @@ from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.rules import Rule, spread
 from gradtools.torch import trees
 from gradtools.torch.compiling import nodes_of, refuse_lost
+from gradtools.torch.randomness import Randomness
 from gradtools.torch.rules import apply_rule, is_dual, is_inexact
-from gradtools.torch.state import Modes, Snapshot, Streams
+from gradtools.torch.state import Modes, Snapshot
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]  # tensors, or None
@@ -128,7 +129,7 @@ class _Forward(_Program):
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
         self.seen: dict[int, _Seen] = {}  # with verify: what the first pass gave
         self.versions: list[tuple[Tensor, int, str]] = []
-        self.drawn: Streams | None = None
+        self.drawn: Randomness | None = None
         self.sizes: tuple[int, ...] = ()  # of vmap's batches, the outermost first
 
     def batched(self, size: int) -> _Forward:

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
+from gradtools.torch.randomness import Randomness
+
 Tensor = torch.Tensor
 
 _ATOMS = frozenset(
@@ -42,7 +44,7 @@ class Snapshot:
         watched: Tensors whose contents are not held: their version, and their name.
     """
 
-    streams: Streams
+    streams: Randomness
     modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)
     watched: list[tuple[Tensor, int, str]] = field(default_factory=list)
     _maps: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Snapshot:
 
         tensors: Those whose devices' random streams count, besides those that are found.
         """
-        found = cls(Streams({}))
+        found = cls(Randomness({}))
         walk = _Walk(found)
         found._roots = [*roots]
         if also is not None:
@@ -71,7 +73,7 @@ class Snapshot:
             walk.visit(root, "f", False)
         walk.run()
         kinds = {x.device.type for x in tensors} | walk.kinds
-        found.streams = Streams.now(kinds)
+        found.streams = Randomness.everywhere(kinds)
         return found
 
     def _holders(self) -> list[Any]:
@@ -122,40 +124,6 @@ class Snapshot:
         return next((name for x, _, name in self.watched if wanted(x)), None)
 
 
-@dataclass
-class Streams:
-    """Where random streams stand: python's, NumPy's, and PyTorch's on each device."""
-
-    devices: dict[tuple[str, int], Tensor]
-    python: Any = None
-    numpy: Any = None
-
-    @classmethod
-    def now(cls, kinds: Iterable[str]) -> Streams:
-        """Those of the process, on the CPU and on accelerators of these kinds."""
-        devices = {("cpu", 0): torch.get_rng_state()}
-        for kind in set(kinds) - {"cpu", "meta"}:
-            module = torch.get_device_module(kind)
-            for i in range(module.device_count()):
-                devices[kind, i] = module.get_rng_state(i)
-        return cls(devices, random.getstate(), _numpy_stream(legacy=False))
-
-    def again(self) -> Streams:
-        """The same streams where they stand now."""
-        return Streams.now({kind for kind, _ in self.devices})
-
-    def restore(self) -> None:
-        """Puts them back."""
-        for (kind, i), state in self.devices.items():
-            if kind == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.get_device_module(kind).set_rng_state(state, i)
-        random.setstate(self.python)
-        _set_numpy_stream(self.numpy)
-
-
-_numpy_stream, _set_numpy_stream = np.random.get_state, np.random.set_state
 _EMPTY = object()
 
 
@@ -269,7 +237,7 @@ class _Walk:
             self.visit(value, key, owned)
         self.visit(x.__defaults__, f"{x.__name__}'s default", owned)
         self.visit(x.__kwdefaults__, f"{x.__name__}'s default", owned)
-        if x.__module__.partition(".")[0] in _FOREIGN:
+        if (x.__module__ or "").partition(".")[0] in _FOREIGN:
             return
         space = x.__globals__
         for key in _names(x.__code__):

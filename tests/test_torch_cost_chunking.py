@@ -1,0 +1,173 @@
+"""What `chunked` costs in PyTorch, counted: floating-point operations and live bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from live_bytes import peak_bytes
+from torch.utils.flop_counter import FlopCounterMode
+
+import gradtools.torch as gt
+
+CHUNK = 8
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 64), torch.nn.Tanh()]
+    for _ in range(6):
+        layers += [torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers, torch.nn.Dropout(0.1), torch.nn.Linear(64, 16))
+
+
+def wide_network():
+    """Parameters that weigh as much as a chunk's graph."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh(), torch.nn.Linear(512, 16))
+
+
+def loss(z):
+    return (z @ z.T).logsumexp(1).sum()
+
+
+def flops(run):
+    with FlopCounterMode(display=False) as count:
+        run()
+    return count.get_total_flops()
+
+
+def bytes_of(tensors):
+    return sum(x.nbytes for x in tensors)
+
+
+def step(net, x, **options):
+    for p in net.parameters():
+        p.grad = None
+    loss(gt.chunked(net, CHUNK, **options)(x)).backward()
+
+
+def two_passes(net, x):
+    """By hand: forward without a graph, then each chunk again with its cotangent."""
+    for p in net.parameters():
+        p.grad = None
+    chunks = x.split(CHUNK)
+    with torch.no_grad():
+        z = torch.cat([net(chunk) for chunk in chunks])
+    z.requires_grad_()
+    loss(z).backward()
+    for chunk, ct in zip(chunks, z.grad.split(CHUNK), strict=True):
+        net(chunk).backward(ct)
+
+
+def graph_bytes(net):
+    """What one chunk's forward and backward pass hold at most."""
+    x = torch.randn(CHUNK, 32)
+
+    def run():
+        for p in net.parameters():
+            p.grad = None
+        net(x).sum().backward()
+
+    run()
+    return peak_bytes(run)[0]
+
+
+@pytest.mark.parametrize("retain", [0, 1, 3, 8, 20])
+def test_the_flops_are_four_forwards_less_those_that_were_retained(retain):
+    net, x = network(), torch.randn(8 * CHUNK, 32)
+    with torch.no_grad():
+        forward = flops(lambda: net(x))
+    of_loss = flops(lambda: loss(torch.zeros(len(x), 16, requires_grad=True)).backward())
+    first = flops(lambda: net[0](x[:CHUNK]))  # x has no gradient, so its layer takes one less
+    kept = min(retain, 8)
+    expected = 4 * forward - kept * forward // 8 + of_loss - 8 * first
+    assert flops(lambda: step(net, x, retain=retain)) == expected
+
+
+def test_frozen_parameters_and_inputs_cost_no_backward_pass():
+    net, x = network(), torch.randn(4 * CHUNK, 32)
+    for p in net[:-1].parameters():
+        p.requires_grad_(False)
+    with torch.no_grad():
+        forward = flops(lambda: net(x))
+    of_loss = flops(lambda: loss(torch.zeros(len(x), 16, requires_grad=True)).backward())
+    last = flops(lambda: net[-1](torch.zeros(len(x), 64)))
+    assert flops(lambda: step(net, x, retain=0)) == 2 * forward + last + of_loss
+
+
+@pytest.mark.parametrize("make", [network, wide_network])
+@pytest.mark.parametrize("count", [4, 16])
+def test_the_peak_is_that_of_two_passes_by_hand(make, count):
+    net, x = make(), torch.randn(count * CHUNK, 32)
+    step(net, x), two_passes(net, x)
+    ours, by_hand = (peak_bytes(lambda run=run: run(net, x))[0] for run in (step, two_passes))
+    state = bytes_of(net.buffers())
+    gradients = bytes_of(net.parameters())  # by hand .grad takes them as they come, layer by layer
+    assert ours <= by_hand + 2 * state + gradients
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2, 4])
+def test_the_peak_is_made_of_graphs_outputs_an_accumulator_and_a_snapshot(retain):
+    net = network()
+    graph, state = graph_bytes(net), bytes_of(net.buffers())
+    for count in (8, 16, 32):
+        x = torch.randn(count * CHUNK, 32)
+        step(net, x, retain=retain)
+        of_loss = peak_bytes(
+            lambda n=len(x): loss(torch.zeros(n, 16, requires_grad=True)).backward()
+        )[0]
+        outputs = 2 * len(x) * 16 * 4  # apart and joined, and as many cotangents
+        listed = (retain + 1) * graph + of_loss + 2 * outputs + bytes_of(net.parameters())
+        assert peak_bytes(lambda x=x: step(net, x, retain=retain))[0] <= listed + 2 * state
+
+
+def test_the_peak_is_flat_in_the_number_of_chunks():
+    net = network()
+
+    def peak(count):
+        x = torch.randn(count * CHUNK, 32)
+        ct = torch.randn(count * CHUNK, 16)
+
+        def run():
+            for p in net.parameters():
+                p.grad = None
+            gt.chunked(net, CHUNK)(x).backward(ct)
+
+        run()
+        return peak_bytes(run)[0]
+
+    per_chunk = CHUNK * 16 * 4
+    assert peak(64) - peak(8) <= 56 * per_chunk * 4  # outputs and cotangents alone
+    graph = graph_bytes(net)
+    assert 56 * per_chunk * 4 < 56 * graph / 8
+
+
+def test_a_budget_chooses_how_many_graphs_are_kept():
+    net, x = network(), torch.randn(8 * CHUNK, 32)
+    costs = [flops(lambda k=k: step(net, x, retain=k)) for k in range(9)]
+    one = graph_bytes(net)
+    found = [flops(lambda b=b: step(net, x, memory_budget=b)) for b in (0, one // 2, one, 99 * one)]
+    assert found[0] == costs[0] and found[-1] == costs[8]
+    assert costs[8] < found[2] < found[1] <= costs[0]
+    lean, rich = (peak_bytes(lambda b=b: step(net, x, memory_budget=b))[0] for b in (0, one))
+    assert rich - lean <= one
+
+
+def test_double_backward_runs_at_the_memory_of_one_chunk():
+    net = network().double()
+
+    def peak(count, run):
+        x = torch.randn(count * CHUNK, 32, dtype=torch.float64, requires_grad=True)
+
+        def second():
+            for p in net.parameters():
+                p.grad = None
+            (g,) = torch.autograd.grad(run(x).pow(2).sum(), x, create_graph=True)
+            g.pow(2).sum().backward()
+
+        second()
+        return peak_bytes(second)[0]
+
+    chunked = gt.chunked(net, CHUNK)
+    plain = lambda x: torch.cat([net(c) for c in x.split(CHUNK)])
+    assert peak(16, chunked) < peak(16, plain) / 3

@@ -163,6 +163,8 @@ class _Step:
         *inputs, carry = args
         leaves = jax.tree.leaves((inputs, self.widened(carry)))
         flat = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+        pairs = zip(flat, self.closed.out_avals, strict=True)
+        flat = [x if _is_array(x) else jnp.asarray(x, aval.dtype) for x, aval in pairs]
         return jax.tree.unflatten(self.treedef, flat)
 
     def widened(self, carry: list[Array]) -> list[Array]:

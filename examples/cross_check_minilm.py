@@ -11,6 +11,7 @@ first layer alone, the bugs in the first two.
 """
 
 import json
+import os
 import re
 import sys
 import unicodedata
@@ -18,6 +19,9 @@ from importlib.util import find_spec
 
 import numpy as np
 from common import claim
+
+# Each program runs a few times only: XLA is to compile fast, not to make fast.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 LAYERS, BUG_LAYERS, HEADS, WIDTH, FAR = 6, 2, 12, 384, -1e9
 SENTENCES = ("The port gives the same numbers.", "A gradient is missing somewhere in this network!")

@@ -183,6 +183,57 @@ def test_a_conjugate_is_a_wrong_derivative(gt):
     assert report.first.quantity == "reverse | finite differences"
 
 
+@pytest.mark.parametrize("off", [1e-6, -1e-6])
+def test_a_derivative_wrong_in_its_sixth_digit_is_refused(gt, off):
+    f = lambda x: gt.xp.exp(gt.scale_gradient(x, 1 + off)).sum()
+    refused(check_derivatives, f, (X,), gt, order=1)
+
+
+def test_a_complex_gradient_is_named_entry_by_entry(gt):
+    f = lambda z: gt.xp.abs(gt.scale_gradient(z, 3.0) - (1 + 2j)).sum()
+    first = refused(
+        check_derivatives, f, (X[0] + 1j * Y[0],), gt, order=1, modes=("reverse",)
+    ).first
+    assert first.cause == "a constant factor 3" and len(first.place) == 1
+
+
+def test_a_gradient_that_is_no_gradient_has_no_symmetric_hessian(gt):
+    curl = lambda x: gt.xp.concat([x[1:], 0 * x[:1]])
+    f = gt.custom_rule(lambda x: (x**2).sum())
+    f.defvjp(lambda x: ((x**2).sum(), x), lambda x, ct: (ct * curl(x),))
+    report = refused(check_derivatives, f, (X[0],), gt, numeric=False)
+    assert report.cause == "the Hessian is not symmetric"
+
+
+def test_modes_that_are_not_adjoint_are_named(gt):
+    f = gt.custom_rule(lambda x: x**2)
+    f.defjvp(lambda p, t: (p[0] ** 2, 2 * p[0] * t[0]))
+    f.defvjp(lambda x: (x**2, x), lambda x, ct: (3 * x * ct,))
+    report = refused(check_derivatives, f, (X[0],), gt, order=1, numeric=False)
+    assert report.first.quantity == "reverse | forward"
+    assert report.cause.startswith("the dot-product test fails")
+
+
+def test_two_mixes_of_modes_that_differ_are_named(gt):
+    slope = gt.custom_rule(lambda x: 3 * x**2)
+    slope.defjvp(lambda p, t: (3 * p[0] ** 2, 12 * p[0] * t[0]))
+    slope.defvjp(lambda x: (3 * x**2, x), lambda x, ct: (6 * x * ct,))
+    cube = gt.custom_rule(lambda x: x**3)
+    cube.defvjp(lambda x: (x**3, x), lambda x, ct: (slope(x) * ct,))
+    report = refused(check_derivatives, cube, (X[0],), gt, numeric=False)
+    first = report.first
+    assert first.quantity == "forward over reverse | reverse over reverse"
+    assert (first.cause, first.ratio) == ("two mixes of modes differ", pytest.approx(2))
+
+
+def test_a_pullback_that_is_homogeneous_but_not_additive_is_named(gt):
+    cubic = lambda c: c**3 / (c**2).sum()
+    f = lambda x: gt.transform_gradient(x, cubic)
+    report = refused(check_derivatives, f, (X,), gt, order=1, numeric=False)
+    assert report.first.quantity == "reverse of a sum of cotangents | sum"
+    assert report.cause == "not linear in the cotangent"
+
+
 def test_a_pullback_that_is_not_linear_is_named(gt):
     f = lambda x: gt.clip_gradient(x, max_value=1.5)
     report = refused(check_derivatives, f, (X,), gt)
@@ -495,6 +546,7 @@ def test_slopes_keep_half_of_the_digits_and_know_it(eps):
     found = slope(f, eps)
     off = np.abs(found.value - np.cos([1.0, 2.0, 30.0]))
     assert np.all(off <= 10 * found.error + 1e-15) and np.all(off < 40 * np.sqrt(eps))
+    assert np.all(found.error < 40 * np.sqrt(eps)) and found.smallest <= 20 * np.sqrt(eps)
 
 
 def test_steps_shrink_until_they_stay_in_the_domain():

@@ -233,16 +233,18 @@ class Check:
         small = bool(finite.all()) and difference.max() <= noise
         if not (small if c.status == DIFFERS else suspect.any()):
             return c
-        moved = self.moved(probe, i, a, b, difference.max() > _distinct(c.dtype) * size.max())
+        far = bool(difference.max() > _distinct(c.dtype) * size.max())
         if c.status == DIFFERS:  # the whole array is as small as rounding
-            real = difference > 1000 * moved.max()
-            return c if real.any() else replace(c, error=1.0, status=AGREES)
-        real = difference > 1000 * moved
-        real &= suspect
-        if not real.any():
+            real = lambda moved: difference > 1000 * moved.max()
+        else:
+            real = lambda moved: suspect & (difference > 1000 * moved)
+        found = real(self.moved(probe, i, a, b, far, lambda moved: not real(moved).any()))
+        if c.status == DIFFERS:
+            return c if found.any() else replace(c, error=1.0, status=AGREES)
+        if not found.any():
             return c
         with np.errstate(all="ignore"):
-            place = np.unravel_index(int(np.argmax(np.where(real, difference / size, 0))), a.shape)
+            place = np.unravel_index(int(np.argmax(np.where(found, difference / size, 0))), a.shape)
         return replace(
             c,
             error=float(difference[place] / size[place] / c.tolerance),
@@ -253,22 +255,30 @@ class Check:
         )
 
     def moved(
-        self, probe: Probe, i: int, a: np.ndarray, b: np.ndarray, far: bool = False
+        self,
+        probe: Probe,
+        i: int,
+        a: np.ndarray,
+        b: np.ndarray,
+        far: bool = False,
+        enough: Callable[[np.ndarray], bool] = lambda change: False,
     ) -> np.ndarray:
         """The largest change of each entry of an answer when the inputs change by their last digit.
 
         With `far` by many last digits, but little enough that what is not rounding hardly moves.
+        Four draws, fewer if `enough` says so of the changes seen.
         """
         change = np.zeros(a.shape)
-        purposes = [("rounding, far" if far else "rounding", draw) for draw in range(4)]
-        for purpose in purposes:
+        for draw in range(4):
             for k, base in enumerate((a, b)):
-                answer = self.asked_nearby(probe, k, purpose, None)
+                answer = self.asked_nearby(probe, k, ("rounding, far" if far else "rounding", draw))
                 near = None if answer is None else answer[i]
                 if near is not None:
                     with np.errstate(all="ignore"):
                         step = np.abs(widened(near) - base)
                     change = np.maximum(change, np.where(np.isfinite(step), step, 0.0))
+                if enough(change):
+                    return change
         return change
 
     # --- asking
@@ -278,12 +288,14 @@ class Check:
         found = probe.ask(k, leaves)
         return self.carried(found) if k == 0 and probe.to_leaves else list(found)
 
-    def asked_nearby(self, probe: Probe, k: int, purpose: Any, size: float | None) -> Found | None:
-        """One side's answer at `nearby(purpose, size)`, kept; None if it raises there."""
+    def asked_nearby(
+        self, probe: Probe, k: int, purpose: Any, size: float | None = None
+    ) -> Found | None:
+        """One side's answer at `nearby(k, purpose, size)`, kept; None if it raises there."""
         key = (probe.quantity, k, purpose, size)
         if key not in self._nearby:
             try:
-                self._nearby[key] = self._ask(probe, k, self.nearby(purpose, size)[k])
+                self._nearby[key] = self._ask(probe, k, self.nearby(k, purpose, size))
             except Exception:
                 self._nearby[key] = None
         return self._nearby[key]
@@ -353,8 +365,8 @@ class Check:
             [_like(d, x) for d, x in zip(self.carried(drawn), self.leaves[1], strict=True)],
         ]
 
-    def nearby(self, purpose: Any, size: float | None) -> list[Arrays]:
-        """The leaves, moved along a random direction.
+    def nearby(self, k: int, purpose: Any, size: float | None) -> Arrays:
+        """One side's leaves, moved along a random direction that is the same for both.
 
         By `size` times the largest entry of each leaf; with None by a last digit of each entry, or
         many for the purpose "rounding, far".
@@ -370,11 +382,8 @@ class Check:
             else:
                 scale = size * largest
             drawn.append(scale * direction)
-        both: list[Any] = [drawn, self.carried(drawn)]
-        return [
-            [_like(widened(x) + d, x) for x, d in zip(own, step, strict=True)]
-            for own, step in zip(self.leaves, both, strict=True)
-        ]
+        steps: list[Any] = [*drawn] if k == 0 else self.carried(drawn)
+        return [_like(widened(x) + d, x) for x, d in zip(self.leaves[k], steps, strict=True)]
 
     def _draw(self, purpose: Any, i: int, like: np.ndarray) -> np.ndarray:
         rng = np.random.default_rng([self.seed, *str(purpose).encode(), i])

@@ -53,7 +53,7 @@ class Snapshot:
     _cells: list[tuple[CellType, Any]] = field(default_factory=list)
     _tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _arrays: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    _generators: list[tuple[Callable[[Any], Any], Any]] = field(default_factory=list)
+    _puts: list[tuple[Callable[[Any], Any], Any]] = field(default_factory=list)
     _roots: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -111,7 +111,7 @@ class Snapshot:
                 tensor.copy_(contents)
         for array, copy in self._arrays:
             array[...] = copy
-        for put, state in self._generators:
+        for put, state in self._puts:
             put(state)
         self.streams.restore()
 
@@ -213,7 +213,7 @@ class _Walk:
         for key, value in fields.items():
             if type(value) in _ATOMS or (key in _FIXED and not value):
                 continue
-            if key in ("_modules", "_buffers", "_parameters"):
+            if key in ("_modules", "_buffers", "_parameters") and isinstance(value, dict):
                 self._seen[id(value)] = value
                 self.found._maps.append((value, dict(value)))
                 for k, part in value.items():
@@ -221,8 +221,17 @@ class _Walk:
             else:
                 self.visit(value, f"{name}.{key}", True)
         if isinstance(x, torch.jit.ScriptModule):
-            for key, part in [*x.named_buffers(), *x.named_parameters()]:
-                self.visit(part, f"{name}.{key}", True)
+            self._scripted(x, name)
+
+    def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
+        """The attributes of a compiled module, which hands out copies of all but tensors."""
+        for key, (_, is_parameter) in x._concrete_type.get_attributes().items():
+            value = x._c.getattr(key)
+            self.visit(value, f"{name}.{key}", True)
+            if not is_parameter:
+                self.found._puts.append((partial(x._c.setattr, key), value))
+        for key, module in x.named_children():
+            self.visit(module, f"{name}.{key}", True)
 
     def _function(self, x: FunctionType, owned: bool) -> None:
         for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
@@ -249,14 +258,14 @@ class _Walk:
 
     def _generator(self, x: Any) -> bool:
         if isinstance(x, torch.Generator):
-            self.found._generators.append((x.set_state, x.get_state()))
+            self.found._puts.append((x.set_state, x.get_state()))
         elif isinstance(x, random.Random):
-            self.found._generators.append((x.setstate, x.getstate()))
+            self.found._puts.append((x.setstate, x.getstate()))
         elif isinstance(x, np.random.RandomState):
-            self.found._generators.append((x.set_state, x.get_state(legacy=False)))
+            self.found._puts.append((x.set_state, x.get_state(legacy=False)))
         elif isinstance(x, np.random.Generator):
             bits = x.bit_generator
-            self.found._generators.append((partial(setattr, bits, "state"), bits.state))
+            self.found._puts.append((partial(setattr, bits, "state"), bits.state))
         else:
             return False
         return True

@@ -27,6 +27,7 @@ from gradtools.calls import describe, normalized_argnums
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
+SUMMED = object()  # in place of the axes of outputs that are added up and not joined
 
 
 class Chunking(Operators):
@@ -412,7 +413,7 @@ class Chunks:
             self._out_lists[number] = [(treedef, len(leaves)) for leaves, treedef in flat]
             return [leaf for leaves, _ in flat for leaf in leaves], carry_leaves
         leaves = self._same("output", out, number)
-        if self.out_axes is None:  # they are summed
+        if self.out_axes is SUMMED:
             return leaves, carry_leaves
         if self.axes is None:
             self.axes = _axes_of(self.backend, self.out_axes, out)
@@ -544,7 +545,7 @@ class _Microbatches:
             axes = (*axes, 0) if isinstance(axes, tuple | list) else axes
         batch = Batch(self.backend, "microbatched", args, axes, lists=True)
         cut = Cut(batch.size, chunk_size)
-        return Chunks(self.backend, terms, batch, self.kwargs, None, (), (), cut, Options(0))
+        return Chunks(self.backend, terms, batch, self.kwargs, SUMMED, (), (), cut, Options(0))
 
     def weight(self, args: tuple[Any, ...], given: Any, value: Array, size: int) -> Array:
         """The weight of one chunk."""

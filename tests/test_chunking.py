@@ -1,0 +1,220 @@
+"""`chunked` in each backend against the function of the whole batch, to second order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from chunking_table import CASES, chunked, loss
+
+from gradtools import GradtoolsError
+
+
+def lifted(gt, tree):
+    if isinstance(tree, dict):
+        return {k: lifted(gt, v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(lifted(gt, v) for v in tree)
+    return gt.asarray(np.asarray(tree))
+
+
+def numbers(gt, tree):
+    if isinstance(tree, dict):
+        return [x for k in sorted(tree) for x in numbers(gt, tree[k])]
+    if isinstance(tree, list | tuple):
+        return [x for part in tree for x in numbers(gt, part)]
+    return [] if tree is None else [gt.to_numpy(tree)]
+
+
+def close(gt, found, expected, tolerance=1e-12):
+    found, expected = numbers(gt, found), numbers(gt, expected)
+    size = max(float(np.abs(e).max()) for e in expected)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(size, 1.0))
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request):
+    return request.param
+
+
+@pytest.fixture
+def problem(case, gt, rng):
+    """(chunked, plain, weight, batch, directions) of a case."""
+    w, x = lifted(gt, case.weight(rng)), lifted(gt, case.batch(rng))
+    dw, dx = lifted(gt, case.weight(rng)), lifted(gt, case.batch(rng))
+    return chunked(gt, case), lambda w, x: case.f(gt, w, x), w, x, (dw, dx)
+
+
+def test_the_value_is_that_of_the_batch(gt, problem):
+    ours, plain, w, x, _ = problem
+    found, expected = ours(w, x), plain(w, x)
+    if isinstance(expected, dict):  # rows are counted in each chunk
+        expected["row"] = gt.asarray(np.concatenate([np.arange(4), np.arange(4), np.arange(2)]))
+    close(gt, found, expected, 1e-14)
+
+
+def test_gradients_are_those_of_the_batch(gt, problem):
+    ours, plain, w, x, _ = problem
+    found = gt.value_and_grad(lambda w, x: loss(gt, ours(w, x)), (0, 1))(w, x)
+    close(gt, found, gt.value_and_grad(lambda w, x: loss(gt, plain(w, x)), (0, 1))(w, x))
+
+
+def test_pushforwards_are_those_of_the_batch(gt, problem):
+    ours, plain, w, x, directions = problem
+    found = gt.jvp(lambda w, x: loss(gt, ours(w, x)), (w, x), directions)
+    close(gt, found, gt.jvp(lambda w, x: loss(gt, plain(w, x)), (w, x), directions))
+
+
+@pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
+def test_hessian_products_are_those_of_the_batch(gt, problem, mode):
+    ours, plain, w, x, directions = problem
+    found = gt.hvp(lambda w, x: loss(gt, ours(w, x)), (w, x), directions, mode=mode)
+    close(gt, found, gt.hvp(lambda w, x: loss(gt, plain(w, x)), (w, x), directions))
+
+
+def test_it_may_stand_in_itself(gt, problem, case):
+    ours, plain, w, x, _ = problem
+    if isinstance(x, list):
+        pytest.skip("a list is cut by the outer one alone")
+    outer = gt.chunked(ours, 7, in_axes=case.in_axes, out_axes=case.options.get("out_axes", 0))
+    found = gt.grad(lambda w, x: loss(gt, outer(w, x)), (0, 1))(w, x)
+    close(gt, found, gt.grad(lambda w, x: loss(gt, plain(w, x)), (0, 1))(w, x))
+
+
+def test_under_vmap_and_compile(gt, problem):
+    ours, plain, w, x, _ = problem
+    found = gt.compile(lambda w, x: loss(gt, ours(w, x)))(w, x)
+    close(gt, found, loss(gt, plain(w, x)))
+    if isinstance(w, dict):
+        return
+    many = gt.xp.stack([w, 2 * w])
+    found = gt.vmap(gt.grad(lambda w: loss(gt, ours(w, x))))(many)
+    close(gt, found, gt.vmap(gt.grad(lambda w: loss(gt, plain(w, x))))(many))
+
+
+# --- by hand ------------------------------------------------------------------------------
+
+
+def test_u6_in_small(gt):
+    x = gt.asarray(np.array([1.0, 2.0, 3.0]))
+    square = gt.chunked(lambda w, x: w * x**2, 2, in_axes=(None, 0))
+    total = lambda w: square(w, x).sum() ** 2  # (14 w)^2
+    w = gt.asarray(np.array(3.0))
+    assert float(gt.grad(total)(w)) == 2 * 14**2 * 3
+    assert float(gt.grad(gt.grad(total))(w)) == 2 * 14**2
+
+
+def test_carries_go_from_chunk_to_chunk_once(gt):
+    def f(x, count):
+        return x * count, count + x.sum()
+
+    x = gt.asarray(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
+    one = gt.asarray(np.array(1.0))
+    out, count = gt.chunked(f, 2, carry_argnums=1)(x, one)
+    assert gt.to_numpy(out).tolist() == [1, 2, 12, 16, 55] and float(count) == 16
+    g = gt.grad(lambda x: (gt.chunked(f, 2, carry_argnums=1)(x, one)[0] * x).sum())(x)
+    assert gt.to_numpy(g).tolist() == [2, 4, 24, 32, 110]  # 2 x count; the count is a constant
+
+
+def test_each_chunk_has_a_key_of_its_own(gt):
+    seen = gt.chunked(lambda x, k: x * 0 + gt.xp.sum(_words(gt, k)), 2, key_argnums=1)
+    found = gt.to_numpy(seen(gt.asarray(np.ones(6)), gt.key(0)))
+    assert found[0] == found[1] != found[2] == found[3] != found[4] == found[5]
+    assert len(set(found.tolist())) == 3
+
+
+def _words(gt, key):
+    if gt.__name__.endswith("torch"):
+        return (key % 1000003).double()
+    import jax
+
+    return jax.random.key_data(key) % 1000003
+
+
+def test_a_microbatched_mean_is_the_full_mean(gt):
+    x = gt.asarray(np.arange(1.0, 11.0))
+    w = {"a": gt.asarray(np.array(2.0))}
+    f = lambda w, x: (w["a"] ** 2 * x).mean()
+    value, grads = gt.microbatched(f, 4)(w, x)
+    assert float(value) == 22 and float(grads["a"]) == 22
+    value, grads = gt.microbatched(lambda w, x: (w["a"] ** 2 * x).sum(), 4, reduction="sum")(w, x)
+    assert float(value) == 220 and float(grads["a"]) == 220
+
+
+def test_token_counts_weigh(gt, rng):
+    tokens = np.array([1, 5, 2, 2, 7, 1, 1, 3, 4, 4])
+    mask = np.arange(8) < tokens[:, None]
+    x, m = gt.asarray(rng.normal(size=(10, 8))), gt.asarray(mask.astype(float))
+    w = gt.asarray(np.array(0.5))
+    f = lambda w, x, m: (gt.xp.tanh(w * x) * m).sum() / m.sum()
+    expected = gt.value_and_grad(f)(w, x, m)
+    for weights in (gt.asarray(tokens.astype(float)), lambda w, x, m: m.sum()):
+        close(gt, gt.microbatched(f, 4, weights=weights)(w, x, m), expected)
+    wrong = gt.microbatched(f, 4)(w, x, m)
+    assert abs(float(wrong[0]) - float(expected[0])) > 1e-4  # examples weigh alike without them
+
+
+# --- wrong input --------------------------------------------------------------------------
+
+X = np.ones((4, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda gt, x: gt.chunked(lambda x: x, 0), "chunk_size is 0; expected .* 1 or more"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2.5), "chunk_size is 2.5"),
+        (lambda gt, x: gt.chunked(lambda x: x, True), "chunk_size is True"),
+        (lambda gt, x: gt.chunked(3, 2), "f is a int; expected a function"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2, retain=-1), "retain is -1"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2, memory_budget=-1), "memory_budget is -1"),
+        (lambda gt, x: gt.chunked(lambda x, y: x, 2)(x, x[:3]), "batch sizes differ: 4 .* 3"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2)(x[:0]), "the batch is empty"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2)([]), "the batch is empty"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2, in_axes=5)(x), r"no axis 5 to split on"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2, in_axes=(0, 0))(x), "expected one entry for"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2, in_axes=None)(x), "in_axes is None"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2, in_axes=(None,))(x), "no argument is split"),
+        (lambda gt, x: gt.chunked(lambda x: x.sum(), 2)(x), "no axis 0 to join .* microbatched"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2, out_axes=(0, 0))(x), "out_axes holds"),
+        (lambda gt, x: gt.chunked(lambda x: x, 2, out_axes=None)(x), "out_axes holds None"),
+        (lambda gt, x: gt.chunked(lambda x: "text", 2)(x), "expected an array"),
+        (lambda gt, x: gt.chunked(lambda x, c: x, 2, carry_argnums=1)(x, x), "returns a pair"),
+        (
+            lambda gt, x: gt.chunked(lambda x, c: (x, (c, c)), 2, carry_argnums=1)(x, x),
+            "f's carry at chunk 0 has the structure",
+        ),
+        (
+            lambda gt, x: gt.chunked(lambda x, c: x, 2, key_argnums=1, carry_argnums=1)(x, x),
+            "name the same argument",
+        ),
+        (lambda gt, x: gt.chunked(lambda x, k: x, 2, key_argnums=1)(x, x), "a key is"),
+        (
+            lambda gt, x: gt.chunked(lambda x: x[:1], 2, interleaved=True)(x),
+            "with interleaved=True",
+        ),
+        (lambda gt, x: gt.microbatched(lambda x: x.sum(), 0), "microbatched: chunk_size is 0"),
+        (lambda gt, x: gt.microbatched(lambda x: x, 2, reduction="max"), "reduction is 'max'"),
+        (
+            lambda gt, x: gt.microbatched(lambda w, x: w, 2, reduction="sum", weights=x),
+            "sums add up as they are",
+        ),
+        (
+            lambda gt, x: gt.microbatched(lambda w, x: w, 2, weights=x)(x, x),
+            r"weights has shape \(4, 2\)",
+        ),
+        (
+            lambda gt, x: gt.microbatched(lambda w, x: w, 2, in_axes=(0, 0))(x, x),
+            "argument 0 is differentiated, so all chunks share it",
+        ),
+        (
+            lambda gt, x: gt.microbatched(lambda w, x: (w * x).sum(), 2, weights=x[:, 0][:3])(x, x),
+            "batch sizes differ",
+        ),
+    ],
+)
+def test_wrong_input_is_refused_in_words(gt, call, words):
+    with pytest.raises(GradtoolsError, match=words):
+        call(gt, gt.asarray(X))

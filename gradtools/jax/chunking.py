@@ -54,7 +54,8 @@ def sum_chunks(chunks: Chunks) -> list[Array]:
     steps, sums = _Steps(chunks), None
     for run in _runs(steps.kinds, 0):
         if len(run.numbers) == 1:
-            outs = steps.at(run.kind, [])(*steps.inputs(run.first), [])[0]
+            found = steps.at(run.kind, [])(*steps.inputs(run.first), [])[0]
+            outs = jax.tree.map(jnp.asarray, found)
             sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
             continue
         step = steps.traced(run.kind, [])
@@ -131,8 +132,10 @@ def _run(
     """The output leaves of a run, stacked, and the carry after it."""
     if len(run.numbers) == 1:
         once = steps.at(run.kind, carry)
-        outs, carry = (once if run.kept else jax.checkpoint(once))(*steps.inputs(run.first), carry)
-        bar.advance()
+        inputs = steps.inputs(run.first)
+        found = (once if run.kept else jax.checkpoint(once))(*inputs, carry)
+        outs, carry = jax.tree.map(jnp.asarray, found)  # a jaxpr returns constants as numbers
+        bar.advance(inputs[0])
         return [x[None] for x in outs], carry
     step = steps.traced(run.kind, carry)
     # the bodies of two loops are not merged, so nothing need be put between them
@@ -140,7 +143,7 @@ def _run(
 
     def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
         outs, carry = many(*inputs, carry)
-        bar.advance()
+        bar.advance(inputs[0])
         return carry, outs
 
     carry, outs = jax.lax.scan(body, step.widened(carry), steps.stacked(run))
@@ -163,8 +166,6 @@ class _Step:
         *inputs, carry = args
         leaves = jax.tree.leaves((inputs, self.widened(carry)))
         flat = jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
-        pairs = zip(flat, self.closed.out_avals, strict=True)
-        flat = [x if _is_array(x) else jnp.asarray(x, aval.dtype) for x, aval in pairs]
         return jax.tree.unflatten(self.treedef, flat)
 
     def widened(self, carry: list[Array]) -> list[Array]:
@@ -356,8 +357,8 @@ def _looks(x: Any) -> Any:
 def _as_carry(chunks: Chunks, k: int, x: Any) -> Array:
     """A leaf of a carry, as an array of its own dtype, which does not change in a loop."""
     try:
-        x = jnp.asarray(x)
-    except TypeError as error:
+        x = jnp.asarray(x) if _is_array(x) else asarray(x)
+    except GradtoolsError as error:
         raise GradtoolsError(
             f"chunked: the carry at {chunks.name_of('carry', k)} is a {type(x).__name__}; expected "
             "an array, which f can hand from chunk to chunk."
@@ -474,12 +475,12 @@ class _Bar:
         if self.asked and find_spec("tqdm") is None:
             progress_bar(self.count)  # which says how to get it
 
-    def advance(self) -> None:
-        """Puts a move of the bar into the program."""
+    def advance(self, index: Any) -> None:
+        """Puts a move of the bar into the program; without the index a scan moves it out."""
         if self.asked:
-            jax.debug.callback(self._move)
+            jax.debug.callback(self._move, index)
 
-    def _move(self) -> None:
+    def _move(self, index: Any) -> None:
         if self.bar is None:
             self.bar = progress_bar(self.count)
         self.bar.update()

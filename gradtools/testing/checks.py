@@ -525,8 +525,8 @@ class Check:
     ) -> Comparison:
         a, b, limit = wide(left), wide(right), self._exact(order)
         if a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b)):
-            reason = "NaN or infinity on both sides decides nothing"
-            self.report.left_out.append(f"{quantity} of {path}: {reason}")
+            reason = f"{quantity} of {path}: NaN or infinity on both sides decides nothing"
+            self.report.left_out += [reason] if reason not in self.report.left_out else []
         biggest = max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0))
         if math.isfinite(noise) and 0 < biggest < math.inf:
             limit = max(limit, noise / float(biggest))

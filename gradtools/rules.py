@@ -94,8 +94,9 @@ class Rule:
         unlifted: In a rule whose value alone was lifted out of a trace, the rule as it was.
         identity: Whether the outputs are inputs as they came.
         key: A text by which compiled code finds the rule again, see `by_key`.
-        mapped: `mapped(size, axes, xs)` gives the rule of a batch, for rules that know it
-            themselves: with its inputs, and a function of its outputs that gives their axes.
+        mapped: `mapped(size, axes, xs, randomness)` gives the rule of a batch, for rules that
+            know it themselves: with its inputs, and a function of its outputs that gives their
+            axes.
         forward: In a rule that was linearized, `forward(*xs)` gives `[*ys, *extras]`.
         extras: How many extras `forward` gives.
     """

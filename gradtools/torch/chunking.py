@@ -95,8 +95,12 @@ class _Program:
         """Whether output k of chunk i has a derivative."""
         return True
 
-    def batched(self, size: int) -> Any:
-        """The same for a batch: all inputs and outputs have its axis in front, leaves do not."""
+    def batched(self, size: int, on: list[list[bool]], randomness: str) -> Any:
+        """The same for a batch, and which of its inputs then have its axis in front.
+
+        on: Which of the inputs have it, row by row, the shared ones last; at least one does.
+        randomness: As in torch.vmap.
+        """
         raise NotImplementedError
 
 
@@ -130,12 +134,14 @@ class _Forward(_Program):
         self.seen: dict[int, _Seen] = {}  # with verify: what the first pass gave
         self.versions: list[tuple[Tensor, int, str]] = []
         self.drawn: Randomness | None = None
-        self.sizes: tuple[int, ...] = ()  # of vmap's batches, the outermost first
+        self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
-    def batched(self, size: int) -> _Forward:
+    def batched(self, size: int, on: list[list[bool]], randomness: str) -> Any:
         found = copy.copy(self)
-        found.forward, found.sizes = found, (size, *self.sizes)
-        return found
+        # What was drawn before there was a batch is drawn again once for all of it.
+        randomness = randomness if any(map(any, on)) else "same"
+        found.forward, found.batches = found, ((size, randomness), *self.batches)
+        return found, [[True for _ in row] for row in on]
 
     def _moving(self, xs: Entries) -> list[int]:
         """Which of xs are inputs of the node."""
@@ -161,7 +167,7 @@ class _Forward(_Program):
             pieces[k] = x if is_inexact(x) or not self.beneath else x.clone()
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
-        again = self.modes.again() if is_replaying() else nullcontext()
+        again = self._again() if is_replaying() else nullcontext()
         with again, _Seen.by(self, i) if self.chunks.options.verify else nullcontext() as seen:
             outs, carry = self._called(i, pieces, own)
             if seen is not None:
@@ -172,11 +178,14 @@ class _Forward(_Program):
         return outs, []
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
-        """f at one chunk, under vmap once for each of `sizes`."""
-        if not self.sizes:
+        """f at one chunk, under vmap once for each of `batches`."""
+        if not self.batches:
             return self.chunks.call(i, i, pieces, own, self.carry)
         flat = [*pieces, *own, *self.carry]
         there = [isinstance(x, Tensor) for x in flat]
+        axes = [0 if self.beneath or k in self.moving[i] else None for k in range(len(pieces))]
+        axes += [0 if self.beneath or k in self.moving_shared else None for k in range(len(own))]
+        axes += [0 if self.beneath or i > 0 else None for _ in self.carry]
         counts: list[int] = []
 
         def one(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -188,10 +197,24 @@ class _Forward(_Program):
             return (*outs, *carry)
 
         fun: Callable[..., Any] = one
-        for _ in self.sizes:
-            fun = torch.vmap(fun, randomness="different")
+        in_dims = tuple([axis for axis, t in zip(axes, there, strict=True) if t])
+        for _, randomness in reversed(self.batches):
+            fun = torch.vmap(fun, in_dims, randomness=randomness)
         found = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
         return found[: counts[0]], found[counts[0] :]
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Inside, modes are those of the first pass, outside of the vmap of is_grads_batched."""
+        depth = torch._C._vmapmode_increment_nesting()
+        for _ in range(depth):
+            torch._C._vmapmode_decrement_nesting()
+        try:
+            with self.modes.again():
+                yield
+        finally:
+            for _ in range(depth - 1):
+                torch._C._vmapmode_increment_nesting()
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         self.one(i, _aliases(xs), _aliases(shared))
@@ -353,9 +376,44 @@ class _Derived(_Program):
     ) -> None:
         self.of, self.forward, self.leaves = of, of.forward, of.leaves
         self.widths, self.shared_width, self.there = widths, shared_width, there
+        # One entry for each batch of vmap, the outermost first: whether the vectors alone have
+        # it. The other program then runs as it ran before, and a graph serves many vectors.
+        self.vectors_only: tuple[bool, ...] = ()
 
-    def batched(self, size: int) -> Any:
-        return type(self)(self.of.batched(size), self.widths, self.shared_width, self.there)
+    def batched(self, size: int, on: list[list[bool]], randomness: str) -> Any:
+        found, widths = copy.copy(self), [*self.widths, self.shared_width]
+        own = [row[:k] for row, k in zip(on, widths, strict=True)]
+        alone = not any(map(any, own))
+        found.vectors_only = (alone, *self.vectors_only)
+        wanted = own
+        if not alone:
+            found.of, wanted = self.of.batched(size, own, randomness)
+            found.forward = found.of.forward
+            wanted = [[True for _ in row] for row in wanted]
+        vectors = zip(wanted, on, widths, strict=True)
+        return found, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
+
+    def pulled(
+        self, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
+    ) -> list[Any]:
+        """As `_pulled`, for every batch that the vectors alone have; leaves follow `own` inputs."""
+        if not any(self.vectors_only):
+            return _pulled(outs, inputs, cts, *how)
+        given, counts = [ct is not None for ct in cts], list[bool]()
+
+        def pull(*cts: Tensor) -> Any:
+            grads = _pulled(outs, inputs, spread(cts, given), *how)
+            counts[:] = [g is not None for g in grads]
+            parts = grads[:own], grads[own:]
+            return tuple([tuple([g for g in part if g is not None]) for part in parts])
+
+        fun: Callable[..., Any] = pull
+        for k in reversed(range(len(self.vectors_only))):
+            if self.vectors_only[k]:
+                axis = self.vectors_only[:k].count(False)  # a sum over a batch has lost its axis
+                fun = torch.vmap(fun, axis, (axis, 0), randomness="same")
+        found, sums = fun(*(ct for ct in cts if ct is not None))
+        return spread([*found, *sums], counts)
 
     def needs(self, i: int) -> bool:
         """Whether anything is asked of chunk i."""
@@ -429,7 +487,8 @@ class _Backward(_Derived):
         xs, shared, cts, shared_cts = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
         cts += shared_cts if terms else []
-        grads = _pulled([*ys, *terms], inputs, cts, create, create)
+        own = len(xs) + len(shared)
+        grads = self.pulled([*ys, *terms], inputs, cts, own, create, create)
         return grads[: len(xs)], grads[len(xs) :]
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: _Sums) -> set[int]:
@@ -442,7 +501,8 @@ class _Backward(_Derived):
         outs = [y for _, _, ys in retained.values() for y in ys]
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
-        grads = _pulled(outs, [*inputs, *own, *self.leaves], cts, keep, False)
+        inputs += own
+        grads = self.pulled(outs, [*inputs, *self.leaves], cts, len(inputs), keep, False)
         had, left = set(retained), iter(grads)
         for i in retained:
             found[i] = [next(left) for _ in range(self.widths[i])]
@@ -471,7 +531,8 @@ class _Pushed(_Derived):
             pulled = _pulled(outs, inputs, dummies, True, True)
         there = [d is not None for d in dummies]
         wanted = [d for d in dummies if d is not None]
-        pushed = spread(_pulled(pulled, wanted, [*dxs, *dshared], create, create), there)
+        pushed = self.pulled(pulled, wanted, [*dxs, *dshared], len(wanted), create, create)
+        pushed = spread(pushed, there)
         return pushed[: len(ys)], pushed[len(ys) :]
 
 
@@ -615,22 +676,24 @@ def _rule(
         pushed += [None] * (len(shape[1]) - len(pushed))  # of carries
         return [dy for dy, there in zip(pushed, shape[1], strict=True) if there]
 
-    def mapped(size: int, axes: Any, xs: Entries) -> Any:
+    def mapped(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
         count = sum(widths) + width
+        on = _cut_up([d is not None for d in axes[:count]], widths)
+        found, wanted = program.batched(size, on, randomness)
         front = [
-            x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
-            for x, d in zip(xs[:count], axes[:count], strict=True)
+            x if not w else x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d, w in zip(xs[:count], axes[:count], _flat(wanted), strict=True)
         ]
 
         def axes_of(out: Entries) -> tuple[int | None, ...]:
             batched = [True] * len(shape[1])
-            if isinstance(program, _Backward):  # the sums of leaves are sums over the batch, too
-                batched[len(batched) - len(program.leaves) :] = [False] * len(program.leaves)
+            if isinstance(found, _Backward) and not found.vectors_only[0]:
+                # the sums of leaves are sums over the batch, too
+                batched[len(batched) - len(found.leaves) :] = [False] * len(found.leaves)
             pairs = zip(batched, shape[1], strict=True)
             return tuple([0 if b else None for b, there in pairs if there])
 
-        rule = _rule(program.batched(size), widths, width, shape)
-        return rule, [*front, *xs[count:]], axes_of
+        return _rule(found, widths, width, shape), [*front, *xs[count:]], axes_of
 
     return Rule("chunked", primal, tangent, cotangent, captures=False, mapped=mapped)
 
@@ -796,6 +859,8 @@ class _Seen:
             self.forward.seen[self.i] = self
             return
         first = self.forward.seen[self.i]
+        if first.forward.batches != self.forward.batches:
+            return  # a batch is computed where one was alone before
         if first.outs == self.outs and first.modules == self.modules:
             return
         pairs = zip(first.modules, self.modules, strict=False)

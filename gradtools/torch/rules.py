@@ -296,7 +296,7 @@ class _ReverseOnly(torch.autograd.Function):
 
             one = replace(one, linearize=noted, key=next(KEYS))
         if one.mapped is not None:
-            rule, xs, axes_of = one.mapped(info.batch_size, in_dims[1:], xs)
+            rule, xs, axes_of = one.mapped(info.batch_size, in_dims[1:], xs, info.randomness)
             out = _apply_at(_Point(rule), xs)
             point.count = len(out)
             return tuple(out), axes_of(out)

@@ -25,6 +25,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
@@ -95,6 +96,14 @@ class _Program:
         """Whether output k of chunk i has a derivative."""
         return True
 
+    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        """Cotangents of the inputs; rows and shared end in the vectors, as in `_Derived`."""
+        return _derived(_Backward(self, widths, width, there), rows, shared)
+
+    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        """Tangents of the outputs."""
+        return _derived(_Pushed(self, widths, width, there), rows, shared)
+
     def batched(self, size: int, on: list[list[bool]], randomness: str) -> Any:
         """The same for a batch, and which of its inputs then have its axis in front.
 
@@ -113,13 +122,14 @@ class _Forward(_Program):
 
     def __init__(self, chunks: Chunks, beneath: bool) -> None:
         self.forward, self.chunks, self.beneath = self, chunks, beneath
+        self.asked = chunks.batch.asked
         self.pieces, self.count = _pieces(chunks), chunks.cut.count
         tensors = [*chunks.shared, *chunks.carry, *self.pieces[0]]
         self.tensors = [x for x in tensors if isinstance(x, Tensor)]
         self.modes = Modes.now({x.device.type for x in self.tensors})
         self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
         self.start = Snapshot.of(self.roots, self.tensors)
-        _check_modules(self.start, chunks.f)
+        _check_modules(self.asked, self.start, chunks.f)
         self.moving = [self._moving(piece) for piece in self.pieces]
         self.moving_shared = self._moving(chunks.shared)
         self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
@@ -224,7 +234,8 @@ class _Forward(_Program):
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Notes leaves, and keeps the last chunks' graphs."""
         try:
-            with torch.set_grad_enabled(self.modes.grad):
+            watch = _Captures(self) if self.beneath else nullcontext()
+            with torch.set_grad_enabled(self.modes.grad), watch:
                 found = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
@@ -277,8 +288,8 @@ class _Forward(_Program):
             if "leaf Variable that requires grad" not in str(error):
                 raise
             raise GradtoolsError(
-                "chunked: f changes an argument in place that is differentiated, or a parameter. "
-                f"Clone it in f first. PyTorch says: {error}"
+                f"{self.asked}: f changes an argument in place that is differentiated, or a "
+                f"parameter. Clone it in f first. PyTorch says: {error}"
             ) from error
         changed = {k: x for k, (x, version) in before.items() if fixed[k]._version != version}
         if changed:
@@ -319,7 +330,7 @@ class _Forward(_Program):
         moved = self.start.changed()
         if moved:
             raise GradtoolsError(
-                f"chunked: f changes {moved[0]} in place, which it captured and which belongs to "
+                f"{self.asked}: f changes {moved[0]} in place, which it captured and which belongs to "
                 "no module, so that it cannot be put back for the backward pass. Make it a buffer "
                 "of a module, or pass it in an argument that carry_argnums names."
             )
@@ -336,7 +347,7 @@ class _Forward(_Program):
         changed = [name for x, version, name in self.versions if x._version != version]
         if changed:
             raise GradtoolsError(
-                f"chunked: {changed[0]} was changed in place after the forward pass, and the "
+                f"{self.asked}: {changed[0]} was changed in place after the forward pass, and the "
                 "backward pass needs it as it was. Clone it before you change it."
             )
         with _REPLAYS:
@@ -466,7 +477,7 @@ class _Derived(_Program):
         with torch.enable_grad():
             ys, terms = self.of.one(i, a, b)
         if create:
-            refuse_lost("chunked", [y for y in (*ys, *terms) if isinstance(y, Tensor)])
+            refuse_lost(self.forward.asked, [y for y in (*ys, *terms) if isinstance(y, Tensor)])
         return [*a, *b, *self.leaves], ys, terms
 
 
@@ -668,11 +679,11 @@ def _rule(
         if program is program.forward:  # its sums are carries
             full = full[: sum(counts)]
         found = vectors(saved, full, counts)
-        return _derived(_Backward(program, widths, width, found[2]), *found[:2])
+        return program.pull(widths, width, found[2], *found[:2])
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         found = vectors(saved, dxs, widths)
-        pushed = _derived(_Pushed(program, widths, width, found[2]), *found[:2])
+        pushed = program.push(widths, width, found[2], *found[:2])
         pushed += [None] * (len(shape[1]) - len(pushed))  # of carries
         return [dy for dy, there in zip(pushed, shape[1], strict=True) if there]
 
@@ -695,7 +706,7 @@ def _rule(
 
         return _rule(found, widths, width, shape), [*front, *xs[count:]], axes_of
 
-    return Rule("chunked", primal, tangent, cotangent, captures=False, mapped=mapped)
+    return Rule(program.forward.asked, primal, tangent, cotangent, captures=False, mapped=mapped)
 
 
 def _derived(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:
@@ -870,7 +881,7 @@ class _Seen:
             module, name = self.forward.start.modules.get(place[0], (None, "a module"))
             where = f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
         raise GradtoolsError(
-            f"chunked: chunk {self.i} gives other numbers when it is computed again, first "
+            f"{self.forward.asked}: chunk {self.i} gives other numbers when it is computed again, first "
             f"{where}. It depends on something that is neither an argument, a random stream, nor "
             "held by a module or variable that f can reach; or a kernel is not deterministic "
             "(torch.use_deterministic_algorithms). Its gradient would be wrong."
@@ -904,12 +915,12 @@ _OWN_WRAPPERS = {
 _TOLD: set[str] = set()
 
 
-def _check_modules(start: Snapshot, f: Any) -> None:
+def _check_modules(asked: str, start: Snapshot, f: Any) -> None:
     for module, name in start.modules.values():
         for kind in type(module).__mro__:
             mend = _OWN_WRAPPERS.get(kind.__name__)
             if mend is not None and kind.__module__.startswith("torch."):
-                raise GradtoolsError(f"chunked: {name} is a {kind.__name__}. {mend}")
+                raise GradtoolsError(f"{asked}: {name} is a {kind.__name__}. {mend}")
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
             _tell(f, name)
 
@@ -928,13 +939,30 @@ def _tell(f: Any, name: str) -> None:
     )
 
 
+class _Captures(TorchFunctionMode):
+    """Refuses what f captured of a transform, which is a constant to it: the zero is silent."""
+
+    def __init__(self, forward: _Forward) -> None:
+        super().__init__()
+        self.forward = forward
+        # Under a batch, or a transform of its own, f sees others that are not captured.
+        self.known = {id(x) for x, _, _ in forward.start.watched if _is_wrapped(x)}
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = torch._C._functorch.peek_interpreter_stack() is None
+        for x in trees.flatten((args, kwargs))[0]:
+            if isinstance(x, Tensor) and _is_wrapped(x) and (plain or id(x) in self.known):
+                raise _captured(self.forward, x)
+        return fun(*args, **(kwargs or {}))
+
+
 def _captured(forward: _Forward, what: Any) -> GradtoolsError:
     """what: The tensor, or the node that made it; None for one of a transform."""
     name = forward.start.name_of(
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
     )
     return GradtoolsError(
-        f"chunked: f captured {'a tensor' if name is None else name!r} that is computed from "
+        f"{forward.asked}: f captured {'a tensor' if name is None else name!r} that is computed from "
         "others, or belongs to a transform of torch.func, and is no argument; its derivative "
         "would be lost or counted twice. Pass it to f as an argument, with None in in_axes."
     )
@@ -942,7 +970,8 @@ def _captured(forward: _Forward, what: Any) -> GradtoolsError:
 
 def _parameters(start: Snapshot) -> list[Tensor]:
     """The leaves that can be reached from f and are differentiated."""
-    return [x for x, _, _ in start.watched if x.requires_grad and x.is_leaf]
+    tensors = [x for x, _, _ in start.watched if not _is_wrapped(x)]
+    return [x for x in tensors if x.requires_grad and x.is_leaf]
 
 
 # --- gather ------------------------------------------------------------------------------

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import socket
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -13,6 +17,7 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
+from gradtools.errors import GradtoolsWarning
 
 RNG = np.random.default_rng(20261121)
 W = jnp.asarray(RNG.normal(size=(3, 4)))
@@ -891,3 +896,312 @@ def test_a_carry_that_the_output_does_not_need_is_not_stacked():
     with_bank = lambda ws, x: run(ws, x, bank)[0]
     plain = gt.chunked(wide, 64, in_axes=(None, 0), retain=0)
     assert temporary(with_bank, 16) - temporary(plain, 16) < 4 * bank.nbytes
+
+
+# --- devices -------------------------------------------------------------------------------
+
+EIGHT = """
+import re
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_x64", True)
+import gradtools.jax as gt
+
+P = jax.sharding.PartitionSpec
+mesh = jax.make_mesh((8,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+rng = np.random.default_rng(0)
+w, X = jnp.asarray(rng.normal(size=(6, 7))), jnp.asarray(rng.normal(size=(64, 6)))
+f = lambda w, x: jnp.tanh(x @ w)
+whole = lambda z, a: jnp.sum(jnp.sin(z @ a.T)) / len(z)
+full = jax.value_and_grad(lambda w, x: whole(f(w, x), f(w, x)), (0, 1))(w, X)
+near = lambda a, b: jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), a, b)
+"""
+
+SHARDED = """
+put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+w, X = put(w, P()), put(X, P("b"))
+moves = r"(\\S+) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)[-a-z]*\\("
+for retain in (0, 1, 2):
+    run = gt.chunked(f, 16, in_axes=(None, 0), interleaved=True, retain=retain)
+    outputs = jax.jit(run).lower(w, X).compile()
+    assert not re.findall(moves, outputs.as_text())
+    assert re.findall(r"f64\\[2,7\\]\\S* (?:dot|custom-call|fusion)\\(", outputs.as_text())
+    loss = lambda w, x: jnp.sum(run(w, x) ** 2) + jnp.sum(jnp.sin(jnp.sum(run(w, x), 0)))
+    gradient = jax.jit(jax.grad(loss)).lower(w, X).compile()
+    assert {kind for _, kind in re.findall(moves, gradient.as_text())} == {"all-reduce"}
+    both = jax.jit(jax.value_and_grad(lambda w, x: whole(run(w, x), run(w, x)), (0, 1)))
+    near(both(w, X), full)
+run = gt.chunked(f, 16, in_axes=(None, 0))
+near(jax.jit(jax.value_and_grad(lambda w, x: whole(run(w, x), run(w, x)), (0, 1)))(w, X), full)
+"""
+
+GATHERED = """
+run = gt.chunked(f, 3, in_axes=(None, 0))
+
+def everything(w, x):  # every device computes the whole loss
+    rows = gt.gather({"z": run(w, x)}, "b")["z"]
+    return whole(rows, rows)
+
+def own(w, x):  # or its part, the loss being the mean of them
+    z = run(w, x)
+    return whole(z, gt.gather(z, "b"))
+
+mean = lambda tree: jax.lax.pmean(tree, "b")
+for loss in (everything, own):
+    for check in (False, True):
+        on_mesh = lambda g: jax.shard_map(
+            g, mesh=mesh, in_specs=(P(), P("b")), out_specs=P(), check_vma=check
+        )
+        # with check_vma a weight that is the same everywhere must be said to vary: else jax.grad
+        # sums over devices by itself, and there is nothing left for pmean to average
+        vary = lambda w: jax.lax.pcast(w, "b", to="varying") if check else w
+        step = on_mesh(lambda w, x: mean(jax.value_and_grad(loss)(vary(w), x)))
+        near(jax.jit(step)(w, X), (full[0], full[1][0]))
+        if check:
+            near(jax.jit(on_mesh(jax.grad(loss)))(w, X), 8 * full[1][0])
+        # the mean inside of what is differentiated is right in any case
+        inside = on_mesh(lambda w, x: mean(jax.grad(lambda w: mean(loss(w, x)))(w)))
+        near(jax.jit(inside)(w, X), full[1][0])
+        outside = jax.value_and_grad(on_mesh(lambda w, x: mean(loss(w, x))), (0, 1))
+        near(jax.jit(outside)(w, X), full)
+        small = gt.microbatched(lambda w, x: jnp.mean(f(w, x) ** 2), 3)
+        found = jax.jit(on_mesh(lambda w, x: mean(small(vary(w), x))))(w, X)
+        near(found, jax.value_and_grad(lambda w: jnp.mean(f(w, X) ** 2))(w))
+        stateful = lambda w, x, s: (f(w, x) * s, s + x.mean())
+        carried = gt.chunked(stateful, 3, in_axes=(None, 0, None), carry_argnums=2)
+        def loop(w, x):
+            s, outs = 1.0, []
+            for c in (x[:3], x[3:6], x[6:]):
+                y, s = stateful(w, c, jax.lax.stop_gradient(s))
+                outs.append(y)
+            return jnp.sum(jnp.concatenate(outs) ** 2), s
+        threaded = lambda w, x: (lambda y, s: (jnp.sum(y**2), s))(*carried(w, x, 1.0))
+        gradient = lambda g: on_mesh(lambda w, x: mean(jax.grad(g, has_aux=True)(vary(w), x)))
+        near(jax.jit(gradient(threaded))(w, X), jax.jit(gradient(loop))(w, X))
+    lanes = jax.vmap(jax.value_and_grad(loss), (None, 0), axis_name="b")
+    found = lanes(w, X.reshape(8, 8, 6))
+    near(jax.tree.map(lambda x: x.mean(0), found), (full[0], full[1][0]))
+"""
+
+TWO = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+port, rank = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+import gradtools.jax as gt
+
+P = jax.sharding.PartitionSpec
+mesh = jax.make_mesh((4,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+rng = np.random.default_rng(0)
+w0, X0 = rng.normal(size=(6, 7)), rng.normal(size=(32, 6))
+put = lambda x, spec: jax.make_array_from_callback(
+    x.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: x[i]
+)
+w, X = put(w0, P()), put(X0, P("b"))
+f = lambda w, x: jnp.tanh(x @ w)
+whole = lambda z: jnp.sum(jnp.sin(z @ z.T)) / len(z)
+run = gt.chunked(f, 8, in_axes=(None, 0), interleaved=True)
+found = jax.jit(jax.grad(lambda w, x: whole(run(w, x))))(w, X)
+small = gt.chunked(f, 3, in_axes=(None, 0))
+part = lambda w, x: jax.lax.pmean(jax.grad(lambda w: whole(gt.gather(small(w, x), "b")))(w), "b")
+sharded = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("b")), out_specs=P(), check_vma=False)
+again = jax.jit(sharded)(w, X)
+expected = jax.grad(lambda w: whole(f(w, jnp.asarray(X0))))(jnp.asarray(w0))
+for g in (found, again):
+    np.testing.assert_allclose(g.addressable_data(0), expected, rtol=1e-10)
+print("same")
+"""
+
+
+def _finished(process):
+    out, error = process.communicate(timeout=240)
+    assert out.strip().endswith("same"), error[-3000:]
+
+
+def _started(program, *args, devices=8):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *args],
+        env={**os.environ, "XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_sharded_batch_is_not_moved_and_every_device_works_on_every_chunk():
+    _finished(_started(EIGHT + SHARDED + "print('same')"))
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_loss_over_all_devices_is_that_of_one():
+    _finished(_started(EIGHT + GATHERED + "print('same')"))
+
+
+@pytest.mark.slow
+def test_the_same_program_in_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    pair = [_started(TWO, port, str(rank), devices=2) for rank in range(2)]
+    try:
+        for process in pair:
+            _finished(process)
+    finally:
+        for process in pair:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gt.gather(X), "axis_name is missing"),
+        (lambda: gt.gather(X, "b", group=1), "group is PyTorch's"),
+        (lambda: gt.gather(X, "nowhere"), "no axis is named 'nowhere' here"),
+        (
+            lambda: jax.vmap(lambda x: gt.gather({"a": x}, "b"), axis_name="b")(jnp.ones(3)),
+            r"x\['a'\] is a single number",
+        ),
+    ],
+)
+def test_a_gather_that_cannot_be_is_refused_in_words(call, message):
+    with pytest.raises(GradtoolsError, match=message):
+        call()
+
+
+def test_a_gather_holds_all_rows_in_order_and_its_derivative_sums():
+    x = jnp.arange(12.0).reshape(3, 2, 2)
+    rows = jax.vmap(lambda x: gt.gather((x, x.astype(int)), "b"), axis_name="b")(x)
+    same(rows[0], jnp.stack([x.reshape(6, 2)] * 3))
+    assert rows[1].dtype == int and rows[1].shape == (3, 6, 2)
+    cotangent = jnp.asarray(RNG.normal(size=(3, 6, 2)))
+    pullback = jax.vjp(jax.vmap(lambda x: gt.gather(x, "b"), axis_name="b"), x)[1]
+    same(pullback(cotangent)[0], cotangent.sum(0).reshape(3, 2, 2))
+
+
+# --- models --------------------------------------------------------------------------------
+
+
+def linen_model():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train, param_dtype=float)(nn.Dense(4)(x))
+            return nn.Dropout(0.5, deterministic=not train)(jnp.tanh(x))
+
+    net = Net()
+    return gt.functionalize(net, variables=net.init(jax.random.key(0), X, False), train=True)
+
+
+def nnx_model():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(3, 4, rngs=rngs, param_dtype=float)
+            self.norm = nnx.BatchNorm(4, rngs=rngs, param_dtype=float)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(jnp.tanh(self.norm(self.dense(x))))
+
+    return gt.functionalize(Net(nnx.Rngs(0)), train=True)
+
+
+def equinox_model():
+    eqx = pytest.importorskip("equinox")
+
+    class Net(eqx.Module):
+        dense: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+        drop: eqx.nn.Dropout
+
+        def __init__(self, key):
+            self.dense = eqx.nn.Linear(3, 4, key=key)
+            self.norm = eqx.nn.BatchNorm(4, "batch", mode="ema")
+            self.drop = eqx.nn.Dropout(0.5)
+
+        def __call__(self, xs, state, key):
+            def one(x, state, key):
+                y, state = self.norm(self.dense(x), state)
+                return self.drop(jnp.tanh(y), key=key), state
+
+            keys = jax.random.split(key, len(xs))
+            axes = (0, None, 0), (0, None)
+            return jax.vmap(one, *axes, axis_name="batch")(xs, state, keys)
+
+    net, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
+    return gt.functionalize(net, variables=state, train=True)
+
+
+@pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
+@pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model])
+def test_a_model_is_that_of_the_loop_in_values_gradients_and_statistics(model):
+    apply, params, state = model()
+
+    def f(key, params, state, x):
+        return apply(params, state, x, key=key)
+
+    key, w = gt.key(5), jnp.asarray(RNG.normal(size=(10, 4)))
+    axes, options = (None, None, None, 0), {"key_argnums": 0, "carry_argnums": 2}
+    run = gt.chunked(f, 4, axes, **options)
+
+    def loop(key, params, state, x):
+        outs = []
+        for i, r in enumerate(rows_of(10, 4)):
+            out, state = f(jax.random.fold_in(key, i), params, state, x[r])
+            outs.append(out)
+        return jnp.concatenate(outs), state
+
+    def gradient(run):
+        def loss(params):
+            out, new = run(key, params, state, X)
+            return jnp.sum(jnp.sin(out @ out.T)) + jnp.sum(w * out), (out, new)
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    found, expected = gradient(run), gradient(loop)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-10)
+    before, after = jax.tree.leaves(state), jax.tree.leaves(found[0][1][1])
+    assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model])
+def test_a_batch_norm_in_training_is_told_of_once_by_name(model):
+    apply, params, state = model()
+
+    def f(key, params, state, x):
+        return apply(params, state, x, key=key)
+
+    f.__name__ = f"f_of_{model.__name__}"
+    options = {"key_argnums": 0, "carry_argnums": 2}
+    args = gt.key(0), params, state, X
+    run = gt.chunked(f, 2, (None, None, None, 0), **options)
+    with pytest.warns(GradtoolsWarning, match=f"{f.__name__} holds a batch normalisation"):
+        jax.eval_shape(run, *args)
+    jax.eval_shape(run, *args)  # a second warning would be an error
+
+
+def test_a_layer_norm_and_a_batch_norm_at_rest_are_not_told_of():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=True)(x)
+            return nn.LayerNorm()(nn.GroupNorm(num_groups=1)(x))
+
+    net = Net()
+    variables = net.init(jax.random.key(0), X)
+    same(
+        gt.chunked(lambda v, x: net.apply(v, x), 2, (None, 0))(variables, X),
+        net.apply(variables, X),
+        1e-5,
+        1e-6,
+    )

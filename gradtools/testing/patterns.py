@@ -170,18 +170,10 @@ def _rearranged(b: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
         for shift in range(1, min(b.shape[axis], 64)):
             detail = f"Axis {axis} is rolled by {shift}."
             yield "shifted axis", detail, np.roll(b, shift, axis)
-    for shape in {b.shape, b.shape[::-1]}:
-        if b.ndim > 1 and b.shape != b.T.shape:
-            yield (
-                "transposed layout",
-                "It was reshaped where it should be transposed.",
-                (b.T.reshape(b.shape)),
-            )
-            yield (
-                "transposed layout",
-                "It was reshaped where it should be transposed.",
-                (b.reshape(shape[::-1]).T.reshape(b.shape)),
-            )
+    if b.ndim > 1 and b.shape != b.T.shape:
+        detail = "It was reshaped where it should be transposed."
+        for other in (b.T, b.reshape(b.shape[::-1]).T):
+            yield "transposed layout", detail, other.reshape(b.shape)
 
 
 def constant_ratio(a: np.ndarray, b: np.ndarray, near: float) -> complex | None:

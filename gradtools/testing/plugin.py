@@ -104,9 +104,9 @@ def summary_lines(found: list[tuple[str, dict[str, Any]]]) -> list[str]:
     known = sorted({cause for record in records for cause in record["conventions"]})
     lines += [f"met a known {cause}" for cause in known]
     left_out = sum(record["left_out"] for record in records)
-    return [*lines, f"left out: {left_out} quantities that a framework cannot compute"][
-        : len(lines) + bool(left_out)
-    ]
+    if left_out:
+        lines.append(f"left out: {left_out} quantities that a framework cannot compute")
+    return lines
 
 
 def _record(report: Any) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class Probe:
                 f"{came}. For one argument write (x,)."
             )
         leaves, self._tree = self.waist.flatten(tuple(args))
-        paths = [_argument(self.waist, i, p) for i, p in _paths(self.waist, args)]
+        trees = enumerate(args)
+        paths = [f"argument {i}{p}" for i, x in trees for p in self.waist.leaf_paths(x)]
         self._all = [self._array(x) for x in leaves]
         self._moving = [i for i, x in enumerate(self._all) if self._differentiable(x)]
         self.paths = [paths[i] for i in self._moving]
@@ -206,7 +207,7 @@ def backend_name(asked: str, backend: Any) -> str:
     return name
 
 
-def wants_64_bits(args: Any, flatten: Callable[[Any], Any] | None = None) -> bool:
+def wants_64_bits(args: Any) -> bool:
     """Whether an array somewhere in the arguments has 64-bit entries."""
     if isinstance(args, dict):
         return any(wants_64_bits(x) for x in args.values())
@@ -214,11 +215,3 @@ def wants_64_bits(args: Any, flatten: Callable[[Any], Any] | None = None) -> boo
         return any(wants_64_bits(x) for x in args)
     name = str(getattr(args, "dtype", "")).removeprefix("torch.")
     return name in ("float64", "complex128", "int64", "uint64")
-
-
-def _paths(waist: Any, args: Sequence[Any]) -> list[tuple[int, str]]:
-    return [(i, path) for i, tree in enumerate(args) for path in waist.leaf_paths(tree)]
-
-
-def _argument(waist: Any, i: int, path: str) -> str:
-    return f"argument {i}{path}"

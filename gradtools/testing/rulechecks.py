@@ -21,7 +21,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing import numeric
 from gradtools.testing.checks import NAMES, Check, _flat, pattern
-from gradtools.testing.probe import Probe, backend_name, inner, no_such_mode, size
+from gradtools.testing.probe import FIRST, Probe, backend_name, inner, no_such_mode, size
 from gradtools.testing.report import DIFFERS, Report, compare_arrays, mismatch
 
 ASKED = "check_rule"
@@ -174,7 +174,7 @@ class RuleCheck:
         probe = Probe(ASKED, run, tuple(self.values.leaves), self.backend)
         probe.paths, probe.out_paths = self.values.paths, names
         check = Check(
-            probe, None, seed=self.seed, labels={m: f"{m} mode over {part}" for m in _FIRST}
+            probe, None, seed=self.seed, labels={m: f"{m} mode over {part}" for m in FIRST}
         )
         check.allow_jumps = True
         check.first_order()
@@ -314,9 +314,6 @@ class RuleCheck:
         for i, x in zip(self.values._moving, moving, strict=True):
             full[i] = x
         return self.waist.unflatten(self.values._tree, full)
-
-
-_FIRST = ("forward", "reverse")
 
 
 def taken_apart(rule: Any, backend: str) -> Parts:

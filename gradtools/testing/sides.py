@@ -153,7 +153,7 @@ class Side:
         out = program(*map(self.asarray, leaves))
         found, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
         is_array = self.backend.is_array
-        arrays = [self.gt.to_numpy(x) if is_array(x) else as_array(x) for x in found]
+        arrays = [self.gt.to_numpy(x) if is_array(x) else np.asarray(x) for x in found]
         return Output([normal(path) for path in paths], arrays)
 
     def pullback(
@@ -237,7 +237,7 @@ class Inputs:
             if not is_arraylike(leaf):
                 others[i] = as_setting("cross_check", leaf, argument_path(path))
                 continue
-            x = cast(as_array(leaf), dtype)
+            x = cast(np.asarray(leaf), dtype)
             if is_inexact(x) and int(path[0]) in asked:
                 moving[argument_path(path)] = x
             else:
@@ -370,11 +370,6 @@ def convert_leaves(tree: Any, f: Callable[[Any], Any]) -> Any:
 def convert(tree: Any, f: Callable[[Any], Any]) -> Any:
     """The tree with f at each NumPy array, anything else as it is."""
     return convert_leaves(tree, lambda x: f(x) if isinstance(x, np.ndarray | np.generic) else x)
-
-
-def as_array(x: Any) -> np.ndarray:
-    """A NumPy array; a Python number becomes float64, complex128, int64 or bool."""
-    return np.asarray(x)
 
 
 def is_arraylike(x: Any) -> bool:

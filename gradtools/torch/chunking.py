@@ -234,8 +234,7 @@ class _Forward(_Program):
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Notes leaves, and keeps the last chunks' graphs."""
         try:
-            watch = _Captures(self) if self.beneath else nullcontext()
-            with torch.set_grad_enabled(self.modes.grad), watch:
+            with torch.set_grad_enabled(self.modes.grad):
                 found = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
@@ -283,7 +282,8 @@ class _Forward(_Program):
         keep = self.modes.grad
         before = {k: (x.clone(), x._version) for k, x in fixed.items()} if keep else {}
         try:
-            outs, _ = self.one(i, xs, own)
+            with _Captures(self) if self.beneath else nullcontext():
+                outs, _ = self.one(i, xs, own)
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
@@ -950,6 +950,8 @@ class _Captures(TorchFunctionMode):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = torch._C._functorch.peek_interpreter_stack() is None
+        if getattr(fun, "__name__", "") == "__get__":  # a shape, say
+            return fun(*args, **(kwargs or {}))
         for x in trees.flatten((args, kwargs))[0]:
             if isinstance(x, Tensor) and _is_wrapped(x) and (plain or id(x) in self.known):
                 raise _captured(self.forward, x)

@@ -198,7 +198,7 @@ class _Walk:
         self.kinds.add(x.device.type)
         if owned and not x.requires_grad and not isinstance(x, torch.nn.Parameter):
             self._contents(x)
-        elif not x.is_inference() and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+        elif not x.is_inference():
             self.found.watched.append((x, x._version, name))
 
     def _contents(self, x: Tensor) -> None:

@@ -330,8 +330,8 @@ class _Forward(_Program):
         moved = self.start.changed()
         if moved:
             raise GradtoolsError(
-                f"{self.asked}: f changes {moved[0]} in place, which it captured and which belongs to "
-                "no module, so that it cannot be put back for the backward pass. Make it a buffer "
+                f"{self.asked}: f changes {moved[0]} in place, which it captured and which belongs "
+                "to no module, so that it cannot be put back for the backward pass. Make it a buffer "
                 "of a module, or pass it in an argument that carry_argnums names."
             )
         own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
@@ -881,8 +881,8 @@ class _Seen:
             module, name = self.forward.start.modules.get(place[0], (None, "a module"))
             where = f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
         raise GradtoolsError(
-            f"{self.forward.asked}: chunk {self.i} gives other numbers when it is computed again, first "
-            f"{where}. It depends on something that is neither an argument, a random stream, nor "
+            f"{self.forward.asked}: chunk {self.i} gives other numbers when it is computed again, "
+            f"first {where}. It depends on something that is neither an argument, a random stream, nor "
             "held by a module or variable that f can reach; or a kernel is not deterministic "
             "(torch.use_deterministic_algorithms). Its gradient would be wrong."
         )
@@ -964,8 +964,8 @@ def _captured(forward: _Forward, what: Any) -> GradtoolsError:
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
     )
     return GradtoolsError(
-        f"{forward.asked}: f captured {'a tensor' if name is None else name!r} that is computed from "
-        "others, or belongs to a transform of torch.func, and is no argument; its derivative "
+        f"{forward.asked}: f captured {'a tensor' if name is None else name!r} that is computed "
+        "from others, or belongs to a transform of torch.func, and is no argument; its derivative "
         "would be lost or counted twice. Pass it to f as an argument, with None in in_axes."
     )
 

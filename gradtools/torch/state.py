@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -289,27 +289,33 @@ def _names(code: CodeType) -> Iterator[str]:
 # --- modes and flags ---------------------------------------------------------------------
 
 
-def _flags() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """How each flag of PyTorch that changes numbers is read and set."""
-    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    cuda, mha = torch.backends.cuda, torch.backends.mha
+    found: dict[str, Any] = {
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "matmul precision": (
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+        ),
+        "deterministic": (
+            _deterministic,
+            lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
+        ),
+        "encoder fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
+        "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "lean attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    }
+    holders = {"cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
+    for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32"):
+        found[name] = _attribute(holders["cudnn"], name.partition(".")[2])
+    return {**found, "mkldnn.enabled": _attribute(holders["mkldnn"], "enabled")}
 
-    def attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-        return partial(getattr, holder, name), partial(setattr, holder, name)
 
-    return [
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (_deterministic, lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1])),
-        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-        (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-        (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-        attribute(cudnn, "enabled"),
-        attribute(cudnn, "benchmark"),
-        attribute(cudnn, "deterministic"),
-        attribute(cudnn, "allow_tf32"),
-        attribute(mkldnn, "enabled"),
-    ]
+def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return partial(getattr, holder, name), partial(setattr, holder, name)
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -323,7 +329,7 @@ def _deterministic() -> tuple[bool, bool]:
 class Modes:
     """Autocast, grad mode and flags, as they stood when a function ran first."""
 
-    flags: list[Any]
+    flags: dict[str, Any]
     autocast: list[tuple[str, bool, torch.dtype]]
     cached: bool
     grad: bool
@@ -337,26 +343,34 @@ class Modes:
             for kind in sorted({"cpu", *kinds} - {"meta"})
         ]
         return cls(
-            [get() for get, _ in _flags()],
+            {name: get() for name, (get, _) in _flags().items()},
             casts,
             torch.is_autocast_cache_enabled(),
             torch.is_grad_enabled(),
             torch.get_default_device(),
         )
 
+    def by_other_kernels(self) -> Modes:
+        """With the framework's own alternatives to fused kernels."""
+        off = ("flash attention", "lean attention", "cudnn attention")
+        others = dict.fromkeys(
+            (*off, "encoder fast path", "cudnn.enabled", "mkldnn.enabled"), False
+        )
+        return replace(self, flags={**self.flags, **others, "plain attention": True})
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all is as it stood; outside, as it was."""
-        pairs = _flags()
-        before = [get() for get, _ in pairs]
+        flags = _flags()
+        before = {name: get() for name, (get, _) in flags.items()}
         casts = [
             torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
             for kind, on, dtype in self.autocast
         ]
         try:
-            for (_, put), value, old in zip(pairs, self.flags, before, strict=True):
-                if value != old:
-                    put(value)
+            for name, (_, put) in flags.items():
+                if self.flags[name] != before[name]:
+                    put(self.flags[name])
             with _all_of(casts), torch.set_grad_enabled(self.grad):
                 if torch.get_default_device() == self.device:
                     yield
@@ -364,9 +378,9 @@ class Modes:
                     with self.device:
                         yield
         finally:
-            for (get, put), old in zip(pairs, before, strict=True):
-                if get() != old:
-                    put(old)
+            for name, (get, put) in flags.items():
+                if get() != before[name]:
+                    put(before[name])
 
 
 @contextmanager

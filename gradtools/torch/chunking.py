@@ -331,8 +331,8 @@ class _Forward(_Program):
         if moved:
             raise GradtoolsError(
                 f"{self.asked}: f changes {moved[0]} in place, which it captured and which belongs "
-                "to no module, so that it cannot be put back for the backward pass. Make it a buffer "
-                "of a module, or pass it in an argument that carry_argnums names."
+                "to no module, so that it cannot be put back for the backward pass. Make it a "
+                "buffer of a module, or pass it in an argument that carry_argnums names."
             )
         own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
         for x in (*(x for x, _ in self.chunks.splits), *_flat(self.chunks.lists), *own):
@@ -882,8 +882,8 @@ class _Seen:
             where = f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
         raise GradtoolsError(
             f"{self.forward.asked}: chunk {self.i} gives other numbers when it is computed again, "
-            f"first {where}. It depends on something that is neither an argument, a random stream, nor "
-            "held by a module or variable that f can reach; or a kernel is not deterministic "
+            f"first {where}. It depends on something that is neither an argument, a random "
+            "stream, nor held by a module or variable that f can reach; or a kernel is not deterministic "
             "(torch.use_deterministic_algorithms). Its gradient would be wrong."
         )
 

@@ -68,6 +68,11 @@ PRINTED = {
         r"the sparse solver differs from the dense one by \S+",
         r"found from their temperatures, is off by 0\.0",
     ],
+    "u06_contrastive_retrieval": [
+        r"chunked differs from the full batch's gradient by \S+",
+        r"a step needs \d+ MB in chunks of 8, \d+ MB with the full batch",
+        r"recall@1 from \S+ to \S+, recall@5",
+    ],
     "u07_grad_or_accumulate": [
         r"grad returns \(6, 5\) and leaves the buffers alone",
         r"accumulating x1 twice adds to x1 alone: \(12, 0\)",
@@ -95,6 +100,9 @@ PRINTED = {
         r"the mean of 400 draws is \S+ from the plain gradient",
     ],
 }
+
+
+QUICK = ("u06_contrastive_retrieval",)  # which have --quick
 
 
 def test_every_example_is_listed_here():
@@ -159,7 +167,8 @@ def run(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def run(name: str, backend: str) -> str:
-        monkeypatch.setattr(sys, "argv", [name, "--backend", backend])
+        quick = ["--quick"] if name in QUICK else []
+        monkeypatch.setattr(sys, "argv", [name, "--backend", backend, *quick])
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 

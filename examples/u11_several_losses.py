@@ -3,6 +3,7 @@
 A model of the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each chunk's loss is
 the mean over its own letters, so its weight is how many letters it has: with these weights a
 ``GradientAccumulator`` gives the gradient of the mean over all letters. Equal weights do not.
+``microbatched`` does the same in one call, with a weight for each sentence.
 """
 
 import numpy as np
@@ -50,13 +51,28 @@ def show(gt, backend):
     claim(f"weighted by letters, the chunks' gradient is off by {right:.1e}", right < 1e-12)
     claim(f"with equal weights it would be off by {wrong:.1%}", wrong > 0.01)
 
+    *padded, letters = map(gt.asarray, padded_pairs(SENTENCES))
+
+    def padded_misfit(W, here, after, there):
+        """The same of sentences of one length, where `there` is 0 behind their ends."""
+        logits = here @ W
+        each = xp.log(xp.sum(xp.exp(logits), axis=2)) - xp.sum(logits * after, axis=2)
+        return xp.sum(each * there) / xp.sum(there)
+
+    chunked = gt.microbatched(padded_misfit, chunk_size=4, weights=letters)
+    value, grads = chunked(W, *padded)
+    apart = difference(flat(gt, grads), flat(gt, full))
+    claim(f"microbatched, in chunks of 4, 4 and 2, is off by {apart:.1e}", apart < 1e-12)
+    apart = abs(float(value) - float(misfit(W, pairs(SENTENCES))))
+    claim(f"and its value by {apart:.1e}", apart < 1e-12)
+
     both = gt.grad(lambda W: misfit(W, pairs(SENTENCES)) + roughness(W, None))(W)
     losses = gt.GradientAccumulator()
     for loss in (misfit, roughness):
         losses.add(gt.grad(loss)(W, pairs(SENTENCES)))
     apart = difference(flat(gt, losses.sum()), flat(gt, both))
     claim(f"one loss after the other differs from their sum by {apart:.1e}", apart < 1e-12)
-    return {"chunks": weighted.mean(), "losses": losses.sum()}
+    return {"chunks": weighted.mean(), "microbatched": [value, grads], "losses": losses.sum()}
 
 
 def letter_pairs(sentences):
@@ -66,6 +82,16 @@ def letter_pairs(sentences):
     here = [index[a] for line in sentences for a in line[:-1]]
     after = [index[a] for line in sentences for a in line[1:]]
     return one_hot[here], one_hot[after]
+
+
+def padded_pairs(sentences):
+    """Pairs of each sentence, zeros behind its end; where there are some, and how many."""
+    rows = [letter_pairs([line]) for line in sentences]
+    letters = np.array([len(here) for here, _ in rows], dtype=float)
+    longest = int(letters.max())
+    pad = lambda x: np.pad(x, ((0, longest - len(x)), (0, 0)))
+    here, after = (np.stack([pad(row[i]) for row in rows]) for i in (0, 1))
+    return here, after, (np.arange(longest) < letters[:, None]).astype(float), letters
 
 
 if __name__ == "__main__":

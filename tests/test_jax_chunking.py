@@ -243,8 +243,9 @@ def test_a_list_of_unequal_examples_may_give_a_list(interleaved):
     same(jax.jit(jax.grad(loss(run)))(W), jax.grad(loss(f))(W), 1e-11)
 
 
-def test_a_list_of_equal_examples_may_give_a_list_of_what_was_scanned():
-    run = gt.chunked(lambda xs: [x * 2 for x in xs], 3)
+@pytest.mark.parametrize(("chunk_size", "retain"), [(3, 1), (2, 1), (2, 0), (3, 2)])
+def test_a_list_of_equal_examples_may_give_a_list_of_what_was_scanned(chunk_size, retain):
+    run = gt.chunked(lambda xs: [x * 2 for x in xs], chunk_size, retain=retain)
     same(run(list(X)), [x * 2 for x in X])
 
 
@@ -505,6 +506,7 @@ def counted(f):
         (5, {"retain": 1}, 1),
         (2, {"retain": 2}, 1),
         (2, {"memory_budget": 500}, 1),
+        (4, {"memory_budget": 500}, 2),
         (4, {}, 2),  # the last chunk has a shape of its own
         (4, {"interleaved": True}, 2),
         (10, {}, 1),

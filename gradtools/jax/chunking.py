@@ -38,7 +38,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     parts = []
     for run in _runs(steps.kinds, count - _how_many_kept(steps, carry)):
         outs, carry = _run(steps, run, carry, bar)
-        chunks.same_as(run.first, run.numbers)
+        chunks.same_as(steps.kinds.index(run.kind), run.numbers)
         parts.append((run, outs))
     if chunks.axes is None:
         return [x[i] for run, outs in parts for i in range(len(run.numbers)) for x in outs], carry
@@ -62,7 +62,6 @@ def sum_chunks(chunks: Chunks) -> list[Array]:
         if sums is None:
             sums = [_zeros(aval) for aval in step.closed.out_avals]
         sums = [_promoted(x, aval) for x, aval in zip(sums, step.closed.out_avals, strict=True)]
-
         sums, _ = jax.lax.scan(partial(_add_step, step), sums, steps.stacked(run))
     return sums or []
 
@@ -223,7 +222,7 @@ class _Steps:
 
     def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
         """The function of a kind of chunk; not traced ahead where there is one chunk of it."""
-        if self.kinds.count(kind) == 1:
+        if self.kinds.count(kind) == 1 and self.chunks.options.memory_budget is None:
             return self._of(self.kinds.index(kind))
         return self.traced(kind, carry)
 

@@ -1,0 +1,371 @@
+"""Chunked functions and `gather` in several processes, against one process that has all rows.
+
+Each number of processes is started once; every check runs in all of them, and what they found is
+compared here. A process that hangs is ended, and fails.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+
+SECONDS = 40
+WORLDS = (2, 4)
+ROWS = 5  # in each process
+CHECKS: dict[str, Callable[[int, int], Any]] = {}
+
+
+def check(f):
+    CHECKS[f.__name__] = f
+    return f
+
+
+# --- in each process ----------------------------------------------------------------------
+
+
+def batch(world):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(world * ROWS, 3, generator=generator, dtype=torch.float64)
+
+
+def encoder(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *more, nn.Linear(4, 2)).double()
+
+
+def contrast(mine, everything, first=0):
+    """The mean over one's own rows of a loss in which all rows have a part."""
+    labels = torch.arange(first, first + len(mine))
+    return torch.nn.functional.cross_entropy(mine @ everything.sin().T, labels)
+
+
+class Step(nn.Module):
+    """A model together with its loss, as DistributedDataParallel takes it."""
+
+    def __init__(self, encoder, encode, loss):
+        super().__init__()
+        self.encoder, self.encode, self.loss = encoder, encode, loss
+
+    def forward(self, x):
+        return self.loss(self.encode(self.encoder, x))
+
+
+def counted(model, **options):
+    """The model in DistributedDataParallel, and its reductions."""
+    ddp, seen = DistributedDataParallel(model, **options), []
+
+    def hook(state, bucket):
+        seen.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return work.then(lambda done: done.value()[0] / dist.get_world_size())
+
+    ddp.register_comm_hook(None, hook)
+    return ddp, seen
+
+
+def grads(model):
+    return [p.grad for p in model.parameters()]
+
+
+def whole_loss(rank, world):
+    def loss(y):
+        everything = gt.gather(y)
+        return contrast(everything, everything)
+
+    return loss
+
+
+def loss_of_own_rows(rank, world):
+    return lambda y: contrast(y, gt.gather(y), rank * len(y))
+
+
+def one_process(world):
+    model = encoder()
+    y = model(batch(world))
+    contrast(y, y).backward()
+    return grads(model)
+
+
+def through_ddp(rank, world, loss, **options):
+    """Chunks of another size in each process, so that their numbers differ."""
+    encode = lambda f, x: gt.chunked(f, 1 + rank, **options)(x)
+    model, seen = counted(Step(encoder(), encode, loss(rank, world)))
+    model(batch(world)[rank * ROWS : (rank + 1) * ROWS]).backward()
+    return grads(model), one_process(world), len(seen)
+
+
+@check
+def whole(rank, world):
+    return through_ddp(rank, world, whole_loss)
+
+
+@check
+def own(rank, world):
+    return through_ddp(rank, world, loss_of_own_rows)
+
+
+@check
+def own_without_graphs(rank, world):
+    return through_ddp(rank, world, loss_of_own_rows, retain=0, verify=True)
+
+
+@check
+def own_with_all_graphs(rank, world):
+    return through_ddp(rank, world, loss_of_own_rows, retain=9)
+
+
+@check
+def usual_way(rank, world):
+    """A gradient cache around DistributedDataParallel."""
+    model, seen = counted(encoder())
+    chunks = batch(world)[rank * ROWS : (rank + 1) * ROWS].split(2)
+    with torch.no_grad():
+        y = torch.cat([model(c) for c in chunks])
+    y.requires_grad_()
+    whole_loss(rank, world)(y).backward()
+    for c, ct in zip(chunks, y.grad.split(2), strict=True):
+        (model(c) * ct).sum().backward()
+    return len(seen), len(chunks)
+
+
+@check
+def usual_gather(rank, world):
+    """Rows of the others as constants: every process's own part of the whole loss, averaged."""
+    model = encoder()
+    y = model(batch(world)[rank * ROWS : (rank + 1) * ROWS])
+    parts = [torch.empty_like(y) for _ in range(world)]
+    dist.all_gather(parts, y.detach())
+    parts[rank] = y
+    everything = torch.cat(parts)
+    contrast(everything, everything).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    return grads(model), one_process(world)
+
+
+@check
+def uneven_batches(rank, world):
+    """As many rows as the rank tells, without a gather."""
+    x = batch(world)
+    rows = lambda r: x[r : 2 * r + 1]
+    loss = lambda y: torch.logsumexp(y @ y.T, 1).sum()
+    encode = lambda f, x: gt.chunked(f, 1)(x)
+    model, seen = counted(Step(encoder(), encode, loss))
+    model(rows(rank)).backward()
+    plain = encoder()
+    (sum(loss(plain(rows(r))) for r in range(world)) / world).backward()
+    return grads(model), grads(plain), len(seen)
+
+
+@check
+def looped(rank, world):
+    """Dropout, batch normalisation and accumulation without reductions, as the plain loop."""
+    found = []
+    x = batch(world)[rank * ROWS : rank * ROWS + 4]
+    for encode in (
+        lambda f, x: torch.cat([f(c) for c in x.split(2)]),
+        lambda f, x: gt.chunked(f, 2, retain=0)(x),
+    ):
+        model = encoder(nn.Dropout(0.5), nn.BatchNorm1d(4))
+        torch.manual_seed(rank)
+        step = Step(model, encode, loss_of_own_rows(rank, world))
+        options = {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+        step.unused = nn.Linear(2, 2).double()
+        ddp, seen = counted(step, **options)
+        with ddp.no_sync():
+            ddp(x).backward()
+        before = len(seen)
+        ddp(x).backward()
+        state = [v.double() for v in model.state_dict().values()]
+        found.append(
+            [[*grads(model), *state, torch.get_rng_state().double()], (before, len(seen) - before)]
+        )
+    return found
+
+
+@check
+def orders_of_gather(rank, world):
+    """First and second derivatives of what all processes compute together, and forward mode."""
+    x = batch(world)
+    mine = x[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_()
+    loss = lambda y: torch.logsumexp(y @ y.T, 1).sum()
+    (first,) = torch.autograd.grad(loss(gt.gather(mine)), mine, create_graph=True)
+    (second,) = torch.autograd.grad(first.pow(3).sum(), mine)
+    full = x.clone().requires_grad_()
+    (once,) = torch.autograd.grad(loss(full) * world, full, create_graph=True)
+    (twice,) = torch.autograd.grad(once.pow(3).sum(), full)
+    rows = slice(rank * ROWS, (rank + 1) * ROWS)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(mine.detach(), mine.detach().sin())
+        tangent = forward_ad.unpack_dual(gt.gather(dual)).tangent
+    found = [first.detach(), second, tangent.detach()]
+    return found, [once[rows].detach(), twice[rows], x.sin()]
+
+
+@check
+def trees_and_groups(rank, world):
+    mine = {"a": torch.full((2, 1), float(rank)), "b": [torch.arange(3) + 10 * rank]}
+    everything = gt.gather(mine)
+    half = [dist.new_group(list(range(k, k + world // 2))) for k in (0, world // 2)]
+    group = half[rank // (world // 2)]
+    part = gt.gather(torch.full((1,), rank, dtype=torch.float64), group=group)
+    return everything, part
+
+
+@check
+def refused(rank, world):
+    said = []
+
+    def attempt(f):
+        try:
+            said.append(f())
+        except GradtoolsError as error:
+            said.append(str(error))
+
+    attempt(lambda: gt.gather(torch.ones(1 + rank, 2)))
+    attempt(lambda: gt.gather(torch.ones(2, dtype=torch.float64 if rank else torch.float32)))
+    attempt(lambda: gt.gather(torch.ones(())))
+    attempt(lambda: gt.gather(torch.ones(2), axis_name="i"))
+    ddp = DistributedDataParallel(encoder())
+    attempt(lambda: gt.chunked(ddp, 2)(batch(world)))
+    attempt(lambda: gt.chunked(lambda c: [ddp][0](c), 2)(batch(world)))
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = fully_shard(encoder(), mesh=init_device_mesh("cpu", (world,)))
+    attempt(lambda: gt.chunked(sharded, 2)(batch(world)))
+    return said
+
+
+def work(rank, world, folder):
+    torch.set_num_threads(1)
+    init = f"file://{folder}/init"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    found = {}
+    for name, f in CHECKS.items():
+        try:
+            found[name] = f(rank, world)
+        except Exception:
+            found[name] = traceback.format_exc()
+            break  # the others wait for this one
+        finally:
+            torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+# --- here ---------------------------------------------------------------------------------
+
+
+def start(world, folder):
+    """What each process found, those that hang ended."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = mp.start_processes(work, (world, str(folder)), world, join=False)
+    until = time.monotonic() + SECONDS
+    try:
+        while time.monotonic() < until and not context.join(timeout=1):
+            pass
+    except mp.ProcessExitedException:
+        pass  # what it found tells
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    paths = [folder / f"{rank}.pt" for rank in range(world)]
+    return [torch.load(p, weights_only=False) if p.exists() else {} for p in paths]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda n: f"{n} processes")
+def processes(request, tmp_path_factory):
+    return start(request.param, tmp_path_factory.mktemp("processes"))
+
+
+def found_by(processes, name):
+    found = [p.get(name, "it hangs") for p in processes]
+    for each in found:
+        assert not isinstance(each, str), each
+    return found
+
+
+def close(found, expected, tolerance=1e-12):
+    assert len(found) == len(expected)
+    worst = [
+        (a - b).abs().max() / (1 + b.abs().max()) for a, b in zip(found, expected, strict=True)
+    ]
+    return max(worst) <= tolerance
+
+
+@pytest.mark.parametrize("name", ["whole", "own", "own_without_graphs", "own_with_all_graphs"])
+def test_the_gradient_of_a_loss_over_the_global_batch(processes, name):
+    for found, expected, reductions in found_by(processes, name):
+        assert close(found, expected) and reductions == 1
+        assert min(g.abs().max() for g in expected) > 1e-4
+
+
+def test_the_usual_way_reduces_once_for_each_chunk(processes):
+    for reductions, chunks in found_by(processes, "usual_way"):
+        assert reductions == chunks == 3
+
+
+def test_rows_of_others_as_constants_give_another_gradient(processes):
+    for found, expected in found_by(processes, "usual_gather"):
+        scale = found[0].norm() / expected[0].norm()
+        assert not close(found, expected, 1e-3) and abs(scale - 1) > 0.1
+
+
+def test_processes_with_other_numbers_of_chunks_do_not_hang(processes):
+    for found, expected, reductions in found_by(processes, "uneven_batches"):
+        assert close(found, expected) and reductions == 1
+
+
+def test_ddp_around_chunked_is_ddp_around_the_plain_loop(processes):
+    for (plain, reductions), (ours, our_reductions) in found_by(processes, "looped"):
+        assert close(ours, plain) and reductions == our_reductions == (0, 1)
+
+
+def test_gather_is_differentiated_to_any_order_and_in_forward_mode(processes):
+    for found, expected in found_by(processes, "orders_of_gather"):
+        assert close(found, expected)
+
+
+def test_gather_takes_trees_and_groups(processes):
+    world = len(processes)
+    for rank, (everything, part) in enumerate(found_by(processes, "trees_and_groups")):
+        assert everything["a"].flatten().tolist() == [r for r in range(world) for _ in range(2)]
+        assert everything["b"][0].tolist() == [10 * r + k for r in range(world) for k in range(3)]
+        first = 0 if rank < world // 2 else world // 2
+        assert part.tolist() == list(range(first, first + world // 2))
+
+
+def test_what_is_refused_in_every_process(processes):
+    for shapes, dtypes, scalar, axis, ddp, held, sharded in found_by(processes, "refused"):
+        assert "gather: the processes hold different shapes" in shapes and "(2, 2)" in shapes
+        assert "different shapes or dtypes" in dtypes and "torch.float64" in dtypes
+        assert "expected tensors with rows along axis 0" in scalar
+        assert "axis_name belongs to JAX" in axis
+        for message in (ddp, held):
+            assert "is a DistributedDataParallel. It would reduce gradients once for" in message
+            assert "around a module whose forward calls chunked" in message
+        assert "is a FSDPModule" in sharded and "use DistributedDataParallel around" in sharded
+
+
+def test_gather_without_a_process_group_is_refused():
+    with pytest.raises(GradtoolsError, match=r"gather: there is no process group\. Call torch"):
+        gt.gather(torch.ones(2))

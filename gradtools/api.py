@@ -11,9 +11,10 @@ from gradtools.chunking import Chunking
 from gradtools.custom import CustomRules
 from gradtools.derivatives import Derivatives
 from gradtools.edits import Edits
+from gradtools.frozen import Freezing
 from gradtools.kernels import HostFunctions
 from gradtools.models import Models
 
 
-class Api(Derivatives, Edits, CustomRules, HostFunctions, Chunking, Accumulation, Models):
+class Api(Derivatives, Edits, CustomRules, HostFunctions, Freezing, Chunking, Accumulation, Models):
     """Every public operator, bound to one backend."""

@@ -15,6 +15,7 @@ class Batch:
     """Arguments with the axis on which each leaf is split; None where it is shared.
 
     An argument that is a list, and is to be split, is a list of examples, if `lists` says so.
+    With `whole` nothing is split.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class Batch:
         in_axes: Any,
         shared: Iterable[int] = (),
         lists: bool = False,
+        whole: bool = False,
     ) -> None:
         self.backend, self.asked, self.args = backend, asked, tuple(args)
         entries = self._entries(in_axes, set(shared))
@@ -40,7 +42,7 @@ class Batch:
             [None] * len(leaves) if i in self.lists else self._leaf_axes(i, axes, leaves)
             for i, (axes, leaves) in enumerate(zip(entries, self.leaves, strict=True))
         ]
-        self.size = self._checked_size(entries)
+        self.size = 1 if whole else self._checked_size(entries)
 
     def _as_array(self, leaf: Any) -> Any:
         """NumPy's arrays are split as well; anything else that is no array is shared."""

@@ -28,7 +28,7 @@ NAMES = {
     ],
     "own rules": ["custom_rule", "host_function", "Spec"],
     "memory": [
-        *("chunked", "microbatched", "gather", "is_replaying"),
+        *("frozen", "chunked", "microbatched", "gather", "is_replaying"),
         *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
     ],
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],

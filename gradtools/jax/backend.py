@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.jax import accumulate, arrays, chunking, engines, modules
+from gradtools.jax import accumulate, arrays, chunking, engines, frozen, modules
 from gradtools.jax.host import call_kernel
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.trees import is_inexact
@@ -155,6 +155,8 @@ class JaxBackend:
     sum_chunks = staticmethod(chunking.sum_chunks)
     is_replaying = staticmethod(chunking.is_replaying)
     gather = staticmethod(chunking.gather)
+    frozen_uses = staticmethod(frozen.frozen_uses)
+    run_frozen = staticmethod(frozen.run_frozen)
 
     def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)  # jit traces everything

@@ -15,6 +15,7 @@ chunked = _api.chunked
 clip_gradient = _api.clip_gradient
 compile = _api.compile
 custom_rule = _api.custom_rule
+frozen = _api.frozen
 functionalize = _api.functionalize
 gather = _api.gather
 grad = _api.grad
@@ -53,6 +54,7 @@ __all__ = [
     "clip_gradient",
     "compile",
     "custom_rule",
+    "frozen",
     "functionalize",
     "gather",
     "grad",

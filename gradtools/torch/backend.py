@@ -10,7 +10,7 @@ import torch
 from gradtools.backend import Array, Fun, Staged
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
-from gradtools.torch import accumulate, arrays, chunking, engines, modules, trees
+from gradtools.torch import accumulate, arrays, chunking, engines, frozen, modules, trees
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of, explained
 from gradtools.torch.host import call_kernel
@@ -201,6 +201,8 @@ class TorchBackend:
     sum_chunks = staticmethod(chunking.sum_chunks)
     is_replaying = staticmethod(chunking.is_replaying)
     gather = staticmethod(chunking.gather)
+    frozen_uses = staticmethod(frozen.Uses)
+    run_frozen = staticmethod(frozen.run_frozen)
     uncompiled = staticmethod(uncompiled)
 
     functionalize = staticmethod(modules.functionalize)

@@ -883,8 +883,8 @@ class _Seen:
         raise GradtoolsError(
             f"{self.forward.asked}: chunk {self.i} gives other numbers when it is computed again, "
             f"first {where}. It depends on something that is neither an argument, a random "
-            "stream, nor held by a module or variable that f can reach; or a kernel is not deterministic "
-            "(torch.use_deterministic_algorithms). Its gradient would be wrong."
+            "stream, nor held by a module or variable that f can reach; or a kernel is not "
+            "deterministic (torch.use_deterministic_algorithms). Its gradient would be wrong."
         )
 
 

@@ -1,0 +1,85 @@
+"""Second derivatives through a large frozen function, without storing its graph.
+
+For y = G(z) with Jacobian J the pullback is v -> J^H v. It is linear in v, so its derivative
+along v, pulled back, is the pushforward u -> J u: one pass in forward mode, which keeps nothing.
+Its derivative along z is the tangent of the pullback along u,
+
+    (d/dz) <u, J(z)^H v> = (d/de) J(z + e u)^H v   at e = 0
+
+since both are the same second derivative of <v, G(z)>: forward over reverse, at the memory of
+one graph of G. Double backward, in its place, keeps a graph of G and one of its pullback for each
+use until the end.
+
+How a use keeps its first graph until the pullback has used it, and what enters forward mode in
+place of a kernel that has none, stands in the wings' `frozen.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradtools.backend import Operators
+from gradtools.batches import Batch
+from gradtools.chunking import SUMMED, Chunks, Cut, Options
+
+
+class Freezing(Operators):
+    """The operators that take a function for a constant."""
+
+    def frozen(self, G: Callable[..., Any], memory_budget: int | None = None) -> Callable[..., Any]:
+        """A drop-in for G whose second derivatives store no graph of G.
+
+        For gradients with respect to many z_i through a large pretrained G that feed a further
+        loss. A use keeps its arguments, and nothing that grows with the depth of G. With F the
+        work of a forward pass of G it costs F forward, F for the pullback (of arguments alone:
+        G's parameters are constants), and 2F for the second derivative: 4F, where double backward
+        takes 3F and keeps graphs of G for every use. If all forward passes come before the first
+        pullback only the last one's graph is there still, and the others cost 5F.
+
+        The derivative of a first derivative along the arguments themselves, where they depend on
+        something that is differentiated, is exact too, and is computed only if it is asked for.
+        Third derivatives are exact, and keep the graph of one use at a time.
+
+        PyTorch: G is a module, or any function, as in `chunked`: random streams, buffers and
+        attributes are for each computation what they were for the first. A kernel without forward
+        mode (fused attention, recurrent layers on the CPU) is replaced by the framework's own
+        alternative for that pass alone, which is said once; where there is none, that pass takes
+        double backward. JAX: G is any function; a model comes through `functionalize`.
+
+        Args:
+            G: Takes and returns pytrees of arrays.
+            memory_budget: Bytes of graphs to keep beyond the leanest: uses that fit cost 3F.
+
+        Returns:
+            A function of G's arguments.
+
+        Raises:
+            GradtoolsError: memory_budget is below 0; (on differentiating) PyTorch: a parameter of
+                G is asked for its derivative; G captured a tensor that is computed from others.
+
+        Example:
+            >>> G = gt.frozen(lambda z: gt.xp.exp(z).sum())
+            >>> y, z = gt.asarray(np.float32(3.0)), gt.asarray(np.float32([0.0, 0.0]))
+            >>> slope = lambda y: gt.grad(lambda z: y * G(z) ** 2)(z).sum()
+            >>> float(gt.grad(slope)(y))
+            8.0
+
+        Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994; forward over reverse
+        in place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
+        differentiation, 2025.
+        """
+        options = Options(0, memory_budget)
+        options.check(G, 1, "frozen")
+        uses = self._backend.frozen_uses(memory_budget)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            batch = Batch(self._backend, "frozen", args, (None,) * len(args), whole=True)
+            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), Cut(1, 1), options)
+            return whole.result(self._backend.run_frozen(whole, uses), [])
+
+        def frozen_G(*args: Any, **kwargs: Any) -> Any:
+            return self._backend.uncompiled(call, *args, **kwargs)
+
+        frozen_G.__name__ = f"frozen_{getattr(G, '__name__', type(G).__name__)}"
+        return frozen_G

@@ -1,0 +1,374 @@
+"""Frozen functions in PyTorch: one program of a single chunk, differentiated twice in its own way.
+
+A use is a `_Forward` of one chunk whose arguments are shared, so what it needs to be computed
+again is kept as for `chunked`. The graph of its first pass stays until the pullback has used it,
+or until the next use begins. The pullback's own pullback is the pushforward, in forward mode; its
+part along the arguments stands behind a node of its own, which the engine reaches only if it is
+asked for that.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from gradtools.chunking import Chunks
+from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.rules import spread
+from gradtools.torch.chunking import (
+    Entries,
+    Rows,
+    _alias,
+    _Backward,
+    _bytes_saved,
+    _derived,
+    _flat,
+    _Forward,
+    _node,
+    _pulled,
+    _Pushed,
+    _Sums,
+)
+from gradtools.torch.rules import is_dual, is_inexact
+from gradtools.torch.state import Modes
+
+Tensor = torch.Tensor
+
+
+class Uses:
+    """What the uses of one frozen function know of each other."""
+
+    def __init__(self, budget: int | None) -> None:
+        self.budget, self.held, self.size = budget or 0, 0, 0
+        self._latest: Callable[[], _Use | None] = lambda: None
+
+    def begin(self, use: _Use) -> None:
+        """A new use: the graph of the one before goes, unless it is within the budget."""
+        before = self._latest()
+        if before is not None and not before.holds:
+            before.retained.clear()
+        self._latest = weakref.ref(use)
+
+    def reserve(self, use: _Use, size: int) -> bool:
+        """Whether graphs of this size fit as well."""
+        if self.held + size > self.budget:
+            return False
+        self.held += size
+        weakref.finalize(use, self._release, size)
+        return True
+
+    def _release(self, size: int) -> None:
+        self.held -= size
+
+
+def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
+    """The outputs of one use."""
+    beneath = torch._C._functorch.peek_interpreter_stack() is not None
+    use = _Use(whole, beneath, uses)
+    known = None if beneath else use.evaluate(use.xs, use.shared)
+    rows, _ = _node(use, use.xs, use.shared, known)
+    return use.guarded(rows[0])
+
+
+class _Use(_Forward):
+    """One evaluation of a frozen function."""
+
+    def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
+        super().__init__(whole, beneath)
+        self.uses, self.holds = uses, False
+        self.constants: list[Tensor] = self.leaves
+        self.leaves = []
+        self.graph: tuple[list[Any], list[Any], list[Any]] | None = None
+
+    # --- the first pass
+
+    def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
+        self.uses.begin(self)
+        measured = self.uses.budget > 0 and not self.beneath and self.modes.grad
+        with _bytes_saved(self) if measured else nullcontext([0]) as size:
+            found = super()._first_pass(rows, shared)
+        if measured:
+            self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
+            self.holds = bool(self.retained) and self.uses.reserve(self, self.uses.size)
+        return found
+
+    def _kept(self) -> int:
+        packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        return 0 if packed or self.beneath or not self.modes.grad else 1
+
+    def _note_leaves(self, found: list[Tensor]) -> None:
+        if self.beneath:
+            self.leaves = self.constants
+            super()._note_leaves(found)
+            self.leaves = []
+        else:
+            self.constants = found
+
+    def guarded(self, outs: Sequence[Any]) -> list[Any]:
+        """The outputs; who asks for the derivative of a parameter of G is told that it has none."""
+        constants = [x for x in self.constants if x.requires_grad]
+        which = [isinstance(y, Tensor) and (y.requires_grad or self.beneath) for y in outs]
+        if not constants or not any(which):
+            return list(outs)
+        asked = [_Refused.apply(x) for x in constants]
+        tracked = [y for y, w in zip(outs, which, strict=True) if w]
+        left = iter(_Beside.apply(len(tracked), *tracked, *asked))
+        return [next(left) if w else y for y, w in zip(outs, which, strict=True)]
+
+    # --- its derivatives
+
+    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        back = _FrozenBackward(self, widths, width, there)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return _derived(back, rows, shared)
+        known = back.evaluate(rows, shared)
+        cts, zs = rows[0], list(shared)
+        if not (torch.is_grad_enabled() or any(map(is_dual, (*cts, *zs)))):
+            return [*_flat(known[0]), *known[1]]
+        back.arguments = zs
+        asked = _Asked.apply(back, len(zs), *zs, *cts)
+        _, grads = _node(back, rows, asked, known)
+        return self.guarded(grads)
+
+    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        zs, dzs = list(shared[:width]), spread(shared[width:], there[-1])
+        fast = lambda use: use.pushed(zs, dzs)
+        slow = lambda use: _derived(_Pushed(use, widths, width, there), rows, shared)
+        return self.by_any_kernel(fast if self.may_use_forward_mode() else None, slow)
+
+    def may_use_forward_mode(self) -> bool:
+        """Whether nothing differentiates the result, and no other forward mode is under way."""
+        return not (
+            torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or self.batches
+        )
+
+    def by_any_kernel(self, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
+        """The result of forward mode, else of double backward; by other kernels where one fails."""
+        other = self.with_modes(self.modes.by_other_kernels())
+        ways = [] if fast is None else [(fast, self), (fast, other)]
+        ways += [(slow, self), (slow, other)]
+        for k, (way, use) in enumerate(ways):
+            try:
+                return way(use)
+            except (RuntimeError, NotImplementedError) as error:
+                kernel = _lacking(error)
+                if kernel is None or k + 1 == len(ways):
+                    raise
+                _tell(kernel, again=ways[k + 1][0] is way)
+        raise AssertionError
+
+    def with_modes(self, modes: Modes) -> _Use:
+        """The same use, computed again in other modes."""
+        use = copy.copy(self)
+        use.forward, use.modes, use.retained = use, modes, {}
+        return use
+
+    def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
+        """Tangents of the outputs, in forward mode without any graph."""
+        flags = {**self.modes.flags, "encoder fast path": False}  # it is taken without a graph
+        use = self.with_modes(replace(self.modes, grad=False, flags=flags))
+        with use.replaying(), forward_ad.dual_level(), torch.no_grad():
+            duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
+            ys, _ = use.one(0, [], duals)
+            return [_tangent(y) for y in ys]
+
+    def second(self, zs: Entries, dzs: Entries, cts: Entries) -> list[Any]:
+        """The tangent of the pullback of cts along dzs: forward over reverse."""
+        with self.without_hooks(), self.replaying(), forward_ad.dual_level(), torch.enable_grad():
+            duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
+            duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
+            ys, _ = self.one(0, [], duals)
+            # With a graph of its own, without which the tangents of some gradients go wrong.
+            return [_tangent(g) for g in _pulled(ys, duals, cts, True, True)]
+
+
+class _FrozenBackward(_Backward):
+    """The pullback of a use. It is linear in the cotangents: its pullback is the pushforward.
+
+    In eager code its arguments come in by `_Asked`, to which it hands back what comes in along
+    them; `arguments` are these as they are, for all that is computed.
+    """
+
+    arguments: list[Any] | None = None
+
+    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: _Sums) -> set[int]:
+        use: Any = self.of
+        if not isinstance(use, _Use) or 0 not in use.retained:
+            return set()
+        _, own, outs = use.retained.pop(0)
+        cts = self.split(0, rows[0], shared)[2]
+        if not use.holds:
+            sums.add(_pulled(outs, own, cts, False, False))
+            return {0}
+        with torch.enable_grad():
+            vs = [None if ct is None else _alias(ct) for ct in cts]
+            grads = _pulled(outs, own, vs, True, True)
+        use.graph = (own, vs, grads)
+        sums.add([None if g is None else g.detach() for g in grads])
+        return {0}
+
+    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        count = self.shared_width
+        zs = list(shared[:count]) if self.arguments is None else self.arguments
+        us = spread(shared[width:], there[-1])
+        cts = rows[0]
+        use: Any = self.of
+        if use.graph is not None and not torch.is_grad_enabled() and forward_ad._current_level < 0:
+            _, vs, grads = use.graph
+            pulled = _pulled(grads, [v for v in vs if v is not None], us, True, False)
+            return [*pulled, *us]
+        given = [[], [u is not None for u in us]]
+        pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
+        along = [dy for dy, t in zip(pushed, self.there[0], strict=False) if t]
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return [*along, *us]  # `_Asked` makes of us what is asked
+        return [*along, *_along_arguments(self, zs, us, cts)]
+
+
+def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entries) -> list[Any]:
+    """The pullback of the pullback, to the arguments: its tangent along us."""
+    use: Any = back.of
+    if all(u is None for u in us):
+        return [None] * len(zs)
+    if use.graph is not None and not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        own, _, grads = use.graph
+        return _pulled(grads, own, us, True, False)
+    full, there = spread(cts, back.there[0]), [[False] * len(cts), [u is not None for u in us]]
+    given = [*zs, *(u for u in us if u is not None)]
+
+    def slow(use: _Use) -> list[Any]:
+        same = _FrozenBackward(use, back.widths, back.shared_width, back.there)
+        return _derived(_Pushed(same, [len(cts)], len(zs), there), [list(cts)], given)
+
+    fast = lambda use: use.second(zs, us, full)
+    return use.by_any_kernel(fast if use.may_use_forward_mode() else None, slow)
+
+
+# --- nodes ------------------------------------------------------------------------------------
+
+
+class _Asked(torch.autograd.Function):
+    """Hands arguments on to a pullback; whoever asks for their derivative has it computed here."""
+
+    @staticmethod
+    def forward(ctx: Any, back: Any, count: int, *tensors: Tensor) -> Any:
+        ctx.back, ctx.count = back, count
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        found = [x.view_as(x) for x in tensors[:count]]
+        ctx.mark_non_differentiable(
+            *[x for x in found if not x.is_floating_point() and not x.is_complex()]
+        )
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *us: Tensor | None) -> Any:
+        zs, cts = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        found = _along_arguments(ctx.back, zs, us, cts)
+        return None, None, *found, *([None] * len(cts))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, count: None, *tangents: Tensor | None) -> Any:
+        return tuple([None if t is None else t.view_as(t) for t in tangents[: ctx.count]])
+
+
+class _Refused(torch.autograd.Function):
+    """A parameter of a frozen function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        raise GradtoolsError(
+            "frozen: a parameter of G is asked for its derivative, and G's parameters are "
+            "constants here. Switch them off (module.requires_grad_(False)), ask for chosen inputs "
+            "(torch.autograd.grad, or backward(inputs=...)), or use G itself."
+        )
+
+
+class _Beside(torch.autograd.Function):
+    """The first tensors as they are, in a graph that leads to the others as well."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> Any:
+        return tuple([x.view_as(x) for x in tensors[:count]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.left = len(inputs) - 1 - inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        return None, *cts, *([None] * ctx.left)
+
+    @staticmethod
+    def jvp(ctx: Any, count: None, *tangents: Any) -> Any:
+        found = tangents[: len(tangents) - ctx.left]
+        return tuple([t if t is None else t.view_as(t) for t in found])
+
+
+# --- forward mode -----------------------------------------------------------------------------
+
+
+def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
+    z = z.detach()
+    return z if dz is None else forward_ad.make_dual(z, dz.detach())
+
+
+def _tangent(y: Any) -> Tensor | None:
+    if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
+        return None
+    tangent = forward_ad.unpack_dual(y).tangent
+    return None if tangent is None else tangent.detach()
+
+
+_LACKING = [
+    re.compile(r"Trying to use forward AD with (\S+) that does not support it"),
+    re.compile(r"derivative for (\S+) is not implemented"),
+    re.compile(r"()(?:must implement the jvp function|marked with @once_differentiable)"),
+]
+_TOLD: set[tuple[str, bool]] = set()
+
+
+def _lacking(error: Exception) -> str | None:
+    """The kernel that lacks a derivative, if that is what the error says."""
+    found = next((m for m in (p.search(str(error)) for p in _LACKING) if m is not None), None)
+    return None if found is None else found.group(1) or "a torch.autograd.Function"
+
+
+def _tell(kernel: str, again: bool) -> None:
+    if (kernel, again) in _TOLD:
+        return
+    _TOLD.add((kernel, again))
+    done = (
+        "that pass uses PyTorch's own alternatives to fused kernels."
+        if again
+        else "that pass takes double backward, and keeps a graph of G while it runs."
+    )
+    warnings.warn(
+        f"frozen: {kernel} lacks the derivative that forward over reverse needs; {done}",
+        GradtoolsWarning,
+        stacklevel=2,
+    )

@@ -113,9 +113,8 @@ def test_the_peak_is_made_of_graphs_outputs_an_accumulator_and_a_snapshot(retain
     for count in (8, 16, 32):
         x = torch.randn(count * CHUNK, 32)
         step(net, x, retain=retain)
-        of_loss = peak_bytes(
-            lambda n=len(x): loss(torch.zeros(n, 16, requires_grad=True)).backward()
-        )[0]
+        z = torch.zeros(len(x), 16, requires_grad=True)
+        of_loss = peak_bytes(lambda z=z: loss(z).backward())[0]
         outputs = 2 * len(x) * 16 * 4  # apart and joined, and as many cotangents
         listed = (retain + 1) * graph + of_loss + 2 * outputs + bytes_of(net.parameters())
         assert peak_bytes(lambda x=x: step(net, x, retain=retain))[0] <= listed + 2 * state

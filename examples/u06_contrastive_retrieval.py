@@ -89,7 +89,7 @@ def exact_gradient(side, batch):
 def by_layer(gradient):
     """One vector for each layer: single arrays may be mere rounding, as keys' biases are."""
     found = {}
-    for name, x in gradient.items():
+    for name, x in sorted(gradient.items()):
         found.setdefault(re.match(r"encoder\.layer\.\d", name)[0], []).append(x.ravel())
     return {layer: np.concatenate(parts) for layer, parts in found.items()}
 

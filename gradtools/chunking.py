@@ -69,7 +69,7 @@ class Chunking(Operators):
 
         JAX: a scan over the chunks whose body is computed again in the backward pass. f is pure;
         randomness comes by keys, changing state by carries. `verify` has nothing to compare
-        there, and is ignored.
+        there, and is ignored. Call it under jit: outside, each call compiles its scan anew.
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
@@ -236,6 +236,9 @@ class Chunking(Operators):
         gradients are averaged over processes afterwards (as DistributedDataParallel does, or
         `jax.lax.pmean`), what comes out is the gradient of L, neither scaled by the number of
         processes nor by its inverse; and likewise if process r computes L_r and L is their mean.
+        Under `shard_map` with check_vma=True make shared weights varying first
+        (`jax.lax.pcast(w, axis, to="varying")`), or put the pmean inside of what is
+        differentiated: else `jax.grad` sums over devices by itself.
 
         Args:
             x: A pytree of arrays with the local rows along axis 0, of the same shape everywhere.

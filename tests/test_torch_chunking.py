@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import itertools
+import random
 import sys
 import threading
 import warnings
@@ -410,14 +411,14 @@ def test_modes_and_flags_are_those_of_the_first_pass():
     log, w = Log(), W.detach().requires_grad_()
 
     def f(c):
-        log.items.append(flags())
+        log.note(flags())
         return (c * w.sum() + torch.zeros(3)).tanh()
 
     for inside, outside in (
         (other_flags, contextlib.nullcontext),
         (contextlib.nullcontext, other_flags),
     ):
-        log.items.clear()
+        log.clear()
         with inside():
             out = gt.chunked(f, CHUNK, retain=0)(X)
         with outside():
@@ -433,7 +434,7 @@ def test_a_default_device_of_the_first_pass():
     model, log = network(), Log()
 
     def f(c):
-        log.items.append(torch.empty(1).device.type)
+        log.note(torch.empty(1).device.type)
         return model(c)
 
     out = gt.chunked(f, CHUNK, retain=0)(X)
@@ -533,6 +534,51 @@ def test_grad_scaler():
     assert scale == scale_of_plain == 4096.0 and torch.allclose(ours, expected, rtol=0, atol=1e-5)
 
 
+def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
+    """Nothing is asked of them, but a later chunk depends on what they do."""
+    model = network()
+    model.scale = torch.ones(())
+
+    def f(c):
+        c = c.detach().requires_grad_()
+        (inner,) = torch.autograd.grad(model(c).sin().sum(), c, create_graph=True)
+        model.scale = model.scale + inner.detach().mean()
+        return inner * model.scale
+
+    found = []
+    for call in (plain, lambda f: gt.chunked(f, CHUNK, retain=0)(X)):
+        model.scale = torch.ones((), dtype=torch.float64)
+        out = call(f)
+        used = list(model[:1].parameters())
+        found.append([out, model.scale, *gradients(contrast(out[6:8]), used)])
+    assert all_same(*found)
+
+
+class Drawing(torch.autograd.Function):
+    """Draws in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct + 0 * torch.rand(7)[0] * random.random()
+
+
+def test_what_a_backward_pass_draws_leaves_the_next_chunk_as_it_was():
+    model = network(nn.Dropout(0.5))
+    f = lambda c: Drawing.apply(model(c))
+    for retain in (0, 1):
+        torch.manual_seed(1)
+        expected = plain(f)
+        torch.manual_seed(1)
+        out = gt.chunked(f, CHUNK, retain=retain)(X)
+        parameters = list(model.parameters())
+        found = gradients(contrast(out), parameters)
+        assert all_same(found, gradients(contrast(expected), parameters))
+
+
 # --- .grad and hooks -----------------------------------------------------------------------
 
 
@@ -606,7 +652,7 @@ def test_is_replaying_is_this_threads():
         thread = threading.Thread(target=lambda: other.append(gt.is_replaying()))
         thread.start()
         thread.join()
-        log.items.append((gt.is_replaying(), *other))
+        log.note((gt.is_replaying(), *other))
 
     model.register_forward_hook(hook)
     contrast(gt.chunked(model, CHUNK)(X)).backward()
@@ -667,7 +713,7 @@ def test_hooks_come_back_after_an_exception():
 @pytest.mark.parametrize("count_only", [True, False])
 def test_retained_graphs_are_not_computed_again(retain, count_only):
     model, log = network(nn.Dropout(0.5)), Log()
-    model.register_forward_hook(lambda m, a, y: log.items.append(gt.is_replaying()))
+    model.register_forward_hook(lambda m, a, y: log.note(gt.is_replaying()))
     torch.manual_seed(1)
     out = gt.chunked(model, CHUNK, retain=retain)(X)
     stands = streams()
@@ -720,13 +766,13 @@ def test_a_retained_graph_is_freed_by_the_backward_pass():
 
 def test_a_memory_budget_chooses_how_many_graphs_are_kept():
     model, log = network(nn.Tanh()), Log()
-    model.register_forward_hook(lambda m, a, y: log.items.append(gt.is_replaying()))
+    model.register_forward_hook(lambda m, a, y: log.note(gt.is_replaying()))
     # A chunk of three saves three results of tanh and the input of each linear layer: with the
     # batch and the parameters left out, 2 results of 3 x 4 float64.
     chunk = 2 * 3 * 4 * 8
     replays = []
     for budget in (0, chunk - 1, chunk, 2 * chunk, 10**9):
-        log.items.clear()
+        log.clear()
         out = gt.chunked(model, CHUNK, retain=3, memory_budget=budget)(X)
         contrast(out).backward()
         replays.append(sum(log.items))
@@ -1309,25 +1355,19 @@ def test_compiled_f(backend, retain):
 # --- verify, progress, warnings ------------------------------------------------------------
 
 
-class Slotted:
-    """Counts, out of the reach of any walk."""
-
-    __slots__ = ("count",)
-
-    def __init__(self):
-        self.count = 0
-
-
 class Hidden(nn.Module):
     """Its output is another at one call; the count of calls cannot be put back."""
 
     def __init__(self, at):
         super().__init__()
-        self.linear, self.hidden, self.at = nn.Linear(4, 4), Slotted(), at
+        self.linear, self.at = nn.Linear(4, 4), at
+        self.reset()
+
+    def reset(self):
+        self.count = itertools.count(1).__next__  # of C
 
     def forward(self, x):
-        self.hidden.count += 1
-        return self.linear(x) * (1 + (self.hidden.count == self.at))
+        return self.linear(x) * (1 + (self.count() == self.at))
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])
@@ -1336,7 +1376,7 @@ def test_verify_names_the_chunk_and_the_submodule(chunk):
     parameters = list(model.parameters())
     silent = gradients(contrast(gt.chunked(model, CHUNK)(X)), parameters)
     assert not all_same(silent, gradients(contrast(plain(model)), parameters))
-    model[3].hidden.count = 0
+    model[3].reset()
     loss = contrast(gt.chunked(model, CHUNK, verify=True)(X))
     match = rf"chunk {chunk} gives other numbers when .* again, first in f\.3 \(Hidden\)"
     with pytest.raises(GradtoolsError, match=match):
@@ -1345,11 +1385,10 @@ def test_verify_names_the_chunk_and_the_submodule(chunk):
 
 
 def test_verify_tells_of_what_is_outside_of_modules():
-    model, hidden = network(), Slotted()
+    model, count = network(), itertools.count(1).__next__
 
     def f(c):
-        hidden.count += 1
-        return model(c) * hidden.count
+        return model(c) * count()
 
     loss = contrast(gt.chunked(f, CHUNK, verify=True)(X))
     with pytest.raises(GradtoolsError, match=r"chunk 0 .* first outside of its modules"):

@@ -138,7 +138,7 @@ def streams():
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy
 
 
-FUNCTIONS = ("calls", "draw", "frozen")
+FUNCTIONS = ("calls", "draw", "frozen", "held", "entropy")
 
 
 def state_of(model):
@@ -259,6 +259,69 @@ class Observed(nn.Module):
         return self.linear(x / self.scale.clone())
 
 
+CALLS = {"all": 0}
+TIMES = 0
+
+
+class Global(nn.Module):
+    """Counts in globals and in its class, in a method that forward calls."""
+
+    seen = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear, Global.seen = linear(), 0
+        CALLS["all"], globals()["TIMES"] = 0, 0
+
+    def forward(self, x):
+        return self.linear(x) * self.scale() + x
+
+    def scale(self):
+        global TIMES
+        TIMES += 1
+        CALLS["all"] += 1
+        type(self).seen += 1
+        self.total = TIMES + 2 * CALLS["all"] + 3 * self.seen
+        return self.total
+
+
+class Ordered(nn.Module):
+    """Takes the oldest entry of a dict and puts it last; draws from the system's entropy."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.entries = linear(), {k: 1.0 + k for k in range(5)}
+        self.entropy = random.SystemRandom()
+
+    def forward(self, x):
+        oldest = next(iter(self.entries))
+        self.entries[oldest] = scale = self.entries.pop(oldest)
+        self.register_buffer("order", torch.tensor(list(self.entries)))
+        return self.linear(x) * scale * (1 + 0 * self.entropy.random())
+
+
+@dataclass(slots=True, eq=False)
+class Slots:
+    """Holds its state in slots."""
+
+    model: nn.Module
+    calls: int = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.model(x) * self.calls
+
+
+class InSlots(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.held = linear(), Slots(nn.BatchNorm1d(3).double())
+        self.register_module("norm", self.held.model)
+
+    def forward(self, x):
+        return self.linear(x) + self.held(x)
+
+
 def spectral():
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Tanh())
 
@@ -274,6 +337,9 @@ STATES = {
     "codebook": Codebook,
     "recurrent state": Recurrent,
     "observer": Observed,
+    "globals and class attributes": Global,
+    "order of a dict": Ordered,
+    "slots": InSlots,
 }
 
 
@@ -378,12 +444,15 @@ def test_random_streams_end_where_the_plain_loop_leaves_them(way):
 
 
 class Log:
-    """A list that is out of reach, so that it is not put back."""
-
-    __slots__ = ("items",)
+    """A list that is out of reach behind methods of C, so that it is not put back."""
 
     def __init__(self):
-        self.items = []
+        items = []
+        self.note, self.read, self.clear = items.append, items.copy, items.clear
+
+    @property
+    def items(self):
+        return self.read()
 
 
 # --- modes --------------------------------------------------------------------------------
@@ -394,16 +463,16 @@ def test_autocast_is_not_lost_in_replay():
     for name, way in {"plain": Plain, "naive": Cache, "ours": Ours}.items():
         torch.manual_seed(0)
         model, log = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)), Log()
-        model[2].register_forward_hook(lambda m, a, y, log=log: log.items.append(y.dtype))
-        seen[name] = log.items
+        model[2].register_forward_hook(lambda m, a, y, log=log: log.note(y.dtype))
+        seen[name] = log
         run = way(model)
         # A cast that is cached is shared by chunks, whose gradients then add up in bfloat16.
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             loss = contrast(run(X.float()).float())
         run.backward(loss)
         grads[name] = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-    assert set(seen["naive"]) == {torch.bfloat16, torch.float32}
-    assert set(seen["ours"]) == {torch.bfloat16} and len(seen["ours"]) == 7
+    assert set(seen["naive"].items) == {torch.bfloat16, torch.float32}
+    assert set(seen["ours"].items) == {torch.bfloat16} and len(seen["ours"].items) == 7
     assert not torch.allclose(grads["naive"], grads["plain"], rtol=0, atol=1e-5)
     assert torch.allclose(grads["ours"], grads["plain"], rtol=0, atol=1e-6)
 

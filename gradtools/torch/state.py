@@ -9,12 +9,20 @@ contents are copied only where they belong to a module, for others it is noticed
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from functools import cache, partial
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -30,6 +38,7 @@ _ATOMS = frozenset(
     | {torch.dtype, torch.device, torch.Size, torch.layout, np.dtype}
 )
 _FOREIGN = ("torch", "numpy", "jax", "builtins", "collections", "weakref", "logging", "threading")
+_STANDARD = frozenset({*_FOREIGN, *sys.stdlib_module_names, "gradtools"})
 _FIXED = frozenset(k for k, v in vars(torch.nn.Module()).items() if isinstance(v, dict | set))
 _LARGE = 1 << 20  # bytes of a NumPy array that is not a module's: it is taken for data
 
@@ -86,6 +95,8 @@ class Snapshot:
     def restore(self) -> None:
         """Puts everything back, bit for bit."""
         for holder, kept in self._maps:
+            if any(a is not b for a, b in zip(holder, kept, strict=False)):
+                holder.clear()  # its order may count, too
             for key in [k for k in holder if k not in kept]:
                 del holder[key]
             for key, value in kept.items():
@@ -174,6 +185,7 @@ class _Walk:
         elif isinstance(x, MethodType):
             self.visit(x.__func__, name, owned)
             self.visit(x.__self__, name, owned)
+            self._methods(x.__self__, name, x.__func__.__name__)
         elif isinstance(x, partial):
             for part in (x.func, x.args, x.keywords):
                 self.visit(part, name, owned)
@@ -208,6 +220,7 @@ class _Walk:
 
     def _module(self, x: torch.nn.Module, name: str) -> None:
         self.found.modules[id(x)] = (x, name)
+        self._methods(x, name, "forward")
         fields = vars(x)
         self.found._maps.append((fields, dict(fields)))
         for key, value in fields.items():
@@ -257,6 +270,8 @@ class _Walk:
                 self.visit(value, key, owned)
 
     def _generator(self, x: Any) -> bool:
+        if isinstance(x, random.SystemRandom):
+            return True
         if isinstance(x, torch.Generator):
             self.found._puts.append((x.set_state, x.get_state()))
         elif isinstance(x, random.Random):
@@ -271,19 +286,60 @@ class _Walk:
         return True
 
     def _object(self, x: Any, name: str, owned: bool) -> None:
+        if _package(type(x)) in _FOREIGN:
+            return
+        self._methods(x, name, "__call__")
+        for kind in type(x).__mro__:
+            if "__slots__" not in vars(kind) or _package(kind) in _STANDARD:
+                continue
+            for key, slot in vars(kind).items():
+                if isinstance(slot, MemberDescriptorType):
+                    value = getattr(x, key, _EMPTY)
+                    if value is not _EMPTY:
+                        self.found._puts.append((partial(slot.__set__, x), value))
+                        self.visit(value, f"{name}.{key}", owned)
         fields = getattr(x, "__dict__", None)
-        if type(fields) is dict and type(x).__module__.partition(".")[0] not in _FOREIGN:
+        if type(fields) is dict:
             self.found._maps.append((fields, dict(fields)))
             for key, value in fields.items():
                 self.visit(value, f"{name}.{key}", owned)
 
+    def _methods(self, x: Any, name: str, first: str) -> None:
+        """What a method, and those that it names, read besides the object's own fields."""
+        todo, known = [first], set[str]()
+        while todo:
+            key = todo.pop()
+            if key in known:
+                continue
+            known.add(key)
+            for kind in type(x).__mro__:
+                if key not in vars(kind) or _package(kind) in _STANDARD:
+                    continue
+                part = vars(kind)[key]
+                part = getattr(part, "fget", getattr(part, "__func__", part))
+                if isinstance(part, FunctionType):
+                    self.visit(part, key, False)
+                    wrapped = getattr(part, "__wrapped__", part)
+                    todo += _names(getattr(wrapped, "__code__", part.__code__))
+                elif not hasattr(part, "__get__"):
+                    self.found._puts.append((partial(_set_in_class, kind, key), part))
+                    self.visit(part, f"{name}.{key}", False)
 
-def _names(code: CodeType) -> Iterator[str]:
-    """The global names that a function's code, and functions inside it, may read."""
-    yield from code.co_names
-    for part in code.co_consts:
-        if isinstance(part, CodeType):
-            yield from _names(part)
+
+@cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes that a function's code, and what is in it, may read."""
+    inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
+    return tuple({*code.co_names, *(name for names in inside for name in names)})
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _set_in_class(kind: type, key: str, value: Any) -> None:
+    if vars(kind).get(key) is not value:
+        setattr(kind, key, value)
 
 
 # --- modes and flags ---------------------------------------------------------------------

@@ -129,7 +129,7 @@ class _Forward(_Program):
         self.modes = Modes.now({x.device.type for x in self.tensors})
         self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
         self.start = Snapshot.of(self.roots, self.tensors)
-        _check_modules(self.asked, self.start, chunks.f)
+        self._check_modules()
         self.moving = [self._moving(piece) for piece in self.pieces]
         self.moving_shared = self._moving(chunks.shared)
         self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
@@ -145,6 +145,9 @@ class _Forward(_Program):
         self.versions: list[tuple[Tensor, int, str]] = []
         self.drawn: Randomness | None = None
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
+
+    def _check_modules(self) -> None:
+        _check_modules(self.asked, self.start, self.chunks.f)
 
     def batched(self, size: int, on: list[list[bool]], randomness: str) -> Any:
         found = copy.copy(self)
@@ -658,11 +661,12 @@ def _rule(
     """A program as a rule on its inputs, rows of `widths` and `width` shared, and leaves."""
 
     def primal(*xs: Tensor) -> list[Tensor]:
-        if known is not None:
-            return known
-        parts = _cut_up(xs, widths)
-        found = program.evaluate(parts[:-1], parts[-1][:width])
-        return _chosen(program, found, shape, False)
+        ys = known
+        if ys is None:
+            parts = _cut_up(xs, widths)
+            found = program.evaluate(parts[:-1], parts[-1][:width])
+            ys = _chosen(program, found, shape, False)
+        return [y.view_as(y) if any(y is x for x in xs) else y for y in ys]  # an input is saved
 
     def vectors(saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
         parts, vs = _cut_up(saved, widths), _cut_up(given, counts)
@@ -921,7 +925,8 @@ def _check_modules(asked: str, start: Snapshot, f: Any) -> None:
             mend = _OWN_WRAPPERS.get(kind.__name__)
             if mend is not None and kind.__module__.startswith("torch."):
                 raise GradtoolsError(f"{asked}: {name} is a {kind.__name__}. {mend}")
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+        normalises = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        if asked == "chunked" and normalises and module.training:
             _tell(f, name)
 
 

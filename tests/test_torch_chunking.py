@@ -536,22 +536,31 @@ def test_grad_scaler():
 
 def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
     """Nothing is asked of them, but a later chunk depends on what they do."""
-    model = network()
-    model.scale = torch.ones(())
+    model = network(nn.Dropout(0.5))
 
-    def f(c):
-        c = c.detach().requires_grad_()
-        (inner,) = torch.autograd.grad(model(c).sin().sum(), c, create_graph=True)
-        model.scale = model.scale + inner.detach().mean()
-        return inner * model.scale
+    def f(batch):
+        found = []
+        for x in batch:
+            x = x.detach().requires_grad_()
+            (inner,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+            model.scale = model.scale + inner.detach().mean()
+            found.append(inner * model.scale)
+        return found
 
-    found = []
-    for call in (plain, lambda f: gt.chunked(f, CHUNK, retain=0)(X)):
-        model.scale = torch.ones((), dtype=torch.float64)
-        out = call(f)
+    def run(call):
+        torch.manual_seed(1)
+        model.scale, log = torch.ones((), dtype=torch.float64), Log()
+        outs = call(f)
+        model.register_forward_hook(lambda m, a, y: log.note(gt.is_replaying()))
         used = list(model[:1].parameters())
-        found.append([out, model.scale, *gradients(contrast(out[6:8]), used)])
-    assert all_same(*found)
+        found = [*outs, model.scale, *gradients((outs[4] * outs[5]).sum(), used)]
+        model._forward_hooks.clear()
+        return found, log.items
+
+    examples = list(X[:8])
+    expected, _ = run(lambda f: [y for i in range(0, 8, 2) for y in f(examples[i : i + 2])])
+    found, replayed = run(lambda f: gt.chunked(f, 2, retain=0)(examples))
+    assert all_same(found, expected) and replayed == [True] * 6
 
 
 class Drawing(torch.autograd.Function):
@@ -1382,6 +1391,18 @@ def test_verify_names_the_chunk_and_the_submodule(chunk):
     with pytest.raises(GradtoolsError, match=match):
         loss.backward()
     assert all(p.grad is None for p in parameters)
+
+
+def test_verify_sees_a_module_whose_output_cancels_in_the_value_alone():
+    hidden = Hidden(5).double()
+
+    def f(c):
+        y = hidden(torch.cat([c, c[:, :1]], 1))
+        return c + (y - y.detach())[:, :3]
+
+    loss = contrast(gt.chunked(f, CHUNK, verify=True)(X))
+    with pytest.raises(GradtoolsError, match=r"chunk 0 .* first in hidden \(Hidden\)"):
+        loss.backward()
 
 
 def test_verify_tells_of_what_is_outside_of_modules():

@@ -7,6 +7,7 @@ outputs, then each chunk forward again with the CPU's random state put back, and
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
 from collections.abc import Callable
@@ -165,6 +166,8 @@ def frozen(value):
         return [frozen(x) for x in value]
     if isinstance(value, dict):
         return {k: frozen(v) for k, v in value.items()}
+    if isinstance(value, np.ndarray | collections.deque | set):
+        return [float(x) for x in value]
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.Generator):
@@ -322,6 +325,22 @@ class InSlots(nn.Module):
         return self.linear(x) + self.held(x)
 
 
+class Tables(nn.Module):
+    """Keeps state in an array of NumPy's, a deque and a set, changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = linear(), np.ones(3)
+        self.last, self.seen = collections.deque([1.0, 2.0], maxlen=2), {0}
+
+    def forward(self, x):
+        self.table *= 1.5
+        self.last.append(self.last[0] + 1)
+        self.seen.add(len(self.seen))
+        self.report = (self.last[0], len(self.seen))
+        return self.linear(x) * torch.from_numpy(self.table.copy()) * sum(self.report)
+
+
 def spectral():
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Tanh())
 
@@ -340,6 +359,7 @@ STATES = {
     "globals and class attributes": Global,
     "order of a dict": Ordered,
     "slots": InSlots,
+    "arrays and containers": Tables,
 }
 
 

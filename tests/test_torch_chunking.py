@@ -563,6 +563,38 @@ def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
     assert all_same(found, expected) and replayed == [True] * 6
 
 
+def test_variables_of_a_closure_are_replayed():
+    def run(call):
+        model, count, shift = network(), 0, None
+
+        def f(c):
+            nonlocal count, shift
+            count += 1
+            shift = c.sum() if shift is None else shift + c.sum()
+            return model(c * count + shift)
+
+        out = call(f)
+        return [out, *gradients(contrast(out), model.parameters()), shift], count
+
+    expected, count = run(plain)
+    for retain in (0, 1):
+        found, ours = run(lambda f, k=retain: gt.chunked(f, CHUNK, retain=k)(X))
+        assert all_same(found, expected) and ours == count == 4
+
+
+def test_what_f_no_longer_reaches_is_left_as_it_stands():
+    model = network(nn.BatchNorm1d(4))
+    held = [model]
+    out = gt.chunked(lambda c: held[0](c), CHUNK, retain=0)(X)
+    held[0] = None
+    model[2].running_mean.fill_(7)
+    model[2].eval()
+    found = gradients(contrast(out), model.parameters())
+    twin = network(nn.BatchNorm1d(4))
+    assert all_same(found, gradients(contrast(plain(twin)), twin.parameters()))
+    assert (model[2].running_mean == 7).all() and not model[2].training and held == [None]
+
+
 class Drawing(torch.autograd.Function):
     """Draws in its backward pass."""
 
@@ -1070,6 +1102,24 @@ def test_jacobians_through_dropout_have_one_mask():
             torch.manual_seed(1)
             found.append(torch.autograd.grad(call(), parameters, vectors, is_grads_batched=True))
         assert all_same(*found)
+
+
+def test_a_batch_of_cotangents_beneath_another_derivative_has_one_mask():
+    drop, w = nn.Dropout(0.5), W.detach()
+    f = lambda c, w: drop(c @ w).tanh()
+    ours = lambda w: gt.chunked(f, CHUNK, in_axes=(0, None))(X, w)
+    vectors = numbers(4, 11, 3)
+
+    def pushed(f):
+        pulled = lambda v: lambda w: torch.func.vjp(f, w)[1](v)[0]
+        one = lambda v: torch.func.jvp(pulled(v), (w,), (w.cos(),))[1]
+        torch.manual_seed(1)
+        return torch.vmap(one, randomness="same")(vectors), streams()
+
+    found, expected = pushed(ours), pushed(lambda w: plain(lambda c: f(c, w)))
+    assert same(found[0], expected[0], 1e-12) and found[1] == expected[1]
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(lambda x: ours(x))(torch.stack([w, w]))
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

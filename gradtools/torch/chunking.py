@@ -104,11 +104,12 @@ class _Program:
         """Tangents of the outputs."""
         return _derived(_Pushed(self, widths, width, there), rows, shared)
 
-    def batched(self, size: int, on: list[list[bool]], randomness: str) -> Any:
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         """The same for a batch, and which of its inputs then have its axis in front.
 
         on: Which of the inputs have it, row by row, the shared ones last; at least one does.
         randomness: As in torch.vmap.
+        whole: Whether all inputs are to have it.
         """
         raise NotImplementedError
 
@@ -149,7 +150,7 @@ class _Forward(_Program):
     def _check_modules(self) -> None:
         _check_modules(self.asked, self.start, self.chunks.f)
 
-    def batched(self, size: int, on: list[list[bool]], randomness: str) -> Any:
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         found = copy.copy(self)
         # What was drawn before there was a batch is drawn again once for all of it.
         randomness = randomness if any(map(any, on)) else "same"
@@ -394,16 +395,15 @@ class _Derived(_Program):
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
 
-    def batched(self, size: int, on: list[list[bool]], randomness: str) -> Any:
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         found, widths = copy.copy(self), [*self.widths, self.shared_width]
         own = [row[:k] for row, k in zip(on, widths, strict=True)]
-        alone = not any(map(any, own))
+        alone = not whole and not any(map(any, own))
         found.vectors_only = (alone, *self.vectors_only)
         wanted = own
         if not alone:
-            found.of, wanted = self.of.batched(size, own, randomness)
+            found.of, wanted = self.of.batched(size, own, randomness, True)
             found.forward = found.of.forward
-            wanted = [[True for _ in row] for row in wanted]
         vectors = zip(wanted, on, widths, strict=True)
         return found, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
 
@@ -694,7 +694,7 @@ def _rule(
     def mapped(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
         count = sum(widths) + width
         on = _cut_up([d is not None for d in axes[:count]], widths)
-        found, wanted = program.batched(size, on, randomness)
+        found, wanted = program.batched(size, on, randomness, False)
         front = [
             x if not w else x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
             for x, d, w in zip(xs[:count], axes[:count], _flat(wanted), strict=True)

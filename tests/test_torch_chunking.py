@@ -1110,14 +1110,16 @@ def test_a_batch_of_cotangents_beneath_another_derivative_has_one_mask():
     ours = lambda w: gt.chunked(f, CHUNK, in_axes=(0, None))(X, w)
     vectors = numbers(4, 11, 3)
 
-    def pushed(f):
+    def pushed(f, randomness):
         pulled = lambda v: lambda w: torch.func.vjp(f, w)[1](v)[0]
         one = lambda v: torch.func.jvp(pulled(v), (w,), (w.cos(),))[1]
         torch.manual_seed(1)
-        return torch.vmap(one, randomness="same")(vectors), streams()
+        return torch.vmap(one, randomness=randomness)(vectors), streams()
 
-    found, expected = pushed(ours), pushed(lambda w: plain(lambda c: f(c, w)))
-    assert same(found[0], expected[0], 1e-12) and found[1] == expected[1]
+    expected = pushed(lambda w: plain(lambda c: f(c, w)), "same")
+    for randomness in ("same", "different"):
+        found = pushed(ours, randomness)
+        assert same(found[0], expected[0], 1e-12) and found[1] == expected[1]
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(lambda x: ours(x))(torch.stack([w, w]))
 

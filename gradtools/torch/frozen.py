@@ -89,6 +89,9 @@ class _Use(_Forward):
         self.leaves = []
         self.graph: tuple[list[Any], list[Any], list[Any]] | None = None
 
+    def _check_modules(self) -> None:
+        """A module sees whole arguments, as in a plain call, and its parameters are constants."""
+
     # --- the first pass
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
@@ -209,8 +212,8 @@ class _FrozenBackward(_Backward):
             return set()
         _, own, outs = use.retained.pop(0)
         cts = self.split(0, rows[0], shared)[2]
-        if not use.holds:
-            sums.add(_pulled(outs, own, cts, False, False))
+        if not use.holds or any(self.vectors_only):
+            sums.add(self.pulled(outs, own, cts, len(own), False, False))
             return {0}
         with torch.enable_grad():
             vs = [None if ct is None else _alias(ct) for ct in cts]
@@ -232,7 +235,7 @@ class _FrozenBackward(_Backward):
         given = [[], [u is not None for u in us]]
         pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
         along = [dy for dy, t in zip(pushed, self.there[0], strict=False) if t]
-        if torch._C._functorch.peek_interpreter_stack() is None:
+        if self.arguments is not None:
             return [*along, *us]  # `_Asked` makes of us what is asked
         return [*along, *_along_arguments(self, zs, us, cts)]
 
@@ -275,7 +278,8 @@ class _Asked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *us: Tensor | None) -> Any:
-        zs, cts = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks once
+        zs, cts = saved[: ctx.count], saved[ctx.count :]
         found = _along_arguments(ctx.back, zs, us, cts)
         return None, None, *found, *([None] * len(cts))
 

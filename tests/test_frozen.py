@@ -1,0 +1,381 @@
+"""`frozen` and `mixed_partial` in each backend against plain double backward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+
+def number(gt, x):
+    return gt.asarray(np.asarray(x))
+
+
+def leaves(tree):
+    if isinstance(tree, dict):
+        return [x for k in sorted(tree) for x in leaves(tree[k])]
+    if isinstance(tree, list | tuple):
+        return [x for part in tree for x in leaves(part)]
+    return [] if tree is None else [tree]
+
+
+def close(gt, found, expected, tolerance=1e-10):
+    found = [gt.to_numpy(x) for x in leaves(found)]
+    expected = [gt.to_numpy(x) for x in leaves(expected)]
+    size = max(float(np.abs(e).max(initial=0)) for e in expected)
+    assert len(found) == len(expected) and size > 1e-6, "a vacuous comparison"
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * size)
+
+
+# --- the cases in small ---------------------------------------------------------------------
+
+
+def small_G(gt):
+    return lambda x: gt.xp.exp(x.sum())
+
+
+def small_f(y, g):
+    return ((y.sum(0) + g) ** 3).sum()
+
+
+def closed_form(y, z):
+    """(d/dy) <1, (d/dz) f(y, G(z))> = 6 (sum_j y_j + g) times the sum of dg/dz, which is 12 g."""
+    g = np.exp(z.sum())
+    return np.broadcast_to(6 * (y.sum(0) + g) * z.size * g, y.shape)
+
+
+def test_u3_and_u4_in_small(gt, rng):
+    y, z, u = rng.normal(size=(3, 4)), 0.1 * rng.normal(size=(3, 4)), np.ones((3, 4))
+    ly, lz, lu = (number(gt, x) for x in (y, z, u))
+
+    def twice(G):
+        inner = lambda y: (gt.grad(lambda z: small_f(y, G(z)))(lz) * lu).sum()
+        return gt.grad(inner)(ly)
+
+    G = small_G(gt)
+    expected = number(gt, closed_form(y, z).copy())
+    close(gt, twice(gt.frozen(G)), expected, 1e-13)
+    close(gt, twice(G), expected, 1e-13)
+    close(gt, gt.mixed_partial(small_f, G, ly, lz, lu), expected, 1e-13)
+
+
+def test_64_gradients_feed_a_nonlinear_function(gt, rng):
+    y, x = number(gt, rng.normal(size=(3, 4))), number(gt, rng.normal(size=(3, 4)))
+    zs = number(gt, 0.1 * rng.normal(size=(64, 3, 4)))
+    f = lambda y, g: ((y.sum(0) * 0.1 + g) ** 3).sum() * 0.01
+
+    def through(G):
+        G = gt.frozen(G) if G is not plain else G
+
+        def outer(y, x):
+            by_z = gt.grad(lambda z, y: f(y, G(z) * z[0]))
+            gradients = gt.vmap(by_z, (0, None))(zs, y)
+            return (
+                gt.xp.tanh((gradients**2).sum(0) * x).sum()
+                + (gradients[1:] * gradients[:-1] * x).sum()
+            )
+
+        return gt.grad(outer, (0, 1))(y, x)
+
+    plain = small_G(gt)
+    close(gt, through(lambda z: plain(z)), through(plain), 1e-12)
+
+
+# --- functions of all kinds -------------------------------------------------------------------
+
+
+def arrays(gt, rng, *shapes):
+    return [number(gt, rng.normal(size=shape)) for shape in shapes]
+
+
+def layers(gt, rng):
+    a, b = (number(gt, rng.normal(size=s) / 2) for s in ((4, 6), (6, 4)))
+    return lambda z: gt.xp.sin(gt.xp.tanh(z @ a) @ b)
+
+
+def tree(gt, rng):
+    inner = layers(gt, rng)
+
+    def G(z):
+        w = inner(z["a"])
+        both = (w * z["b"][0], {"k": gt.xp.exp(-w).sum(), "n": 3 + z["b"][1]})
+        return {"out": both, "z": z["a"]}
+
+    return G
+
+
+CASES = {
+    "a network": (layers, lambda gt, rng: arrays(gt, rng, (3, 4))[0], lambda o: o),
+    "trees and an integer": (
+        tree,
+        lambda gt, rng: {
+            "a": arrays(gt, rng, (3, 4))[0],
+            "b": [arrays(gt, rng, (4,))[0], number(gt, np.array([1, 2]))],
+        },
+        lambda o: o["out"][0] * o["out"][1]["k"] + o["z"] * o["out"][1]["n"].sum(),
+    ),
+    "a vector to a number": (
+        lambda gt, rng: lambda z: gt.xp.exp(gt.xp.sin(z).sum()),
+        lambda gt, rng: arrays(gt, rng, (4,))[0],
+        lambda o: o,
+    ),
+    "an empty output beside": (
+        lambda gt, rng: lambda z: (z[:0], gt.xp.sin(z) * z.sum()),
+        lambda gt, rng: arrays(gt, rng, (4,))[0],
+        lambda o: o[1] + o[0].sum(),
+    ),
+    "complex": (
+        lambda gt, rng: (lambda c: lambda z: z * z * c + 1j * z)(
+            number(gt, rng.normal(size=4) + 1j * rng.normal(size=4))
+        ),
+        lambda gt, rng: number(gt, rng.normal(size=4) + 1j * rng.normal(size=4)),
+        lambda o: (o * o).real + o.imag * o.real,
+    ),
+    "real to complex": (
+        lambda gt, rng: lambda z: gt.xp.exp(z * (0.3 + 1j)),
+        lambda gt, rng: arrays(gt, rng, (4,))[0],
+        lambda o: o.real * o.imag,
+    ),
+    "linear": (
+        lambda gt, rng: lambda z: 3.0 * z,
+        lambda gt, rng: arrays(gt, rng, (4,))[0],
+        lambda o: o * o * o,
+    ),
+}
+
+
+def floating(gt, z):
+    """A pytree whose integers cannot be moved, as a function of the arrays that can."""
+    if not isinstance(z, dict):
+        return z, lambda x: x
+    return (z["a"], z["b"][0]), lambda x: {"a": x[0], "b": [x[1], z["b"][1]]}
+
+
+@pytest.fixture(params=CASES)
+def case(request, gt, rng):
+    """(G, what can be moved of z, how z is made of it, what a number is made of)."""
+    make, at, read = CASES[request.param]
+    G = make(gt, rng)
+    z, whole = floating(gt, at(gt, rng))
+    return G, z, whole, read
+
+
+def scalar(gt, out):
+    return (gt.xp.sin(out.real) * (1 + out.real)).sum()
+
+
+def test_the_value_and_first_derivatives(gt, case):
+    G, z, whole, read = case
+    f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
+    close(gt, gt.frozen(G)(whole(z)), G(whole(z)), 1e-15)
+    close(gt, gt.value_and_grad(f(gt.frozen(G)))(z), gt.value_and_grad(f(G))(z), 1e-14)
+    close(gt, gt.jvp(f(gt.frozen(G)), (z,), (z,)), gt.jvp(f(G), (z,), (z,)), 1e-14)
+
+
+def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case):
+    G, z, whole, read = case
+
+    def second(G):
+        def by_y(y):
+            g = gt.grad(lambda z: scalar(gt, y * read(G(whole(z)))))(z)
+            return sum((x.real * x.real * (1 + k)).sum() for k, x in enumerate(leaves(g)))
+
+        return gt.grad(by_y)(number(gt, 0.7))
+
+    close(gt, second(gt.frozen(G)), second(G))
+
+
+@pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
+def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
+    G, z, whole, read = case
+    f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
+    found = gt.hvp(f(gt.frozen(G)), (z,), (z,), mode=mode)
+    close(gt, found, gt.hvp(f(G), (z,), (z,), mode=mode))
+
+
+def test_third_derivatives(gt, case):
+    G, z, whole, read = case
+
+    def third(G):
+        def by_y(y):
+            moved = lambda z: scalar(gt, y * read(G(whole(z))))
+            (g,), (h,) = gt.hvp(moved, (z,), (z,), mode="reverse_over_reverse")
+            return sum((x.real * x.real).sum() for x in leaves((g, h)))
+
+        return gt.grad(by_y)(number(gt, 0.7))
+
+    close(gt, third(gt.frozen(G)), third(G))
+
+
+def test_frozen_inside_frozen_with_a_budget(gt, case):
+    G, z, whole, read = case
+    both = gt.frozen(lambda z: gt.frozen(G)(z), memory_budget=1 << 20)
+
+    def second(G):
+        def by_y(y):
+            g = gt.grad(lambda z: scalar(gt, y * read(G(whole(z)))))(z)
+            return sum((x.real * x.real).sum() for x in leaves(g))
+
+        return gt.grad(by_y)(number(gt, 0.7))
+
+    close(gt, second(both), second(G))
+    f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
+    close(gt, gt.hvp(f(both), (z,), (z,)), gt.hvp(f(G), (z,), (z,)))
+
+
+# --- inside other operators -------------------------------------------------------------------
+
+
+@pytest.fixture
+def problem(gt, rng):
+    """(G, y, zs) and the loss of all gradients."""
+    G = layers(gt, rng)
+    y, zs = arrays(gt, rng, (4,), (6, 4))
+    return G, y, zs
+
+
+def inner(gt, G):
+    """df/dz as a function of y and z."""
+    return lambda y, z: gt.grad(lambda z: (gt.xp.tanh(y * G(z)) * y).sum())(z)
+
+
+def outer(gt, gradients, y):
+    return (gt.xp.sin((gradients * gradients).sum(0)) * y).sum() + (gradients**3).prod(0).sum()
+
+
+def expected_by_y(gt, G, y, zs):
+    stacked = lambda y: gt.xp.stack([inner(gt, G)(y, zs[i]) for i in range(6)])
+    return gt.grad(lambda y: outer(gt, stacked(y), y))(y)
+
+
+def under_vmap(gt, G, zs):
+    return lambda y: gt.vmap(lambda z: inner(gt, G)(y, z))(zs)
+
+
+def under_vmap_with_moving(gt, G, zs):
+    return lambda y: gt.vmap(inner(gt, G), in_axes=(None, 0))(y, zs + 0 * y.sum())
+
+
+def by_examples(gt, G, zs):
+    f = lambda z, y: (gt.xp.tanh(y * G(z)) * y).sum()
+    return lambda y: gt.per_example_grad(f, in_axes=(0, None))(zs, y)
+
+
+def in_chunks(gt, G, zs):
+    one = lambda y, z: gt.grad(lambda z: (gt.xp.tanh(y * G(z)) * y).sum())(z)
+    return lambda y: gt.chunked(one, 4, in_axes=(None, 0))(y, zs)
+
+
+def vmap_in_chunks(gt, G, zs):
+    one = lambda y, zs: gt.vmap(lambda z: inner(gt, G)(y, z))(zs)
+    return lambda y: gt.chunked(one, 4, in_axes=(None, 0))(y, zs)
+
+
+def of_chunks(gt, G, zs):
+    whole = gt.frozen(gt.chunked(G, 4))
+    return lambda y: inner(gt, whole)(y, zs)
+
+
+def checkpointed(gt, G, zs):
+    one = gt.checkpoint(lambda y, z: inner(gt, G)(y, z))
+    return lambda y: gt.xp.stack([one(y, zs[i]) for i in range(6)])
+
+
+def pushed(gt, G, zs):
+    """df/dz along unit vectors, in forward mode."""
+
+    def one(y, z):
+        f = lambda z: (gt.xp.tanh(y * G(z)) * y).sum()
+        units = gt.asarray(np.eye(4))
+        return gt.xp.stack([gt.jvp(f, (z,), (units[k],))[1] for k in range(4)])
+
+    return lambda y: gt.xp.stack([one(y, zs[i]) for i in range(6)])
+
+
+PLACES = [
+    *(under_vmap, under_vmap_with_moving, by_examples, in_chunks, vmap_in_chunks, of_chunks),
+    *(checkpointed, pushed),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_inside_other_operators(gt, problem, place):
+    G, y, zs = problem
+    gradients = place(gt, gt.frozen(G), zs)
+    found = gt.grad(lambda y: outer(gt, gradients(y), y))(y)
+    close(gt, found, expected_by_y(gt, G, y, zs))
+
+
+def test_uses_in_any_order(gt, problem):
+    G, y, zs = problem
+    ours = gt.frozen(G)
+
+    def all_forwards_first(y):
+        pairs = [
+            gt.vjp(lambda z, y=y: (gt.xp.tanh(y * ours(z)) * y).sum(), zs[i]) for i in range(6)
+        ]
+        found = {i: pairs[i][1](gt.xp.ones_like(pairs[i][0]))[0] for i in (3, 5, 0, 1, 4, 2)}
+        again = pairs[2][1](gt.xp.ones_like(pairs[2][0]))[0]
+        return gt.xp.stack([found[0], found[1], again, found[3], found[4], found[5]])
+
+    found = gt.grad(lambda y: outer(gt, all_forwards_first(y), y))(y)
+    close(gt, found, expected_by_y(gt, G, y, zs))
+
+
+def test_mixed_partial_through_a_frozen_function(gt, problem, rng):
+    G, y, zs = problem
+    f = lambda y, g: (gt.xp.tanh(y * g) * y).sum()
+    us = arrays(gt, rng, (6, 4), (6, 4))
+    expected = [gt.grad(lambda y, u=u: (inner(gt, G)(y, zs) * u).sum())(y) for u in us]
+    close(gt, gt.mixed_partial(f, gt.frozen(G), y, zs, us), expected)
+    close(gt, gt.mixed_partial(f, G, y, zs, us), expected)
+    close(gt, gt.mixed_partial(f, G, y, zs, us[1]), expected[1])
+
+
+def test_compiled(gt, problem):
+    G, y, zs = problem
+    ours = gt.frozen(G)
+    options = {"backend": "aot_eager"} if gt.__name__.endswith("torch") else {}
+    value = gt.compile(lambda y: (gt.xp.tanh(y * ours(zs)) * y).sum(), **options)
+    close(gt, value(y), (gt.xp.tanh(y * G(zs)) * y).sum())
+    if gt.__name__.endswith("jax"):
+        stacked = lambda y: gt.xp.stack([inner(gt, ours)(y, zs[i]) for i in range(6)])
+        found = gt.compile(gt.grad(lambda y: outer(gt, stacked(y), y)))(y)
+        close(gt, found, expected_by_y(gt, G, y, zs))
+
+
+def test_hessians_and_jacobians(gt, problem):
+    G, _, zs = problem
+    f = lambda G: lambda z: gt.xp.sin(G(z)).sum()
+    close(gt, gt.hessian(f(gt.frozen(G)))(zs[0]), gt.hessian(f(G))(zs[0]))
+    for mode in ("forward", "reverse"):
+        close(gt, gt.jacobian(gt.frozen(G), mode=mode)(zs[0]), gt.jacobian(G)(zs[0]))
+
+
+def test_keyword_arguments_and_several_arguments(gt, problem):
+    _, y, zs = problem
+    G = lambda a, b, *, power=2, c=None: gt.xp.sin(a * b) ** power + (0 if c is None else c)
+    ours = gt.frozen(G)
+    f = lambda G: lambda a, b: (G(a, b, power=3, c=y) ** 2).sum()
+    v = (zs[0], zs[1])
+    close(gt, gt.hvp(f(ours), v, v), gt.hvp(f(G), v, v))
+    along_b = lambda G: gt.grad(lambda b: (gt.grad(lambda a: f(G)(a, b))(zs[0]) ** 2).sum())(zs[1])
+    close(gt, along_b(ours), along_b(G))
+
+
+# --- wrong input ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda gt: gt.frozen(3), "frozen: .* is a int; expected a function"),
+        (lambda gt: gt.frozen(lambda z: z, memory_budget=-1), "frozen: memory_budget is -1"),
+    ],
+)
+def test_wrong_input_is_refused_in_words(gt, call, words):
+    with pytest.raises(GradtoolsError, match=words):
+        call(gt)

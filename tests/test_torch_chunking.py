@@ -844,15 +844,52 @@ def test_a_parameter_changed_between_the_passes_is_refused_as_by_pytorch():
         contrast(out).backward()
 
 
-def test_a_captured_tensor_that_f_changes_is_refused():
+def test_a_small_captured_tensor_that_f_changes_is_replayed():
     model, running = network(), torch.zeros(3, dtype=torch.float64)
+    plain, other = copy.deepcopy(model), torch.zeros(3, dtype=torch.float64)
 
-    def f(c):
+    def f(model, running, c):
         running.add_(c.mean(0))
         return model(c + running.clone())
 
+    out = gt.chunked(lambda c: f(model, running, c), CHUNK, retain=0)(X)
+    expected = torch.cat([f(plain, other, c) for c in X.split(CHUNK)])
+    contrast(out).backward()
+    contrast(expected).backward()
+    assert torch.equal(out, expected) and torch.equal(running, other)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_small_captured_constant_changed_between_the_passes_is_put_back():
+    model, scale = network(), torch.ones(3, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    out = gt.chunked(lambda c: model(c * scale), CHUNK, retain=0)(X)
+    scale.mul_(3)
+    contrast(out).backward()
+    contrast(torch.cat([plain(c) for c in X.split(CHUNK)])).backward()
+    assert scale.tolist() == [3.0] * 3
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_large_captured_tensor_that_f_changes_is_refused():
+    model, running = network(), torch.zeros(200_000, dtype=torch.float64)
+
+    def f(c):
+        running[:3].add_(c.mean(0))
+        return model(c + running[:3].clone())
+
     with pytest.raises(GradtoolsError, match="f changes running in place, which it captured"):
         gt.chunked(f, CHUNK)(X)
+
+
+def test_a_large_captured_constant_changed_between_the_passes_is_refused():
+    model, scale = network(), torch.ones(200_000, dtype=torch.float64)
+    out = gt.chunked(lambda c: model(c * scale[:3]), CHUNK, retain=0)(X)
+    scale.mul_(3)
+    with pytest.raises(GradtoolsError, match="scale was changed in place after the forward pass"):
+        contrast(out).backward()
 
 
 def test_a_tracked_argument_that_f_changes_is_refused():

@@ -331,7 +331,7 @@ class _Forward(_Program):
         """What the backward pass reads must be then what it is now."""
         if not any(map(any, self.attached)):
             return
-        moved = self.start.changed()
+        moved = self.start.changed(parameters=True)
         if moved:
             raise GradtoolsError(
                 f"{self.asked}: f changes {moved[0]} in place, which it captured and which belongs "
@@ -349,6 +349,7 @@ class _Forward(_Program):
     def replaying(self) -> Iterator[None]:
         """Inside, f runs from where it began; outside, everything is as it stands now."""
         changed = [name for x, version, name in self.versions if x._version != version]
+        changed += self.start.changed(parameters=False)  # autograd itself tells of those
         if changed:
             raise GradtoolsError(
                 f"{self.asked}: {changed[0]} was changed in place after the forward pass, and the "

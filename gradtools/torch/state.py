@@ -40,7 +40,7 @@ _ATOMS = frozenset(
 _FOREIGN = ("torch", "numpy", "jax", "builtins", "collections", "weakref", "logging", "threading")
 _STANDARD = frozenset({*_FOREIGN, *sys.stdlib_module_names, "gradtools"})
 _FIXED = frozenset(k for k, v in vars(torch.nn.Module()).items() if isinstance(v, dict | set))
-_LARGE = 1 << 20  # bytes of a NumPy array that is not a module's: it is taken for data
+_LARGE = 1 << 20  # bytes of an array that is not a module's: it is taken for data, and only watched
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Snapshot:
     Attributes:
         streams: The random streams of the process.
         modules: Every module that was reached, with its name.
-        watched: Tensors whose contents are not held: their version, and their name.
+        watched: The tensors that were reached, with their version and their name.
     """
 
     streams: Randomness
@@ -126,9 +126,14 @@ class Snapshot:
             put(state)
         self.streams.restore()
 
-    def changed(self) -> list[str]:
-        """The names of watched tensors that were changed in place since."""
-        return [name for x, version, name in self.watched if x._version != version]
+    def changed(self, parameters: bool) -> list[str]:
+        """The names of tensors that were changed in place since, and cannot be put back."""
+        held = {id(x) for x, _ in self._tensors}
+        return [
+            name
+            for x, version, name in self.watched
+            if x._version != version and id(x) not in held and (parameters or not x.requires_grad)
+        ]
 
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
         """The name of a watched tensor."""
@@ -208,9 +213,10 @@ class _Walk:
 
     def _tensor(self, x: Tensor, name: str, owned: bool) -> None:
         self.kinds.add(x.device.type)
-        if owned and not x.requires_grad and not isinstance(x, torch.nn.Parameter):
+        constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
+        if constant and (owned or x.nbytes <= _LARGE):
             self._contents(x)
-        elif not x.is_inference():
+        if not x.is_inference():
             self.found.watched.append((x, x._version, name))
 
     def _contents(self, x: Tensor) -> None:

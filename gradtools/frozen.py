@@ -69,13 +69,12 @@ class Freezing(Operators):
         in place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
         differentiation, 2025.
         """
-        options = Options(0, memory_budget)
-        options.check(G, 1, "frozen")
+        Options(0, memory_budget).check(G, 1, "frozen")
         uses = self._backend.frozen_uses(memory_budget)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             batch = Batch(self._backend, "frozen", args, (None,) * len(args), whole=True)
-            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), Cut(1, 1), options)
+            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), Cut(1, 1), Options(0))
             return whole.result(self._backend.run_frozen(whole, uses), [])
 
         def frozen_G(*args: Any, **kwargs: Any) -> Any:

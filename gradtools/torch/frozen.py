@@ -16,10 +16,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning
@@ -84,7 +87,7 @@ class _Use(_Forward):
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         super().__init__(whole, beneath)
-        self.uses, self.holds = uses, False
+        self.uses, self.holds, self.keeps = uses, False, False
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
         self.graph: tuple[list[Any], list[Any], list[Any]] | None = None
@@ -96,7 +99,8 @@ class _Use(_Forward):
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
-        measured = self.uses.budget > 0 and not self.beneath and self.modes.grad
+        self.keeps = self._may_keep()  # asked before hooks of our own stand there
+        measured = self.uses.budget > 0 and self.keeps
         with _bytes_saved(self) if measured else nullcontext([0]) as size:
             found = super()._first_pass(rows, shared)
         if measured:
@@ -105,8 +109,11 @@ class _Use(_Forward):
         return found
 
     def _kept(self) -> int:
+        return int(self.keeps)
+
+    def _may_keep(self) -> bool:
         packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        return 0 if packed or self.beneath or not self.modes.grad else 1
+        return not packed and not self.beneath and self.modes.grad
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if self.beneath:
@@ -138,7 +145,7 @@ class _Use(_Forward):
         if not (torch.is_grad_enabled() or any(map(is_dual, (*cts, *zs)))):
             return [*_flat(known[0]), *known[1]]
         back.arguments = zs
-        asked = _Asked.apply(back, len(zs), *zs, *cts)
+        asked = _Asked.apply(back, tuple(cts), *zs)
         _, grads = _node(back, rows, asked, known)
         return self.guarded(grads)
 
@@ -182,13 +189,15 @@ class _Use(_Forward):
         """Tangents of the outputs, in forward mode without any graph."""
         flags = {**self.modes.flags, "encoder fast path": False}  # it is taken without a graph
         use = self.with_modes(replace(self.modes, grad=False, flags=flags))
-        with use.replaying(), forward_ad.dual_level(), torch.no_grad():
+        _products_of_zero_cost_nothing()
+        with use.replaying(), forward_ad.dual_level(), torch.no_grad(), _OneTangent():
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
 
     def second(self, zs: Entries, dzs: Entries, cts: Entries) -> list[Any]:
         """The tangent of the pullback of cts along dzs: forward over reverse."""
+        _products_of_zero_cost_nothing()
         with self.without_hooks(), self.replaying(), forward_ad.dual_level(), torch.enable_grad():
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
@@ -263,14 +272,18 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
 
 
 class _Asked(torch.autograd.Function):
-    """Hands arguments on to a pullback; whoever asks for their derivative has it computed here."""
+    """Hands arguments on to a pullback; whoever asks for their derivative has it computed here.
+
+    The cotangents come in unseen by the engine: from here no way leads to what they depend on,
+    for which this would be computed in vain. The pullback's own node saves them and checks them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, back: Any, count: int, *tensors: Tensor) -> Any:
-        ctx.back, ctx.count = back, count
+    def forward(ctx: Any, back: Any, cts: tuple[Tensor, ...], *zs: Tensor) -> Any:
+        ctx.back, ctx.cts = back, cts
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        found = [x.view_as(x) for x in tensors[:count]]
+        ctx.save_for_backward(*zs)
+        found = [x.view_as(x) for x in zs]
         ctx.mark_non_differentiable(
             *[x for x in found if not x.is_floating_point() and not x.is_complex()]
         )
@@ -278,14 +291,11 @@ class _Asked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *us: Tensor | None) -> Any:
-        saved = ctx.saved_tensors  # once: a checkpoint unpacks once
-        zs, cts = saved[: ctx.count], saved[ctx.count :]
-        found = _along_arguments(ctx.back, zs, us, cts)
-        return None, None, *found, *([None] * len(cts))
+        return None, None, *_along_arguments(ctx.back, ctx.saved_tensors, us, ctx.cts)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, count: None, *tangents: Tensor | None) -> Any:
-        return tuple([None if t is None else t.view_as(t) for t in tangents[: ctx.count]])
+    def jvp(ctx: Any, _: None, cts: None, *tangents: Tensor | None) -> Any:
+        return tuple([None if t is None else t.view_as(t) for t in tangents])
 
 
 class _Refused(torch.autograd.Function):
@@ -334,6 +344,68 @@ class _Beside(torch.autograd.Function):
 
 
 # --- forward mode -----------------------------------------------------------------------------
+
+
+class _OneTangent(TorchFunctionMode):
+    """Layers of a fixed weight push the tangent of their input alone.
+
+    PyTorch's own rule makes and adds up a zero tangent for each weight, in a time of its own.
+    Only where nothing else differentiates. What calls a layer inside PyTorch is not seen here.
+    """
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fun not in _LAYERS or len(args) < 2:
+            return fun(*args, **(kwargs or {}))
+        (x, dx), kwargs = forward_ad.unpack_dual(args[0]), dict(kwargs or {})
+        others = (*args[1:], *kwargs.values())
+        if dx is None or any(is_dual(w) for w in others):
+            return fun(*args, **kwargs)
+        y = fun(x, *args[1:], **kwargs)
+        if "bias" in kwargs:
+            kwargs["bias"] = None
+        return forward_ad.make_dual(
+            y, fun(dx, args[1], *(None for _ in args[2:3]), *args[3:], **kwargs)
+        )
+
+
+_LAYERS = {
+    *(functional.linear, functional.conv1d, functional.conv2d, functional.conv3d),
+    *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
+}
+
+
+@cache
+def _products_of_zero_cost_nothing() -> Any:
+    """Gives PyTorch kernels for products of its symbolic zeros, which it else multiplies out.
+
+    In forward mode a fixed weight has such a zero for its tangent, and without these a linear or
+    convolutional layer takes three products in place of two.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("mm", "bmm", "convolution"):
+        library.impl(name, partial(_of_zero, getattr(torch.ops.aten, name).default), "ZeroTensor")
+    return library
+
+
+def _of_zero(product: Any, a: Tensor, b: Tensor, bias: Tensor | None = None, *more: Any) -> Tensor:
+    given = [x for x in (a, b, bias) if x is not None]
+    if not (a._is_zerotensor() or b._is_zerotensor()) or not (
+        bias is None or bias._is_zerotensor()
+    ):
+        plain = [torch.zeros_like(x) if x._is_zerotensor() else x for x in given]
+        return product(*plain, *more)
+    shape = _convolved(a.shape, b.shape, *more) if more else (*a.shape[:-1], b.shape[-1])
+    return torch._efficientzerotensor(shape, dtype=a.dtype, device=a.device)
+
+
+def _convolved(x: Any, w: Any, stride: Any, pad: Any, dilation: Any, *more: Any) -> list[int]:
+    """The shape of a convolution."""
+    transposed, extra, groups = more
+    rows = zip(x[2:], w[2:], stride, pad, dilation, extra, strict=True)
+    if transposed:
+        sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in rows]
+        return [x[0], w[1] * groups, *sizes]
+    return [x[0], w[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in rows)]
 
 
 def _dual(z: Tensor, dz: Tensor | None) -> Tensor:

@@ -1,0 +1,184 @@
+"""What second derivatives through `frozen` cost in PyTorch, counted: operations and live bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradtools.torch as gt
+from gradtools.torch.frozen import _products_of_zero_cost_nothing
+
+ROWS, WIDTH = 8, 64
+
+
+def network(depth):
+    torch.manual_seed(0)
+    layers = [part for _ in range(depth) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers).requires_grad_(False)
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts the operations of matrix products, those of tangents too."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul"):
+            a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            self.flops += 2 * a.numel() * b.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+def flops(run):
+    with Matmuls() as count:
+        run()
+    return count.flops
+
+
+def gradient(f, y, z, G):
+    return torch.autograd.grad(f(y, G(z)), z, create_graph=True)[0]
+
+
+def loss_of(y, g):
+    return (torch.tanh(g * y) * y).sum()
+
+
+def by_use(G, count, y, zs):
+    """Each use's gradient before the next use."""
+    total = sum(gradient(loss_of, y, zs[i], G).pow(2).sum() for i in range(count))
+    return torch.autograd.grad(total, y)[0]
+
+
+def all_forwards_first(G, count, y, zs):
+    values = [loss_of(y, G(zs[i])) for i in range(count)]
+    gs = [
+        torch.autograd.grad(v, z, create_graph=True)[0]
+        for v, z in zip(values, zs[:count], strict=True)
+    ]
+    return torch.autograd.grad(sum(g.pow(2).sum() for g in gs), y)[0]
+
+
+def inputs(count):
+    torch.manual_seed(1)
+    y = torch.randn(WIDTH, requires_grad=True)
+    return y, [torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(count)]
+
+
+DEPTH, COUNT = 6, 4
+FORWARD = 2 * ROWS * WIDTH * WIDTH * DEPTH * COUNT
+
+
+def test_the_count_sees_the_products_of_tangents():
+    """PyTorch itself multiplies by zero tangents of weights, which frozen spares itself."""
+    import torch.autograd.forward_ad as forward_ad
+
+    G, z = network(DEPTH), torch.randn(ROWS, WIDTH)
+    _products_of_zero_cost_nothing()
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(z, torch.randn(ROWS, WIDTH))
+        assert flops(lambda: G(dual)) == 2 * FORWARD // COUNT
+
+
+@pytest.mark.parametrize(
+    ("run", "make", "passes"),
+    [
+        (by_use, lambda G: G, 3),
+        (by_use, gt.frozen, 4),
+        (all_forwards_first, gt.frozen, 5),
+        (by_use, lambda G: gt.frozen(G, memory_budget=1 << 30), 3),
+        (all_forwards_first, lambda G: gt.frozen(G, memory_budget=1 << 30), 3),
+    ],
+)
+def test_forward_passes_that_a_second_derivative_costs(run, make, passes):
+    G = make(network(DEPTH))
+    spare = 1 if run is all_forwards_first and passes == 5 else 0  # the last use's graph is there
+    expected = passes * FORWARD - spare * FORWARD // COUNT
+    assert flops(lambda: run(G, COUNT, *inputs(COUNT))) == expected
+
+
+def test_parameters_that_require_a_gradient_cost_no_more():
+    G = gt.frozen(network(DEPTH).requires_grad_())
+    assert flops(lambda: by_use(G, COUNT, *inputs(COUNT))) == 4 * FORWARD
+
+
+def test_a_budget_slides_the_cost_and_a_small_one_changes_nothing():
+    one = 2 * DEPTH * ROWS * WIDTH * 4  # what a graph saves, and its pullback's
+    costs = [
+        flops(lambda b=b: by_use(gt.frozen(network(DEPTH), b), COUNT, *inputs(COUNT)))
+        for b in (0, 100, int(2.5 * one), 1 << 30)
+    ]
+    assert costs[0] == costs[1] == 4 * FORWARD and costs[3] == 3 * FORWARD
+    assert costs[3] < costs[2] < costs[1]
+
+
+def test_the_term_along_z_is_computed_only_when_asked():
+    y, zs = inputs(1)
+    G = gt.frozen(network(DEPTH))
+    once = FORWARD // COUNT
+
+    def second(wanted):
+        g = gradient(loss_of, y, zs[0], G)
+        torch.autograd.grad(g.pow(2).sum(), wanted)
+
+    assert flops(lambda: second([y])) == 4 * once
+    assert flops(lambda: second([y, zs[0]])) >= 7 * once
+    fixed = zs[0].detach().requires_grad_()
+    alone = lambda: torch.autograd.grad(G(fixed).sum(), fixed)
+    assert flops(alone) == 2 * once
+
+
+# --- live bytes -------------------------------------------------------------------------------
+
+
+def held(G, count):
+    """Bytes that stand between the first derivatives and the second."""
+    y, zs = inputs(count)
+    with LiveBytes() as live:
+        gs = [gradient(loss_of, y, z, G) for z in zs]
+        now = live.now
+        torch.autograd.grad(sum(g.pow(2).sum() for g in gs), y)
+    return now, live.peak
+
+
+def per_use(G, which):
+    few, many = held(G, 4)[which], held(G, 12)[which]
+    return (many - few) / 8
+
+
+def test_bytes_for_each_further_z_are_independent_of_depth():
+    between = {depth: per_use(gt.frozen(network(depth)), 0) for depth in (4, 24)}
+    assert between[4] == between[24] > 0
+    assert per_use(gt.frozen(network(24)), 1) <= per_use(gt.frozen(network(4)), 1)  # at most
+
+
+def test_bytes_for_each_further_z_are_a_tenth_of_double_backwards():
+    """Beside f's own graph and the gradient, which both keep."""
+    G = gt.frozen(network(24))
+    own = per_use(network(0), 0)
+    for which in (0, 1):
+        assert per_use(G, which) - own <= (per_use(network(24), which) - own) / 10
+
+
+def test_a_budget_holds_what_it_says():
+    G, lean = network(24), held(gt.frozen(network(24)), 8)[0]
+    budget = 1 << 20
+    rich = held(gt.frozen(G, memory_budget=budget), 8)[0]
+    assert lean < rich <= lean + budget
+
+
+@pytest.mark.parametrize("depth", [4, 16, 64, 256])
+def test_mixed_partial_takes_the_same_memory_at_every_depth(depth):
+    y, (z, u) = inputs(2)
+
+    def peak(G):
+        with LiveBytes() as live:
+            gt.mixed_partial(loss_of, G, y, z.detach(), u.detach())
+        return live.peak
+
+    assert peak(network(depth)) == peak(network(2))

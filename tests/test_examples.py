@@ -30,6 +30,19 @@ PRINTED = {
         r"50 evaluations of the cost in 50 steps",
         r"parameters differ from signs flipped by hand by \S+",
     ],
+    "u03_gradient_penalty": [
+        r"per_example_grad and the gradient of the sum differ by \S+",
+        r"\|dD/dx\| at the data: \S+ before, \S+ after 40 steps",
+        r"through frozen the penalty's gradient is the same: \S+",
+        r"and nothing is gained: \S+ MB, double backward \S+ MB",
+    ],
+    "u03_latent_gradients": [
+        r"dg/dy differs from double backward's by \S+",
+        r"nearest to their own clean code: \d+% as they come, \d+% after a step down",
+        r"so a further z_i takes \S+ MB and \S+ MB",
+        r"with frozen that does not depend on G's depth",
+        r"at 24 layers it is \d+ times less",
+    ],
     "u04_mixed_partial": [
         r"the small case differs from the closed form by \S+",
         r"both ways agree",
@@ -103,7 +116,7 @@ PRINTED = {
 }
 
 
-QUICK = ("u06_contrastive_retrieval",)  # which have --quick
+QUICK = ("u03_latent_gradients", "u06_contrastive_retrieval")  # which have --quick
 
 
 def test_every_example_is_listed_here():
@@ -120,7 +133,9 @@ def test_an_example_keeps_its_claims(name, backend_name, run):
         assert re.search(line, printed), f"{line!r} was not printed:\n{printed}"
 
 
-@pytest.mark.parametrize("name", ["u04_mixed_partial", "u05_pallas", "u09_complex_affine"])
+@pytest.mark.parametrize(
+    "name", ["u03_gradient_penalty", "u04_mixed_partial", "u05_pallas", "u09_complex_affine"]
+)
 def test_both_backends_are_compared(name, run, both):
     printed = run(name, "both")
     assert re.search(r"both:\n  largest difference between the backends \d\.\de-1\d", printed)

@@ -1,0 +1,390 @@
+"""Gradients at many codes of a frozen decoder train a critic, without keeping the decoder's graphs.
+
+G is a convolutional decoder, trained here on scikit-learn's digits. f(y, G(z)) is an energy that a
+small network y gives to images. Noisy codes z_1..z_N take a step down the energy, z_i - df/dz_i,
+and g compares all of them with all clean codes x, so that each finds its own. The loss is
+g(df/dz_1..N, x), and y learns from dg/dy: a second derivative through G at every z_i.
+
+Plain double backward keeps two graphs of G for each z_i until the end. With ``gt.frozen(G)`` in its
+place nothing else changes; the memory does. out/frozen.png shows it against N and G's depth.
+
+With --quick everything is smaller, and there is no picture.
+"""
+
+import functools
+import hashlib
+import inspect
+import os
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+from common import claim, difference, flat, main
+from sklearn.datasets import load_digits
+
+QUICK = "--quick" in sys.argv
+OUT = Path(__file__).parents[1] / "out"
+CODE, CHANNELS = 8, 16  # of the decoder
+TRAINING = 150 if QUICK else 500  # its steps
+GROUP, NOISE = 8, 0.7  # codes in each z_i
+N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
+COUNTS = (1, 4, 16) if QUICK else (1, 4, 16, 64)
+DEPTHS, WIDTH = (4, 24) if QUICK else (4, 8, 16, 24), 64  # of the dense layers
+BYTES = {}  # what was measured, for the picture: (against what, backend, way) to a list
+
+
+def show(gt, backend):
+    weights = constants(gt, decoder_weights(gt))
+    G = lambda z: decoder(gt, weights, z)
+    codes, noisy = (gt.asarray(x) for x in some_codes(weights, gt, N))
+    loss = lambda G, y, zs, x: g(gt, latent_gradients(gt, f, G, y, zs), zs, x)
+
+    y = {name: gt.asarray(x) for name, x in critic_weights().items()}
+    step = lambda way: gt.grad(lambda y: loss(way(G), y, noisy, codes))
+    ours, plain = (compiled(gt, step(way))(y) for way in ways(gt).values())
+    apart = difference(flat(gt, ours), flat(gt, plain))
+    claim(f"dg/dy differs from double backward's by {apart:.1e}", apart < 1e-9)
+
+    frozen = gt.frozen(G)
+    gradient = compiled(gt, gt.value_and_grad(lambda y: loss(frozen, y, noisy, codes)))
+    losses, trained = adam(gradient, y, [()] * STEPS, RATE, "critic")
+    print(f"  g went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
+    found = [found_own(gt, G, y, noisy, codes) for y in (None, trained)]
+    claim(
+        f"codes nearest to their own clean code: {found[0]:.0%} as they come, {found[1]:.0%} after "
+        "a step down the energy",
+        found[1] > found[0],
+    )
+
+    against_uses(gt, backend, weights, y)
+    against_depth(gt, backend)
+    if not QUICK:
+        draw()
+    return {"losses": gt.asarray(np.array(losses)), "dg/dy": ours}
+
+
+# --- the problem, the same in both frameworks ----------------------------------------------------
+
+
+def f(gt, y, images):
+    """The energy of all images."""
+    hidden = gt.xp.tanh(gt.xp.reshape(images, (-1, 64)) @ y["w1"] + y["b1"])
+    return gt.xp.sum(hidden @ y["w2"])
+
+
+def g(gt, slopes, zs, x):
+    """How badly each code, a step down the energy later, finds its own among the clean codes x."""
+    xp = gt.xp
+    moved, x = xp.reshape(zs - slopes, (-1, CODE)), xp.reshape(x, (-1, CODE))
+    logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # less a term of the row: -|moved - x|^2 / 2
+    own = xp.sum(moved * x, axis=1) - xp.sum(x**2, axis=1) / 2
+    return xp.mean(xp.log(xp.sum(xp.exp(logits - own[:, None]), axis=1)))
+
+
+def latent_gradients(gt, f, G, y, zs, unrolled=False):
+    """df/dz_i at each z_i, one after the other."""
+    slope = lambda z: gt.grad(lambda z: f(gt, y, G(z)))(z)
+    if gt.__name__ == "gradtools.jax" and not unrolled:
+        import jax
+
+        return jax.lax.map(slope, zs)
+    return gt.xp.stack([slope(z) for z in zs])
+
+
+def ways(gt):
+    return {"frozen": gt.frozen, "double backward": lambda G: G}
+
+
+def adam(gradient, params, batches, rate, what):
+    """The losses of the steps, and the last parameters."""
+    losses, means = [], {name: (0 * x, 0 * x) for name, x in params.items()}
+    for k, batch in enumerate(progress(batches, what), 1):
+        value, grads = gradient(params, *batch)
+        losses.append(float(value))
+        for name, c in grads.items():
+            m, v = means[name]
+            m, v = means[name] = 0.9 * m + 0.1 * c, 0.99 * v + 0.01 * c**2
+            move = m / (1 - 0.9**k) / ((v / (1 - 0.99**k)) ** 0.5 + 1e-8)
+            params = {**params, name: params[name] - rate * move}
+    return losses, params
+
+
+def found_own(gt, G, y, noisy, codes):
+    """The share of codes that are nearest to their own clean code."""
+    if y is not None:
+        noisy = noisy - latent_gradients(gt, f, G, y, noisy)
+    a, b = (gt.to_numpy(x).reshape(-1, CODE) for x in (noisy, codes))
+    distances = ((a[:, None] - b) ** 2).sum(axis=2)
+    return (distances.argmin(axis=1) == np.arange(len(a))).mean()
+
+
+# --- the decoder ---------------------------------------------------------------------------------
+
+
+def decoder(gt, weights, z):
+    """Codes to images of 8 x 8: 2 x 2, enlarged to 4 x 4 and to 8 x 8, each time a convolution."""
+    xp = gt.xp
+    x = xp.reshape(xp.tanh(z @ weights["dense"]), (-1, CHANNELS, 2, 2))
+    for name in ("conv1", "conv2"):
+        x = xp.repeat(xp.repeat(x, 2, axis=2), 2, axis=3)
+        x = xp.tanh(convolve(gt, x, weights[name]))
+    return 1 / (1 + xp.exp(-convolve(gt, x, weights["image"])))
+
+
+def convolve(gt, x, kernel):
+    if gt.__name__ == "gradtools.jax":
+        import jax
+
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME")
+    import torch
+
+    return torch.nn.functional.conv2d(x, kernel, padding="same")
+
+
+def constants(gt, weights):
+    """In PyTorch a module's frozen parameters, which gradtools need not watch for changes."""
+    weights = {name: gt.asarray(x.astype(np.float64)) for name, x in weights.items()}
+    if gt.__name__ == "gradtools.jax":
+        return weights
+    import torch
+
+    return torch.nn.ParameterDict(weights).requires_grad_(False)
+
+
+def encoder(gt, weights, images):
+    return gt.xp.tanh(images @ weights["in"]) @ weights["code"]
+
+
+def start():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "in": (64, 64),
+        "code": (64, CODE),
+        "dense": (CODE, 4 * CHANNELS),
+        "conv1": (CHANNELS, CHANNELS, 3, 3),
+        "conv2": (CHANNELS, CHANNELS, 3, 3),
+        "image": (1, CHANNELS, 3, 3),
+    }
+    inputs = {n: s[0] if len(s) == 2 else 9 * s[1] for n, s in shapes.items()}
+    return {n: rng.normal(size=s).astype(np.float32) / inputs[n] ** 0.5 for n, s in shapes.items()}
+
+
+def trained_autoencoder(gt):
+    """The weights of encoder and decoder after Adam's steps on the digits, in single precision."""
+    images = (load_digits().data / 16).astype(np.float32)
+    rng = np.random.default_rng(1)
+
+    def loss(weights, images, noise):
+        codes = encoder(gt, weights, images)
+        decoded = gt.xp.reshape(decoder(gt, weights, codes + noise), (-1, 64))
+        return 64 * gt.xp.mean((decoded - images) ** 2) + 0.02 * gt.xp.mean(codes**2)
+
+    def batch():
+        chosen = images[rng.integers(len(images), size=64)]
+        noise = rng.normal(scale=0.1, size=(64, CODE)).astype(np.float32)
+        return gt.asarray(chosen), gt.asarray(noise)
+
+    gradient = compiled(gt, gt.value_and_grad(loss))
+    weights = {name: gt.asarray(x) for name, x in start().items()}
+    batches = [batch() for _ in range(TRAINING)]
+    losses, weights = adam(gradient, weights, batches, 0.003, "decoder")
+    print(f"  the decoder was trained: its loss went from {losses[0]:.2f} to {losses[-1]:.2f}")
+    return {name: gt.to_numpy(x) for name, x in weights.items()}
+
+
+@functools.cache
+def decoder_weights(gt):
+    """From the disk, if this very decoder was trained before, in whichever framework."""
+    parts = (decoder, convolve, encoder, start, trained_autoencoder, adam)
+    sources = "".join(map(inspect.getsource, parts)) + f"{CODE} {CHANNELS} {TRAINING}"
+    path = OUT / f"digits-decoder-{hashlib.sha256(sources.encode()).hexdigest()[:12]}.npz"
+    if not path.exists():
+        weights = trained_autoencoder(gt)
+        OUT.mkdir(exist_ok=True)
+        whole = path.with_suffix(f".{os.getpid()}.npz")
+        np.savez(whole, **weights)
+        os.replace(whole, path)
+    with np.load(path) as file:
+        return dict(file)
+
+
+def some_codes(weights, gt, count):
+    """The codes of the first digits, and the same under noise: two arrays (count, GROUP, CODE)."""
+    images = gt.asarray(load_digits().data[: count * GROUP] / 16)
+    codes = gt.to_numpy(encoder(gt, weights, images)).reshape(count, GROUP, CODE)
+    return codes, codes + np.random.default_rng(2).normal(scale=NOISE, size=codes.shape)
+
+
+def critic_weights():
+    rng = np.random.default_rng(3)
+    return {
+        "w1": rng.normal(size=(64, 32)) / 8,
+        "b1": np.zeros(32),
+        "w2": rng.normal(size=32) / 32**0.5,
+    }
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def against_uses(gt, backend, weights, y):
+    """What dg/dy needs through the decoder, for N codes z_i."""
+    step = lambda way, n: bytes_of(
+        gt, backend, way, decoder, f, weights, y, codes_like(n, GROUP, CODE)
+    )
+    for n in COUNTS:
+        for name, way in ways(gt).items():
+            note("N", backend, name, step(way, n))
+        sizes = [x[-1] / 1e6 for x in noted("N", backend)]
+        print("  N = {:2}: frozen {:.2f} MB, double backward {:.2f} MB".format(n, *sizes))
+    ours, plain = ((x[-1] - x[-2]) / (COUNTS[-1] - COUNTS[-2]) / 1e6 for x in noted("N", backend))
+    claim(f"so a further z_i takes {ours:.3f} MB and {plain:.3f} MB", 5 * ours < plain)
+
+
+def against_depth(gt, backend):
+    """What one further z_i takes around dense layers."""
+    energy = lambda gt, y, x: gt.xp.sum(gt.xp.tanh(x @ y))
+    y = gt.asarray(np.random.default_rng(5).normal(size=WIDTH))
+
+    def step(way, depth, n, unrolled=False):
+        layers = constants(gt, {"all": codes_like(depth, WIDTH, WIDTH) / WIDTH**0.5})
+        zs = codes_like(n, 32, WIDTH)
+        return bytes_of(gt, backend, way, dense, energy, layers, y, zs, unrolled)
+
+    for depth in DEPTHS:
+        for name, way in ways(gt).items():
+            note("layers", backend, name, (step(way, depth, 40) - step(way, depth, 24)) / 16)
+        sizes = [x[-1] / 1e6 for x in noted("layers", backend)]
+        print(
+            f"  {depth:2} layers: a further z_i takes "
+            "{:.3f} MB, with double backward {:.3f} MB".format(*sizes)
+        )
+    ours, plain = noted("layers", backend)
+    claim("with frozen that does not depend on G's depth", max(ours) < 1.01 * min(ours))
+    times = plain[-1] / ours[-1]
+    claim(f"at {DEPTHS[-1]} layers it is {times:.0f} times less", times > 5)
+    if backend == "jax":
+        ours, plain = (step(way, 24, 4, unrolled=True) / 1e6 for way in ways(gt).values())
+        claim(
+            "with 4 z_i in a Python loop under jit there is nothing to gain: XLA shares what is "
+            f"computed twice ({ours:.2f} MB, {plain:.2f} MB)",
+            0.9 < ours / plain < 1.1,
+        )
+
+
+def dense(gt, layers, z):
+    layer = lambda z, w: gt.xp.tanh(z @ w)
+    if gt.__name__ == "gradtools.jax":
+        import jax
+
+        return jax.lax.scan(lambda z, w: (layer(z, w), None), z, layers["all"])[0]
+    return functools.reduce(layer, layers["all"], z)
+
+
+def codes_like(*shape):
+    return np.random.default_rng(4).normal(size=shape)
+
+
+def note(against, backend, way, size):
+    BYTES.setdefault((against, backend, way), []).append(size)
+
+
+def noted(against, backend):
+    return [BYTES[against, backend, way] for way in ("frozen", "double backward")]
+
+
+def bytes_of(gt, backend, way, G, f, weights, y, zs, unrolled=False):
+    """What the derivative of a function of all df/dz_i to y needs at its peak."""
+
+    def step(y, zs, weights):
+        use = way(lambda z: G(gt, weights, z))
+        slopes = lambda y: latent_gradients(gt, f, use, y, zs, unrolled)
+        return gt.grad(lambda y: gt.xp.mean(slopes(y) ** 2) ** 0.5)(y)
+
+    return {"torch": live_bytes, "jax": compiled_bytes}[backend](step, y, gt.asarray(zs), weights)
+
+
+def compiled_bytes(step, *args):
+    """Bytes that the compiled program needs beside its inputs and outputs; it is not run."""
+    import jax
+
+    return jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def live_bytes(step, *args):
+    """The most bytes that the storages made on the way held at once."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Live(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.known, self.now, self.most = set(), 0, 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in torch.utils._pytree.tree_leaves(out):
+                if isinstance(x, torch.Tensor) and not func.is_view:
+                    self.note(x.untyped_storage())
+            return out
+
+        def note(self, storage):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.known:
+                self.known.add(key)
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.drop, key, size)
+
+        def drop(self, key, size):
+            self.known.discard(key)
+            self.now -= size
+
+    with Live() as live:
+        step(*args)
+    return live.most
+
+
+def draw():
+    """What was measured so far, in out/frozen.png."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)  # no window, whatever the user's settings
+    left, right = figure.subplots(1, 2)
+    colours = {"frozen": "#22688c", "double backward": "#b8542c"}
+    panels = {"N": (left, COUNTS), "layers": (right, DEPTHS)}
+    for (against, backend, way), sizes in BYTES.items():
+        axes, at = panels[against]
+        style = {"torch": "o-", "jax": "s:"}[backend]
+        axes.plot(at, np.array(sizes) / 1e6, style, color=colours[way], label=f"{way}, {backend}")
+    left.set(xlabel="N, the number of z_i", ylabel="MB at the peak", yscale="log")
+    left.set_xscale("log", base=2)
+    left.set_title("dg/dy through a convolutional decoder")
+    right.set(xlabel="dense layers of G", ylabel="MB for one further z_i", ylim=(0, None))
+    right.set_title("a further z_i, against G's depth")
+    left.legend()
+    OUT.mkdir(exist_ok=True)
+    figure.savefig(OUT / "frozen.png", dpi=110)
+
+
+def compiled(gt, program):
+    """In JAX; eager PyTorch needs it not."""
+    return gt.compile(program) if gt.__name__ == "gradtools.jax" else program
+
+
+def progress(steps, what):
+    """The steps, with a bar on a terminal."""
+    if not sys.stderr.isatty():
+        return steps
+    from tqdm import tqdm
+
+    return tqdm(steps, desc=f"  {what}", unit="step", leave=False)
+
+
+if __name__ == "__main__":
+    if QUICK:
+        sys.argv.remove("--quick")
+    main(show, tolerance=1e-9)

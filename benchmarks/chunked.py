@@ -410,9 +410,10 @@ def picture(over: dict[str, list[int]], measured: dict[str, Measured]) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
     for (left, right), (framework, found) in zip(axes, measured.items(), strict=True):
         shapes = iter("osvDP^X*p")
+        colours = iter(["tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown"])
         for name, way in found.ways.items():
-            ours = name in OURS
-            style = {"marker": next(shapes), "color": "tab:red" if ours else None}
+            colour = "tab:red" if name in OURS else next(colours)
+            style = {"marker": next(shapes), "color": colour}
             if f"{framework}, {name}" in over:
                 megabytes = [x / 1e6 for x in over[f"{framework}, {name}"]]
                 left.plot(COUNTS, megabytes, label=name, alpha=0.8, **style)
@@ -420,7 +421,8 @@ def picture(over: dict[str, list[int]], measured: dict[str, Measured]) -> None:
             bars = [[middle - low], [high - middle]]
             right.errorbar(way.peak / 1e6, middle, bars, label=name, linestyle="", **style)
         left.set(xscale="log", yscale="log", xlabel=f"chunks of {CHUNK}", ylabel="peak, MB")
-        left.set_xticks(COUNTS, map(str, COUNTS), minor=False)
+        left.set_xticks(COUNTS, map(str, COUNTS))
+        left.set_xticks([], minor=True)
         left.set_title(f"{framework}: memory over the number of chunks")
         right.set(xscale="log", xlabel="peak, MB", ylabel=f"time over {BY_HAND}")
         right.axhline(1, color="grey", linewidth=0.5)

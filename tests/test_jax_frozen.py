@@ -1,0 +1,100 @@
+"""Frozen functions in JAX: closed-over parameters, jit, loops, models."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+RNG = np.random.default_rng(20261121)
+Y = jnp.asarray(RNG.normal(size=4))
+ZS = jnp.asarray(RNG.normal(size=(5, 3, 4)))
+A = jnp.asarray(RNG.normal(size=(4, 4)) / 2)
+
+
+def net(z):
+    return jnp.sin(jnp.tanh(z @ A) @ A.T)
+
+
+def by_z(G):
+    return lambda y, z: jax.grad(lambda z: jnp.sum(jnp.tanh(y * G(z)) * y))(z)
+
+
+def same(found, expected, tolerance=1e-12):
+    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert float(jnp.abs(b).max()) > 1e-6, "a vacuous comparison"
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max()))
+
+
+def scanned(G):
+    def total(y, zs):
+        def body(carry, z):
+            g = by_z(G)(y + 0.1 * carry, z)
+            return jnp.tanh(carry + (g * g).sum(0)), g.sum()
+
+        carry, sums = jax.lax.scan(body, jnp.zeros(4), zs)
+        return carry.sum() + (sums**2).sum()
+
+    return jax.grad(total, (0, 1))
+
+
+def test_a_scan_over_many_z():
+    same(jax.jit(scanned(gt.frozen(net)))(Y, ZS), jax.jit(scanned(net))(Y, ZS))
+
+
+def test_eager_and_jit_agree_and_nothing_is_traced_twice():
+    traced = []
+
+    def G(z):
+        traced.append(None)
+        return net(z)
+
+    run = jax.grad(lambda y: (by_z(gt.frozen(G))(y, ZS[0]) ** 2).sum())
+    compiled = jax.jit(run)
+    found = compiled(Y)
+    count = len(traced)
+    compiled(2 * Y)
+    assert len(traced) == count > 0
+    same(found, run(Y))
+
+
+def test_a_closed_over_parameter_that_is_differentiated_raises():
+    def loss(a):
+        return gt.frozen(lambda z: jnp.sin(z @ a))(ZS[0]).sum()
+
+    with pytest.raises(GradtoolsError, match="closes over an array"):
+        jax.grad(loss)(A)
+    inner = lambda a: (by_z(gt.frozen(lambda z: jnp.sin(z @ a)))(Y, ZS[0]) ** 2).sum()
+    with pytest.raises(GradtoolsError, match="closes over an array"):
+        jax.grad(inner)(A)
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = x + nn.SelfAttention(2, param_dtype=float)(nn.LayerNorm(param_dtype=float)(x))
+            x = x + nn.Dense(4, param_dtype=float)(nn.gelu(nn.Dense(8, param_dtype=float)(x)))
+        return x
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, param_dtype=float)(x).reshape(-1, 2, 2, 2)
+        return nn.Conv(2, (3, 3), param_dtype=float)(nn.tanh(x)).reshape(-1, 4)[: len(Y)]
+
+
+@pytest.mark.parametrize("model", [Transformer(), Decoder()])
+def test_models_through_functionalize(model):
+    variables = model.init(jax.random.key(0), ZS[0])
+    apply, params, state = gt.functionalize(model, variables=variables)
+    G = lambda z: apply(params, state, z)[0]
+    second = lambda G: jax.grad(lambda y, z: (by_z(G)(y, z) ** 2).sum(), (0, 1))
+    same(jax.jit(second(gt.frozen(G)))(Y, ZS[0]), jax.jit(second(G))(Y, ZS[0]), 1e-10)

@@ -88,7 +88,8 @@ class Chunking(Operators):
                 order of outputs is restored. A batch that is sharded over devices then needs no
                 gather.
             retain: How many of the last chunks keep their graph instead of computing it again.
-                The last one costs next to nothing.
+                The last one costs next to nothing in PyTorch; in JAX its gradient is one more
+                buffer, and `retain=0` the leanest.
             memory_budget: Bytes for graphs that are kept beyond the leanest run; `retain` then
                 follows from the size of a chunk's graph.
             verify: PyTorch: whether to compare what is computed again with the first pass, and

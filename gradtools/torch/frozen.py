@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -90,7 +91,6 @@ class _Use(_Forward):
         self.uses, self.holds, self.keeps = uses, False, False
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
-        self.graph: tuple[list[Any], list[Any], list[Any]] | None = None
 
     def _check_modules(self) -> None:
         """A module sees whole arguments, as in a plain call, and its parameters are constants."""
@@ -155,29 +155,33 @@ class _Use(_Forward):
         slow = lambda use: _derived(_Pushed(use, widths, width, there), rows, shared)
         return self.by_any_kernel(fast if self.may_use_forward_mode() else None, slow)
 
+    def may_use_graph(self) -> bool:
+        """Whether nothing differentiates the result."""
+        return not torch.is_grad_enabled() and forward_ad._current_level < 0
+
     def may_use_forward_mode(self) -> bool:
-        """Whether nothing differentiates the result, and no other forward mode is under way."""
-        return not (
-            torch.is_grad_enabled()
-            or forward_ad._current_level >= 0
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or self.batches
-        )
+        """Whether nothing differentiates the result, and no transform is under way."""
+        torch._C._vmapmode_increment_nesting()
+        batched = torch._C._vmapmode_decrement_nesting() > 0  # of is_grads_batched
+        beneath = torch._C._functorch.peek_interpreter_stack() is not None
+        return self.may_use_graph() and not (beneath or batched or self.batches)
 
     def by_any_kernel(self, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
         """The result of forward mode, else of double backward; by other kernels where one fails."""
         other = self.with_modes(self.modes.by_other_kernels())
         ways = [] if fast is None else [(fast, self), (fast, other)]
         ways += [(slow, self), (slow, other)]
-        for k, (way, use) in enumerate(ways):
+        while True:
+            way, use = ways.pop(0)
             try:
                 return way(use)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = _lacking(error)
-                if kernel is None or k + 1 == len(ways):
+                if kernel == _FUNCTION:  # it is no kernel that flags choose
+                    ways = [(w, u) for w, u in ways if w is not way]
+                if kernel is None or not ways:
                     raise
-                _tell(kernel, again=ways[k + 1][0] is way)
-        raise AssertionError
+                _tell(kernel, again=ways[0][0] is way)
 
     def with_modes(self, modes: Modes) -> _Use:
         """The same use, computed again in other modes."""
@@ -198,7 +202,9 @@ class _Use(_Forward):
     def second(self, zs: Entries, dzs: Entries, cts: Entries) -> list[Any]:
         """The tangent of the pullback of cts along dzs: forward over reverse."""
         _products_of_zero_cost_nothing()
-        with self.without_hooks(), self.replaying(), forward_ad.dual_level(), torch.enable_grad():
+        own = saved_tensors_hooks(lambda x: x, lambda x: x)  # others cannot pack symbolic zeros
+        level, graph = forward_ad.dual_level(), torch.enable_grad()
+        with self.without_hooks(), self.replaying(), own, level, graph:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             ys, _ = self.one(0, [], duals)
@@ -214,6 +220,12 @@ class _FrozenBackward(_Backward):
     """
 
     arguments: list[Any] | None = None
+    graph: tuple[list[Any], list[Any], list[Any]] | None = None  # within the budget
+
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
+        found, wanted = super().batched(size, on, randomness, whole)
+        found.graph = None
+        return found, wanted
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: _Sums) -> set[int]:
         use: Any = self.of
@@ -227,7 +239,7 @@ class _FrozenBackward(_Backward):
         with torch.enable_grad():
             vs = [None if ct is None else _alias(ct) for ct in cts]
             grads = _pulled(outs, own, vs, True, True)
-        use.graph = (own, vs, grads)
+        self.graph = (own, vs, grads)
         sums.add([None if g is None else g.detach() for g in grads])
         return {0}
 
@@ -237,8 +249,8 @@ class _FrozenBackward(_Backward):
         us = spread(shared[width:], there[-1])
         cts = rows[0]
         use: Any = self.of
-        if use.graph is not None and not torch.is_grad_enabled() and forward_ad._current_level < 0:
-            _, vs, grads = use.graph
+        if self.graph is not None and use.may_use_graph():
+            _, vs, grads = self.graph
             pulled = _pulled(grads, [v for v in vs if v is not None], us, True, False)
             return [*pulled, *us]
         given = [[], [u is not None for u in us]]
@@ -254,8 +266,8 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     use: Any = back.of
     if all(u is None for u in us):
         return [None] * len(zs)
-    if use.graph is not None and not torch.is_grad_enabled() and forward_ad._current_level < 0:
-        own, _, grads = use.graph
+    if back.graph is not None and use.may_use_graph():
+        own, _, grads = back.graph
         return _pulled(grads, own, us, True, False)
     full, there = spread(cts, back.there[0]), [[False] * len(cts), [u is not None for u in us]]
     given = [*zs, *(u for u in us if u is not None)]
@@ -425,13 +437,14 @@ _LACKING = [
     re.compile(r"derivative for (\S+) is not implemented"),
     re.compile(r"()(?:must implement the jvp function|marked with @once_differentiable)"),
 ]
+_FUNCTION = "a torch.autograd.Function"
 _TOLD: set[tuple[str, bool]] = set()
 
 
 def _lacking(error: Exception) -> str | None:
     """The kernel that lacks a derivative, if that is what the error says."""
     found = next((m for m in (p.search(str(error)) for p in _LACKING) if m is not None), None)
-    return None if found is None else found.group(1) or "a torch.autograd.Function"
+    return None if found is None else found.group(1) or _FUNCTION
 
 
 def _tell(kernel: str, again: bool) -> None:

@@ -1,0 +1,312 @@
+"""Frozen functions in PyTorch: kernels without forward mode, state, parameters, engines."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools.torch.frozen import _TOLD
+from gradtools.torch.state import Modes
+
+D = torch.float64
+CPU = {"cpu"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_told_yet():
+    _TOLD.clear()
+
+
+def loss(y, g):
+    return (0.01 * (y.sum() + g) ** 3).sum() + (g.reshape(-1)[0] * y).sin().sum()
+
+
+def second(G, zs, y, order="use by use", along=False):
+    """The derivative along y of a function of all df/dz_i, and these."""
+    if along:
+        zs = [(z * y.mean()).sin() for z in zs]
+    if order == "use by use":
+        gs = [torch.autograd.grad(loss(y, G(z)), z, create_graph=True)[0] for z in zs]
+    else:
+        values = [loss(y, G(z)) for z in zs]
+        pairs = zip(values, zs, strict=True)
+        gs = [torch.autograd.grad(v, z, create_graph=True)[0] for v, z in pairs]
+    total = sum((i + 1) * g.pow(2).sum().tanh() for i, g in enumerate(gs))
+    total = total + torch.stack(gs).prod(0).sum()
+    return [torch.autograd.grad(total, y)[0], *(g.detach() for g in gs)]
+
+
+def same(found, expected, tolerance=1e-11):
+    for a, b in zip(found, expected, strict=True):
+        assert b.abs().max() > 1e-8, "a vacuous comparison"
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def inputs(*shape, count=3, dtype=D):
+    generator = torch.Generator().manual_seed(1)
+    make = lambda *s: torch.randn(s, generator=generator, dtype=dtype).mul(0.5).requires_grad_()
+    return [make(*shape) for _ in range(count)], make(2)
+
+
+def decoder():
+    layers = [nn.Unflatten(1, (1, 2, 2)), nn.ConvTranspose2d(1, 2, 3), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Conv2d(2, 3, 3, stride=2, padding=1, groups=1))
+
+
+def encoder(dropout=0.0):
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True, activation="gelu")
+
+
+def normalised():
+    parts = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)]
+    return nn.Sequential(*parts)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+NETWORKS = {
+    "perceptron": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), (2, 4)),
+    "decoder": (decoder, (2, 4)),
+    "batch norm and dropout": (normalised, (5, 4)),
+    "encoder": (encoder, (2, 3, 8)),
+    "encoder with dropout": (lambda: encoder(0.2), (2, 3, 8)),
+    "encoder, evaluated": (lambda: encoder(0.2).eval(), (2, 3, 8)),
+    "recurrent": (Recurrent, (3, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("order", ["use by use", "all forwards first"])
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.filterwarnings("ignore:frozen. _scaled_dot_product")
+def test_it_is_double_backward_bit_for_bit_in_state(name, order, along, tracked, budget):
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    plain = make().to(D).requires_grad_(tracked)
+    ours = copy.deepcopy(plain)
+    zs, y = inputs(*shape)
+    torch.manual_seed(3)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(plain, zs, y, order, along)
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    fused = budget is None or "encoder" not in name
+    with sdpa_kernel([SDPBackend.MATH, *([SDPBackend.FLASH_ATTENTION] if fused else [])]):
+        found = second(gt.frozen(ours, budget), zs, y, order, along)
+    same(found, expected)
+    assert torch.equal(torch.rand(2), after)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], value), key
+
+
+# --- kernels without forward mode -------------------------------------------------------------
+
+
+def attention(z):
+    return nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos())
+
+
+def test_fused_attention_is_replaced_for_that_pass_and_said_once():
+    zs, y = inputs(2, 2, 3, 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(attention, zs, y, along=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        second(attention, zs, y)
+    before = Modes.now(CPU).flags
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        same(second(gt.frozen(attention), zs, y, along=True), expected)
+        same(second(gt.frozen(attention), zs, y, along=True), expected)
+    assert [w.category for w in told] == [GradtoolsWarning]
+    assert "_scaled_dot_product_flash_attention_for_cpu lacks" in str(told[0].message)
+    assert "alternatives to fused kernels" in str(told[0].message)
+    assert Modes.now(CPU).flags == before
+
+
+def test_flags_are_restored_after_an_exception():
+    zs, y = inputs(2, 2, 3, 4)
+    before = Modes.now(CPU).flags
+
+    def f(z):
+        if not torch.backends.cuda.flash_sdp_enabled():
+            raise ValueError("here")
+        return attention(z)
+
+    with pytest.raises(ValueError, match="here"), pytest.warns(GradtoolsWarning):
+        second(gt.frozen(f), zs, y)
+    assert Modes.now(CPU).flags == before
+
+
+def test_a_float32_lstm_on_the_cpu():
+    torch.manual_seed(0)
+    model = Recurrent().requires_grad_(False)
+    zs, y = inputs(3, 2, 4, dtype=torch.float32)
+    expected = second(
+        copy.deepcopy(model).to(D),
+        [z.detach().to(D).requires_grad_() for z in zs],
+        y.detach().to(D).requires_grad_(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GradtoolsWarning)
+        found = second(gt.frozen(model), zs, y)
+    same([x.to(D) for x in found], expected, 1e-4)
+
+
+class WithoutJvp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 3 * ctx.saved_tensors[0] ** 2 * ct
+
+
+class Once(WithoutJvp):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, ct):
+        return 3 * ctx.saved_tensors[0] ** 2 * ct
+
+
+@pytest.mark.parametrize("along", [False, True])
+def test_a_function_without_jvp_takes_double_backward_and_says_so(along):
+    zs, y = inputs(2, 4)
+    with pytest.warns(GradtoolsWarning, match=r"a torch\.autograd\.Function lacks .* double back"):
+        found = second(gt.frozen(lambda z: WithoutJvp.apply(z.sin())), zs, y, along=along)
+    same(found, second(lambda z: z.sin() ** 3, zs, y, along=along))
+
+
+# --- parameters -------------------------------------------------------------------------------
+
+REFUSED = "a parameter of G is asked for its derivative"
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_asking_for_a_parameters_derivative_raises(order):
+    model = nn.Linear(4, 3).to(D)
+    (z,), y = inputs(2, 4, count=1)
+    G = gt.frozen(model)
+    value = loss(y, G(z))
+    if order == 2:
+        (g,) = torch.autograd.grad(value, z, create_graph=True)
+        value = g.pow(2).sum()
+    with pytest.raises(GradtoolsError, match=REFUSED):
+        torch.autograd.grad(value, model.weight, retain_graph=True)
+    with pytest.raises(GradtoolsError, match=REFUSED):
+        value.backward(retain_graph=True)
+    value.backward(inputs=[y], retain_graph=True)
+    assert y.grad is not None and model.weight.grad is None
+
+
+def test_backward_works_where_parameters_are_switched_off():
+    model = nn.Linear(4, 3).to(D).requires_grad_(False)
+    (z,), y = inputs(2, 4, count=1)
+    (g,) = torch.autograd.grad(loss(y, gt.frozen(model)(z)), z, create_graph=True)
+    (e,) = torch.autograd.grad(loss(y, model(z)), z, create_graph=True)
+    g.pow(2).sum().backward()
+    same([y.grad, z.grad], torch.autograd.grad(e.pow(2).sum(), (y, z)))
+
+
+def test_a_captured_tensor_that_is_computed_from_others_is_refused():
+    (z,), y = inputs(2, 4, count=1)
+    scaled = 2 * y.sum()
+    with pytest.raises(GradtoolsError, match=r"captured 'scaled' that is computed"):
+        gt.frozen(lambda z: z * scaled)(z)
+
+
+def test_a_batch_norm_is_no_reason_for_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GradtoolsWarning)
+        gt.frozen(normalised())(torch.randn(5, 4))
+
+
+# --- engines ----------------------------------------------------------------------------------
+
+
+def net(z):
+    return (z.sin() @ torch.ones(4, 3, dtype=D).tril()).exp()
+
+
+def test_uses_that_are_pulled_back_more_than_once():
+    (z,), y = inputs(2, 4, count=1)
+
+    def twice(G):
+        value = loss(y, G(z))
+        (a,) = torch.autograd.grad(value, z, create_graph=True)
+        (b,) = torch.autograd.grad(value.sin(), z, create_graph=True)
+        total = (a * b).sum()
+        first = torch.autograd.grad(total, (y, z), retain_graph=True)
+        return [*first, *torch.autograd.grad(total, (y, z))]
+
+    for budget in (None, 1 << 20):
+        same(twice(gt.frozen(net, budget)), twice(net))
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_batched_cotangents(budget):
+    (z,), y = inputs(2, 4, count=1)
+
+    def rows(G):
+        (g,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
+        units = torch.eye(8, dtype=D).reshape(8, 2, 4)
+        return torch.autograd.grad(g, (y, z), units, is_grads_batched=True)
+
+    same(rows(gt.frozen(net, budget)), rows(net))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vjp", "jacrev", "hessian", "vmap"])
+def test_transforms_of_torch_func(transform):
+    zs, y = inputs(2, 4)
+    z, v = zs[0].detach(), zs[1].detach()
+    y = y.detach()
+
+    def run(G):
+        by_z = lambda y: torch.func.grad(lambda z: loss(y, G(z)))(z).pow(2).sum()
+        along = lambda z: torch.func.grad(lambda z: loss(y, G(z)))(z)
+        made = {
+            "grad": lambda: [torch.func.grad(by_z)(y)],
+            "jvp": lambda: torch.func.jvp(along, (z,), (v,)),
+            "vjp": lambda: torch.func.vjp(along, z)[1](v),
+            "jacrev": lambda: [torch.func.jacrev(along)(z)],
+            "hessian": lambda: [torch.func.hessian(lambda z: loss(y, G(z)))(z)],
+            "vmap": lambda: [torch.vmap(lambda z: torch.func.grad(lambda z: loss(y, G(z)))(z))(z)],
+        }
+        return made[transform]()
+
+    same(run(gt.frozen(net)), run(net))
+
+
+def test_offloaded_saved_tensors():
+    zs, y = inputs(2, 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy().copy(), torch.from_numpy):
+        found = second(gt.frozen(net), zs, y, along=True)
+    same(found, second(net, zs, y, along=True))
+
+
+def test_an_argument_changed_in_place_is_refused():
+    z = torch.ones(2, 4, dtype=D)
+    (w,), y = inputs(2, 4, count=1)
+    value = loss(y, gt.frozen(lambda z, w: net(z) * w.sum())(z, w))
+    (g,) = torch.autograd.grad(value, w, create_graph=True)
+    z.add_(1)
+    with pytest.raises((GradtoolsError, RuntimeError), match=r"in place|inplace"):
+        torch.autograd.grad(g.pow(2).sum(), y)

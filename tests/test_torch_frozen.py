@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
-from gradtools.torch.frozen import _TOLD
+from gradtools.torch.frozen import _TOLD, _products_of_zero_cost_nothing
 from gradtools.torch.state import Modes
 
 D = torch.float64
@@ -310,3 +310,18 @@ def test_an_argument_changed_in_place_is_refused():
     z.add_(1)
     with pytest.raises((GradtoolsError, RuntimeError), match=r"in place|inplace"):
         torch.autograd.grad(g.pow(2).sum(), y)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_with_a_symbolic_zero_has_the_shape_of_the_product(transposed):
+    _products_of_zero_cost_nothing()
+    x, zero = torch.ones(2, 4, 9, 7), torch._efficientzerotensor((4, 6, 3, 2))
+    if not transposed:
+        zero = torch._efficientzerotensor((6, 2, 3, 2))
+    how = ([2, 1], [1, 0], [1, 2], transposed, [1, 0] if transposed else [0, 0], 2)
+    found = torch.ops.aten.convolution(x, zero, None, *how)
+    expected = torch.ops.aten.convolution(x, torch.zeros(zero.shape), None, *how)
+    assert found._is_zerotensor() and found.shape == expected.shape
+    flat = torch._efficientzerotensor((4, 3))
+    assert torch.mm(torch.ones(2, 4), flat).shape == (2, 3)
+    assert torch.bmm(torch.ones(5, 2, 4), torch._efficientzerotensor((5, 4, 3))).shape == (5, 2, 3)

@@ -291,5 +291,5 @@ def test_the_example_of_a_sentence_encoder_names_five_planted_bugs():
         [sys.executable, str(program)], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "FAILED" not in done.stdout and done.stdout.count("all agree") == 3
+    assert "FAILED" not in done.stdout and done.stdout.count("all agree") == 2
     assert done.stdout.count("planted ") == 5

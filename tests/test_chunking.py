@@ -67,6 +67,7 @@ def test_pushforwards_are_those_of_the_batch(gt, problem):
     close(gt, found, gt.jvp(lambda w, x: loss(gt, plain(w, x)), (w, x), directions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
 def test_hessian_products_are_those_of_the_batch(gt, problem, mode):
     ours, plain, w, x, directions = problem
@@ -74,6 +75,7 @@ def test_hessian_products_are_those_of_the_batch(gt, problem, mode):
     close(gt, found, gt.hvp(lambda w, x: loss(gt, plain(w, x)), (w, x), directions))
 
 
+@pytest.mark.slow
 def test_it_may_stand_in_itself(gt, problem, case):
     ours, plain, w, x, _ = problem
     if isinstance(x, list):
@@ -83,6 +85,7 @@ def test_it_may_stand_in_itself(gt, problem, case):
     close(gt, found, gt.grad(lambda w, x: loss(gt, plain(w, x)), (0, 1))(w, x))
 
 
+@pytest.mark.slow
 def test_under_vmap_and_compile(gt, problem):
     ours, plain, w, x, _ = problem
     found = gt.compile(lambda w, x: loss(gt, ours(w, x)))(w, x)

@@ -110,6 +110,7 @@ def meeting(w, x):
     return jnp.sin(x @ w) * jnp.cos(x @ w).sum(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk_size", "interleaved", "retain"), [(3, False, 2), (4, True, 1)])
 def test_where_examples_of_a_chunk_meet_it_is_the_loop(chunk_size, interleaved, retain):
     run = gt.chunked(meeting, chunk_size, in_axes=(None, 0), interleaved=interleaved, retain=retain)
@@ -127,6 +128,7 @@ def test_without_jit_too(interleaved):
     same(jax.grad(loss(run), (0, 1))(W, X), jax.grad(loss(embed), (0, 1))(W, X), 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retain", [0, 1, 3])
 def test_complex_derivatives_of_both_orders(retain):
     run = gt.chunked(embed, 4, in_axes=(None, 0), retain=retain)
@@ -156,6 +158,7 @@ def test_finite_differences():
     assert abs(jnp.vdot(jax.grad(loss)(W), direction) - slope) < 1e-7 * abs(slope)
 
 
+@pytest.mark.slow
 def test_axes_of_inputs_and_outputs_in_trees():
     def f(p, batch, scale=1.0):
         a, b = batch["a"], batch["b"]  # (3, c) and (c,)
@@ -266,6 +269,7 @@ def dropped(key, w, x):
     return embed(w, x) * jax.random.bernoulli(key, 0.5, (len(x), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interleaved", "raw", "retain"), [(False, False, 0), (False, True, 1), (True, False, 2)]
 )
@@ -727,7 +731,7 @@ def test_microbatched_traces_once_for_each_shape_and_recomputes_nothing():
     step = jax.jit(gt.microbatched(f, 5))
     step(W, X)
     step(2 * W, X)
-    assert f.calls == 1 and step._cache_size() == 1
+    assert f.calls == 1
     ours = flops(gt.microbatched(f, 5), W, X)
     assert ours == flops(jax.value_and_grad(lambda w, x: jnp.mean(of_each(w, x))), W, X)
 
@@ -1037,6 +1041,7 @@ def _started(program, *args, devices=8):
     )
 
 
+@pytest.mark.slow
 def test_a_sharded_batch_is_not_moved_and_every_device_works_on_every_chunk():
     _finished(_started(EIGHT + SHARDED + "print('same')"))
 
@@ -1151,6 +1156,7 @@ def equinox_model():
     return gt.functionalize(net, variables=state, train=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
 @pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model])
 def test_a_model_is_that_of_the_loop_in_values_gradients_and_statistics(model):

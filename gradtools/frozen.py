@@ -45,11 +45,13 @@ class Freezing(Operators):
         attributes are for each computation what they were for the first. A kernel without forward
         mode (fused attention, recurrent layers on the CPU) is replaced by the framework's own
         alternative for that pass alone, which is said once; where there is none, that pass takes
-        double backward. JAX: G is any function; a model comes through `functionalize`.
+        double backward. JAX: G is any function; a model comes through `functionalize`. Under jit
+        what nobody asks for is not computed; outside, the part along the arguments always is.
 
         Args:
             G: Takes and returns pytrees of arrays.
-            memory_budget: Bytes of graphs to keep beyond the leanest: uses that fit cost 3F.
+            memory_budget: PyTorch: bytes of graphs to keep beyond the leanest; uses that fit cost
+                3F. In JAX it changes nothing: there the compiler decides what is kept.
 
         Returns:
             A function of G's arguments.

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from gradtools.host import KernelCall
 from gradtools.rules import Rule
+from gradtools.seeing.recording import Recording, Run, Vanished
 
 Array = Any
 Fun = Callable[..., tuple[list[Array], list[Array]]]
@@ -176,6 +177,22 @@ class Backend(Protocol):
     def is_replaying(self) -> bool: ...
     def gather(self, x: Any, axis_name: Any, group: Any) -> Any: ...
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]: ...
+
+    # Seeing.
+    def record(self, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
+        """One run of a function of flat leaves, as a graph. Its effects are undone."""
+        ...
+
+    def vanishing(self, run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | None:
+        """Where the cotangent of a connected leaf becomes zero; None if its gradient is not zero.
+
+        The cotangents of the inexact outputs are random, that of a single number is one.
+        """
+        ...
+
+    def rerun(self, fun: Callable[[], Any]) -> Any:
+        """`fun()` without a graph, from the state of now, which is put back afterwards."""
+        ...
 
     # Models and writing.
     def functionalize(

@@ -1,0 +1,303 @@
+"""How data and derivatives flow through a graph, and where a derivative is lost.
+
+Dependence is a semiring: a path is as strong as its weakest link, two values are tied as
+strongly as by their strongest path::
+
+    dependence(out, in) = max over paths of min over links
+
+Forward from an input this gives the strength with which each value depends on it, backward from
+the outputs the strength with which each value matters. A link is a *loss* when what enters it is
+still differentiable in the input, what leaves it is not, and data flows on to an output.
+
+An input whose gradient is not lost altogether may have lost a part. A part is a *term*: a value
+that depends on the input without a derivative and is added to, or laid beside, one that has a
+derivative. A mask, an index or a branch that is chosen by a comparison is no lost term, nor is
+what is computed from the very value it is added to, as in ``x - floor(x)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node
+
+_NONE, _CUT, _ZERO, _FULL = Dependence
+Strengths = Mapping[int, Dependence]
+
+ADDITIVE = frozenset(
+    {"add", "subtract", "sum", "mean", "concatenate", "stack", "scatter", "scatter_add", "update"}
+)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One link at which the derivative to an input is lost.
+
+    Attributes:
+        node: The operation that loses it.
+        output: Which of its outputs has no derivative any more.
+        input: Which of its inputs still had one.
+        whole: Whether everything that the input gives to the outputs is lost, not one term.
+        value: The number of that output in its graph.
+        call: The outermost node that the operation stands in, if it stands in a body.
+    """
+
+    node: Node
+    output: int
+    input: int
+    whole: bool
+    value: int
+    call: Node | None = None
+
+
+def dependence_matrix(graph: Graph) -> list[list[Dependence]]:
+    """``matrix[output][input]``: how each output depends on each input."""
+    columns = []
+    for value in graph.inputs:
+        found = forward(graph, {value: _FULL})
+        columns.append([found.get(out, _NONE) for out in graph.outputs])
+    return [[column[k] for column in columns] for k in range(len(graph.outputs))]
+
+
+def forward(graph: Graph, start: Strengths) -> dict[int, Dependence]:
+    """How strongly each value depends on those in `start`; what does not is left out."""
+    found = _Strengths(graph.outside, start)
+    for node in graph.nodes:
+        entering = [found.get(value, _NONE) for value in node.inputs]
+        if any(entering):
+            for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+                found.raise_to(value, _through(row, entering))
+    return found
+
+
+def backward(graph: Graph, end: Strengths) -> dict[int, Dependence]:
+    """How strongly the values in `end` depend on each value."""
+    found = _Strengths([(target, source) for source, target in graph.outside], end)
+    for node in reversed(graph.nodes):
+        leaving = [found.get(value, _NONE) for value in node.outputs]
+        if any(leaving):
+            columns = zip(*links_of(graph, node), strict=True)
+            for value, column in zip(node.inputs, columns, strict=True):
+                found.raise_to(value, _through(column, leaving))
+    return found
+
+
+class _Strengths(dict[int, Dependence]):
+    """Strengths that only rise; what flows outside of the framework rises along, as a cut."""
+
+    def __init__(self, beside: Iterable[tuple[int, int]], start: Strengths) -> None:
+        super().__init__()
+        self._beside: dict[int, list[int]] = {}
+        for value, other in beside:
+            self._beside.setdefault(value, []).append(other)
+        for value, strength in start.items():
+            self.raise_to(value, strength)
+
+    def raise_to(self, value: int, strength: Dependence) -> None:
+        if strength > self.get(value, _NONE):
+            self[value] = strength
+            for other in self._beside.get(value, ()):
+                self.raise_to(other, _CUT)
+
+
+def _through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> Dependence:
+    return max(map(min, links, strengths), default=_NONE)
+
+
+# --- links -------------------------------------------------------------------------------
+
+
+def links_of(graph: Graph, node: Node) -> Links:
+    """``links[k][i]``: how output k of a node depends on its input i."""
+    if node.links is not None:
+        return node.links
+    if node.bodies:
+        return _links_of_bodies(graph, node)
+    inputs = [graph.values[value].is_inexact for value in node.inputs]
+    return tuple(
+        tuple(_FULL if out and into else _CUT for into in inputs)
+        for out in (graph.values[value].is_inexact for value in node.outputs)
+    )
+
+
+def _links_of_bodies(graph: Graph, node: Node) -> Links:
+    links = [[_NONE] * len(node.inputs) for _ in node.outputs]
+    for body in node.bodies:
+        if not body.gate:
+            _join_body(links, body)
+    deciding = _deciding(node, links)
+    for row in links:
+        for i in deciding:
+            row[i] = max(row[i], _CUT)
+    return tuple(map(tuple, links))
+
+
+def _join_body(links: list[list[Dependence]], body: Body) -> None:
+    for row, inner in zip(links, _rounds(body), strict=True):
+        for i, strength in zip(body.inputs, inner, strict=True):
+            row[i] = max(row[i], strength)
+
+
+def _rounds(body: Body) -> list[list[Dependence]]:
+    """How a body's outputs depend on its inputs after any number of rounds."""
+    matrix = dependence_matrix(body.graph)
+    if body.skippable:
+        for k, i in body.carries:
+            value = body.graph.values[body.graph.inputs[i]]
+            matrix[k][i] = max(matrix[k][i], _FULL if value.is_inexact else _CUT)
+    changed = bool(body.carries)
+    while changed:
+        changed = False
+        for row in matrix:
+            for k, i in body.carries:
+                for j, strength in enumerate(matrix[k]):
+                    if min(row[i], strength) > row[j]:
+                        row[j], changed = min(row[i], strength), True
+    return matrix
+
+
+def _deciding(node: Node, links: list[list[Dependence]]) -> set[int]:
+    """The inputs that choose a branch, or how often a loop runs."""
+    deciding = set(range(len(node.inputs))).difference(*(body.inputs for body in node.bodies))
+    for gate in (body for body in node.bodies if body.gate):
+        carried = {i: k for k, i in gate.carries}
+        for row in dependence_matrix(gate.graph):
+            for i, strength in enumerate(row):
+                if strength:
+                    deciding.add(gate.inputs[i])
+                    if i in carried:
+                        deciding |= {j for j, s in enumerate(links[carried[i]]) if s}
+    return deciding
+
+
+# --- losses ------------------------------------------------------------------------------
+
+
+def losses(graph: Graph, index: int) -> list[Loss]:
+    """Every place at which the derivative to input `index` is lost, in program order.
+
+    When some of the input reaches an output with its derivative, only lost terms are listed.
+    """
+    start = {graph.inputs[index]: _FULL}
+    reached = forward(graph, start)
+    if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
+        return [*_terms(graph, start, graph.outputs, None)]
+    return [*_whole(graph, start, dict.fromkeys(graph.outputs, _FULL), None)]
+
+
+def _whole(graph: Graph, start: Strengths, end: Strengths, call: Node | None) -> Iterator[Loss]:
+    """The losses between values that enter and values that matter, bodies' included."""
+    reached, matters = forward(graph, start), backward(graph, end)
+    for node in graph.nodes:
+        entering = [reached.get(value, _NONE) for value in node.inputs]
+        leaving = [matters.get(value, _NONE) for value in node.outputs]
+        if not any(entering) or not any(leaving):
+            continue
+        if node.bodies and node.links is None:
+            yield from _in_bodies(graph, node, entering, leaving, call)
+        else:
+            yield from _at(graph, node, entering, leaving, call)
+
+
+def _at(
+    graph: Graph,
+    node: Node,
+    entering: Sequence[Dependence],
+    leaving: Sequence[Dependence],
+    call: Node | None,
+) -> Iterator[Loss]:
+    links = links_of(graph, node)
+    for k, row in enumerate(links):
+        if leaving[k] and _through(row, entering) < _FULL:
+            for i, link in enumerate(row):
+                if entering[i] == _FULL and _NONE < link < _FULL:
+                    yield Loss(node, k, i, True, node.outputs[k], call)
+
+
+def _in_bodies(
+    graph: Graph,
+    node: Node,
+    entering: Sequence[Dependence],
+    leaving: Sequence[Dependence],
+    call: Node | None,
+) -> Iterator[Loss]:
+    links = links_of(graph, node)
+    after = [_through(row, entering) for row in links]
+    for body in node.bodies:
+        start = _entering_body(body, entering, after)
+        end = _leaving_body(body, node, leaving)
+        yield from _whole(body.graph, start, end, call or node)
+
+
+def _entering_body(
+    body: Body, entering: Sequence[Dependence], after: Sequence[Dependence]
+) -> Strengths:
+    start = _Strengths((), {})
+    for value, i in zip(body.graph.inputs, body.inputs, strict=True):
+        start.raise_to(value, entering[i])
+    for k, i in body.carries:
+        start.raise_to(body.graph.inputs[i], after[k])
+    return start
+
+
+def _leaving_body(body: Body, node: Node, leaving: Sequence[Dependence]) -> Strengths:
+    """Which outputs of a body matter: those that leave, are decided on, or come back."""
+    if body.gate:
+        return dict.fromkeys(body.graph.outputs, _FULL)
+    strengths = list(leaving)
+    for gate in (other for other in node.bodies if other.gate):
+        read = [max(column) for column in zip(*dependence_matrix(gate.graph), strict=True)]
+        for k, i in gate.carries:
+            strengths[k] = max(strengths[k], min(_CUT, read[i]))
+    matrix = _rounds(body) if body.carries else []
+    for k, i in body.carries:
+        column = [row[i] for row in matrix]
+        strengths[k] = max(strengths[k], _through(column, strengths))
+    end = _Strengths((), {})
+    for value, strength in zip(body.graph.outputs, strengths, strict=True):
+        end.raise_to(value, strength)
+    return end
+
+
+# --- lost terms --------------------------------------------------------------------------
+
+
+def _terms(
+    graph: Graph, start: Strengths, outputs: Iterable[int], call: Node | None
+) -> Iterator[Loss]:
+    """The losses behind every term that has no derivative and is added to one that has."""
+    reached = forward(graph, start)
+    matters = backward(graph, dict.fromkeys(outputs, _FULL))
+    terms: list[int] = []
+    for node in graph.nodes:
+        if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
+            continue
+        if node.bodies and node.links is None:
+            yield from _terms_in_bodies(node, reached, call)
+        elif node.operation in ADDITIVE:
+            terms += _lost_terms(graph, node, reached)
+    if terms:
+        for loss in _whole(graph, start, dict.fromkeys(terms, _FULL), call):
+            yield Loss(loss.node, loss.output, loss.input, False, loss.value, loss.call)
+
+
+def _lost_terms(graph: Graph, node: Node, reached: Strengths) -> list[int]:
+    strengths = [reached.get(value, _NONE) for value in node.inputs]
+    flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
+    lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
+    return [v for v in lost if flowing and not flowing & ancestors(graph, v)]
+
+
+def _terms_in_bodies(node: Node, reached: Strengths, call: Node | None) -> Iterator[Loss]:
+    entering = [reached.get(value, _NONE) for value in node.inputs]
+    after = [reached.get(value, _NONE) for value in node.outputs]
+    for body in node.bodies:
+        if not body.gate:
+            start = _entering_body(body, entering, after)
+            yield from _terms(body.graph, start, body.graph.outputs, call or node)
+
+
+def ancestors(graph: Graph, value: int) -> set[int]:
+    """Every value from which data flows to this one."""
+    return set(backward(graph, {value: _FULL})) - {value}

@@ -1,0 +1,69 @@
+"""What a wing says about one run of a user's function.
+
+`record` runs or traces a function of flat leaves once and gives a `Recording`: the graph, and the
+framework's own error if there was one. `vanishing` takes the gradient at these very values and
+says at which operations a cotangent that was not zero became zero. Both are methods of the waist;
+what is made of them stands above, in `doctor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradtools.seeing.graph import Graph, Node, Source
+
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The framework's own error on the way: data may not leave it like this.
+
+    Attributes:
+        kind: A key of `doctor.KINDS`.
+        operation: What was tried, such as "numpy" or "float".
+        message: The first line of the framework's own message.
+        source: The innermost line of the user's own code.
+        scope: The modules it ran in, outermost first.
+    """
+
+    kind: str
+    operation: str
+    message: str
+    source: Source | None = None
+    scope: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One run of a function of flat leaves.
+
+    Attributes:
+        graph: Its graph. ``graph.inputs`` are the leaves, ``graph.outputs`` what it returned,
+            one value for each, a NumPy or Python number among them.
+        refusal: The framework's own error that ended the run, if one did; the graph then has no
+            outputs.
+        host_outputs: Which outputs are no arrays of the framework, but NumPy or Python numbers.
+        stand_ins: For each leaf the name of a captured array that is read in its place: the same
+            array, reached by closure, global or attribute. Empty where there is none.
+    """
+
+    graph: Graph
+    refusal: Refusal | None = None
+    host_outputs: tuple[int, ...] = ()
+    stand_ins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vanished:
+    """An operation at which the cotangent of a connected leaf became zero at these values.
+
+    Attributes:
+        node: The operation; its ``operation`` is the neutral name.
+        underflow: Whether the factor is not zero, but the product is.
+    """
+
+    node: Node
+    underflow: bool = False

@@ -14,7 +14,18 @@ from gradtools.edits import Edits
 from gradtools.frozen import Freezing
 from gradtools.kernels import HostFunctions
 from gradtools.models import Models
+from gradtools.seeing.operators import Seeing
 
 
-class Api(Derivatives, Edits, CustomRules, HostFunctions, Freezing, Chunking, Accumulation, Models):
+class Api(
+    Derivatives,
+    Edits,
+    CustomRules,
+    HostFunctions,
+    Freezing,
+    Chunking,
+    Accumulation,
+    Models,
+    Seeing,
+):
     """Every public operator, bound to one backend."""

@@ -190,6 +190,10 @@ class Backend(Protocol):
         """
         ...
 
+    def watchable(self) -> bool:
+        """Whether `record` may be called here: not inside a transform that it cannot see into."""
+        ...
+
     def rerun(self, fun: Callable[[], Any]) -> Any:
         """`fun()` without a graph, from the state of now, which is put back afterwards."""
         ...

@@ -6,137 +6,217 @@ whole and the gradient is zero all the same, the values are to blame: the wing t
 cotangent that was not zero became zero. One finite perturbation tells an output that does depend
 on the argument from one that is truly constant.
 
-The table `KINDS` holds each kind of loss with its reason and its mend.
+The kinds of loss, with their reasons and mends, stand in `findings.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Sequence
+from typing import Any
 
-from gradtools.seeing.graph import Dependence, Source
+import numpy as np
 
+from gradtools.backend import Backend
+from gradtools.seeing.findings import KINDS, Finding
+from gradtools.seeing.flow import Loss, forward, losses, losses_of
+from gradtools.seeing.graph import Dependence, Graph, Node, Source
+from gradtools.seeing.program import Program
+from gradtools.seeing.recording import Recording, Refusal, Vanished
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of loss.
+# --- the diagnosis -----------------------------------------------------------------------
 
-    Attributes:
-        reason: What happened, in words that follow "here".
-        mend: What to write instead.
-        numerical: Whether it holds at these values alone.
-    """
-
-    reason: str
-    mend: str
-    numerical: bool = False
-
-
-KINDS: dict[str, Kind] = {
-    "detached": Kind(
-        "the gradient is stopped on purpose",
-        "remove the detach or stop_gradient, or stop only what must stay constant",
-    ),
-    "left_framework": Kind(
-        "the computation leaves the framework, which sees only a constant come back",
-        "write it with the framework's own operations; where it must be NumPy, give it a rule "
-        "(host_function, custom_rule), or straight_through(f, surrogate) if it is discrete",
-    ),
-    "integer_cast": Kind(
-        "a floating array becomes an integer or a boolean, which has no derivative",
-        "cast later, after what is to be differentiated, or use straight_through(f)",
-    ),
-    "discrete": Kind(
-        "a discrete step: its result jumps and is constant in between",
-        "use a smooth version (sigmoid for a comparison, softmax for argmax or one-hot), or "
-        "straight_through(f, surrogate)",
-    ),
-    "zero_derivative": Kind(
-        "its derivative is zero everywhere",
-        "use straight_through(f), which keeps the value and passes the gradient on",
-    ),
-    "no_grad": Kind(
-        "it runs while gradients are switched off",
-        "move it out of no_grad or inference_mode",
-    ),
-    "in_place_data": Kind(
-        "an array is overwritten behind the back of differentiation",
-        "write y = ... instead of changing x.data in place",
-    ),
-    "rule": Kind(
-        "its own rule carries no derivative to this input",
-        "return a cotangent for this input in the rule instead of None",
-    ),
-    "unused": Kind(
-        "nothing of the argument flows to the output",
-        "use the argument, or differentiate another one",
-    ),
-    "captured": Kind(
-        "f reads this array from outside instead of taking it as its argument",
-        "use the argument that f is given: what is captured is a constant to it",
-    ),
-    "host_number": Kind(
-        "the result is a NumPy or Python number, which carries no derivative",
-        "return the framework's own array",
-    ),
-    "multiplied_by_zero": Kind(
-        "it is multiplied by zero at these values",
-        "see where the other factor becomes zero; start it elsewhere, or mask later",
-        numerical=True,
-    ),
-    "dead": Kind(
-        "it is flat at these values: relu below zero, clip outside of its bounds",
-        "use a leaky or smooth version (leaky_relu, gelu, softplus), or scale what enters",
-        numerical=True,
-    ),
-    "saturated": Kind(
-        "it is so far in its flat part that the derivative rounds to zero",
-        "scale what enters, or work with logits and a log-space loss",
-        numerical=True,
-    ),
-    "underflow": Kind(
-        "the factors are not zero, but their product is too small for the dtype",
-        "use float32 or float64, work in log space, or scale the loss",
-        numerical=True,
-    ),
-}
+_ZEROING = frozenset({"multiply", "divide", "matmul", "einsum", "dot_general", "convolution"})
+_FLAT = frozenset(
+    {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
+    | {"relu6", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "max_pool"}
+)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One place at which a gradient is lost.
-
-    Attributes:
-        argument: The leaf whose gradient it is, such as "argument 0['w']".
-        kind: A key of `KINDS`.
-        operation: The operation's name, in the framework's own word.
-        source: The innermost line of the user's own code; None where none is known.
-        scope: The modules it runs in, outermost first.
-        whole: Whether everything that the leaf gives is lost, not one term.
-        detail: What else there is to say: the framework's own message, a name.
-    """
-
-    argument: str
-    kind: str
-    operation: str
-    source: Source | None = None
-    scope: tuple[str, ...] = ()
-    whole: bool = True
-    detail: str = ""
-
-    @property
-    def reason(self) -> str:
-        """What happened there."""
-        return KINDS[self.kind].reason
-
-    @property
-    def mend(self) -> str:
-        """What to write instead."""
-        return KINDS[self.kind].mend
-
-    @property
-    def numerical(self) -> bool:
-        """Whether the gradient is zero at these values alone."""
-        return KINDS[self.kind].numerical
+def diagnosed(backend: Backend, program: Program, recording: Recording) -> list[Finding]:
+    """The findings for each leaf that is asked about."""
+    if recording.refusal is not None:
+        return [_refused(program, recording.refusal)]
+    graph = recording.graph
+    findings: list[Finding] = []
+    for index in program.wrt:
+        name = program.names[index]
+        reached = forward(graph, {graph.inputs[index]: Dependence.DIFFERENTIABLE})
+        strengths = [reached.get(out, Dependence.NONE) for out in graph.outputs]
+        best = max(strengths, default=Dependence.NONE)
+        findings += from_losses(name, graph, losses(graph, index))
+        if best < Dependence.DIFFERENTIABLE:
+            findings += _from_ends(program, recording, index, best)
+        elif (vanished := backend.vanishing(program.run, program.leaves, index)) is not None:
+            findings += _from_values(name, vanished)
+    return findings
 
 
-__all__ = ["KINDS", "Dependence", "Finding", "Kind"]
+def _refused(program: Program, refusal: Refusal) -> Finding:
+    names = [program.names[index] for index in program.wrt]
+    name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
+    return Finding(
+        name,
+        refusal.kind,
+        refusal.operation,
+        refusal.source,
+        refusal.scope,
+        detail=refusal.message,
+    )
+
+
+def from_losses(name: str, graph: Graph, found: Sequence[Loss]) -> list[Finding]:
+    """One finding for each line and kind of the losses of one leaf."""
+    findings = []
+    for loss in found:
+        for node in _led_to(graph, loss):
+            findings.append(
+                Finding(
+                    name,
+                    node.loss if node.loss in KINDS else "discrete",
+                    node.native or node.operation,
+                    node.source or (loss.call.source if loss.call else None),
+                    node.scope or (loss.call.scope if loss.call else ()),
+                    loss.whole,
+                )
+            )
+    return _without_repeats(findings)
+
+
+def _led_to(graph: Graph, loss: Loss) -> list[Node]:
+    """The node that loses; with what is detached only to leave the framework, where it leaves."""
+    if loss.node.loss not in ("detached", "no_grad"):
+        return [loss.node]
+    reached = forward(graph, {loss.value: Dependence.DIFFERENTIABLE})
+    readers = [node for node in graph.nodes if any(reached.get(v) for v in node.inputs)]
+    leaving = [node for node in readers if node.loss == "left_framework"]
+    if not leaving:
+        return [loss.node]
+    same_line = [node for node in leaving if node.source == loss.node.source]
+    return same_line[:1] or [loss.node, leaving[0]]
+
+
+def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding for each kind and line."""
+    kept: dict[Any, Finding] = {}
+    for finding in findings:
+        place = finding.source or (finding.operation, finding.scope)
+        kept.setdefault((finding.kind, place, finding.whole), finding)
+    return list(kept.values())
+
+
+def _from_ends(
+    program: Program, recording: Recording, index: int, best: Dependence
+) -> list[Finding]:
+    """What the ends of the program say: a number that is returned, an argument that is not read."""
+    name, line = program.names[index], source_of(program.f)
+    if recording.host_outputs:
+        out = program.out_names[recording.host_outputs[0]]
+        return [Finding(name, "host_number", "return", line, detail=f"{out} is one")]
+    if best > Dependence.NONE:
+        return []
+    stand_in = recording.stand_ins[index] if recording.stand_ins else ""
+    if stand_in:
+        return [Finding(name, "captured", stand_in, line, detail=f"it reads {stand_in}")]
+    return [Finding(name, "unused", "argument", line)]
+
+
+def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
+    if not vanished:
+        return [Finding(name, "cancelled", "add")]
+    return _without_repeats(
+        [
+            Finding(
+                name,
+                _numerical_kind(found),
+                found.node.native or found.node.operation,
+                found.node.source,
+                found.node.scope,
+            )
+            for found in vanished
+        ]
+    )
+
+
+def _numerical_kind(found: Vanished) -> str:
+    if found.underflow:
+        return "underflow"
+    if found.node.operation in _ZEROING:
+        return "multiplied_by_zero"
+    return "dead" if found.node.operation in _FLAT else "saturated"
+
+
+def source_of(f: Any) -> Source | None:
+    """The line at which a function, or the forward method of a module, is defined."""
+    f = inspect.unwrap(getattr(f, "func", f))
+    for found in (f, getattr(f, "forward", None), type(f).__call__):
+        code = getattr(found, "__code__", None)
+        if code is not None:
+            return Source(code.co_filename, code.co_firstlineno, code.co_name)
+    return None
+
+
+# --- the guard ---------------------------------------------------------------------------
+
+
+def differentiated(program: Program, recording: Recording) -> list[tuple[str, int | None]]:
+    """The name and the value of everything that is to get a gradient."""
+    asked = [*recording.parameters]
+    wanted = recording.wanted or (() if asked else program.wrt)
+    return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + asked
+
+
+def unreached(program: Program, recording: Recording) -> list[tuple[str, str]]:
+    """The name of what does not reach the output, and in few words why."""
+    if recording.refusal is not None:
+        return [
+            (finding.argument, _briefly(finding))
+            for finding in (_refused(program, recording.refusal),)
+        ]
+    lost, graph = [], recording.graph
+    for name, value in differentiated(program, recording):
+        reached = {} if value is None else forward(graph, {value: Dependence.DIFFERENTIABLE})
+        best = max((reached.get(out, Dependence.NONE) for out in graph.outputs), default=0)
+        if best < Dependence.ZERO_DERIVATIVE:
+            found = [] if value is None else from_losses(name, graph, losses_of(graph, value))
+            lost.append((name, "; ".join(map(_briefly, found)) or "unused"))
+    return lost
+
+
+def _briefly(finding: Finding) -> str:
+    return f"{finding.kind} at {finding.source}" if finding.source else finding.kind
+
+
+# --- is it constant ----------------------------------------------------------------------
+
+_STEPS = (1e-3, 0.1, 1.0)  # times the size of the leaf's entries
+
+
+def moves(backend: Backend, program: Program, index: int) -> bool | None:
+    """Whether the output changes when a leaf is moved; None if f does not run there."""
+    leaf = backend.to_numpy(program.leaves[index])
+    if leaf.size == 0:
+        return None
+    before = _outputs(backend, program, program.leaves)
+    rng = np.random.default_rng(0)
+    size = np.maximum(1.0, np.abs(leaf))
+    for step in _STEPS:
+        moved = leaf + (step * size * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
+        leaves = list(program.leaves)
+        leaves[index] = backend.cast(backend.asarray(moved), program.leaves[index])
+        try:
+            after = _outputs(backend, program, leaves)
+        except Exception:  # a point outside of f's domain tells nothing
+            return None
+        if not all(map(_same, before, after)):
+            return True
+    return False
+
+
+def _outputs(backend: Backend, program: Program, leaves: Sequence[Any]) -> list[Any]:
+    outs = backend.rerun(lambda: program.run(leaves))
+    return [backend.to_numpy(x) if backend.is_array(x) else np.asarray(x) for x in outs]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

@@ -179,7 +179,12 @@ def losses(graph: Graph, index: int) -> list[Loss]:
 
     When some of the input reaches an output with its derivative, only lost terms are listed.
     """
-    start = {graph.inputs[index]: _FULL}
+    return losses_of(graph, graph.inputs[index])
+
+
+def losses_of(graph: Graph, value: int) -> list[Loss]:
+    """`losses` of any value: an input, or a captured parameter."""
+    start = {value: _FULL}
     reached = forward(graph, start)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
         return [*_terms(graph, start, graph.outputs, None)]

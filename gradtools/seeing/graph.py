@@ -112,7 +112,7 @@ class Node:
         phase: 0 forward, 1 backward, 2 backward of the backward.
         links: ``links[k][i]``: how output k depends on input i. None: by the bodies, or, without
             any, differentiable between inexact arrays, and a cut between all others.
-        loss: The kind of loss, a key of `doctor.KINDS`, of a link below differentiable.
+        loss: The kind of loss, a key of `findings.KINDS`, of a link below differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The programs inside.
         saved: The values that it keeps for its own backward.

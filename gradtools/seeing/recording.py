@@ -22,7 +22,7 @@ class Refusal:
     """The framework's own error on the way: data may not leave it like this.
 
     Attributes:
-        kind: A key of `doctor.KINDS`.
+        kind: A key of `findings.KINDS`.
         operation: What was tried, such as "numpy" or "float".
         message: The first line of the framework's own message.
         source: The innermost line of the user's own code.
@@ -48,12 +48,17 @@ class Recording:
         host_outputs: Which outputs are no arrays of the framework, but NumPy or Python numbers.
         stand_ins: For each leaf the name of a captured array that is read in its place: the same
             array, reached by closure, global or attribute. Empty where there is none.
+        wanted: The leaves that ask for a gradient themselves (PyTorch's requires_grad).
+        parameters: What f holds that asks for one: its name, and the number of its value, or None
+            if f never read it.
     """
 
     graph: Graph
     refusal: Refusal | None = None
     host_outputs: tuple[int, ...] = ()
     stand_ins: tuple[str, ...] = ()
+    wanted: tuple[int, ...] = ()
+    parameters: tuple[tuple[str, int | None], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ chunked = _api.chunked
 clip_gradient = _api.clip_gradient
 compile = _api.compile
 custom_rule = _api.custom_rule
+dependence = _api.dependence
 frozen = _api.frozen
 functionalize = _api.functionalize
 gather = _api.gather
 grad = _api.grad
+guard_gradients = _api.guard_gradients
 hessian = _api.hessian
 host_function = _api.host_function
 hvp = _api.hvp
@@ -42,6 +44,7 @@ transform_gradient = _api.transform_gradient
 value_and_grad = _api.value_and_grad
 vjp = _api.vjp
 vmap = _api.vmap
+why_zero = _api.why_zero
 
 __all__ = [
     "GradientAccumulator",
@@ -54,10 +57,12 @@ __all__ = [
     "clip_gradient",
     "compile",
     "custom_rule",
+    "dependence",
     "frozen",
     "functionalize",
     "gather",
     "grad",
+    "guard_gradients",
     "hessian",
     "host_function",
     "hvp",
@@ -81,6 +86,7 @@ __all__ = [
     "value_and_grad",
     "vjp",
     "vmap",
+    "why_zero",
     "xp",
 ]
 

@@ -1,0 +1,135 @@
+"""What can be found: each kind of loss with its reason and its mend, and one place of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradtools.seeing.graph import Source
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of loss.
+
+    Attributes:
+        reason: What happened, in words that follow "here".
+        mend: What to write instead.
+        numerical: Whether it holds at these values alone.
+    """
+
+    reason: str
+    mend: str
+    numerical: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "detached": Kind(
+        "the gradient is stopped on purpose",
+        "remove the detach or stop_gradient, or stop only what must stay constant",
+    ),
+    "left_framework": Kind(
+        "the computation leaves the framework, which sees only a constant come back",
+        "write it with the framework's own operations; where it must be NumPy, give it a rule "
+        "(host_function, custom_rule), or straight_through(f, surrogate) if it is discrete",
+    ),
+    "integer_cast": Kind(
+        "a floating array becomes an integer or a boolean, which has no derivative",
+        "cast later, after what is to be differentiated, or use straight_through(f)",
+    ),
+    "discrete": Kind(
+        "a discrete step: its result jumps and is constant in between",
+        "use a smooth version (sigmoid for a comparison, softmax for argmax or one-hot), or "
+        "straight_through(f, surrogate)",
+    ),
+    "zero_derivative": Kind(
+        "its derivative is zero everywhere",
+        "use straight_through(f), which keeps the value and passes the gradient on",
+    ),
+    "no_grad": Kind(
+        "it runs while gradients are switched off",
+        "move it out of no_grad or inference_mode",
+    ),
+    "in_place_data": Kind(
+        "an array is overwritten behind the back of differentiation",
+        "write y = ... instead of changing x.data in place",
+    ),
+    "rule": Kind(
+        "its own rule carries no derivative to this input",
+        "return a cotangent for this input in the rule instead of None",
+    ),
+    "unused": Kind(
+        "nothing of the argument flows to the output",
+        "use the argument, or differentiate another one",
+    ),
+    "captured": Kind(
+        "f reads this array from outside instead of taking it as its argument",
+        "use the argument that f is given: what is captured is a constant to it",
+    ),
+    "host_number": Kind(
+        "the result is a NumPy or Python number, which carries no derivative",
+        "return the framework's own array",
+    ),
+    "multiplied_by_zero": Kind(
+        "it is multiplied by zero at these values",
+        "see where the other factor becomes zero; start it elsewhere, or mask later",
+        numerical=True,
+    ),
+    "dead": Kind(
+        "it is flat at these values: relu below zero, clip outside of its bounds",
+        "use a leaky or smooth version (leaky_relu, gelu, softplus), or scale what enters",
+        numerical=True,
+    ),
+    "saturated": Kind(
+        "it is so far in its flat part that the derivative rounds to zero",
+        "scale what enters, or work with logits and a log-space loss",
+        numerical=True,
+    ),
+    "cancelled": Kind(
+        "what reaches it over several paths adds up to zero at these values",
+        "look for a constant in disguise, such as the sum of a softmax, or x - x",
+        numerical=True,
+    ),
+    "underflow": Kind(
+        "the factors are not zero, but their product is too small for the dtype",
+        "use float32 or float64, work in log space, or scale the loss",
+        numerical=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place at which a gradient is lost.
+
+    Attributes:
+        argument: The leaf whose gradient it is, such as "argument 0['w']".
+        kind: A key of `KINDS`.
+        operation: The operation's name, in the framework's own word.
+        source: The innermost line of the user's own code; None where none is known.
+        scope: The modules it runs in, outermost first.
+        whole: Whether everything that the leaf gives is lost, not one term.
+        detail: What else there is to say: the framework's own message, a name.
+    """
+
+    argument: str
+    kind: str
+    operation: str
+    source: Source | None = None
+    scope: tuple[str, ...] = ()
+    whole: bool = True
+    detail: str = ""
+
+    @property
+    def reason(self) -> str:
+        """What happened there."""
+        return KINDS[self.kind].reason
+
+    @property
+    def mend(self) -> str:
+        """What to write instead."""
+        return KINDS[self.kind].mend
+
+    @property
+    def numerical(self) -> bool:
+        """Whether the gradient is zero at these values alone."""
+        return KINDS[self.kind].numerical

@@ -1,0 +1,93 @@
+"""A user's call, seen as a program of flat leaves.
+
+`Program` flattens ``f(*args, **kwargs)``: its leaves are all arrays among the arguments, each
+with the name of its argument and path, and ``run(leaves)`` gives the leaves of what f returns.
+What the user passed is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradtools.backend import Backend
+from gradtools.calls import describe, differentiable_leaf, normalized_argnums
+from gradtools.errors import GradtoolsError
+
+
+_Taken = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf
+
+
+class Program:
+    """``f(*args, **kwargs)`` as a function of its array leaves.
+
+    Attributes:
+        leaves: Every array among the arguments; NumPy arrays are made the framework's.
+        names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
+        out_names: The name of each leaf of what f returned in its latest run.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        asked: str,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        wrt: Any = (),
+    ) -> None:
+        if not callable(f):
+            raise GradtoolsError(f"{asked}: f is a {type(f).__name__}; expected a function.")
+        self.backend, self.asked, self.f = backend, asked, f
+        self.argnums = normalized_argnums(asked, wrt, len(args)) if wrt != () else ()
+        self.out_names: list[str] = []
+        self.leaves: list[Any] = []
+        self.names: list[str] = []
+        self._owners: list[int | None] = []
+        self._trees = [self._taken(i, f"argument {i}", arg) for i, arg in enumerate(args)]
+        self._named = {k: self._taken(None, f"argument {k!r}", v) for k, v in kwargs.items()}
+
+    def _taken(self, position: int | None, name: str, arg: Any) -> _Taken:
+        """An argument's treedef and leaves, with an int in place of each array: its number."""
+        found, treedef = self.backend.flatten(arg)
+        paths = self.backend.leaf_paths(arg)
+        active = position is not None and position in self.argnums
+        places: list[tuple[int | None, Any]] = []
+        for leaf, path in zip(found, paths, strict=True):
+            if active:
+                leaf = differentiable_leaf(self.backend, self.asked, leaf, name + path)
+            elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fciub":
+                leaf = self.backend.asarray(leaf)
+            if not self.backend.is_array(leaf):
+                places.append((None, leaf))
+                continue
+            places.append((len(self.leaves), None))
+            self.leaves.append(leaf)
+            self.names.append(name + path)
+            self._owners.append(position)
+        return treedef, places
+
+    @property
+    def wrt(self) -> list[int]:
+        """The leaves of the arguments that are asked about."""
+        return [k for k, owner in enumerate(self._owners) if owner in self.argnums]
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of what f returns for these leaves of its arguments."""
+        args = [self._tree(*taken, leaves) for taken in self._trees]
+        kwargs = {k: self._tree(*taken, leaves) for k, taken in self._named.items()}
+        result = self.f(*args, **kwargs)
+        outs, _ = self.backend.flatten(result)
+        if not outs:
+            raise GradtoolsError(
+                f"{self.asked}: f returned {describe(self.backend, result)}; it must return "
+                "arrays. Is a return statement missing?"
+            )
+        self.out_names = [f"output{path}" for path in self.backend.leaf_paths(result)]
+        return outs
+
+    def _tree(self, treedef: Any, places: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        found = [leaf if k is None else leaves[k] for k, leaf in places]
+        return self.backend.unflatten(treedef, found)

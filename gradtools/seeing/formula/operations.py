@@ -96,7 +96,7 @@ silu          | x       |                | x sigmoid(x)
 erf           | x       |                | error function
 erfc          | x       |                | 1 - erf(x)
 erfinv        | x       |                | inverse of erf
-lgamma        | x       |                | log |Gamma(x)|
+lgamma        | x       |                | log abs Gamma(x)
 digamma       | x       |                | derivative of lgamma
 polygamma     | x       | order          | order-th derivative of digamma
 abs           | x       |                | modulus
@@ -138,7 +138,7 @@ reshape       | x       | shape          | row-major; also flatten, squeeze, uns
 broadcast     | x       | shape axes?    | axis i of x becomes axes[i]; default the last ones
 concatenate   | *x      | axis           | numpy.concatenate
 stack         | *x      | axis           | numpy.stack
-split         | x       | sizes axis     | consecutive parts | part*
+split         | x       | sizes axis     | consecutive parts, as many as sizes | part*
 slice         | x       | start limit stride?      | one number for each axis; stride > 0
 pad | x | low high interior? value? |
     as in jax.lax.pad; negative low, high cut off
@@ -176,7 +176,7 @@ argmin        | x       | axis keep?     | integer
 any           | x       | axes keep?     | boolean
 all           | x       | axes keep?     | boolean
 logsumexp     | x       | axes keep?     | log of the sum of exponentials
-variance      | x       | axes correction? keep?  | sum |x - mean|**2 / (n - correction); 0
+variance      | x       | axes correction? keep?  | sum abs(x - mean)**2 / (n - correction); 0
 deviation     | x       | axes correction? keep? eps?  | sqrt(variance + eps)
 norm | x | axes ord? keep? |
     (sum | x | **ord)**(1/ord); ord = 2, or 1, inf, any number
@@ -227,7 +227,7 @@ dropout       | x mask  | rate           | x * mask / (1 - rate)
 
 _LINALG = """
 det           | a       |                | determinant of the last two axes
-slogdet       | a       |                | sign and log |det| | sign logabsdet
+slogdet       | a       |                | sign and log abs det | sign logabsdet
 logdet        | a       |                | log det
 inverse       | a       |                | matrix inverse
 solve         | a b     |                | a^-1 b; b is a matrix (or a batch of them)

@@ -16,7 +16,6 @@ from gradtools.backend import Backend
 from gradtools.calls import describe, differentiable_leaf, normalized_argnums
 from gradtools.errors import GradtoolsError
 
-
 _Taken = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf
 
 

@@ -75,15 +75,29 @@ def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     )
     check.add_argument("torch", metavar="TORCH", help="package.module:name, or a module's instance")
     check.add_argument("jax", metavar="JAX", help="the same program in JAX")
-    inputs = check.add_mutually_exclusive_group(required=True)
-    inputs.add_argument("--args", metavar="FILE", help="a .npz file: its arrays in their order")
-    inputs.add_argument("--shapes", metavar="SHAPES", help='random arguments: "3x4,5:float32,()"')
+    _add_inputs(check, required=True)
     check.add_argument("--order", type=int, choices=(0, 1, 2), default=2, help="default: 2")
     check.add_argument("--dtype", help="cast floating inputs and parameters, for example float64")
-    check.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     check.add_argument("--conventions", choices=("allow", "raise"), default="allow")
     check.add_argument("--json", action="store_true", help="print the whole report as JSON")
     check.set_defaults(run=_crosscheck)
+
+
+def _add_function(command: argparse.ArgumentParser) -> None:
+    """One function in one framework, as `gradtools.inputs.Given.by` reads it."""
+    command.add_argument("function", metavar="FUNCTION", help="package.module:name")
+    _add_inputs(command, required=False)
+    command.add_argument(
+        "--backend", choices=("torch", "jax"), help="default: what FUNCTION's module imports"
+    )
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:
+    inputs = command.add_mutually_exclusive_group(required=required)
+    inputs.add_argument("--args", metavar="FILE", help="a .npz file: its arrays in their order")
+    inputs.add_argument("--shapes", metavar="SHAPES", help='random arguments: "3x4,5:float32,()"')
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
 
 
 def _crosscheck(args: argparse.Namespace) -> int:

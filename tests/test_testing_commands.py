@@ -12,6 +12,7 @@ import pytest
 
 import gradtools
 from gradtools.cli import main
+from gradtools.inputs import arrays
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
@@ -87,15 +88,11 @@ def test_a_terminal_gets_colours(programs, monkeypatch):
     [("2x3:float32,5", ["float32 (2, 3)", "float64 (5,)"]), ("():complex64", ["complex64 ()"])],
 )
 def test_shapes_are_drawn_with_their_dtypes(shapes, kinds):
-    from gradtools.testing.commands import _draw
-
-    assert [f"{x.dtype} {x.shape}" for x in _draw(shapes, 0)] == kinds
+    assert [f"{x.dtype} {x.shape}" for x in arrays(None, shapes, 0)] == kinds
 
 
 def test_integers_are_small():
-    from gradtools.testing.commands import _draw
-
-    (drawn,) = _draw("100:int32", 0)
+    (drawn,) = arrays(None, "100:int32", 0)
     assert set(drawn.tolist()) == {0, 1, 2}
 
 

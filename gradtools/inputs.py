@@ -1,0 +1,173 @@
+"""Programs and arrays that a command is given: by name, from a file, drawn to a shape.
+
+What the commands share. A program is ``package.module:name``, found from the working directory.
+Arrays are NumPy's; `Given` makes them those of the framework that the program is written in,
+which is told by what its module imports where nobody says it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import gradtools
+from gradtools.errors import GradtoolsError
+
+_BACKENDS = ("torch", "jax")
+_OF_JAX = ("jax", "jaxlib", "flax", "equinox", "optax")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a command works on.
+
+    Attributes:
+        f: The function.
+        args: Its arguments, arrays of the framework.
+        gt: The namespace, `gradtools.torch` or `gradtools.jax`.
+    """
+
+    f: Callable[..., Any]
+    args: tuple[Any, ...]
+    gt: ModuleType
+
+    @classmethod
+    def by(cls, options: argparse.Namespace) -> Given:
+        """The function ``options.function`` at ``options.args`` or ``options.shapes``.
+
+        Drawn arrays are float32 where nothing else is said, as parameters of models are.
+        """
+        f = named(options.function)
+        if not callable(f):
+            raise GradtoolsError(
+                f"{options.function} is a {type(f).__name__}; expected a function or a module."
+            )
+        backend = options.backend or _told(f, options.function)
+        if backend not in gradtools.available_backends():
+            raise GradtoolsError(
+                f'{backend} is not installed. Mend: pip install "gradtools[{backend}]"'
+            )
+        gt = import_module(f"gradtools.{backend}")
+        found = arrays(options.args, options.shapes, options.seed, "float32")
+        return cls(f, tuple(gt.asarray(x) for x in found), gt)
+
+
+# --- programs ----------------------------------------------------------------------------
+
+
+def named(path: str) -> Any:
+    """What ``package.module:name`` names."""
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise GradtoolsError(f"{path!r} names no program; write package.module:name.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = import_module(module)
+    except ImportError as error:
+        raise GradtoolsError(f"{path}: the module {module} cannot be imported: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise GradtoolsError(f"{path}: {module} has no {name}.")
+        found = getattr(found, part)
+    return found
+
+
+def _told(f: Any, path: str) -> str:
+    """The framework that a function is written in."""
+    space = vars(sys.modules[path.partition(":")[0]])
+    found = {b for text in _packages(f, space) if (b := _backend_of(text)) is not None}
+    if len(found) == 1:
+        return found.pop()
+    installed = gradtools.available_backends()
+    if not found and len(installed) == 1:
+        return installed[0]
+    came = "both PyTorch and JAX" if found else "neither PyTorch nor JAX"
+    raise GradtoolsError(
+        f"{path}: its module imports {came}, so the framework is not clear; "
+        "say --backend torch or --backend jax."
+    )
+
+
+def _packages(f: Any, space: dict[str, Any]) -> Iterator[str]:
+    """Names of the modules behind a function: its own kind's, else those its module imported."""
+    own = [kind.__module__ for kind in type(f).__mro__]
+    yield from own
+    if any(map(_backend_of, own)):
+        return
+    for value in space.values():
+        yield value.__name__ if isinstance(value, ModuleType) else _home(value)
+
+
+def _home(value: Any) -> str:
+    name = getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _backend_of(module: str) -> str | None:
+    if module.startswith("gradtools."):
+        second = module.split(".")[1]
+        return second if second in _BACKENDS else None
+    top = module.partition(".")[0]
+    return "jax" if top in _OF_JAX else "torch" if top == "torch" else None
+
+
+# --- arrays ------------------------------------------------------------------------------
+
+
+def arrays(
+    file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
+) -> tuple[np.ndarray, ...]:
+    """The arrays of a file, or draws of shapes; none where neither is given.
+
+    Args:
+        file: A .npz file, whose arrays come in their order, or a .npy file.
+        shapes: Such as ``"3x4,5:float32,()"``. Floats are normal draws, integers are 0, 1 or 2.
+        seed: Of the draws.
+        dtype: Of a shape that names none.
+    """
+    if file:
+        return _read(file)
+    if not shapes:
+        return ()
+    rng = np.random.default_rng(seed)
+    return tuple(_drawn(rng, text, dtype) for text in shapes.split(","))
+
+
+def _read(path: str) -> tuple[np.ndarray, ...]:
+    try:
+        found = np.load(path)
+        if isinstance(found, np.ndarray):
+            return (found,)
+        return tuple(found[name] for name in found.files)
+    except (OSError, ValueError) as error:
+        raise GradtoolsError(f"--args {path}: {error}") from error
+
+
+def _drawn(rng: np.random.Generator, text: str, default: str) -> np.ndarray:
+    shape_text, _, dtype = text.strip().partition(":")
+    if not re.fullmatch(r"\(\)|\d+(x\d+)*", shape_text):
+        raise GradtoolsError(
+            f"--shapes: {text.strip()!r} is no shape; write 3x4 for a matrix, 5 for a vector, () "
+            f"for a number, with :int32 after it for another dtype than {default}."
+        )
+    shape = () if shape_text == "()" else tuple(int(n) for n in shape_text.split("x"))
+    try:
+        kind = np.dtype(dtype or default)
+    except TypeError as error:
+        raise GradtoolsError(f"--shapes: {dtype!r} is no NumPy dtype.") from error
+    if kind.kind in "iub":
+        return rng.integers(0, 3, shape).astype(kind)
+    drawn = rng.standard_normal(shape)
+    return np.asarray(
+        drawn + 1j * rng.standard_normal(shape) if kind.kind == "c" else drawn
+    ).astype(kind)

@@ -1,4 +1,4 @@
-"""The command line: ``gradtools demo``, ``backends``, ``crosscheck``, ``conventions``.
+"""The command line: ``gradtools demo``, ``backends``, ``crosscheck``, ``why-zero`` and others.
 
 No framework is imported before a command needs it, so ``--help`` answers at once.
 Exit status: 0 when the command did what was asked, 1 when it could not, 2 for wrong usage.
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("backends", help="say what is installed, with versions")
     listing.set_defaults(run=_backends)
     _add_crosscheck(commands)
+    _add_why_zero(commands)
     table = commands.add_parser(
         "conventions", help="how the frameworks differ at kinks and ties, measured here"
     )
@@ -81,6 +82,29 @@ def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     check.add_argument("--conventions", choices=("allow", "raise"), default="allow")
     check.add_argument("--json", action="store_true", help="print the whole report as JSON")
     check.set_defaults(run=_crosscheck)
+
+
+def _add_why_zero(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "why-zero",
+        help="say where the gradient of a function's output to an argument is lost, and the mend",
+        description="Exit status 0 if nothing is lost, 1 if something is, 2 if it cannot be told.",
+    )
+    _add_function(command)
+    command.add_argument(
+        "--wrt",
+        type=_positions,
+        default=[0],
+        metavar="N",
+        help="the position of the argument, or of several: 0,2 (default: 0)",
+    )
+    command.set_defaults(run=_why_zero)
+
+
+def _why_zero(args: argparse.Namespace) -> int:
+    from gradtools.seeing.commands import why_zero
+
+    return why_zero(args)
 
 
 def _add_function(command: argparse.ArgumentParser) -> None:
@@ -130,6 +154,16 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     demo.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
     demo.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     demo.set_defaults(run=_demo)
+
+
+def _positions(text: str) -> list[int]:
+    """Positions of arguments, such as "0,2"."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected positions of arguments, such as 0 or 0,2; got {text!r}"
+        ) from None
 
 
 def _positive(text: str) -> int:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
 from gradtools.torch.frozen import _TOLD, _products_of_zero_cost_nothing
-from gradtools.torch.state import Modes
+from gradtools.torch.modes import Modes
 
 D = torch.float64
 CPU = {"cpu"}

@@ -32,9 +32,10 @@ from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.rules import Rule, spread
 from gradtools.torch import trees
 from gradtools.torch.compiling import nodes_of, refuse_lost
+from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rules import apply_rule, is_dual, is_inexact
-from gradtools.torch.state import Modes, Snapshot
+from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]  # tensors, or None
@@ -121,7 +122,7 @@ class _Forward(_Program):
     backward pass runs, the carry among the shared ones; it comes out where sums stand.
     """
 
-    def __init__(self, chunks: Chunks, beneath: bool) -> None:
+    def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.forward, self.chunks, self.beneath = self, chunks, beneath
         self.asked = chunks.batch.asked
         self.pieces, self.count = _pieces(chunks), chunks.cut.count
@@ -129,7 +130,7 @@ class _Forward(_Program):
         self.tensors = [x for x in tensors if isinstance(x, Tensor)]
         self.modes = Modes.now({x.device.type for x in self.tensors})
         self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
-        self.start = Snapshot.of(self.roots, self.tensors)
+        self.start = Snapshot.of(self.roots, self.tensors, like)
         self._check_modules()
         self.moving = [self._moving(piece) for piece in self.pieces]
         self.moving_shared = self._moving(chunks.shared)
@@ -187,7 +188,7 @@ class _Forward(_Program):
             if seen is not None:
                 seen.compare(outs)
         self.carry = [_untracked(x) for x in carry]
-        if is_replaying():
+        if is_replaying() and i + 1 < self.count:
             self.drawn = self.start.streams.again()
         return outs, []
 
@@ -267,6 +268,7 @@ class _Forward(_Program):
             del xs, outs  # and with them the graph, before the next one grows
         self._note_leaves(list(leaves.values()))
         self._note_versions()
+        self.start = self.start.without_unused_streams()
         return found
 
     def _kept(self) -> int:
@@ -357,9 +359,10 @@ class _Forward(_Program):
             )
         with _REPLAYS:
             outer = is_replaying(), self.carry, self.drawn
-            now = Snapshot.of(self.roots, self.tensors, also=self.start)
+            now = self.start.now()
             try:
-                self.start.restore()
+                if now is not self.start:
+                    self.start.restore()
                 self.carry, self.drawn, _here.replaying = self.first_carry, None, True
                 yield
             finally:
@@ -827,8 +830,8 @@ def _steps(chunks: Chunks, count: int) -> Iterator[int]:
 @contextmanager
 def _bytes_saved(forward: _Forward) -> Iterator[list[int]]:
     """Counts what a graph saves besides inputs, parameters and buffers."""
-    known = [*forward.tensors, *(x for x, _, _ in forward.start.watched)]
-    for module, _ in forward.start.modules.values():
+    known = [*forward.tensors, *(x for x, _ in forward.start.reached.watched)]
+    for module, _ in forward.start.reached.modules.values():
         known += module.buffers()
     seen = {x.untyped_storage().data_ptr() for x in known if x.layout is torch.strided}
     size = [0]
@@ -883,7 +886,7 @@ class _Seen:
         place = next((new for old, new in pairs if old != new), None)
         where = "outside of its modules"
         if place is not None:
-            module, name = self.forward.start.modules.get(place[0], (None, "a module"))
+            module, name = self.forward.start.reached.modules.get(place[0], (None, "a module"))
             where = f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
         raise GradtoolsError(
             f"{self.forward.asked}: chunk {self.i} gives other numbers when it is computed again, "
@@ -921,7 +924,7 @@ _TOLD: set[str] = set()
 
 
 def _check_modules(asked: str, start: Snapshot, f: Any) -> None:
-    for module, name in start.modules.values():
+    for module, name in start.reached.modules.values():
         for kind in type(module).__mro__:
             mend = _OWN_WRAPPERS.get(kind.__name__)
             if mend is not None and kind.__module__.startswith("torch."):
@@ -952,7 +955,7 @@ class _Captures(TorchFunctionMode):
         super().__init__()
         self.forward = forward
         # Under a batch, or a transform of its own, f sees others that are not captured.
-        self.known = {id(x) for x, _, _ in forward.start.watched if _is_wrapped(x)}
+        self.known = {id(x) for x, _ in forward.start.reached.watched if _is_wrapped(x)}
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = torch._C._functorch.peek_interpreter_stack() is None
@@ -978,7 +981,7 @@ def _captured(forward: _Forward, what: Any) -> GradtoolsError:
 
 def _parameters(start: Snapshot) -> list[Tensor]:
     """The leaves that can be reached from f and are differentiated."""
-    tensors = [x for x, _, _ in start.watched if not _is_wrapped(x)]
+    tensors = [x for x, _ in start.reached.watched if not _is_wrapped(x)]
     return [x for x in tensors if x.requires_grad and x.is_leaf]
 
 

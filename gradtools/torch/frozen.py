@@ -42,8 +42,9 @@ from gradtools.torch.chunking import (
     _Pushed,
     _Sums,
 )
+from gradtools.torch.modes import Modes
 from gradtools.torch.rules import is_dual, is_inexact
-from gradtools.torch.state import Modes
+from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 
@@ -53,6 +54,7 @@ class Uses:
 
     def __init__(self, budget: int | None) -> None:
         self.budget, self.held, self.size = budget or 0, 0, 0
+        self.state: Snapshot | None = None  # what stood behind G at the latest use
         self._latest: Callable[[], _Use | None] = lambda: None
 
     def begin(self, use: _Use) -> None:
@@ -87,10 +89,12 @@ class _Use(_Forward):
     """One evaluation of a frozen function."""
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
-        super().__init__(whole, beneath)
+        super().__init__(whole, beneath, None if beneath else uses.state)
         self.uses, self.holds, self.keeps = uses, False, False
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
+        if not beneath:
+            uses.state = self.start
 
     def _check_modules(self) -> None:
         """A module sees whole arguments, as in a plain call, and its parameters are constants."""

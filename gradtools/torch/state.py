@@ -4,6 +4,10 @@ A snapshot holds where the random streams stand and what can change behind a fun
 buffers and attributes of modules, containers, closure variables and globals that it can reach,
 generators. It is found by walking from the function. What is shared is walked once; a tensor's
 contents are copied only where they belong to a module, for others it is noticed if they changed.
+
+Snapshots of one function follow each other, and mostly nothing changed in between. So a snapshot
+is taken from an earlier one where it can: if every holder still holds the very same objects, the
+walk is spared, and contents whose bits are the same are shared.
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from itertools import chain
+from operator import attrgetter, is_
 from types import (
     CellType,
     CodeType,
@@ -43,58 +48,247 @@ _FIXED = frozenset(k for k, v in vars(torch.nn.Module()).items() if isinstance(v
 _LARGE = 1 << 20  # bytes of an array that is not a module's: it is taken for data, and only watched
 
 
-@dataclass
+@dataclass(frozen=True)
 class Snapshot:
     """What can change behind a function, as it stood.
 
     Attributes:
         streams: The random streams of the process.
-        modules: Every module that was reached, with its name.
-        watched: The tensors that were reached, with their version and their name.
+        reached: The objects that were reached, and what they held.
+        versions: Those of the tensors that are watched.
     """
 
     streams: Randomness
-    modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)
-    watched: list[tuple[Tensor, int, str]] = field(default_factory=list)
-    _maps: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
-    _globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    _sequences: list[tuple[Any, list[Any]]] = field(default_factory=list)
-    _cells: list[tuple[CellType, Any]] = field(default_factory=list)
-    _tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _arrays: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    _puts: list[tuple[Callable[[Any], Any], Any]] = field(default_factory=list)
-    _roots: list[Any] = field(default_factory=list)
+    reached: Reached
+    versions: list[int]
+    _contents: list[Tensor]
+    _arrays: list[np.ndarray]
+    _states: list[Any]
 
     @classmethod
     def of(
-        cls, roots: Iterable[Any], tensors: Iterable[Tensor], also: Snapshot | None = None
+        cls, roots: Iterable[Any], tensors: Iterable[Tensor], like: Snapshot | None = None
     ) -> Snapshot:
-        """What stands behind `roots` now, and behind all that an earlier snapshot holds.
+        """What stands behind `roots` now.
 
         tensors: Those whose devices' random streams count, besides those that are found.
+        like: An earlier one, which is shared as far as nothing changed since.
         """
-        found = cls(Randomness({}))
-        walk = _Walk(found)
-        found._roots = [*roots]
-        if also is not None:
-            found._roots += also._holders()
-        for root in found._roots:
-            walk.visit(root, "f", False)
-        walk.run()
-        kinds = {x.device.type for x in tensors} | walk.kinds
-        found.streams = Randomness.everywhere(kinds)
-        return found
+        roots = [x for x in roots if type(x) not in _ATOMS]
+        kinds = {x.device.type for x in tensors}
+        if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
+            return like._taken_again(Randomness.everywhere(like.reached.kinds))
+        return cls._walked(roots, kinds)
 
-    def _holders(self) -> list[Any]:
-        """The objects whose contents were taken."""
-        held: list[Any] = [*self._roots]
-        held += [module for module, _ in self.modules.values()]
-        held += [_Contents(x) for x, _ in self._tensors]
-        return held
+    @classmethod
+    def _walked(cls, roots: list[Any], kinds: set[str]) -> Snapshot:
+        reached = _Walk(roots, kinds).run()
+        return cls(
+            Randomness.everywhere(reached.kinds),
+            reached,
+            reached.versions(),
+            [x.detach().clone() for x in reached.owned],
+            [x.copy() for x in reached.arrays],
+            [get() for get, _ in reached.generators],
+        )
+
+    def now(self) -> Snapshot:
+        """What stands now behind all that was reached; this one where nothing changed."""
+        if self.reached.stands():
+            return self._taken_again(self.streams.again())
+        return self._walked(self.reached.holders(), self.reached.kinds)
+
+    def _taken_again(self, streams: Randomness) -> Snapshot:
+        reached = self.reached
+        versions, arrays = reached.versions(), self._arrays
+        changed = _changed(reached.owned, self._contents)
+        contents, states = self._contents, [get() for get, _ in reached.generators]
+        if any(changed):
+            triples = zip(reached.owned, contents, changed, strict=True)
+            contents = [x.detach().clone() if c else old for x, old, c in triples]
+        if not all(map(_same_array, reached.arrays, arrays)):
+            arrays = [x.copy() for x in reached.arrays]
+        streams = streams.shared_with(self.streams)
+        if versions == self.versions:
+            versions = self.versions
+        same = contents is self._contents and arrays is self._arrays and not states
+        if same and streams is self.streams and versions is self.versions:
+            return self
+        return Snapshot(streams, reached, versions, contents, arrays, states)
+
+    def without_unused_streams(self) -> Snapshot:
+        """The same after the function has run, less the streams that it drew nothing from."""
+        return replace(self, streams=self.streams.used())
 
     def restore(self) -> None:
         """Puts everything back, bit for bit."""
-        for holder, kept in self._maps:
+        reached = self.reached
+        if not reached.stands():
+            reached.restore()
+        changed = _changed(reached.owned, self._contents)
+        for tensor, contents, differs in zip(reached.owned, self._contents, changed, strict=True):
+            if not differs:
+                continue
+            # The version counts changes that a graph must know of; this is none, for the contents
+            # are what they were or will be again before anything else reads them.
+            with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+                if tensor.shape != contents.shape:
+                    tensor.resize_(contents.shape)
+                tensor.copy_(contents)
+        for array, copy in zip(reached.arrays, self._arrays, strict=True):
+            array[...] = copy
+        for (_, put), state in zip(reached.generators, self._states, strict=True):
+            put(state)
+        self.streams.restore()
+
+    def changed(self, parameters: bool) -> list[str]:
+        """The names of tensors that were changed in place since, and cannot be put back."""
+        reached = self.reached
+        if reached.versions() == self.versions:
+            return []
+        held = {id(x) for x in reached.owned}
+        return [
+            name
+            for (x, name), version in zip(reached.watched, self.versions, strict=True)
+            if x._version != version and id(x) not in held and (parameters or not x.requires_grad)
+        ]
+
+    def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
+        """The name of a watched tensor."""
+        return next((name for x, name in self.reached.watched if wanted(x)), None)
+
+
+def _changed(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
+    """Whether tensors' contents are other bits than these copies; asked once for each device."""
+    if not tensors or torch._C._functorch.peek_interpreter_stack() is not None:
+        return [True] * len(tensors)  # nothing can be asked of numbers in a transform
+    asked: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
+    for device in {x.device for x in asked if isinstance(x, Tensor)}:
+        which = [k for k, x in enumerate(asked) if isinstance(x, Tensor) and x.device == device]
+        for k, differs in zip(which, torch.stack([asked[k] for k in which]).tolist(), strict=True):
+            asked[k] = differs
+    return asked
+
+
+def _differs(x: Tensor, copy: Tensor) -> bool | Tensor:
+    """On an accelerator the answer stays there, for it to be waited for once."""
+    plain = type(x) in _PLAIN and x.layout is torch.strided and not (x.is_conj() or x.is_neg())
+    alike = x.shape == copy.shape and x.dtype == copy.dtype and x.device == copy.device
+    if not (plain and alike) or x.is_quantized:
+        return True
+    a, b = _bits(x.detach()), _bits(copy)
+    if x.device.type == "cpu":
+        return not torch.equal(a, b)
+    return a.ne(b).any()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same memory as integers, in which NaN is itself and -0.0 is not 0.0."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x
+
+
+def _same_array(x: np.ndarray, copy: np.ndarray) -> bool:
+    return x.shape == copy.shape and x.dtype == copy.dtype and x.tobytes() == copy.tobytes()
+
+
+# --- what is reached ----------------------------------------------------------------------
+
+_EMPTY = object()
+
+
+@dataclass(eq=False)
+class Reached:
+    """The objects behind a function, and what each of them held.
+
+    Attributes:
+        roots: Where the walk began.
+        kinds: The types of devices.
+        modules: Every module, with its name.
+        watched: Tensors, with their names.
+        owned: Tensors whose contents count, as those of modules' buffers do.
+        arrays: NumPy's, whose contents count.
+        generators: How each one's state is read and set.
+    """
+
+    roots: list[Any]
+    kinds: set[str]
+    modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)
+    watched: list[tuple[Tensor, str]] = field(default_factory=list)
+    owned: list[Tensor] = field(default_factory=list)
+    arrays: list[np.ndarray] = field(default_factory=list)
+    generators: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = field(default_factory=list)
+    maps: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
+    sequences: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    cells: list[tuple[CellType, Any]] = field(default_factory=list)
+    puts: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = field(default_factory=list)
+    # What follows is only compared: whether tensors were differentiated; the names that functions
+    # read, and what they meant if anything; classes; functions; containers that were empty.
+    tracked: list[bool] = field(default_factory=list)
+    names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    classes: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    functions: list[tuple[FunctionType, tuple[Any, ...]]] = field(default_factory=list)
+    empty: list[Any] = field(default_factory=list)
+    comparable: bool = True
+
+    def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
+        """Whether a walk from these would be this one, if nothing changed."""
+        same = len(roots) == len(self.roots) and all(map(is_, roots, self.roots))
+        return same and kinds <= self.kinds
+
+    def versions(self) -> list[int]:
+        """The versions of the watched tensors, as they are now."""
+        return [x._version for x, _ in self.watched]
+
+    def holders(self) -> list[Any]:
+        """The objects to begin from, so that all that was taken is taken again."""
+        held: list[Any] = [*self.roots]
+        held += [module for module, _ in self.modules.values()]
+        held += [_Contents(x) for x in self.owned]
+        return held
+
+    @cached_property
+    def _parts(self) -> tuple[Any, ...]:
+        """The maps, flat: comparing them then takes no step of python's."""
+        plain = [(x, kept) for x, kept in self.maps if type(x) is dict]
+        kept = [k for _, k in plain]
+        return (
+            [x for x, _ in plain],
+            [len(k) for k in kept],
+            [*chain.from_iterable(kept)],
+            [*chain.from_iterable(k.values() for k in kept)],
+            [(x, k) for x, k in self.maps if type(x) is not dict],
+        )
+
+    def stands(self) -> bool:
+        """Whether every holder holds the very objects that it held."""
+        maps, lengths, keys, values, others = self._parts
+        return (
+            self.comparable
+            and [*map(len, maps)] == lengths
+            and all(map(is_, chain.from_iterable(maps), keys))
+            and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
+            and not any(self.empty)
+            and [x.requires_grad for x, _ in self.watched] == self.tracked
+            and all(len(x) == len(kept) and all(map(is_, x, kept)) for x, kept in self.sequences)
+            and all(_contents_of(cell) is value for cell, value in self.cells)
+            and all(space.get(name, _EMPTY) is value for space, name, value in self.names)
+            and all(get() is value for get, _, value in self.puts)
+            and all(_same_items(x, kept) for x, kept in others)
+            and all(all(map(is_, _PARTS(f), parts)) for f, parts in self.functions)
+            and all(
+                len(space) * 2 == len(kept) and all(map(is_, _flat_items(space), kept))
+                for space, kept in self.classes
+            )
+        )
+
+    def restore(self) -> None:
+        """Has every holder hold again what it held."""
+        for holder, kept in self.maps:
             if any(a is not b for a, b in zip(holder, kept, strict=False)):
                 holder.clear()  # its order may count, too
             for key in [k for k in holder if k not in kept]:
@@ -102,45 +296,44 @@ class Snapshot:
             for key, value in kept.items():
                 if key not in holder or holder[key] is not value:
                     holder[key] = value
-        for space, name, value in self._globals:
-            space[name] = value
-        for holder, kept in self._sequences:
-            if len(holder) != len(kept) or any(
-                a is not b for a, b in zip(holder, kept, strict=True)
-            ):
+        for space, name, value in self.names:
+            if value is not _EMPTY and _is_state(value):
+                space[name] = value
+        for holder, kept in self.sequences:
+            if len(holder) != len(kept) or not all(map(is_, holder, kept)):
                 holder.clear()
                 holder.update(kept) if isinstance(holder, set) else holder.extend(kept)
-        for cell, value in self._cells:
+        for cell, value in self.cells:
             if value is not _EMPTY:
                 cell.cell_contents = value
-        for tensor, contents in self._tensors:
-            # The version counts changes that a graph must know of; this is none, for the contents
-            # are what they were or will be again before anything else reads them.
-            with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
-                if tensor.shape != contents.shape:
-                    tensor.resize_(contents.shape)
-                tensor.copy_(contents)
-        for array, copy in self._arrays:
-            array[...] = copy
-        for put, state in self._puts:
-            put(state)
-        self.streams.restore()
-
-    def changed(self, parameters: bool) -> list[str]:
-        """The names of tensors that were changed in place since, and cannot be put back."""
-        held = {id(x) for x, _ in self._tensors}
-        return [
-            name
-            for x, version, name in self.watched
-            if x._version != version and id(x) not in held and (parameters or not x.requires_grad)
-        ]
-
-    def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
-        """The name of a watched tensor."""
-        return next((name for x, _, name in self.watched if wanted(x)), None)
+        for _, put, value in self.puts:
+            if value is not _EMPTY:
+                put(value)
 
 
-_EMPTY = object()
+_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+def _same_items(x: Any, kept: dict[Any, Any]) -> bool:
+    if len(x) != len(kept) or not all(map(is_, x, kept)):
+        return False
+    return all(x[key] is value for key, value in kept.items())
+
+
+def _flat_items(space: Any) -> Any:
+    return chain(space, space.values())
+
+
+def _contents_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return _EMPTY
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a global is put back: functions and classes are not."""
+    return not callable(value) or isinstance(value, torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -153,10 +346,13 @@ class _Contents:
 class _Walk:
     """Visits what can be reached, each object once."""
 
-    def __init__(self, found: Snapshot) -> None:
-        self.found, self.kinds = found, set[str]()
+    def __init__(self, roots: list[Any], kinds: set[str]) -> None:
+        self.found = Reached(roots, {*kinds})
         self._seen: dict[int, Any] = {}
+        self._known = set[tuple[type, str]]()
         self._todo: list[tuple[Any, str, bool]] = []
+        for root in roots:
+            self.visit(root, "f", False)
 
     def visit(self, x: Any, name: str, owned: bool) -> None:
         """Notes what is to be walked. owned: whether it belongs to a module."""
@@ -164,11 +360,12 @@ class _Walk:
             self._seen[id(x)] = x
             self._todo.append((x, name, owned))
 
-    def run(self) -> None:
+    def run(self) -> Reached:
         """Walks."""
         while self._todo:
             x, name, owned = self._todo.pop()
             self._walk(x, name, owned)
+        return self.found
 
     def _walk(self, x: Any, name: str, owned: bool) -> None:
         if isinstance(x, Tensor):
@@ -181,7 +378,7 @@ class _Walk:
         elif isinstance(x, dict):
             self._map(x, name, owned)
         elif isinstance(x, list | deque | set):
-            self.found._sequences.append((x, list(x)))
+            self.found.sequences.append((x, list(x)))
             self._all(x, name, owned)
         elif isinstance(x, tuple | frozenset):
             self._all(x, name, owned)
@@ -196,7 +393,7 @@ class _Walk:
                 self.visit(part, name, owned)
         elif isinstance(x, np.ndarray):
             if x.flags.writeable and (owned or x.nbytes <= _LARGE) and not x.dtype.hasobject:
-                self.found._arrays.append((x, x.copy()))
+                self.found.arrays.append(x)
         elif not self._generator(x):
             self._object(x, name, owned)
 
@@ -206,35 +403,39 @@ class _Walk:
                 self.visit(x, f"{name}[{k}]", owned)
 
     def _map(self, x: Any, name: str, owned: bool) -> None:
-        self.found._maps.append((x, dict(x)))
+        self.found.maps.append((x, dict(x)))
         for key, value in x.items():
             if type(value) not in _ATOMS:
                 self.visit(value, f"{name}[{key!r}]", owned)
 
     def _tensor(self, x: Tensor, name: str, owned: bool) -> None:
-        self.kinds.add(x.device.type)
+        self.found.kinds.add(x.device.type)
         constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
         if constant and (owned or x.nbytes <= _LARGE):
             self._contents(x)
         if not x.is_inference():
-            self.found.watched.append((x, x._version, name))
+            self.found.watched.append((x, name))
+            self.found.tracked.append(x.requires_grad)
 
     def _contents(self, x: Tensor) -> None:
         if x.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(x):
             return
-        self.found._tensors.append((x, x.detach().clone()))
+        self.found.owned.append(x)
 
     def _module(self, x: torch.nn.Module, name: str) -> None:
         self.found.modules[id(x)] = (x, name)
         self._methods(x, name, "forward")
         fields = vars(x)
-        self.found._maps.append((fields, dict(fields)))
+        self.found.maps.append((fields, dict(fields)))
         for key, value in fields.items():
-            if type(value) in _ATOMS or (key in _FIXED and not value):
+            if type(value) in _ATOMS:
+                continue
+            if key in _FIXED and not value:
+                self.found.empty.append(value)
                 continue
             if key in ("_modules", "_buffers", "_parameters") and isinstance(value, dict):
                 self._seen[id(value)] = value
-                self.found._maps.append((value, dict(value)))
+                self.found.maps.append((value, dict(value)))
                 for k, part in value.items():
                     self.visit(part, f"{name}.{k}", True)
             else:
@@ -244,24 +445,24 @@ class _Walk:
 
     def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
         """The attributes of a compiled module, which hands out copies of all but tensors."""
+        self.found.comparable = False
         for key, (_, is_parameter) in x._concrete_type.get_attributes().items():
             value = x._c.getattr(key)
             self.visit(value, f"{name}.{key}", True)
             if not is_parameter:
-                self.found._puts.append((partial(x._c.setattr, key), value))
+                get = partial(x._c.getattr, key)
+                self.found.puts.append((get, partial(x._c.setattr, key), value))
         for key, module in x.named_children():
             self.visit(module, f"{name}.{key}", True)
 
     def _function(self, x: FunctionType, owned: bool) -> None:
+        self.found.functions.append((x, _PARTS(x)))
         for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             if id(cell) in self._seen:
                 continue
             self._seen[id(cell)] = cell
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not bound yet
-                value = _EMPTY
-            self.found._cells.append((cell, value))
+            value = _contents_of(cell)
+            self.found.cells.append((cell, value))
             self.visit(value, key, owned)
         self.visit(x.__defaults__, f"{x.__name__}'s default", owned)
         self.visit(x.__kwdefaults__, f"{x.__name__}'s default", owned)
@@ -269,24 +470,25 @@ class _Walk:
             return
         space = x.__globals__
         for key in _names(x.__code__):
-            if key in space:
-                value = space[key]
-                if not callable(value) or isinstance(value, torch.nn.Module):
-                    self.found._globals.append((space, key, value))
+            value = space.get(key, _EMPTY)
+            self.found.names.append((space, key, value))
+            if value is not _EMPTY:
                 self.visit(value, key, owned)
 
     def _generator(self, x: Any) -> bool:
         if isinstance(x, random.SystemRandom):
             return True
         if isinstance(x, torch.Generator):
-            self.found._puts.append((x.set_state, x.get_state()))
+            self.found.generators.append((x.get_state, x.set_state))
         elif isinstance(x, random.Random):
-            self.found._puts.append((x.setstate, x.getstate()))
+            self.found.generators.append((x.getstate, x.setstate))
         elif isinstance(x, np.random.RandomState):
-            self.found._puts.append((x.set_state, x.get_state(legacy=False)))
+            get = partial(x.get_state, legacy=False)
+            self.found.generators.append((get, x.set_state))
         elif isinstance(x, np.random.Generator):
             bits = x.bit_generator
-            self.found._puts.append((partial(setattr, bits, "state"), bits.state))
+            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+            self.found.generators.append((get, put))
         else:
             return False
         return True
@@ -300,26 +502,32 @@ class _Walk:
                 continue
             for key, slot in vars(kind).items():
                 if isinstance(slot, MemberDescriptorType):
-                    value = getattr(x, key, _EMPTY)
+                    get = partial(getattr, x, key, _EMPTY)
+                    value = get()
+                    self.found.puts.append((get, partial(slot.__set__, x), value))
                     if value is not _EMPTY:
-                        self.found._puts.append((partial(slot.__set__, x), value))
                         self.visit(value, f"{name}.{key}", owned)
         fields = getattr(x, "__dict__", None)
         if type(fields) is dict:
-            self.found._maps.append((fields, dict(fields)))
+            self.found.maps.append((fields, dict(fields)))
             for key, value in fields.items():
                 self.visit(value, f"{name}.{key}", owned)
 
     def _methods(self, x: Any, name: str, first: str) -> None:
         """What a method, and those that it names, read besides the object's own fields."""
-        todo, known = [first], set[str]()
+        own = [kind for kind in type(x).__mro__ if _package(kind) not in _STANDARD]
+        for kind in own:
+            if (kind, "") not in self._known:
+                self._known.add((kind, ""))
+                self.found.classes.append((vars(kind), [*_flat_items(vars(kind))]))
+        todo = [first] if own else []
         while todo:
             key = todo.pop()
-            if key in known:
+            if (type(x), key) in self._known:
                 continue
-            known.add(key)
-            for kind in type(x).__mro__:
-                if key not in vars(kind) or _package(kind) in _STANDARD:
+            self._known.add((type(x), key))
+            for kind in own:
+                if key not in vars(kind):
                     continue
                 part = vars(kind)[key]
                 part = getattr(part, "fget", getattr(part, "__func__", part))
@@ -328,7 +536,8 @@ class _Walk:
                     wrapped = getattr(part, "__wrapped__", part)
                     todo += _names(getattr(wrapped, "__code__", part.__code__))
                 elif not hasattr(part, "__get__"):
-                    self.found._puts.append((partial(_set_in_class, kind, key), part))
+                    get = partial(vars(kind).get, key, _EMPTY)
+                    self.found.puts.append((get, partial(_set_in_class, kind, key), part))
                     self.visit(part, f"{name}.{key}", False)
 
 
@@ -346,109 +555,3 @@ def _package(kind: type) -> str:
 def _set_in_class(kind: type, key: str, value: Any) -> None:
     if vars(kind).get(key) is not value:
         setattr(kind, key, value)
-
-
-# --- modes and flags ---------------------------------------------------------------------
-
-
-def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How each flag of PyTorch that changes numbers is read and set."""
-    cuda, mha = torch.backends.cuda, torch.backends.mha
-    found: dict[str, Any] = {
-        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "matmul precision": (
-            torch.get_float32_matmul_precision,
-            torch.set_float32_matmul_precision,
-        ),
-        "deterministic": (
-            _deterministic,
-            lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
-        ),
-        "encoder fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
-        "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-        "lean attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-        "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-        "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    }
-    holders = {"cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
-    for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32"):
-        found[name] = _attribute(holders["cudnn"], name.partition(".")[2])
-    return {**found, "mkldnn.enabled": _attribute(holders["mkldnn"], "enabled")}
-
-
-def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    return partial(getattr, holder, name), partial(setattr, holder, name)
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-
-
-@dataclass(frozen=True)
-class Modes:
-    """Autocast, grad mode and flags, as they stood when a function ran first."""
-
-    flags: dict[str, Any]
-    autocast: list[tuple[str, bool, torch.dtype]]
-    cached: bool
-    grad: bool
-    device: torch.device
-
-    @classmethod
-    def now(cls, kinds: Iterable[str]) -> Modes:
-        """As they stand."""
-        casts = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted({"cpu", *kinds} - {"meta"})
-        ]
-        return cls(
-            {name: get() for name, (get, _) in _flags().items()},
-            casts,
-            torch.is_autocast_cache_enabled(),
-            torch.is_grad_enabled(),
-            torch.get_default_device(),
-        )
-
-    def by_other_kernels(self) -> Modes:
-        """With the framework's own alternatives to fused kernels."""
-        off = ("flash attention", "lean attention", "cudnn attention")
-        others = dict.fromkeys(
-            (*off, "encoder fast path", "cudnn.enabled", "mkldnn.enabled"), False
-        )
-        return replace(self, flags={**self.flags, **others, "plain attention": True})
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, all is as it stood; outside, as it was."""
-        flags = _flags()
-        before = {name: get() for name, (get, _) in flags.items()}
-        casts = [
-            torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
-            for kind, on, dtype in self.autocast
-        ]
-        try:
-            for name, (_, put) in flags.items():
-                if self.flags[name] != before[name]:
-                    put(self.flags[name])
-            with _all_of(casts), torch.set_grad_enabled(self.grad):
-                if torch.get_default_device() == self.device:
-                    yield
-                else:
-                    with self.device:
-                        yield
-        finally:
-            for name, (get, put) in flags.items():
-                if get() != before[name]:
-                    put(before[name])
-
-
-@contextmanager
-def _all_of(contexts: list[Any]) -> Iterator[None]:
-    if not contexts:
-        yield
-        return
-    with contexts[0], _all_of(contexts[1:]):
-        yield

@@ -1,0 +1,120 @@
+"""The modes and flags of PyTorch that change numbers, so that a function can be run again in them.
+
+Autocast, grad mode, the default device and dtype, and the switches that choose kernels. Reading
+all of them is quick; they are set only where they stand otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Autocast, grad mode and flags, as they stood when a function ran first."""
+
+    flags: dict[str, Any]
+    autocast: list[tuple[str, bool, torch.dtype]]
+    cached: bool
+    grad: bool
+    device: torch.device
+
+    @classmethod
+    def now(cls, kinds: Iterable[str]) -> Modes:
+        """As they stand."""
+        return cls(
+            _standing(),
+            _casts(sorted({"cpu", *kinds} - {"meta"})),
+            torch.is_autocast_cache_enabled(),
+            torch.is_grad_enabled(),
+            torch.get_default_device(),
+        )
+
+    def by_other_kernels(self) -> Modes:
+        """With the framework's own alternatives to fused kernels."""
+        off = ("flash attention", "lean attention", "cudnn attention")
+        others = dict.fromkeys(
+            (*off, "encoder fast path", "cudnn.enabled", "mkldnn.enabled"), False
+        )
+        return replace(self, flags={**self.flags, **others, "plain attention": True})
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all is as it stood; outside, as it was."""
+        before = _standing()
+        try:
+            _set(before, self.flags)
+            with ExitStack() as inside:
+                self._enter(inside)
+                yield
+        finally:
+            _set(_standing(), before)
+
+    def _enter(self, inside: ExitStack) -> None:
+        inside.enter_context(torch.set_grad_enabled(self.grad))
+        if torch.get_default_device() != self.device:
+            inside.enter_context(self.device)
+        casts = _casts([kind for kind, _, _ in self.autocast])
+        if casts == self.autocast and not any(on for _, on, _ in casts):
+            return
+        for kind, on, dtype in self.autocast:
+            inside.enter_context(
+                torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
+            )
+
+
+def _casts(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+
+def _standing() -> dict[str, Any]:
+    return {name: get() for name, (get, _) in _flags().items()}
+
+
+def _set(now: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, (_, put) in _flags().items():
+        if now[name] != wanted[name]:
+            put(wanted[name])
+
+
+@cache
+def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How each flag of PyTorch that changes numbers is read and set."""
+    cuda, mha = torch.backends.cuda, torch.backends.mha
+    found: dict[str, Any] = {
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "matmul precision": (
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+        ),
+        "deterministic": (
+            _deterministic,
+            lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
+        ),
+        "encoder fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
+        "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "lean attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    }
+    holders = {"cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
+    for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32"):
+        found[name] = _attribute(holders["cudnn"], name.partition(".")[2])
+    return {**found, "mkldnn.enabled": _attribute(holders["mkldnn"], "enabled")}
+
+
+def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return partial(getattr, holder, name), partial(setattr, holder, name)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )

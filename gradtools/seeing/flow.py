@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node
 
@@ -53,11 +54,48 @@ class Loss:
 
 def dependence_matrix(graph: Graph) -> list[list[Dependence]]:
     """``matrix[output][input]``: how each output depends on each input."""
-    columns = []
-    for value in graph.inputs:
-        found = forward(graph, {value: _FULL})
-        columns.append([found.get(out, _NONE) for out in graph.outputs])
-    return [[column[k] for column in columns] for k in range(len(graph.outputs))]
+    if graph not in _matrices:
+        reached = [_at_least(graph, strength) for strength in (_CUT, _ZERO, _FULL)]
+        _matrices[graph] = [
+            [Dependence(sum(r.get(out, 0) >> i & 1 for r in reached)) for i in range(count)]
+            for count in [len(graph.inputs)]
+            for out in graph.outputs
+        ]
+    return [list(row) for row in _matrices[graph]]
+
+
+_matrices: WeakKeyDictionary[Graph, list[list[Dependence]]] = WeakKeyDictionary()
+
+
+def _at_least(graph: Graph, strength: Dependence) -> dict[int, int]:
+    """For each value the inputs, one bit each, on which it depends at least so strongly."""
+    found: dict[int, int] = {}
+    beside: dict[int, list[int]] = {}
+    for source, target in graph.outside if strength == _CUT else ():
+        beside.setdefault(source, []).append(target)
+
+    def raise_to(value: int, mask: int) -> None:
+        if mask & ~found.get(value, 0):
+            found[value] = mask | found.get(value, 0)
+            for other in beside.get(value, ()):
+                raise_to(other, mask)
+
+    for i, value in enumerate(graph.inputs):
+        raise_to(value, 1 << i)
+    for node in graph.nodes:
+        entering = [found.get(value, 0) for value in node.inputs]
+        if any(entering):
+            for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+                raise_to(value, _union(row, entering, strength))
+    return found
+
+
+def _union(row: Sequence[Dependence], masks: Sequence[int], strength: Dependence) -> int:
+    total = 0
+    for link, mask in zip(row, masks, strict=True):
+        if link >= strength:
+            total |= mask
+    return total
 
 
 def forward(graph: Graph, start: Strengths) -> dict[int, Dependence]:
@@ -113,7 +151,9 @@ def links_of(graph: Graph, node: Node) -> Links:
     if node.links is not None:
         return node.links
     if node.bodies:
-        return _links_of_bodies(graph, node)
+        if node not in _links:
+            _links[node] = _links_of_bodies(node)
+        return _links[node]
     inputs = [graph.values[value].is_inexact for value in node.inputs]
     return tuple(
         tuple(_FULL if out and into else _CUT for into in inputs)
@@ -121,7 +161,10 @@ def links_of(graph: Graph, node: Node) -> Links:
     )
 
 
-def _links_of_bodies(graph: Graph, node: Node) -> Links:
+_links: WeakKeyDictionary[Node, Links] = WeakKeyDictionary()
+
+
+def _links_of_bodies(node: Node) -> Links:
     links = [[_NONE] * len(node.inputs) for _ in node.outputs]
     for body in node.bodies:
         if not body.gate:

@@ -97,7 +97,7 @@ Links = tuple[tuple[Dependence, ...], ...]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Node:
     """One operation of the program.
 
@@ -133,7 +133,7 @@ class Node:
     saved: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Graph:
     """One run of a program.
 

@@ -1,0 +1,426 @@
+"""A jaxpr as a `Graph`, the form that both frameworks share.
+
+Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
+bodies. What an equation carries is said once, here and in `tracing.py`: without more it is
+differentiable between inexact arrays and cut elsewhere. A custom rule replaces what its function
+does inside, so no cut counts there. A mutable reference that an equation is given is a new value
+afterwards.
+
+A node's line is that of the innermost frame of the user's own code. JAX traces its own jitted
+functions once, so the equations inside remember their first use; they are given the line of the
+call at hand instead, see `_Place`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from gradtools.jax import tracing
+from gradtools.jax.tracing import Eqn, Jaxpr
+from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
+
+_NONE, _CUT, _ZERO, _FULL = Dependence
+
+
+def graph_of(
+    closed_jaxpr: Jaxpr,
+    names: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+    captured: Mapping[int, str] = MappingProxyType({}),
+) -> Graph:
+    """The graph of a jaxpr.
+
+    Args:
+        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
+        names: The names of its inputs, such as "argument 0['w']".
+        outputs: The names of its outputs.
+        captured: Names of constants that it closes over, by ``id`` of the array.
+
+    Returns:
+        The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
+        their value.
+
+    Example:
+        >>> closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
+        >>> [node.operation for node in graph_of(closed).nodes]
+        ['sin', 'multiply']
+    """
+    consts = [captured.get(id(c), "") for c in getattr(closed_jaxpr, "consts", ())]
+    jaxpr = tracing.open_jaxpr(closed_jaxpr)
+    return _Reader().graph(jaxpr, _Place(), names, outputs, consts)[0]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a jaxpr stands.
+
+    Attributes:
+        site: The user's line that called a function of JAX's own; None in the user's own code.
+        scope: The modules around it.
+        phase: How many times it was transposed.
+    """
+
+    site: Source | None = None
+    scope: tuple[str, ...] = ()
+    phase: int = 0
+
+
+_Read = tuple[Graph, list[bool]]  # and which outputs are what is left of a zero derivative
+
+
+class _Reader:
+    """Reads jaxprs; one that is called several times from one place is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Jaxpr, _Read]] = {}  # jaxprs are held: ids stay unique
+        self._uncut = tracing.Flow(raw=True)
+
+    def body(self, jaxpr: Jaxpr, place: _Place, flat: Sequence[bool]) -> _Read:
+        key = id(jaxpr), place, tuple(flat)
+        if key not in self._known:
+            self._known[key] = jaxpr, self.graph(jaxpr, place, flat=flat)
+        return self._known[key][1]
+
+    def graph(
+        self,
+        jaxpr: Jaxpr,
+        place: _Place,
+        names: Sequence[str] = (),
+        outputs: Sequence[str] = (),
+        consts: Sequence[str] = (),
+        flat: Sequence[bool] = (),
+    ) -> _Read:
+        values = _Values(var for var, is_flat in zip(jaxpr.invars, flat, strict=False) if is_flat)
+        captured = [values.new(v, name) for v, name in _named(jaxpr.constvars, consts)]
+        inputs = [values.new(v, name) for v, name in _named(jaxpr.invars, names)]
+        nodes = [self.node(eqn, values, place) for eqn in jaxpr.eqns]
+        out = [values.read(atom) for atom in jaxpr.outvars]
+        for number, (_, name) in zip(out, _named(jaxpr.outvars, outputs), strict=True):
+            values.name(number, name)
+        graph = Graph(
+            nodes=tuple(nodes),
+            values=MappingProxyType(values.found),
+            inputs=tuple(inputs),
+            outputs=tuple(out),
+            captured=(*captured, *values.literals),
+        )
+        return graph, [values.is_flat(atom) for atom in jaxpr.outvars]
+
+    def node(self, eqn: Eqn, values: _Values, place: _Place) -> Node:
+        operation, here = _operation(eqn), _inside(eqn, place)
+        inner, loss = tracing.bodies(eqn), None
+        inputs = tuple(values.read(atom) for atom in eqn.invars)
+        outputs = tuple(values.new(var) for var in tracing.targets(eqn))
+        links = self.links(eqn, inner, values)
+        if _may_lose(eqn, links):
+            loss = _loss(eqn, operation)
+        return Node(
+            operation=operation,
+            inputs=inputs,
+            outputs=outputs,
+            native=eqn.primitive.name,
+            attributes=_attributes(eqn),
+            source=tracing.source(eqn, place.site),
+            scope=here.scope,
+            phase=here.phase,
+            links=links,
+            loss=loss,
+            mark=_mark(eqn),
+            bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
+        )
+
+    def body_of(self, eqn: Eqn, body: Any, values: _Values, here: _Place) -> Body:
+        site, own = here.site, tracing.is_own(body.jaxpr)
+        if own is not None:
+            site = tracing.source(eqn, site) if own else None
+        entering = [values.is_flat(eqn.invars[i]) for i in body.inputs]
+        graph, leaving = self.body(body.jaxpr, replace(here, site=site), entering)
+        if not body.gate:
+            values.flat.update(compress(eqn.outvars, leaving))
+        return Body(
+            graph=graph,
+            inputs=tuple(body.inputs),
+            carries=body.carries,
+            gate=body.gate,
+            skippable=tracing.may_not_run(eqn),
+        )
+
+    def links(self, eqn: Eqn, inner: Sequence[Any], values: _Values) -> Links | None:
+        """What an equation carries, where it is not what a node's bodies and dtypes say."""
+        name = eqn.primitive.name
+        if tracing.is_ruled(eqn):
+            return self.ruled_links(eqn, inner)
+        if hasattr(eqn.primitive, "gradtools_connects"):
+            return _rows(eqn, eqn.primitive.gradtools_connects(eqn), _FULL, _CUT)
+        if inner:
+            return None
+        if name in _STOPS:
+            return _rows(eqn, _all(eqn), _CUT, _CUT)
+        if name in _FLAT and _FLAT[name](eqn):
+            return _rows(eqn, _all(eqn), _ZERO, _CUT)
+        if name == "sort" or name in tracing.ONE_TO_ONE:
+            return _one_to_one(eqn)
+        if tracing.is_activation_rule(eqn):
+            values.flat.update(eqn.outvars)
+            return tuple((_ZERO,) * len(eqn.invars) for _ in eqn.outvars)
+        passive = _passive(eqn)
+        flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
+        if not passive and not flat:
+            return None
+        if flat and not all(map(tracing.is_inexact, eqn.outvars)):
+            values.flat.update(eqn.outvars)
+        return _weakened(eqn, passive | flat)
+
+    def ruled_links(self, eqn: Eqn, inner: Sequence[Any]) -> Links:
+        masks = self._uncut.step(eqn, [1 << i for i in range(len(eqn.invars))])
+        flows = [[bool(mask >> i & 1) for i in range(len(eqn.invars))] for mask in masks]
+        return _rows(eqn, flows, _FULL, _NONE)
+
+
+class _Values:
+    """The values of one jaxpr, by number."""
+
+    def __init__(self, flat: Iterable[Any] = ()) -> None:
+        self.found: dict[int, Value] = {}
+        self.flat = set(flat)  # what is left of a derivative that is zero
+        self.literals: list[int] = []
+        self._numbers: dict[Any, int] = {}
+
+    def new(self, var: Any, name: str = "") -> int:
+        number = len(self.found)
+        self.found[number] = _value(var.aval, name)
+        self._numbers[var] = number
+        return number
+
+    def read(self, atom: Any) -> int:
+        if not isinstance(atom, Literal):
+            return self._numbers[atom]
+        number = len(self.found)
+        self.found[number] = _value(atom.aval, _text(atom.val))
+        self.literals.append(number)
+        return number
+
+    def name(self, number: int, name: str) -> None:
+        if name and not self.found[number].name:
+            self.found[number] = replace(self.found[number], name=name)
+
+    def is_flat(self, atom: Any) -> bool:
+        return not isinstance(atom, Literal) and atom in self.flat
+
+
+def _named(atoms: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, str]]:
+    return list(zip(atoms, [*names, *[""] * (len(atoms) - len(names))], strict=True))
+
+
+def _value(aval: Any, name: str) -> Value:
+    aval = getattr(aval, "inner_aval", aval)
+    return Value(tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", "")), name)
+
+
+def _text(value: Any) -> str:
+    return f"{np.asarray(value).item():.6g}" if np.size(value) == 1 else ""
+
+
+# --- names -------------------------------------------------------------------------------
+
+_NAMES = {
+    native: line.split()[0]
+    for line in """
+        add             add_any
+        subtract        sub
+        multiply        mul
+        divide          div
+        negate          neg
+        power           integer_pow pow
+        remainder       rem
+        maximum         max
+        minimum         min
+        clip            clamp
+        select          select_n
+        sigmoid         logistic
+        sum             reduce_sum reduce_window_sum psum psum2 psum_invariant
+        prod            reduce_prod
+        max             reduce_max pmax
+        min             reduce_min pmin
+        max_pool        reduce_window_max
+        all             reduce_and
+        any             reduce_or
+        compare         eq ne lt le gt ge eq_to lt_to le_to
+        cast            convert_element_type reduce_precision
+        broadcast       broadcast_in_dim
+        slice           dynamic_slice
+        flip            rev
+        scatter         scatter-mul scatter-min scatter-max scatter_mul
+        scatter_add     scatter-add scatter-sub select_and_scatter_add
+        update          dynamic_update_slice addupdate swap
+        convolution     conv_general_dilated
+        stop            stop_gradient
+        callback        pure_callback io_callback
+        checkpoint      remat remat2
+        call            jit pjit closed_call core_call xla_call
+    """.strip().splitlines()
+    for native in line.split()[1:]
+}
+
+
+def _operation(eqn: Eqn) -> str:
+    """The neutral name; that of a library's function with a rule of its own is the function's."""
+    name = eqn.primitive.name
+    if tracing.is_ruled(eqn):
+        return _function(eqn) if _is_of_library(eqn) else "custom_rule"
+    if "rule" in eqn.params and name.startswith("gradtools_"):
+        scales = eqn.params["rule"].name == "scale_gradient"
+        return "scale_gradient" if scales else "custom_rule"
+    return _NAMES.get(name, name)
+
+
+def _is_of_library(eqn: Eqn) -> bool:
+    """Whether an equation calls a function of JAX, flax, equinox or optax."""
+    jaxprs = list(tracing.sub_jaxprs(eqn.params))
+    return any(tracing.is_own(jaxpr) and not tracing.is_ours(jaxpr) for jaxpr in jaxprs)
+
+
+def _function(eqn: Eqn) -> str:
+    """The name of the function that an equation calls."""
+    infos = (getattr(j, "debug_info", None) for j in tracing.sub_jaxprs(eqn.params))
+    name = next((getattr(info, "func_name", "") for info in infos), "")
+    return name.lstrip("_") or eqn.primitive.name
+
+
+def _mark(eqn: Eqn) -> str:
+    name, jaxprs = eqn.primitive.name, list(tracing.sub_jaxprs(eqn.params))
+    if name.startswith("gradtools_") and "rule" in eqn.params:
+        rule = eqn.params["rule"]
+        edited = "edited gradient" if rule.identity else "custom rule"
+        return "frozen" if rule.name.startswith("frozen") else edited
+    if any(tracing.is_chunk(jaxpr) for jaxpr in jaxprs):
+        return "chunked"
+    if tracing.is_ruled(eqn):
+        edits = any(e.primitive.name == "gradtools_reverse_only" for j in jaxprs for e in j.eqns)
+        return "edited gradient" if edits else "" if _is_of_library(eqn) else "custom rule"
+    return "checkpoint" if _NAMES.get(name) == "checkpoint" else ""
+
+
+def _attributes(eqn: Eqn) -> Mapping[str, Any]:
+    """The parameters that are no programs; of a rule its name."""
+    found = {
+        key: value
+        for key, value in eqn.params.items()
+        if key != "rule" and not callable(value) and not any(tracing.sub_jaxprs(value))
+    }
+    if "rule" in eqn.params:
+        found["name"] = str(eqn.params["rule"].name)
+    elif tracing.is_ruled(eqn):
+        found = {"name": _function(eqn)}
+    return MappingProxyType(found)
+
+
+# --- links -------------------------------------------------------------------------------
+
+_STOPS = {
+    "stop_gradient": "detached",
+    "pure_callback": "left_framework",
+    "io_callback": "left_framework",
+}
+_CASTS = ("convert_element_type", "bitcast_convert_type", "reduce_precision")
+_FLAT: dict[str, Callable[[Eqn], bool]] = {
+    **dict.fromkeys(("round", "floor", "ceil", "sign"), lambda eqn: True),
+    "integer_pow": lambda eqn: eqn.params["y"] == 0,
+}
+
+
+def _all(eqn: Eqn) -> list[list[bool]]:
+    return [[True] * len(eqn.invars) for _ in tracing.targets(eqn)]
+
+
+def _rows(
+    eqn: Eqn, flows: Sequence[Sequence[bool]], carried: Dependence, other: Dependence
+) -> Links:
+    """Links of one strength where data flows between inexact arrays, cut between others."""
+
+    def link(flow: bool, var: Any, atom: Any) -> Dependence:
+        if not flow:
+            return other
+        return carried if tracing.is_inexact(var) and tracing.is_inexact(atom) else _CUT
+
+    return tuple(
+        tuple(link(flow, var, atom) for flow, atom in zip(row, eqn.invars, strict=True))
+        for row, var in zip(flows, tracing.targets(eqn), strict=True)
+    )
+
+
+def _one_to_one(eqn: Eqn) -> Links | None:
+    """Output k is made of input k alone; of the keys of a sort its order too."""
+    if len(eqn.invars) != len(eqn.outvars):
+        return None
+    keys = eqn.params["num_keys"] if eqn.primitive.name == "sort" else 0
+    flows = [[i == k for i in range(len(eqn.invars))] for k in range(len(eqn.outvars))]
+    rows = [list(row) for row in _rows(eqn, flows, _FULL, _NONE)]
+    for row in rows:
+        row[:keys] = [max(link, _CUT) for link in row[:keys]]
+    return tuple(map(tuple, rows))
+
+
+def _passive(eqn: Eqn) -> set[int]:
+    """The inputs of a rule that carry a derivative of zero."""
+    if eqn.primitive.name not in ("gradtools_primal", "gradtools_value"):
+        return set()
+    return set(eqn.params["rule"].passive)
+
+
+def _weakened(eqn: Eqn, inputs: set[int]) -> Links:
+    """The usual links, but for inputs that are connected with a derivative of zero."""
+    rows = [list(row) for row in _rows(eqn, _all(eqn), _FULL, _CUT)]
+    for row in rows:
+        row[:] = [_ZERO if i in inputs else link for i, link in enumerate(row)]
+    return tuple(map(tuple, rows))
+
+
+def _may_lose(eqn: Eqn, links: Links | None) -> bool:
+    """Whether something inexact enters that does not leave differentiable."""
+    entering = [i for i, atom in enumerate(eqn.invars) if tracing.is_inexact(atom)]
+    if links is None:
+        return bool(entering) and not all(map(tracing.is_inexact, tracing.targets(eqn)))
+    return any(row[i] < _FULL for row in links for i in entering)
+
+
+def _loss(eqn: Eqn, operation: str) -> str:
+    name = eqn.primitive.name
+    if name in _STOPS:
+        return _STOPS[name]
+    if name in _FLAT:
+        return "zero_derivative"
+    if name in _CASTS:
+        return "integer_cast"
+    if name.startswith("gradtools_") or hasattr(eqn.primitive, "gradtools_connects"):
+        return "rule"
+    return "discrete"
+
+
+# --- modules -----------------------------------------------------------------------------
+
+_OURS = ("gradtools_derivative",)
+
+
+def _inside(eqn: Eqn, place: _Place) -> _Place:
+    """The place of what is inside an equation: its modules, from named scopes or frames."""
+    scopes, phase = [], 0
+    for entry in eqn.source_info.name_stack.stack:
+        if type(entry).__name__ == "Scope":
+            scopes.append(entry.name)
+        elif entry.name == "transpose":
+            phase += 1
+    found = tuple(name for name in scopes if name not in _OURS)
+    if not found and not place.scope:
+        found = tracing.modules_around(eqn)
+    return replace(place, scope=(*place.scope, *found), phase=place.phase + phase)
+
+
+__all__ = ["graph_of"]

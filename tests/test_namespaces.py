@@ -120,6 +120,7 @@ ALONE = {
     ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",
     ("jax", "equinox.py"): "the reversal layer of equinox",
+    ("jax", "graphs.py"): "a jaxpr as a graph; PyTorch's is recorded as it runs",
     ("jax", "tracing.py"): "connectedness is read from the jaxpr; PyTorch's autograd tells it",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +18,10 @@ import jax
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.errors import GradtoolsError
 from gradtools.jax import tracing
+from gradtools.jax.graphs import graph_of
 from gradtools.jax.rules import reverse_only_p
 from gradtools.jax.trees import conj
+from gradtools.seeing.flow import losses
 
 _SCOPE = "gradtools_derivative"
 _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError)
@@ -58,7 +60,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         extras,
         pullback,
         nested=lambda: traced.nested,
-        where_lost=lambda i: [str(cut) for cut in tracing.find_cuts(traced.closed, i)],
+        where_lost=traced.where_lost,
     )
 
 
@@ -125,6 +127,16 @@ class _Traced:
         """For each leaf, whether it reaches one of the differentiated outputs."""
         rows = tracing.reached_matrix(self.closed)[: len(self.out_avals)]
         return [any(row[i] for row in rows) for i in range(len(self.closed.in_avals))]
+
+    def where_lost(self, index: int) -> list[str]:
+        """The operations at which leaf `index` is lost, one for each line."""
+        graph = graph_of(self.closed)
+        shown = replace(graph, outputs=graph.outputs[: len(self.out_avals)])
+        found: dict[str, str] = {}
+        for loss in losses(shown, index):
+            place = f" at {loss.node.source}" if loss.node.source else ""
+            found.setdefault(place or loss.node.native, loss.node.native + place)
+        return list(found.values())
 
     @cached_property
     def reverse_only(self) -> bool:

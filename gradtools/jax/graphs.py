@@ -6,9 +6,8 @@ differentiable between inexact arrays and cut elsewhere. A custom rule replaces 
 does inside, so no cut counts there. A mutable reference that an equation is given is a new value
 afterwards.
 
-A node's line is that of the innermost frame of the user's own code. JAX traces its own jitted
-functions once, so the equations inside remember their first use; they are given the line of the
-call at hand instead, see `_Place`.
+A node's line is that of the innermost frame of the user's own code. A jitted function of JAX's own
+is traced once and holds no such line: its equations are given the line of each call.
 """
 
 from __future__ import annotations

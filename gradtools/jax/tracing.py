@@ -1,4 +1,4 @@
-"""Which inputs of a jaxpr reach which outputs, and where a gradient is lost on the way.
+"""Which inputs of a jaxpr reach which outputs, and the user's line behind an equation.
 
 An input is connected to an output when data flows from one to the other without crossing
 the cut table of gradtools: a stopped gradient, a float that becomes an integer or a bool,
@@ -8,8 +8,9 @@ zeros say something else, so the jaxpr itself is read::
     bits(out) = OR of bits(in) over the inputs of the equation that it carries
 
 Sets of inputs are integers, one bit for each input, and every sub-jaxpr is read once. The
-same reading without the cut table, the *raw* flow, tells a lost input from an unused one.
+same reading without the cut table, the *raw* flow, tells what decides, too.
 
+Where the gradient is lost on the way is read from the `Graph` that `graphs.py` makes of a jaxpr.
 How to trace a function, and what to do about an input that does not reach, is left to others.
 """
 
@@ -17,29 +18,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import pairwise, takewhile
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from gradtools.seeing.graph import Source
+
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
 Eqn = Any
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One operation at which the gradient is lost, and the line of the user's that ran it."""
-
-    operation: str
-    reason: str
-    file: str | None
-    line: int | None
-
-    def __str__(self) -> str:
-        if self.file is None:
-            return self.operation
-        return f"{self.operation} at {os.path.basename(self.file)}:{self.line}"
 
 
 def reached(closed_jaxpr: Jaxpr) -> list[bool]:
@@ -52,7 +41,7 @@ def reached(closed_jaxpr: Jaxpr) -> list[bool]:
         One bool for each input. An input that is not inexact reaches nothing.
     """
     columns = zip(*reached_matrix(closed_jaxpr), strict=True)
-    return [any(column) for column in columns] or [False] * len(_open(closed_jaxpr).invars)
+    return [any(column) for column in columns] or [False] * len(open_jaxpr(closed_jaxpr).invars)
 
 
 def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
@@ -65,38 +54,20 @@ def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
         ``matrix[output][input]``. The row of an output that is not inexact is False, and so is
         the column of an input that is not.
     """
-    jaxpr = _open(closed_jaxpr)
-    masks = _Flow(raw=False).of_jaxpr(jaxpr)
-    active = [_is_inexact(var) for var in jaxpr.invars]
+    jaxpr = open_jaxpr(closed_jaxpr)
+    masks = Flow(raw=False).of_jaxpr(jaxpr)
+    active = [is_inexact(var) for var in jaxpr.invars]
     return [
-        [_is_inexact(out) and active[i] and bool(mask >> i & 1) for i in range(len(active))]
+        [is_inexact(out) and active[i] and bool(mask >> i & 1) for i in range(len(active))]
         for out, mask in zip(jaxpr.outvars, masks, strict=True)
     ]
 
 
 def raw_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
     """For each output and each input of a jaxpr: does any data flow from one to the other?"""
-    jaxpr = _open(closed_jaxpr)
+    jaxpr = open_jaxpr(closed_jaxpr)
     count = len(jaxpr.invars)
-    return [[bool(m >> i & 1) for i in range(count)] for m in _Flow(raw=True).of_jaxpr(jaxpr)]
-
-
-def find_cuts(closed_jaxpr: Jaxpr, invar_index: int) -> list[Cut]:
-    """Where connectedness is lost on the way from one input to the outputs.
-
-    Args:
-        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
-        invar_index: Which of its inputs.
-
-    Returns:
-        The cuts in program order, one for each source line. Empty when no data flows from
-        the input to an output: it is then unused, not cut.
-    """
-    jaxpr = _open(closed_jaxpr)
-    entry = (1 << invar_index) * _is_inexact(jaxpr.invars[invar_index])
-    lost = _Search().in_jaxpr(jaxpr, entry, _full(jaxpr.outvars), site=None)
-    cuts = (_cut(eqn, site) for eqn, site in lost)
-    return list({_place(cut): cut for cut in reversed(list(cuts))}.values())[::-1]
+    return [[bool(m >> i & 1) for i in range(count)] for m in Flow(raw=True).of_jaxpr(jaxpr)]
 
 
 def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> bool:
@@ -109,7 +80,7 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
     Returns:
         Whether it was true for one.
     """
-    pending, seen = [_open(closed_jaxpr)], set()
+    pending, seen = [open_jaxpr(closed_jaxpr)], set()
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:
@@ -117,7 +88,7 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
         seen.add(id(jaxpr))
         if any(predicate(eqn) for eqn in jaxpr.eqns):
             return True
-        pending.extend(inner for eqn in jaxpr.eqns for inner in _sub_jaxprs(eqn.params))
+        pending.extend(inner for eqn in jaxpr.eqns for inner in sub_jaxprs(eqn.params))
     return False
 
 
@@ -132,21 +103,24 @@ def is_batch_statistic(eqn: Eqn) -> bool:
 # --- what an equation is made of ---------------------------------------------------------
 
 
-def _open(jaxpr: Jaxpr) -> Jaxpr:
+def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr itself, which before jax 0.12 stands in another with its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
-    if hasattr(_open(value), "eqns"):
-        yield _open(value)
+def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
+    """The jaxprs in a parameter of an equation, or in all of them."""
+    if hasattr(open_jaxpr(value), "eqns"):
+        yield open_jaxpr(value)
     elif isinstance(value, dict):
-        yield from _sub_jaxprs(tuple(value.values()))
+        yield from sub_jaxprs(tuple(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _sub_jaxprs(item)
+            yield from sub_jaxprs(item)
 
 
-def _is_inexact(var: Any) -> bool:
+def is_inexact(var: Any) -> bool:
+    """Whether a variable is floating or complex."""
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -155,13 +129,9 @@ def _is_ref(var: Any) -> bool:
     return hasattr(var.aval, "inner_aval")
 
 
-def _targets(eqn: Eqn) -> list[Any]:
+def targets(eqn: Eqn) -> list[Any]:
     """What an equation writes: its outputs, and the mutable references it is given."""
     return [*eqn.outvars, *filter(_is_ref, eqn.invars)]
-
-
-def _full(items: Sequence[Any]) -> int:
-    return (1 << len(items)) - 1
 
 
 def _indices(mask: int) -> Iterator[int]:
@@ -207,16 +177,32 @@ class _Body:
     gate: bool = False
 
 
-def _bodies(eqn: Eqn) -> list[_Body]:
+def is_ruled(eqn: Eqn) -> bool:
+    """Whether an equation is a function with a custom rule of JAX's."""
+    return eqn.primitive.name in RULED
+
+
+def may_not_run(eqn: Eqn) -> bool:
+    """Whether a loop may run no time at all."""
+    name = eqn.primitive.name
+    return name == "while" or (name == "scan" and not eqn.params["length"])
+
+
+def bodies(eqn: Eqn) -> list[_Body]:
     """The bodies of an equation; none if it is opaque: every input may flow anywhere."""
-    describe = _STRUCTURED.get(eqn.primitive.name)
-    if describe is None or any(map(_is_ref, eqn.invars)):
+    if any(map(_is_ref, eqn.invars)):
         return []
-    return describe(eqn)
+    return _STRUCTURED.get(eqn.primitive.name, _own_body)(eqn)
+
+
+def _own_body(eqn: Eqn) -> list[_Body]:
+    """The body of a primitive that says by `gradtools_flow` how data flows in an equation."""
+    jaxpr = getattr(eqn.primitive, "gradtools_flow", lambda _: None)(eqn)
+    return [] if jaxpr is None else [_Body(open_jaxpr(jaxpr), range(len(eqn.invars)))]
 
 
 def _call_body(eqn: Eqn) -> list[_Body]:
-    inner = list(_sub_jaxprs(eqn.params))
+    inner = list(sub_jaxprs(eqn.params))
     if len(inner) != 1 or not _fits(inner[0], eqn):
         return []
     return [_Body(inner[0], range(len(eqn.invars)))]
@@ -228,13 +214,13 @@ def _fits(jaxpr: Jaxpr, eqn: Eqn) -> bool:
 
 def _cond_bodies(eqn: Eqn) -> list[_Body]:
     inputs = range(1, len(eqn.invars))
-    return [_Body(branch, inputs) for branch in _sub_jaxprs(eqn.params["branches"])]
+    return [_Body(branch, inputs) for branch in sub_jaxprs(eqn.params["branches"])]
 
 
 def _scan_body(eqn: Eqn) -> list[_Body]:
     consts, carried = _scan_counts(eqn)
     carries = tuple((k, consts + k) for k in range(carried))
-    return [_Body(_open(eqn.params["jaxpr"]), range(len(eqn.invars)), carries)]
+    return [_Body(open_jaxpr(eqn.params["jaxpr"]), range(len(eqn.invars)), carries)]
 
 
 def _scan_counts(eqn: Eqn) -> tuple[int, int]:
@@ -252,7 +238,7 @@ def _while_bodies(eqn: Eqn) -> list[_Body]:
 
     def body(jaxpr: Jaxpr, own: range, gate: bool) -> _Body:
         carries = tuple((k, len(own) + k) for k in range(len(carry)))
-        return _Body(_open(jaxpr), [*own, *carry], carries, gate)
+        return _Body(open_jaxpr(jaxpr), [*own, *carry], carries, gate)
 
     return [
         body(eqn.params["cond_jaxpr"], range(gates), gate=True),
@@ -265,9 +251,9 @@ _CALLS = (
     *("remat", "remat2", "remat_call", "checkpoint", "named_call"),
     *("shard_map", "composite", "custom_vmap_call"),
 )
-_RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _STRUCTURED: dict[str, Callable[[Eqn], list[_Body]]] = {
-    **dict.fromkeys((*_CALLS, *_RULED), _call_body),
+    **dict.fromkeys((*_CALLS, *RULED), _call_body),
     "cond": _cond_bodies,
     "scan": _scan_body,
     "while": _while_bodies,
@@ -281,7 +267,7 @@ _STOPS = {
     "io_callback": "the computation leaves JAX",
 }
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_ONE_TO_ONE = (
+ONE_TO_ONE = (
     *("optimization_barrier", "device_put"),
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "pvary", "pbroadcast"),
 )
@@ -297,7 +283,7 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
     if name == "sort":
         keys = (1 << eqn.params["num_keys"]) - 1 if raw else 0
         return [1 << i | keys for i in range(len(eqn.invars))]
-    if name in _ONE_TO_ONE and len(eqn.invars) == len(eqn.outvars):
+    if name in ONE_TO_ONE and len(eqn.invars) == len(eqn.outvars):
         return _units(eqn)
     return None
 
@@ -307,10 +293,10 @@ def _mask(row: Sequence[bool]) -> int:
 
 
 def _from_inexact(eqn: Eqn, bits: Sequence[int]) -> list[int]:
-    return [item if _is_inexact(var) else 0 for var, item in zip(eqn.invars, bits, strict=True)]
+    return [item if is_inexact(var) else 0 for var, item in zip(eqn.invars, bits, strict=True)]
 
 
-def _is_activation_rule(eqn: Eqn) -> bool:
+def is_activation_rule(eqn: Eqn) -> bool:
     """Was this comparison made by jax.nn's derivative of an activation, such as relu?
 
     At second order relu is connected with derivative zero, and this comparison is all that is
@@ -330,7 +316,7 @@ def _is_activation_file(file: str) -> bool:
 # --- the flow ----------------------------------------------------------------------------
 
 
-class _Flow:
+class Flow:
     """Carries bits through jaxprs and equations; ``raw`` ignores the cut table.
 
     Raw flow counts decisions too: what a condition reads flows to all it decides.
@@ -338,15 +324,15 @@ class _Flow:
 
     def __init__(self, raw: bool):
         self.raw = raw
-        self.uncut = self if raw else _Flow(raw=True)
-        self._known: dict[int, list[int]] = {}
+        self.uncut = self if raw else Flow(raw=True)
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # held, so that no id comes again
 
     def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
         """For each output the mask of the inputs that flow to it."""
         if id(jaxpr) not in self._known:
             env = self.propagate(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
-            self._known[id(jaxpr)] = _read(env, jaxpr.outvars)
-        return self._known[id(jaxpr)]
+            self._known[id(jaxpr)] = jaxpr, _read(env, jaxpr.outvars)
+        return self._known[id(jaxpr)][1]
 
     def propagate(self, jaxpr: Jaxpr, bits: Sequence[int]) -> dict[Any, int]:
         """The bits of every variable, given those of the inputs."""
@@ -354,36 +340,36 @@ class _Flow:
         for eqn in jaxpr.eqns:
             inputs = _read(env, eqn.invars)
             if any(inputs):
-                env.update(zip(_targets(eqn), self.step(eqn, inputs), strict=True))
+                env.update(zip(targets(eqn), self.step(eqn, inputs), strict=True))
         return env
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """The bits of what an equation writes, given those of what it reads."""
-        bodies = _bodies(eqn)
-        if not bodies:
+        inner = bodies(eqn)
+        if not inner:
             return self._through_leaf(eqn, bits)
-        return [_union(mask, bits) for mask in self._edges(eqn, bodies)]
+        return [_union(mask, bits) for mask in self._edges(eqn, inner)]
 
     def _through_leaf(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        targets, edges = _targets(eqn), _leaf_edges(eqn, self.raw)
-        if edges is None or len(targets) != len(eqn.outvars):
-            return self._any_to_any(eqn, bits, targets)
+        written, edges = targets(eqn), _leaf_edges(eqn, self.raw)
+        if edges is None or len(written) != len(eqn.outvars):
+            return self._any_to_any(eqn, bits, written)
         outputs = [_union(mask, bits) for mask in edges]
         return [
-            b if self.raw or _is_inexact(v) else 0 for v, b in zip(targets, outputs, strict=True)
+            b if self.raw or is_inexact(v) else 0 for v, b in zip(written, outputs, strict=True)
         ]
 
     def _any_to_any(self, eqn: Eqn, bits: Sequence[int], targets: Sequence[Any]) -> list[int]:
         """All bits to all, but for the cut where a float becomes something else."""
         total = _any(bits)
-        if self.raw or all(map(_is_inexact, targets)) or _is_activation_rule(eqn):
+        if self.raw or all(map(is_inexact, targets)) or is_activation_rule(eqn):
             return [total] * len(targets)
         kept = total & ~_any(_from_inexact(eqn, bits))
-        return [total if _is_inexact(var) else kept for var in targets]
+        return [total if is_inexact(var) else kept for var in targets]
 
     def _edges(self, eqn: Eqn, bodies: list[_Body]) -> list[int]:
         """For each output of a structured equation the mask of its inputs that flow to it."""
-        if eqn.primitive.name in _RULED and not self.raw:
+        if eqn.primitive.name in RULED and not self.raw:
             return self._ruled_edges(eqn, bodies)
         masks = _untouched(eqn)
         for body in bodies:
@@ -402,7 +388,7 @@ class _Flow:
     def _ruled_edges(self, eqn: Eqn, bodies: list[_Body]) -> list[int]:
         """A custom rule replaces whatever its function does inside, so no cut counts there."""
         masks = self.uncut._edges(eqn, bodies)
-        return [m if _is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
+        return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
 
     def _gates(self, eqn: Eqn, bodies: list[_Body], masks: Sequence[int]) -> int:
         """The inputs that decide which branch runs, or how often a loop does."""
@@ -444,147 +430,53 @@ def _closure(mask: int, back: dict[int, int]) -> int:
     return total
 
 
-# --- the search for cuts -----------------------------------------------------------------
+# --- where -------------------------------------------------------------------------------
 
 
-class _Search:
-    """Finds the equations that connected data enters, and leaves as raw data only.
+def source(eqn: Eqn, site: Source | None = None) -> Source | None:
+    """The innermost line of the user's own code that made an equation.
 
-    A variable is *live* when the input is still connected to it, *needed* when raw data flows
-    from it to an output. Lost is what is needed, was live, and is live no more.
+    A stack ends where JAX began to trace a function, so inside of a library's function there may
+    be no such line; `site`, that of the call, is then given back.
     """
-
-    def __init__(self) -> None:
-        self.cut = _Flow(raw=False)
-        self.raw = self.cut.uncut
-        self._seen: set[tuple[int, int, int, int]] = set()
-
-    def in_jaxpr(
-        self, jaxpr: Jaxpr, live: int, needed: int, site: Eqn | None
-    ) -> Iterator[tuple[Eqn, Eqn | None]]:
-        """Yields (equation, call) pairs; call is where JAX's own code was entered."""
-        visit = (id(jaxpr), live, needed, id(site))
-        if visit in self._seen:
-            return
-        self._seen.add(visit)
-        alive = self.cut.propagate(jaxpr, [live >> i & 1 for i in range(len(jaxpr.invars))])
-        wanted = self._needed(jaxpr, needed)
-        for eqn in jaxpr.eqns:
-            entering = _mask(_read(alive, eqn.invars))
-            leaving = _mask([var in wanted for var in _targets(eqn)])
-            if entering and leaving:
-                yield from self._in_equation(eqn, entering, leaving, site)
-
-    def _needed(self, jaxpr: Jaxpr, needed: int) -> set[Any]:
-        wanted = {
-            jaxpr.outvars[k] for k in _indices(needed) if not isinstance(jaxpr.outvars[k], Literal)
-        }
-        for eqn in reversed(jaxpr.eqns):
-            leaving = [var in wanted for var in _targets(eqn)]
-            if any(leaving):
-                inputs = _union(_mask(leaving), self.raw.step(eqn, _units(eqn)))
-                atoms = (eqn.invars[i] for i in _indices(inputs))
-                wanted.update(atom for atom in atoms if not isinstance(atom, Literal))
-        return wanted
-
-    def _in_equation(
-        self, eqn: Eqn, entering: int, leaving: int, site: Eqn | None
-    ) -> Iterator[tuple[Eqn, Eqn | None]]:
-        bodies = _bodies(eqn)
-        if bodies and eqn.primitive.name not in _RULED:
-            yield from self._in_bodies(eqn, bodies, entering, leaving, site)
-        elif self._loses(eqn, entering, leaving):
-            yield eqn, site
-
-    def _loses(self, eqn: Eqn, entering: int, leaving: int) -> bool:
-        live = [entering >> i & 1 for i in range(len(eqn.invars))]
-        before, after = self.raw.step(eqn, live), self.cut.step(eqn, live)
-        return any(before[k] and not after[k] for k in _indices(leaving))
-
-    def _in_bodies(
-        self, eqn: Eqn, bodies: list[_Body], entering: int, leaving: int, site: Eqn | None
-    ) -> Iterator[tuple[Eqn, Eqn | None]]:
-        bits = [entering >> i & 1 for i in range(len(eqn.invars))]
-        after = self.cut.step(eqn, bits)
-        for body in bodies:
-            live = _mask([bits[at] for at in body.inputs])
-            live |= _any([after[k] << i for k, i in body.carries])
-            needed = self._needed_outputs(body, bodies, leaving)
-            yield from self.in_jaxpr(body.jaxpr, live, needed, _site(eqn, body, site))
-
-    def _needed_outputs(self, body: _Body, bodies: list[_Body], leaving: int) -> int:
-        """Which outputs of a body matter: those that leave, are decided on, or come back."""
-        if body.gate:
-            return _full(body.jaxpr.outvars)
-        needed = leaving | _any([self._watched(other) for other in bodies if other.gate])
-        inner, back = self.raw.of_jaxpr(body.jaxpr), {i: k for k, i in body.carries}
-        rounds = {i: _mask_of(inner[k], back) for i, k in back.items()}
-        by_output = {k: rounds[i] for i, k in back.items()}
-        start = needed | _mask_of(_union(needed, inner), back)
-        return _closure(start, by_output)
-
-    def _watched(self, gate: _Body) -> int:
-        """The carries that a loop's condition looks at, as outputs of the loop."""
-        read = _any(self.raw.of_jaxpr(gate.jaxpr))
-        return _mask_of(read, {i: k for k, i in gate.carries})
-
-
-def _mask_of(inputs: int, back: dict[int, int]) -> int:
-    """The outputs that come back as these inputs of a loop's body."""
-    return _any([1 << back[i] for i in _indices(inputs) if i in back])
-
-
-# --- where and why -----------------------------------------------------------------------
-
-
-def _cut(eqn: Eqn, site: Eqn | None) -> Cut:
-    file, line = _user_line(site or eqn)
-    return Cut(eqn.primitive.name, _reason(eqn), file, line)
-
-
-def _place(cut: Cut) -> tuple[Any, ...]:
-    return (cut.operation,) if cut.file is None else (cut.file, cut.line)
-
-
-def _reason(eqn: Eqn) -> str:
-    name = eqn.primitive.name
-    if name in _STOPS:
-        return _STOPS[name]
-    if name in _COMPARISONS:
-        return "a comparison has no derivative"
-    if name == "sort":
-        return "of a key only its order is used"
-    if hasattr(eqn.primitive, "gradtools_connects"):
-        return "its rule carries no derivative from this input"
-    return "its output is " + ", ".join(sorted(_exact_dtypes(eqn)))
-
-
-def _exact_dtypes(eqn: Eqn) -> set[str]:
-    return {
-        str(var.aval.dtype)
-        for var in eqn.outvars
-        if hasattr(var.aval, "dtype") and not _is_inexact(var)
-    }
-
-
-def _site(eqn: Eqn, body: _Body, site: Eqn | None) -> Eqn | None:
-    """The equation whose line is to be named for what is inside a body.
-
-    JAX traces its own jitted functions once, so the lines inside are those of their first use.
-    """
-    if site is not None:
-        return site
-    info = getattr(body.jaxpr, "debug_info", None)
-    where = str(getattr(info, "func_src_info", None)).partition(" at ")[2]
-    return eqn if _is_of(("jax",), where) else None
-
-
-def _user_line(eqn: Eqn) -> tuple[str | None, int | None]:
-    """The innermost frame that is the user's."""
     for frame in _frames(eqn):
         if not _is_library(frame.file_name):
-            return frame.file_name, frame.line_num
-    return None, None
+            return Source(frame.file_name, frame.line_num, frame.function_name)
+    return site
+
+
+def is_own(jaxpr: Jaxpr) -> bool | None:
+    """Whether the function behind a jaxpr is a library's, not the user's; None if unknown."""
+    where = _where(jaxpr)
+    return _is_of(_LIBRARIES, where) if where else None
+
+
+def is_ours(jaxpr: Jaxpr) -> bool:
+    """Whether the function behind a jaxpr is gradtools'."""
+    return _where(jaxpr).startswith(_HERE + os.sep)
+
+
+def is_chunk(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr is what `gradtools.jax.chunking` runs for each chunk."""
+    return _where(jaxpr).startswith(_CHUNKING)
+
+
+def _where(jaxpr: Jaxpr) -> str:
+    info = getattr(jaxpr, "debug_info", None)
+    return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
+
+
+def modules_around(eqn: Eqn) -> tuple[str, ...]:
+    """The classes whose ``__call__`` led to an equation, outermost first.
+
+    Modules of flax.nnx, and callables of the user's own, give their scopes no name.
+    """
+    names = []
+    for frame in takewhile(lambda frame: not frame.file_name.startswith(_SEEING), _frames(eqn)):
+        owner, _, method = frame.function_name.rpartition(".")
+        if method == "__call__" and "<" not in owner and not _is_of(_ENGINES, frame.file_name):
+            names.append(owner)
+    return tuple(reversed(names))
 
 
 def _frames(eqn: Eqn) -> Sequence[Any]:
@@ -596,19 +488,24 @@ def _frames(eqn: Eqn) -> Sequence[Any]:
     return traceback.frames if traceback is not None else ()
 
 
-_LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxtyping", "gradtools")
+_ENGINES = ("jax", "jaxlib", "gradtools")
+_LIBRARIES = (*_ENGINES, "flax", "equinox", "optax", "jaxtyping")
 _STANDARD = os.path.dirname(os.__file__)
+_HERE = os.path.dirname(__file__)
+_CHUNKING = os.path.join(_HERE, "chunking.py")
+_SEEING = os.path.join(os.path.dirname(_HERE), "seeing") + os.sep
 
 
+@lru_cache(maxsize=4096)
 def _is_library(file: str) -> bool:
     return _is_of(_LIBRARIES, file) or _is_standard(file)
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(_STANDARD + os.sep) and "-packages" not in file
 
 
 def _is_of(packages: Sequence[str], file: str) -> bool:
     modules = (sys.modules.get(name) for name in packages)
     files = (getattr(module, "__file__", None) for module in modules)
     return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith(_STANDARD + os.sep) and "-packages" not in file

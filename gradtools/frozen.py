@@ -22,6 +22,7 @@ from typing import Any
 from gradtools.backend import Operators
 from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
+from gradtools.errors import GradtoolsError
 
 
 class Freezing(Operators):
@@ -45,13 +46,15 @@ class Freezing(Operators):
         attributes are for each computation what they were for the first. A kernel without forward
         mode (fused attention, recurrent layers on the CPU) is replaced by the framework's own
         alternative for that pass alone, which is said once; where there is none, that pass takes
-        double backward. JAX: G is any function; a model comes through `functionalize`. Under jit
-        what nobody asks for is not computed; outside, the part along the arguments always is.
+        double backward. JAX: G is any function; a model comes through `functionalize`.
 
         Args:
             G: Takes and returns pytrees of arrays.
-            memory_budget: PyTorch: bytes of graphs to keep beyond the leanest; uses that fit cost
-                3F. In JAX it changes nothing: there the compiler decides what is kept.
+            memory_budget: Bytes of graphs to keep beyond the leanest; uses that fit cost 3F.
+                PyTorch: for all uses that live at once. JAX: for each use, and under vmap for each
+                example, since no trace knows how often what it traces will run: of N in a loop
+                each may keep so much, so divide by N. The size of a graph is known beforehand;
+                one that does not fit is not kept in part.
 
         Returns:
             A function of G's arguments.
@@ -71,6 +74,8 @@ class Freezing(Operators):
         in place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
         differentiation, 2025.
         """
+        if not callable(G):
+            raise GradtoolsError(f"frozen: G is a {type(G).__name__}; expected a function.")
         Options(0, memory_budget).check(G, 1, "frozen")
         uses = self._backend.frozen_uses(memory_budget)
 

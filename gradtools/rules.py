@@ -99,6 +99,9 @@ class Rule:
             axes.
         forward: In a rule that was linearized, `forward(*xs)` gives `[*ys, *extras]`.
         extras: How many extras `forward` gives.
+        flow: Whose data flow says which input reaches which output, where the derivative is that
+            of a whole function; None: each reaches all. Its cotangent map is then computed for
+            those inputs alone that are asked for.
     """
 
     name: str
@@ -121,6 +124,7 @@ class Rule:
     mapped: Callable[..., Any] | None = None
     forward: Callable[..., list[Array]] | None = None
     extras: int = 0
+    flow: Callable[..., list[Array]] | None = None
 
     def __post_init__(self) -> None:
         if self.tangent is None and self.cotangent is None and self.linearize is None:
@@ -306,6 +310,7 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size
         key=next(KEYS),
         primal=mapped(rule.primal),
         forward=None if rule.forward is None else forward,
+        flow=mapped(rule.flow),
         tangent=tangent_of(rule.tangent, axes),
         cotangent=cotangent_of(rule.cotangent, axes),
         linearize=None if rule.linearize is None else linearize,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError
+from gradtools import DisconnectedInputError, GradtoolsError
+
+LARGE = 1 << 30
 
 
 def number(gt, x):
@@ -175,7 +177,8 @@ def test_the_value_and_first_derivatives(gt, case):
     close(gt, gt.jvp(f(gt.frozen(G)), (z,), (z,)), gt.jvp(f(G), (z,), (z,)), 1e-14)
 
 
-def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case):
+@pytest.mark.parametrize("budget", [None, LARGE])
+def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case, budget):
     G, z, whole, read = case
 
     def second(G):
@@ -185,18 +188,20 @@ def test_the_derivative_of_a_gradient_along_what_f_holds(gt, case):
 
         return gt.grad(by_y)(number(gt, 0.7))
 
-    close(gt, second(gt.frozen(G)), second(G))
+    close(gt, second(gt.frozen(G, budget)), second(G))
 
 
 @pytest.mark.parametrize("mode", ["forward_over_reverse", "reverse_over_reverse"])
-def test_the_derivative_of_a_gradient_along_z(gt, case, mode):
+@pytest.mark.parametrize("budget", [None, LARGE])
+def test_the_derivative_of_a_gradient_along_z(gt, case, mode, budget):
     G, z, whole, read = case
     f = lambda G: lambda z: scalar(gt, read(G(whole(z))))
-    found = gt.hvp(f(gt.frozen(G)), (z,), (z,), mode=mode)
+    found = gt.hvp(f(gt.frozen(G, budget)), (z,), (z,), mode=mode)
     close(gt, found, gt.hvp(f(G), (z,), (z,), mode=mode))
 
 
-def test_third_derivatives(gt, case):
+@pytest.mark.parametrize("budget", [None, LARGE])
+def test_third_derivatives(gt, case, budget):
     G, z, whole, read = case
 
     def third(G):
@@ -207,7 +212,7 @@ def test_third_derivatives(gt, case):
 
         return gt.grad(by_y)(number(gt, 0.7))
 
-    close(gt, third(gt.frozen(G)), third(G))
+    close(gt, third(gt.frozen(G, budget)), third(G))
 
 
 def test_frozen_inside_frozen_with_a_budget(gt, case):
@@ -366,13 +371,69 @@ def test_keyword_arguments_and_several_arguments(gt, problem):
     close(gt, along_b(ours), along_b(G))
 
 
+# --- what reaches the output ------------------------------------------------------------------
+
+
+def of_two(gt, freeze, G):
+    return lambda a, b: freeze(lambda a, b: G(gt, a, b))(a, b).sum()
+
+
+def first_of_two(gt, freeze, G):
+    return lambda a, b: freeze(lambda a, b: (gt.xp.sin(a), G(gt, a, b)))(a, b)[0].sum()
+
+
+def mapped(gt, freeze, G):
+    return lambda a, b: gt.vmap(freeze(lambda a, b: G(gt, a, b)))(a, b).sum()
+
+
+def slope_by_the_framework(gt, freeze, G):
+    if gt.__name__.endswith("jax"):
+        import jax
+
+        return lambda a, b: jax.grad(of_two(gt, freeze, G))(a, b).sum()
+    import torch
+
+    f = of_two(gt, freeze, G)
+    return lambda a, b: torch.autograd.grad(f(a, b), a, create_graph=True)[0].sum()
+
+
+UNUSED = lambda gt, a, b: gt.xp.sin(a) ** 2
+STOPPED = lambda gt, a, b: gt.xp.sin(a) ** 2 * gt.stop_gradient(b)
+COMPARED = lambda gt, a, b: gt.xp.where(b > 0, a**2, a)
+ROUNDED = lambda gt, a, b: a**2 * gt.xp.round(b)
+USED = lambda gt, a, b: a**2 * b
+ADDED = lambda gt, a, b: a**2 + b
+DISCONNECTED = [
+    *((place, G) for place in (of_two, mapped) for G in (UNUSED, STOPPED, COMPARED)),
+    (first_of_two, USED),
+    *((slope_by_the_framework, G) for G in (UNUSED, ADDED)),
+]
+CONNECTED = [(of_two, ROUNDED), (of_two, USED), (mapped, USED), (slope_by_the_framework, USED)]
+
+
+@pytest.mark.parametrize("freeze", ["G itself", "frozen", "with a budget"])
+@pytest.mark.parametrize(("place", "G"), DISCONNECTED + CONNECTED)
+def test_an_argument_reaches_the_output_through_frozen_as_through_g(gt, rng, freeze, place, G):
+    kinds = {"G itself": lambda G: G, "frozen": gt.frozen}
+    freeze = kinds.get(freeze, lambda G: gt.frozen(G, memory_budget=LARGE))
+    a, b = arrays(gt, rng, (3,), (3,))
+    f = place(gt, freeze, G)
+    if (place, G) in CONNECTED:
+        gt.grad(f, (0, 1))(a, b)
+        return
+    with pytest.raises(DisconnectedInputError, match="argument 1 does not reach"):
+        gt.grad(f, (0, 1))(a, b)
+    zeros = gt.grad(f, (0, 1), disconnected_inputs="zeros")(a, b)[1]
+    assert not gt.to_numpy(zeros).any()
+
+
 # --- wrong input ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda gt: gt.frozen(3), "frozen: .* is a int; expected a function"),
+        (lambda gt: gt.frozen(3), "frozen: G is a int; expected a function"),
         (lambda gt: gt.frozen(lambda z: z, memory_budget=-1), "frozen: memory_budget is -1"),
     ],
 )

@@ -3,11 +3,16 @@
 The first evaluation leaves what the pullback reads, and only the pullback reads it: a second
 derivative starts anew from the arguments. So what differentiates a first derivative keeps
 arguments and cotangents alone, whatever the depth of G.
+
+What is left is as large as G's graph, and that is known before anything runs. Where it fits in
+the budget of a use it is kept, and with it the derivative of the pullback, J u, is one linear
+pass. Its own derivatives start from the arguments as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +20,7 @@ import jax
 from gradtools.backend import Array
 from gradtools.chunking import Chunks
 from gradtools.jax.arrays import asarray
-from gradtools.jax.rules import apply_rule
+from gradtools.jax.rules import apply_rule, transpose
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import Linearized, Rule, spread
 
@@ -23,7 +28,7 @@ Entries = Sequence[Any]
 
 
 def frozen_uses(budget: int | None) -> int:
-    """The bytes of graphs that may be kept."""
+    """The bytes that each use may keep."""
     return budget or 0
 
 
@@ -39,15 +44,15 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
         outs, _ = whole.call(0, 0, [], shared, [])
         return [y if isinstance(y, jax.Array) else asarray(y) for y in outs]
 
-    return _Use(fun, xs).outs
+    return _Use(fun, xs, budget).outs
 
 
 class _Use:
     """One use of a function of flat arrays."""
 
-    def __init__(self, fun: Callable[..., list[Array]], xs: list[Array]) -> None:
-        self.fun, self.moving = fun, [is_inexact(x) for x in xs]
-        rule = Rule("frozen", fun, linearize=self.linearize, written=(fun,))
+    def __init__(self, fun: Callable[..., list[Array]], xs: list[Array], budget: int) -> None:
+        self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
+        rule = Rule("frozen", fun, linearize=self.linearize, written=(fun,), flow=fun)
         self.outs = apply_rule(rule, *xs)
 
     def of_moving(self, xs: Entries) -> Callable[..., Any]:
@@ -69,11 +74,14 @@ class _Use:
     def linearize(self, *xs: Array) -> Linearized:
         """The evaluation, with what it leaves for the pullback."""
         fixed = [jax.lax.stop_gradient(x) for x in xs]
-        ys, pull, others = jax.vjp(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
-        left, treedef = jax.tree.flatten(pull)
+        kept = self.budget > 0 and self.graph_bytes(fixed) <= self.budget
+        way = jax.linearize if kept else jax.vjp
+        ys, linear, others = way(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
+        left, treedef = jax.tree.flatten(linear)
         count, inexact, rest = len(xs), self.inexact, iter(others)
         floating = iter(ys)
         outs = [next(floating) if i else next(rest) for i in inexact]
+        graph = _Graph(count, len(left), treedef, kept)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.pushed(saved[:count], dxs)
@@ -83,17 +91,27 @@ class _Use:
             given = [ct for ct, t in zip(cts, there, strict=True) if t]
             if not given:
                 return [None] * count
-            rule = _pullback(self, count, len(left), treedef, there)
-            found = apply_rule(rule, *saved, *given)
+            found = apply_rule(_pullback(self, graph, there), *saved, *given)
             return spread(found, self.moving)
 
         reads = (*range(count), *range(count + len(outs), count + len(outs) + len(left)))
         return Linearized(outs, left, reads, tangent, cotangent)
 
+    def graph_bytes(self, xs: Entries) -> int:
+        """What a linear pass reads, besides arguments and what G closes over."""
+
+        def graph(*moved: Array) -> list[Array]:
+            return jax.tree.leaves(jax.linearize(self.of_moving(xs), *moved, has_aux=True)[1])
+
+        closed = jax.make_jaxpr(graph)(*self.chosen(xs))
+        given = set(map(id, (*closed.jaxpr.invars, *closed.jaxpr.constvars)))
+        own = {id(x): x.aval for x in closed.jaxpr.outvars if id(x) not in given}
+        return sum(x.size * x.dtype.itemsize for x in own.values())
+
     def pushed(self, xs: Entries, dxs: Entries) -> list[Any]:
         """The tangents of the outputs."""
-        _, dys, _ = jax.jvp(
-            self.of_moving(xs), self.chosen(xs), _filled(self.chosen(dxs), self.chosen(xs)), True
+        dys = _along(
+            lambda *moved: self.of_moving(xs)(*moved)[0], self.chosen(xs), self.chosen(dxs)
         )
         return spread(dys, self.inexact)
 
@@ -103,56 +121,143 @@ class _Use:
         return _through(pull, _full(ys, self.inexact, there, cts))
 
 
-def _pullback(use: _Use, count: int, extras: int, treedef: Any, there: list[bool]) -> Rule:
+@dataclass(frozen=True)
+class _Graph:
+    """What an evaluation left: a linear map as flat arrays.
+
+    Attributes:
+        count: How many arguments the evaluation had.
+        size: How many arrays it left.
+        treedef: What the map is made of them by.
+        kept: Whether it is the pushforward, to be kept until the second derivative; else it is
+            the pullback.
+    """
+
+    count: int
+    size: int
+    treedef: Any
+    kept: bool
+
+    @property
+    def stop(self) -> int:
+        """How many operands come before cotangents or tangents."""
+        return self.count + self.size
+
+    def linear(self, operands: Entries) -> Any:
+        """The map, as a constant."""
+        left = [jax.lax.stop_gradient(x) for x in operands[self.count : self.stop]]
+        return jax.tree.unflatten(self.treedef, left)
+
+    def reads(self, more: int) -> tuple[int, ...]:
+        """What derivatives read of the operands, of which `more` come behind the map's arrays."""
+        return (*range(self.stop if self.kept else self.count), *range(self.stop, self.stop + more))
+
+
+def _pullback(use: _Use, graph: _Graph, there: list[bool]) -> Rule:
     """The rule of (arguments, what the evaluation left, cotangents) to cotangents."""
+    count, extras = graph.count, graph.size
 
     def primal(*operands: Array) -> list[Array]:
         fixed = [jax.lax.stop_gradient(x) for x in operands]
-        pull = jax.tree.unflatten(treedef, fixed[count : count + extras])
-        likes = jax.eval_shape(use.of_moving(fixed[:count]), *use.chosen(fixed[:count]))[0]
-        return _through(pull, _full(likes, use.inexact, there, fixed[count + extras :]))
+        moved = use.chosen(fixed[:count])
+        likes = jax.eval_shape(use.of_moving(fixed[:count]), *moved)[0]
+        cts = _full(likes, use.inexact, there, fixed[graph.stop :])
+        if not graph.kept:
+            return _through(graph.linear(operands), cts)
+        push = lambda linear, *dxs: linear(*dxs)
+        return transpose(rule, "tangent", push, graph.linear(operands), moved, cts)
 
-    def both(xs: Entries) -> Callable[..., list[Any]]:
-        def run(moved: list[Array], cts: list[Array]) -> list[Any]:
-            new = iter(moved)
+    def anew(xs: Entries) -> Callable[..., list[Any]]:
+        n = sum(use.moving)
+
+        def run(*both: Array) -> list[Any]:
+            new = iter(both[:n])
             full = [next(new) if m else x for x, m in zip(xs, use.moving, strict=True)]
-            return use.pulled(there, full, cts)
+            return use.pulled(there, full, both[n:])
 
         return run
 
-    def parts(operands: Entries) -> tuple[Entries, Entries]:
-        return operands[:count], operands[count + extras :]
-
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-        xs, cts = saved[:count], list(saved[count:])
-        dxs, dcts = parts(dxs)
-        moved = use.chosen(xs)
-        at = (moved, cts)
-        along = (_filled(use.chosen(dxs), moved), _filled(dcts, cts))
-        return list(jax.jvp(both(xs), at, along)[1])
+        xs, cts = saved[:count], list(saved[len(saved) - sum(there) :])
+        along = [*use.chosen(dxs[:count]), *dxs[graph.stop :]]
+        if all(dx is None for dx in along[: sum(use.moving)]):  # it is linear in the cotangents
+            return use.pulled(there, xs, dxs[graph.stop :])
+        return _along(anew(xs), [*use.chosen(xs), *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        xs, cts = saved[:count], list(saved[count:])
-        moved = use.chosen(xs)
-        along = _filled(us, moved)
-        forward = use.pushed(xs, spread(along, use.moving))
-        _, second = jax.jvp(lambda *m: both(xs)(list(m), cts), moved, along)
+        xs, cts = saved[:count], list(saved[len(saved) - sum(there) :])
+        along = spread(us, use.moving)
+        if graph.kept:
+            forward = _pushed_by_graph(use, graph, saved, along)
+        else:
+            forward = use.pushed(xs, along)
+        second = _along(lambda *moved: anew(xs)(*moved, *cts), use.chosen(xs), us)
         to_cts = [dy for dy, t in zip(forward, there, strict=True) if t]
         return [*spread(second, use.moving), *([None] * extras), *to_cts]
 
-    n = count + extras
-    passive = tuple([i for i in range(n) if i >= count or not use.moving[i]])
-    reads = (*range(count), *range(n, n + sum(there)))
-    return Rule(
+    passive = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
+    rule = Rule(
         "frozen's pullback",
         primal,
         tangent,
         cotangent,
-        saves=reads,
-        passive=passive,
+        saves=graph.reads(sum(there)),
+        passive=tuple(passive),
         captures=True,
         written=(use.fun,),
+        flow=lambda *operands: use.pulled(there, operands[:count], operands[graph.stop :]),
     )
+    return rule
+
+
+def _pushed_by_graph(use: _Use, graph: _Graph, saved: Entries, dxs: Entries) -> list[Any]:
+    """The tangents of the outputs by the graph that was kept, as a rule of all that they read.
+
+    The graph depends on the arguments, which its arrays do not show: so its derivative is that
+    of forward mode from the arguments.
+    """
+    count = graph.count
+    there = [dx is not None for dx in dxs]
+    given = [dx for dx in dxs if dx is not None]
+    if not given:
+        return [None] * len(use.inexact)
+
+    def primal(*operands: Array) -> list[Array]:
+        along = use.chosen(spread(operands[graph.stop :], there))
+        return graph.linear(operands)(*_filled(along, use.chosen(operands[:count])))
+
+    def anew(*operands: Array) -> list[Array]:
+        pushed = use.pushed(operands[:count], spread(operands[graph.stop :], there))
+        return [dy for dy in pushed if dy is not None]
+
+    def tangent(read: Entries, along: Entries) -> list[Any]:
+        at = [*read[:count], *[None] * graph.size, *read[len(read) - sum(there) :]]
+        return _along(anew, at, along)
+
+    passive = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
+    rule = Rule(
+        "frozen's pushforward",
+        primal,
+        tangent,
+        saves=graph.reads(sum(there)),
+        passive=tuple(passive),
+        written=(use.fun,),
+        flow=anew,
+    )
+    return spread(apply_rule(rule, *saved[: graph.stop], *given), use.inexact)
+
+
+def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:
+    """The derivative of fun at xs along dxs (None: zero), in forward mode."""
+    moved = [i for i, dx in enumerate(dxs) if dx is not None]
+
+    def run(*new: Array) -> list[Array]:
+        full = list(xs)
+        for i, x in zip(moved, new, strict=True):
+            full[i] = x
+        return fun(*full)
+
+    return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
 
 
 def _through(pull: Any, cts: list[Array]) -> list[Array]:

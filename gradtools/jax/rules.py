@@ -367,9 +367,27 @@ def _tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
 
 def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any) -> Any:
     n = len(operands) - sum(given)
-    assert rule.cotangent is not None
-    found = rule.cotangent(operands[:n], spread(operands[n:], given))
-    return [ct for ct, w in zip(found, wanted, strict=True) if w]
+
+    def run(*operands: Any) -> list[Any]:
+        assert rule.cotangent is not None
+        found = rule.cotangent(operands[:n], spread(operands[n:], given))
+        return [ct for ct, w in zip(found, wanted, strict=True) if w]
+
+    return run(*operands) if rule.flow is None else _without_the_rest(run, operands)
+
+
+def _without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """`run(*operands)` without the equations of which no result is used.
+
+    Under jit XLA leaves them out; outside nobody else would.
+    """
+    closed = jax.make_jaxpr(run)(*operands)
+    used, kept = set(map(id, closed.jaxpr.outvars)), []
+    for eqn in reversed(closed.jaxpr.eqns):
+        if eqn.effects or any(id(v) in used for v in eqn.outvars):
+            kept.append(eqn)
+            used.update(map(id, eqn.invars))
+    return jax.core.eval_jaxpr(closed.jaxpr.replace(eqns=kept[::-1]), closed.consts, *operands)
 
 
 def _define(name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]) -> Primitive:
@@ -390,15 +408,39 @@ def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
     return abstract
 
 
-@lru_cache(maxsize=1024)
 def _abstract(run: Any, avals: tuple[Any, ...], params: tuple[Any, ...]) -> list[Any]:
-    return list(jax.make_jaxpr(lambda *xs: run(*xs, **dict(params)))(*avals).out_avals)
+    return list(_jaxpr(run, avals, params).out_avals)
+
+
+@lru_cache(maxsize=1024)
+def _jaxpr(run: Any, avals: tuple[Any, ...], params: tuple[Any, ...]) -> Any:
+    return jax.make_jaxpr(lambda *xs: run(*xs, **dict(params)))(*avals)
 
 
 primal_p = _define("gradtools_primal", _primal, _traced_outs(_primal))
 value_p = _define("gradtools_value", _value, _traced_outs(_value))
 tangent_p = _define("gradtools_tangent", _tangent, lambda *operands, ys, **_: list(ys))
 cotangent_p = _define("gradtools_cotangent", _cotangent, lambda *operands, xs, **_: list(xs))
+
+
+def _flowing(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
+    assert rule.flow is not None
+    return list(rule.flow(*operands[:xs]))
+
+
+def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `tracing`: the jaxpr of an equation of a primitive, if its rule's data flow counts."""
+
+    def flow(eqn: Any) -> Any:
+        if eqn.params["rule"].flow is None:
+            return None
+        return _jaxpr(run, tuple([v.aval for v in eqn.invars]), tuple(eqn.params.items()))
+
+    return flow
+
+
+primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_flowing)
+tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(_tangent), _flow(_cotangent)
 
 
 def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
@@ -490,7 +532,7 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
         dvs = [_varying(ad.instantiate_zeros(dv), _varies(v)) for dv, v in pairs]
         parts.append(tangent_p.bind(*operands[:n], *dvs, **params))
     if any(_carries(dx) for dx in tangents[:n]):
-        parts.append(_python_jvp(_tangent, operands, tangents[:n], params))
+        parts.append(_python_jvp(_tangent, operands, tangents[:n], params)[1])
     if not parts:
         return out, [_zero(o) for o in out]
     return out, [_add(*terms) for terms in zip(*parts, strict=True)]
@@ -498,13 +540,16 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
 
 def _cotangent_jvp(operands: Any, tangents: Any, **params: Any) -> Any:
     """The derivative of the Python map, in the cotangents too: it need not be linear in them."""
+    moves = any(_carries(dv) for dv in tangents)
+    if moves and params["rule"].flow is not None:  # its value costs as much as it does
+        return _python_jvp(_cotangent, operands, tangents, params)
     out = cotangent_p.bind(*operands, **params)
-    if not any(_carries(dv) for dv in tangents):
+    if not moves:
         return out, [_zero(o) for o in out]
-    return out, _python_jvp(_cotangent, operands, tangents, params)
+    return out, _python_jvp(_cotangent, operands, tangents, params)[1]
 
 
-def _python_jvp(run: Any, operands: Any, tangents: Any, params: Any) -> list[Any]:
+def _python_jvp(run: Any, operands: Any, tangents: Any, params: Any) -> tuple[Any, Any]:
     moving = [i for i, dx in enumerate(tangents) if _carries(dx)]
     rule, n = params["rule"], len(operands) - sum(params["given"])
     sources = range(n) if rule.saves is None else rule.saves
@@ -518,7 +563,7 @@ def _python_jvp(run: Any, operands: Any, tangents: Any, params: Any) -> list[Any
         return run(*full, **params)
 
     steps = [_varying(tangents[i], _varies(operands[i])) for i in moving]
-    return jax.jvp(at, [operands[i] for i in moving], steps)[1]
+    return jax.jvp(at, [operands[i] for i in moving], steps)
 
 
 def _add(first: Any, *more: Any) -> Any:
@@ -852,6 +897,7 @@ def _lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         captures=False,
         closed_over=tuple(range(n, n + len(consts))),
         unlifted=rule,
+        flow=None,
         key=next(KEYS),
     )
     return lifted, consts
@@ -871,8 +917,9 @@ def _lift_maps(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
 
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
     moving = [is_inexact(x) and i not in rule.passive for i, x in enumerate(xs)]
+    flow = primal if rule.flow is rule.primal else lift(rule.flow, *xs)
     if not any(moving):
-        return (rule, []) if not consts else _lifted(rule, n, consts, primal)
+        return (rule, []) if not consts else _lifted(rule, n, consts, primal, flow)
     maps = rule if rule.reverse_only else _linearized(rule, xs)
     results = jax.eval_shape(
         lambda *a: maps.forward(*a) if maps.forward else primal(consts, *a), *xs
@@ -887,7 +934,7 @@ def _lift_maps(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     cotangent = lift(maps.cotangent, saved, cts)
     if not consts:
         return rule, []
-    return _lifted(maps, n, consts, primal, forward, tangent, cotangent, dxs, cts)
+    return _lifted(maps, n, consts, primal, flow, forward, tangent, cotangent, dxs, cts)
 
 
 def _lifted(
@@ -895,6 +942,7 @@ def _lifted(
     n: int,
     consts: list[Any],
     primal: Any,
+    flow: Any,
     forward: Any = None,
     tangent: Any = None,
     cotangent: Any = None,
@@ -915,6 +963,7 @@ def _lifted(
     lifted = replace(
         rule,
         primal=lambda *a: primal(a[n:], *a[:n]),
+        flow=rule.flow and (lambda *a: flow(a[n:], *a[:n])),
         forward=forward and (lambda *a: forward(a[n:], *a[:n])),
         tangent=tangent and run_tangent,
         cotangent=cotangent and run_cotangent,

@@ -430,9 +430,15 @@ class Derivatives(Operators):
         at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
         What is kept does not grow with the depth of G. G, z and u are constants here.
 
+        Several directions share one evaluation of f, and in JAX one of G. In PyTorch a dual
+        number carries one tangent, so G runs once for each of them, each time from the random
+        streams, buffers and attributes that stood before the first.
+
         Args:
             f: A real scalar function of y and of what G returns.
-            G: Any function of z that has a forward mode.
+            G: Any function of z that has a forward mode. PyTorch: fused attention and recurrent
+                layers on the CPU, which have none, are replaced by PyTorch's own alternatives,
+                which is said once.
             y: A pytree of floating or complex arrays.
             z: The same, for G.
             u: A pytree like z, or a list of such pytrees.
@@ -451,11 +457,10 @@ class Derivatives(Operators):
         """
         _callable("mixed_partial", f)
         _callable("mixed_partial", G, "G")
-        single = self._backend.flatten(u)[1] == self._backend.flatten(z)[1]
-        if not single and not isinstance(u, list):
-            self.jvp(G, (z,), (u,))
-        directions = [u] if single else u
-        found = [self._mixed_partial(f, G, y, z, direction) for direction in directions]
+        single = (
+            not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
+        )
+        found = self._mixed_partials(f, G, y, z, [u] if single else u)
         return found[0] if single else found
 
     # --- helpers that need the backend
@@ -516,29 +521,44 @@ class Derivatives(Operators):
         leaves, treedef = self._backend.flatten(tree)
         return self._backend.unflatten(treedef, [None if x is None else -x for x in leaves])
 
-    def _mixed_partial(self, f: Any, G: Any, y: Any, z: Any, u: Any) -> Any:
+    def _mixed_partials(self, f: Any, G: Any, y: Any, z: Any, us: list[Any]) -> list[Any]:
+        """One for each direction."""
+        if not us:
+            return []
         backend = self._backend
-        g, w = backend.without_graph(lambda: self.jvp(G, (z,), (u,)))
+        g, ws = self._constants_of(G, z, us)
+        call = Call(backend, "mixed_partial", f, (y, g), {}, (0, 1))
+        count = call.counts[0]
+        many = [[x for x in backend.flatten(w)[0] if x is not None] for w in ws]
+        mode, fun = self._second_order(call, "auto")
+        if mode == "forward_over_reverse":
+            by_y = _partial_of(self, call, fun, 0)
+            rows = backend.jvps(by_y, call.leaves[count:], many)[2]
+        else:
+            by_g = _partial_of(self, call, fun, 1)
+            evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=len(many) == 1)
+            rows = [self._zero_where_none(call, evaluation.pullback(moving)) for moving in many]
+        return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
+
+    def _constants_of(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
+        """G(z) and its tangent along each of us, in forward mode."""
+        backend = self._backend
+        call = Call(backend, "mixed_partial", G, (z,), {}, (0,))
+        many = [call.from_trees((u,), "tangent") for u in us]
+        outs, extras, pushed = backend.jvps(call, call.leaves, many)
+        found = call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
         message = (
             "mixed_partial: it keeps no graph of G, so its result has no derivative with respect "
             "to z and u. Differentiate with grad twice if you need that one."
         )
-        leaves, treedef = backend.flatten((g, w))
-        sources = backend.flatten((z, u))[0]
+        leaves, treedef = backend.flatten(found)
+        sources = backend.flatten((z, us))[0]
         leaves = [x if x is None else backend.constant(x, message, *sources) for x in leaves]
-        g, w = backend.unflatten(treedef, leaves)
-        call = Call(backend, "mixed_partial", f, (y, g), {}, (0, 1))
-        count = call.counts[0]
-        moving = [x for x in backend.flatten(w)[0] if x is not None]
-        mode, fun = self._second_order(call, "auto")
-        if mode == "forward_over_reverse":
-            found = backend.jvp(_partial_of(self, call, fun, 0), call.leaves[count:], moving)[2]
-        else:
-            by_g = _partial_of(self, call, fun, 1)
-            evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=True)
-            pulled = zip(call.leaves, evaluation.pullback(moving), strict=False)
-            found = [backend.zeros_like(x) if p is None else p for x, p in pulled]
-        return call.to_trees([*found, *call.leaves[count:]])[0]
+        return backend.unflatten(treedef, leaves)
+
+    def _zero_where_none(self, call: Call, pulled: Sequence[Array | None]) -> list[Array]:
+        zeros = self._backend.zeros_like
+        return [zeros(x) if p is None else p for x, p in zip(call.leaves, pulled, strict=False)]
 
     # --- jacobian
 

@@ -202,3 +202,26 @@ def test_what_is_kept_of_the_weights_does_not_grow_with_the_uses():
     _, pull = jax.vjp(lambda y: jax.lax.map(lambda z: by_z(G)(y, z), ZS), Y)
     sizes = [x.size for x in jax.tree.leaves(pull) if hasattr(x, "size")]
     assert max(sizes) <= max(weights.size, COUNT * DEPTH * Z.size)
+
+
+# --- mixed_partial ----------------------------------------------------------------------------
+
+
+def mixed(depth):
+    f = lambda y, g: jnp.sum(jnp.tanh(y * g) * y)
+    return lambda y, z, us: gt.mixed_partial(f, network(depth)[0], y, z, us)
+
+
+@pytest.mark.parametrize("directions", [1, 3])
+def test_mixed_partial_takes_the_same_memory_at_every_depth(directions):
+    def temp(depth):
+        lowered = jax.jit(mixed(depth)).lower(Y, Z, [Z] * directions)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert len({temp(depth) for depth in (4, 16, 64, 256)}) == 1
+
+
+def test_each_further_direction_costs_one_pass():
+    us = [Z, 2 * Z, 3 * Z]
+    costs = [flops(mixed(DEPTH), Y, Z, us[:count]) for count in (1, 2, 3)]
+    assert costs == [2 * FORWARD, 3 * FORWARD, 4 * FORWARD]

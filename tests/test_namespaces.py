@@ -114,6 +114,7 @@ def test_the_examples_of_gradtools_itself_run():
 # Files that one wing has and its twin has not, each with its reason.
 ALONE = {
     ("torch", "compiling.py"): "jit needs no care; dynamo does",
+    ("torch", "kernels.py"): "fused kernels without forward mode; JAX has none",
     ("torch", "nn.py"): "the reversal layer of torch.nn",
     ("jax", "linen.py"): "the reversal layer of flax.linen",
     ("torch", "randomness.py"): "generators with a state; JAX has keys",

@@ -91,10 +91,8 @@ class JaxBackend:
     stage = staticmethod(engines.stage)
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
+    jvps = staticmethod(engines.jvps)
     linearize = staticmethod(engines.linearize)
-
-    def without_graph(self, fun: Callable[[], Any]) -> Any:
-        return fun()
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         return x

@@ -74,8 +74,21 @@ def jvp(
     except TypeError as error:
         if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
             raise
-        raise _reverse_only_error("jvp") from error
+        raise _reverse_only_error(getattr(fun, "asked", "jvp")) from error
     return outs, extras, pushed
+
+
+def jvps(
+    fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
+) -> tuple[list[Array], list[Array], list[list[Array]]]:
+    """`jvp` along many tangents. Outputs do not depend on these, so they are computed once."""
+    if len(many) == 1:
+        outs, extras, pushed = jvp(fun, leaves, many[0])
+        return outs, extras, [pushed]
+    stacked = [jax.numpy.stack(tangents) for tangents in zip(*many, strict=True)]
+    each = jax.vmap(lambda *tangents: jvp(fun, leaves, list(tangents)), out_axes=(None, None, 0))
+    outs, extras, pushed = each(*stacked)
+    return outs, extras, [[x[k] for x in pushed] for k in range(len(many))]
 
 
 def linearize(

@@ -10,7 +10,7 @@ import torch
 from gradtools.backend import Array, Fun, Staged
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
-from gradtools.torch import accumulate, arrays, chunking, engines, frozen, modules, trees
+from gradtools.torch import accumulate, arrays, chunking, engines, frozen, kernels, modules, trees
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of, explained
 from gradtools.torch.host import call_kernel
@@ -104,11 +104,8 @@ class TorchBackend:
 
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
+    jvps = staticmethod(kernels.jvps)
     linearize = staticmethod(engines.linearize)
-
-    def without_graph(self, fun: Callable[[], Any]) -> Any:
-        with torch.no_grad():
-            return fun()
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

@@ -1,0 +1,196 @@
+"""Expressions: the form in which a program is differentiated, simplified and written.
+
+An `Expr` is an operation on other expressions, of known shape and kind. Equal expressions are
+one object, so that a value which occurs twice is found by identity, and so that common parts
+need no search. A `Program` has inputs (placeholders) and outputs.
+
+What products, sums over axes, broadcasts, transposes, traces and diagonals have in common is one
+operation, ``einsum``: a coefficient times factors, each with labels for its axes. Labels that are
+not in the result are summed over; labels of the result that no factor has are broadcast::
+
+    out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+REAL, COMPLEX, INTEGER, BOOLEAN = "real", "complex", "integer", "boolean"
+_RANK = {BOOLEAN: 0, INTEGER: 1, REAL: 2, COMPLEX: 3}
+_serial = itertools.count()
+_known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
+
+
+class Expr:
+    """One value of a program; made by `expr`, never changed.
+
+    Attributes:
+        op: What makes it.
+        args: Of which expressions.
+        attributes: Parameters that are no arrays, as sorted pairs.
+        shape: Its shape.
+        kind: "real", "complex", "integer" or "boolean".
+        serial: Its place in the order of making.
+    """
+
+    __slots__ = ("__weakref__", "args", "attributes", "kind", "op", "serial", "shape")
+
+    def __init__(self, op, args, attributes, shape, kind):
+        self.op: str = op
+        self.args: tuple[Expr, ...] = args
+        self.attributes: tuple[tuple[str, Any], ...] = attributes
+        self.shape: tuple[int, ...] = shape
+        self.kind: str = kind
+        self.serial = next(_serial)
+
+    def __getitem__(self, name: str) -> Any:
+        return dict(self.attributes)[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An attribute, or the default."""
+        return dict(self.attributes).get(name, default)
+
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether its values may be complex."""
+        return self.kind == COMPLEX
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether it can have a derivative."""
+        return self.kind in (REAL, COMPLEX)
+
+    @property
+    def family(self) -> tuple:
+        """What the outputs of one operation with several outputs have in common."""
+        rest = tuple(pair for pair in self.attributes if pair[0] != "output")
+        return (self.op, self.args, rest)
+
+    def __repr__(self) -> str:
+        return f"<{self.op}{list(self.shape)} {self.serial}>"
+
+
+def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes) -> Expr:
+    """The expression with these parts; the same object for the same parts."""
+    args, shape = tuple(args), tuple(int(n) for n in shape)
+    pairs = tuple(sorted(attributes.items()))
+    key = (op, tuple(id(a) for a in args), pairs, shape, kind)
+    found = _known.get(key)
+    if found is None:
+        found = Expr(op, args, pairs, shape, kind)
+        _known[key] = found
+    return found
+
+
+def several(op: str, args: Iterable[Expr], signature: Iterable[tuple], **attributes) -> list[Expr]:
+    """The outputs of one operation, by their shapes and kinds."""
+    args, signature = tuple(args), tuple((tuple(s), kind) for s, kind in signature)
+    return [
+        expr(op, args, s, kind, signature=signature, output=k, **attributes)
+        for k, (s, kind) in enumerate(signature)
+    ]
+
+
+def siblings(y: Expr) -> list[Expr]:
+    """All outputs of the operation of which y is one."""
+    rest = {n: v for n, v in y.attributes if n not in ("signature", "output")}
+    return several(y.op, y.args, y["signature"], **rest)
+
+
+def signature(values: Iterable[Expr]) -> list[tuple]:
+    """Shapes and kinds."""
+    return [(v.shape, v.kind) for v in values]
+
+
+def widest(*kinds: str) -> str:
+    """The kind that holds all of these."""
+    return max(kinds, key=_RANK.__getitem__, default=REAL)
+
+
+def kind_of(dtype: Any) -> str:
+    """The kind of a dtype or a dtype's name."""
+    name = str(dtype)
+    if name.startswith(("float", "bfloat")):
+        return REAL
+    if name.startswith("complex"):
+        return COMPLEX
+    return BOOLEAN if name.startswith("bool") else INTEGER
+
+
+class Held:
+    """An array as an attribute: equal when its bytes are."""
+
+    def __init__(self, array: Any):
+        self.array = np.array(array)
+        self.array.flags.writeable = False
+        self._key = (self.array.shape, str(self.array.dtype), self.array.tobytes())
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self._key == other._key
+
+    def __lt__(self, other: Held) -> bool:
+        return self._hash < other._hash
+
+
+_fresh = itertools.count()
+
+
+def placeholder(name: str, shape: Iterable[int], kind: str = REAL, role: str = "input") -> Expr:
+    """A new input; never the same as another, whatever its name."""
+    return expr("placeholder", (), shape, kind, name=name, role=role, number=next(_fresh))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function from placeholders to expressions."""
+
+    inputs: tuple[Expr, ...]
+    outputs: tuple[Expr, ...]
+
+
+def order(roots: Iterable[Expr]) -> list[Expr]:
+    """Everything that the roots are made of, what is needed before what needs it."""
+    seen: set[Expr] = set()
+    found: list[Expr] = []
+    stack = [(root, False) for root in reversed(list(roots))]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            found.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
+    return found
+
+
+def substitute(
+    roots: Iterable[Expr],
+    known: Mapping[Expr, Expr],
+    rebuild: Callable[[Expr, tuple[Expr, ...]], Expr],
+) -> list[Expr]:
+    """The roots with some expressions replaced by others, the rest made anew by ``rebuild``."""
+    roots = list(roots)
+    new = dict(known)
+    for node in order(roots):
+        if node in new:
+            continue
+        args = tuple(new[arg] for arg in node.args)
+        same = all(a is b for a, b in zip(args, node.args, strict=True))
+        new[node] = node if same else rebuild(node, args)
+    return [new[root] for root in roots]

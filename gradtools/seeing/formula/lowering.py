@@ -1,0 +1,180 @@
+"""From a recorded `Graph` to expressions: each operation of the vocabulary in terms of a few.
+
+`lower` walks the nodes and writes each with the operations of this house. Every result must have
+the shape that the graph says it has; a node that is not understood, or that comes out with
+another shape, stays as it is called by the framework and is marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.formula import control
+from gradtools.seeing.formula.expressions import Expr, Program, kind_of, placeholder
+from gradtools.seeing.formula.lowering_arrays import ARRAYS
+from gradtools.seeing.formula.lowering_elementwise import ELEMENTWISE
+from gradtools.seeing.formula.lowering_layers import LAYERS
+from gradtools.seeing.formula.lowering_linalg import LINALG
+from gradtools.seeing.graph import Graph, Node, Value
+
+LOWERINGS = {**ELEMENTWISE, **ARRAYS, **LAYERS, **LINALG}
+
+
+@dataclass
+class Lowered:
+    """A graph as expressions.
+
+    Attributes:
+        program: From the graph's inputs to its outputs.
+        captured: The placeholder of each value that the program reads and was not given.
+        draws: The placeholder of each random draw, with the value as it was drawn, or None.
+        marked: The native names of operations without a translation.
+    """
+
+    program: Program
+    captured: dict[int, Expr] = field(default_factory=dict)
+    draws: dict[Expr, Any] = field(default_factory=dict)
+    marked: list[str] = field(default_factory=list)
+
+
+def lower(graph: Graph, names: Mapping[int, str] | None = None) -> Lowered:
+    """The graph as expressions.
+
+    Args:
+        graph: A recorded program.
+        names: How inputs and captured values are called, by number; by default their own names.
+    """
+    names = names or {}
+    call = lambda v, n: names.get(v) or graph.values[v].name or n
+    lowered = Lowered(Program((), ()))
+    inputs = [
+        placeholder(call(v, f"x{k}"), graph.values[v].shape, kind_of(graph.values[v].dtype))
+        for k, v in enumerate(graph.inputs)
+    ]
+    for k, v in enumerate(graph.captured):
+        value = graph.values[v]
+        lowered.captured[v] = placeholder(
+            call(v, f"c{k}"), value.shape, kind_of(value.dtype), role="captured"
+        )
+    known = {**lowered.captured, **dict(zip(graph.inputs, inputs, strict=True))}
+    outputs = _walk(graph, known, lowered)
+    lowered.program = Program(tuple(inputs), tuple(outputs))
+    return lowered
+
+
+def _walk(graph: Graph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
+    for node in graph.nodes:
+        args = [_read(known, graph, node, v) for v in node.inputs]
+        results = _lower_node(node, graph, args, lowered)
+        for v, result in zip(node.outputs, results, strict=True):
+            known[v] = result
+    return [_read(known, graph, None, v) for v in graph.outputs]
+
+
+def _read(known: Mapping[int, Expr], graph: Graph, node: Node | None, v: int) -> Expr:
+    if v in known:
+        return known[v]
+    where = f"the node {node.native or node.operation}" if node else "the result"
+    raise GradtoolsError(
+        f"formula: {where} reads value {v} ({graph.values[v]}), which nothing made; a value from "
+        "outside of the program belongs to the graph's inputs or captured values"
+    )
+
+
+def _lower_node(node: Node, graph: Graph, args: list[Expr], lowered: Lowered) -> Sequence[Expr]:
+    expected = [graph.values[v] for v in node.outputs]
+    if node.operation in _WITH_BODIES:
+        results = _WITH_BODIES[node.operation](node, args, lowered)
+    elif node.operation == "random":
+        results = [_draw(node, expected[0], lowered)]
+    elif node.operation in LOWERINGS:
+        results = LOWERINGS[node.operation](*args, **dict(node.attributes))
+    else:
+        return _marked(node, expected, args, lowered)
+    results = list(results) if isinstance(results, (list, tuple)) else [results]
+    _check(node, results, expected, args)
+    return results
+
+
+def _check(node: Node, results: list[Expr], expected: list[Value], args: list[Expr]) -> None:
+    found, wanted = [r.shape for r in results], [tuple(v.shape) for v in expected]
+    if found != wanted:
+        raise GradtoolsError(
+            f"formula: {node.operation} of shapes {[a.shape for a in args]} with "
+            f"{dict(node.attributes)} gives {found}; the record of {node.native or 'it'} says "
+            f"{wanted}. The record does not follow the vocabulary"
+        )
+
+
+def _draw(node: Node, value: Value, lowered: Lowered) -> Expr:
+    name = node.attributes.get("name") or "ε"
+    draw = placeholder(name, value.shape, kind_of(value.dtype), role="draw")
+    lowered.draws[draw] = node.attributes.get("value")
+    return draw
+
+
+def _marked(node, expected, args, lowered) -> list[Expr]:
+    name = node.native or node.operation
+    attributes = dict(node.attributes)
+    function, adjoint = attributes.get("function"), attributes.get("adjoint")
+    outputs = [(tuple(v.shape), kind_of(v.dtype)) for v in expected]
+    lowered.marked.append(name)
+    return control.opaque(name, args, outputs, function, adjoint)
+
+
+def _body(graph: Graph, lowered: Lowered) -> Program:
+    """A program inside. What it captures must come through the node's operands."""
+    if graph.captured:
+        raise GradtoolsError(
+            f"formula: a program inside captures {len(graph.captured)} values; the wing must "
+            "pass them as operands of the node"
+        )
+    inputs = [
+        placeholder(graph.values[v].name, graph.values[v].shape, kind_of(graph.values[v].dtype))
+        for v in graph.inputs
+    ]
+    outputs = _walk(graph, dict(zip(graph.inputs, inputs, strict=True)), lowered)
+    return Program(tuple(inputs), tuple(outputs))
+
+
+def _call(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
+    graph = node.bodies[0].graph
+    return _walk(graph, dict(zip(graph.inputs, args, strict=True)), lowered)
+
+
+def _scan(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
+    a = node.attributes
+    body = _body(node.bodies[0].graph, lowered)
+    reverse = bool(a.get("reverse", False))
+    return control.scan(body, args, a["consts"], a["carries"], a["length"], reverse)
+
+
+def _while(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
+    a = node.attributes
+    condition, body = (_body(b.graph, lowered) for b in node.bodies)
+    return control.loop(condition, body, args, a["condition_consts"], a["body_consts"])
+
+
+def _cond(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
+    return control.cond([_body(b.graph, lowered) for b in node.bodies], args)
+
+
+def _custom_rule(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
+    forward, backward = (b.graph for b in node.bodies)
+    results = _walk(forward, dict(zip(forward.inputs, args, strict=True)), lowered)
+    count = len(node.outputs)
+    name = node.attributes.get("name", "")
+    rule = _body(backward, lowered)
+    return control.ruled(results[:count], results[count:], args, rule, name)
+
+
+_WITH_BODIES = {
+    "call": _call,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_rule": _custom_rule,
+}

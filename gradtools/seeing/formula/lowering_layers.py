@@ -1,0 +1,252 @@
+"""Convolutions, pooling, normalisation, losses and attention, in terms of the primitives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.formula import primitives
+from gradtools.seeing.formula.algebra import (
+    array,
+    broadcast,
+    divide,
+    full,
+    matmul,
+    mean,
+    negate,
+    plus,
+    power,
+    product,
+    reshape,
+    scale,
+    spread,
+    subtract,
+    swap,
+    times,
+    total,
+)
+from gradtools.seeing.formula.expressions import BOOLEAN, INTEGER, Expr
+from gradtools.seeing.formula.functions import apply
+
+Lowering = Callable[..., Any]
+
+
+def _each(value: Any, count: int, default: int) -> tuple[int, ...]:
+    """One number for each spatial axis."""
+    if value is None:
+        return (default,) * count
+    return (value,) * count if isinstance(value, int) else tuple(value)
+
+
+def _pairs(padding: Any, count: int) -> tuple[tuple[int, int], ...]:
+    if padding is None:
+        return ((0, 0),) * count
+    return tuple((p, p) if isinstance(p, int) else tuple(p) for p in _each(padding, count, 0))
+
+
+def _convolution(
+    x: Expr,
+    w: Expr,
+    stride: Any = None,
+    padding: Any = None,
+    dilation: Any = None,
+    input_dilation: Any = None,
+    groups: int = 1,
+) -> Expr:
+    n = x.rank - 2
+    interior = [d - 1 for d in _each(input_dilation, n, 1)]
+    x = primitives.pad(x, (0,) * x.rank, (0,) * x.rank, (0, 0, *interior))
+    x, pairs = _cut_negative(x, _pairs(padding, n))
+    return primitives.convolution(x, w, _each(stride, n, 1), pairs, _each(dilation, n, 1), groups)
+
+
+def _cut_negative(x: Expr, pairs: Sequence[tuple[int, int]]) -> tuple[Expr, list]:
+    """Negative padding takes away from x."""
+    start = [0, 0, *(max(-a, 0) for a, _ in pairs)]
+    away = [0, 0, *(max(-b, 0) for _, b in pairs)]
+    x = primitives.cut(x, start, [n - b for n, b in zip(x.shape, away, strict=True)])
+    return x, [(max(a, 0), max(b, 0)) for a, b in pairs]
+
+
+def _convolution_transposed(
+    x: Expr,
+    w: Expr,
+    stride: Any = None,
+    padding: Any = None,
+    output_padding: Any = None,
+    dilation: Any = None,
+    groups: int = 1,
+) -> Expr:
+    """The adjoint of the convolution with the same weight."""
+    n = x.rank - 2
+    stride, dilation = _each(stride, n, 1), _each(dilation, n, 1)
+    pads, more = _each(padding, n, 0), _each(output_padding, n, 0)
+    space = [
+        (size - 1) * s - 2 * p + d * (k - 1) + o + 1
+        for size, s, p, d, k, o in zip(
+            x.shape[2:], stride, pads, dilation, w.shape[2:], more, strict=True
+        )
+    ]
+    shape = (x.shape[0], w.shape[1] * groups, *space)
+    pairs = [(p, p) for p in pads]
+    return primitives.convolution_input(x, w, shape, stride, pairs, dilation, groups)
+
+
+def _pooling(x: Expr, window: Any, stride: Any, padding: Any, dilation: Any = None) -> tuple:
+    n = len(window)
+    pooling = {
+        "window": tuple(window),
+        "stride": tuple(window if stride is None else _each(stride, n, 1)),
+        "padding": _pairs(padding, n),
+        "dilation": _each(dilation, n, 1),
+    }
+    lead = x.rank - n
+    space = [
+        (size + a + b - d * (k - 1) - 1) // s + 1
+        for size, k, s, (a, b), d in zip(x.shape[lead:], *pooling.values(), strict=True)
+    ]
+    return (*x.shape[:lead], *space), pooling
+
+
+def _max_pool(
+    x: Expr, window: Any, stride: Any = None, padding: Any = None, dilation: Any = None
+) -> Expr:
+    shape, pooling = _pooling(x, window, stride, padding, dilation)
+    return primitives.pooled("max_pool", (x,), shape, pooling)
+
+
+def _sum_pool(x: Expr, window: Any, stride: Any = None, padding: Any = None) -> Expr:
+    shape, pooling = _pooling(x, window, stride, padding)
+    return primitives.pooled("sum_pool", (x,), shape, pooling)
+
+
+def _avg_pool(
+    x: Expr, window: Any, stride: Any = None, padding: Any = None, count_padding: bool = True
+) -> Expr:
+    summed = _sum_pool(x, window, stride, padding)
+    if count_padding:
+        return scale(1 / prod(window), summed)
+    counts = _sum_pool(
+        array(np.ones((*x.shape[: x.rank - len(window)], *x.shape[-len(window) :]))),
+        window,
+        stride,
+        padding,
+    )
+    return divide(summed, counts)
+
+
+def _log_softmax(x: Expr, axis: int) -> Expr:
+    return primitives.along("log_softmax", x, axis)
+
+
+def _cross_entropy(z: Expr, t: Expr, axis: int, reduction: str = "mean") -> Expr:
+    if t.kind in (INTEGER, BOOLEAN) and t.rank == z.rank - 1:
+        t = _moved(primitives.one_hot(t, z.shape[axis]), axis)
+    losses = negate(total(times(t, _log_softmax(z, axis)), [axis]))
+    if reduction == "none":
+        return losses
+    if reduction not in ("mean", "sum"):
+        raise GradtoolsError(f"formula: cross_entropy knows no reduction {reduction!r}")
+    axes = range(losses.rank)
+    return mean(losses, axes) if reduction == "mean" else total(losses, axes)
+
+
+def _moved(x: Expr, axis: int) -> Expr:
+    """The last axis moved to this place."""
+    order = list(range(x.rank - 1))
+    order.insert(axis, x.rank - 1)
+    return product([x], [range(x.rank)], order, [x.shape[a] for a in order])
+
+
+def _affine(y: Expr, scale_: Expr | None, shift: Expr | None, axes: Sequence[int]) -> Expr:
+    """Times scale plus shift, which have y's axes ``axes``."""
+    lay = lambda v: product([v], [axes], range(y.rank), y.shape)
+    y = y if scale_ is None else times(y, lay(scale_))
+    return y if shift is None else plus(y, lay(shift))
+
+
+def _standardize(x: Expr, axes: Sequence[int], eps: float = 0.0) -> Expr:
+    if x.is_complex:
+        width = spread(primitives.deviation(x, axes, eps), axes, x.shape)
+        return divide(subtract(x, mean(x, axes, keep=True)), width)
+    return primitives.standardize(x, axes, float(eps))
+
+
+def _layer_norm(
+    x: Expr, scale: Expr | None = None, shift: Expr | None = None, *, axes: Any, eps: float
+) -> Expr:
+    return _affine(_standardize(x, axes, eps), scale, shift, tuple(axes))
+
+
+def _batch_norm(x: Expr, *rest: Expr, training: bool, eps: float, axis: int = 1) -> Expr:
+    if training:
+        gamma, beta = (*rest, None, None)[:2]
+        others = [a for a in range(x.rank) if a != axis]
+        return _affine(_standardize(x, others, eps), gamma, beta, (axis,))
+    given = [r for r in rest if r is not None]
+    if len(given) < 2:
+        raise GradtoolsError("formula: batch_norm without training needs its mean and variance")
+    running_mean, running_variance = given[-2:]
+    gamma, beta = (*given[:-2], None, None)[:2]
+    width = power(plus(running_variance, full(eps, running_variance.shape)), -0.5)
+    lay = lambda v: product([v], [(axis,)], range(x.rank), x.shape)
+    return _affine(times(subtract(x, lay(running_mean)), lay(width)), gamma, beta, (axis,))
+
+
+def _group_norm(
+    x: Expr, gamma: Expr | None = None, beta: Expr | None = None, *, groups: int, eps: float
+) -> Expr:
+    split = reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
+    done = _standardize(split, range(2, split.rank), eps)
+    return _affine(reshape(done, x.shape), gamma, beta, (1,))
+
+
+def _rms_norm(x: Expr, gamma: Expr | None = None, *, axes: Any, eps: float) -> Expr:
+    squares = mean(power(apply("abs", x) if x.is_complex else x, 2), axes)
+    width = power(plus(squares, full(eps, squares.shape)), -0.5)
+    return _affine(times(x, spread(width, axes, x.shape)), gamma, None, tuple(axes))
+
+
+def _attention(
+    q: Expr, k: Expr, v: Expr, mask: Expr | None = None, *, scale: Any = None, causal: bool = False
+) -> Expr:
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = times(full(factor, ()), matmul(q, swap(k)))
+    if causal:
+        lower = array(np.tril(np.ones(scores.shape[-2:], bool)))
+        scores = apply("where", lower, scores, full(-np.inf, scores.shape))
+    if mask is not None and mask.kind == BOOLEAN:
+        scores = apply("where", mask, scores, full(-np.inf, scores.shape))
+    elif mask is not None:
+        scores = plus(scores, mask)
+    return matmul(primitives.softmax(scores, scores.rank - 1), v)
+
+
+def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
+    return scale(1 / (1 - rate), times(x, mask))
+
+
+LAYERS: dict[str, Lowering] = {
+    "convolution": _convolution,
+    "convolution_transposed": _convolution_transposed,
+    "max_pool": _max_pool,
+    "avg_pool": _avg_pool,
+    "sum_pool": _sum_pool,
+    "softmax": primitives.softmax,
+    "log_softmax": _log_softmax,
+    "cross_entropy": _cross_entropy,
+    "standardize": _standardize,
+    "layer_norm": _layer_norm,
+    "batch_norm": _batch_norm,
+    "group_norm": _group_norm,
+    "rms_norm": _rms_norm,
+    "attention": _attention,
+    "dropout": _dropout,
+}
+
+__all__ = ["LAYERS", "broadcast"]

@@ -1,0 +1,160 @@
+"""Linear algebra and Fourier transforms of the vocabulary, in terms of the primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+
+from gradtools.seeing.formula import primitives
+from gradtools.seeing.formula.algebra import (
+    adjoint_matrix,
+    array,
+    broadcast,
+    conj,
+    matmul,
+    plus,
+    real,
+    scale,
+    swap,
+    times,
+)
+from gradtools.seeing.formula.expressions import REAL, Expr, expr
+
+Lowering = Callable[..., Any]
+
+
+def _per_matrix(name: str, a: Expr, kind: str | None = None) -> Expr:
+    return expr(name, (a,), a.shape[:-2], kind or a.kind)
+
+
+def _logabsdet(a: Expr) -> Expr:
+    return _per_matrix("logabsdet", a, REAL)
+
+
+def _slogdet(a: Expr) -> list[Expr]:
+    return [_per_matrix("sign_det", a), _logabsdet(a)]
+
+
+def _triangular_solve(
+    a: Expr,
+    b: Expr,
+    lower: bool = True,
+    unit: bool = False,
+    transpose: bool = False,
+    conjugate: bool = False,
+    left: bool = True,
+) -> Expr:
+    offset = (-1 if lower else 1) if unit else 0
+    a = primitives.triangle(a, not lower, offset)
+    if unit:
+        a = plus(a, broadcast(array(np.eye(a.shape[-1])), a.shape))
+    a = swap(a) if transpose else a
+    a = conj(a) if conjugate else a
+    return primitives.solve(a, b) if left else swap(primitives.solve(swap(a), swap(b)))
+
+
+def _cholesky(a: Expr, upper: bool = False) -> Expr:
+    lower = expr("cholesky", (a,), a.shape, a.kind)
+    return adjoint_matrix(lower) if upper else lower
+
+
+def _matrix_power(a: Expr, exponent: int) -> Expr:
+    if exponent < 0:
+        return _matrix_power(primitives.inverse(a), -exponent)
+    if exponent == 0:
+        return broadcast(array(np.eye(a.shape[-1])), a.shape)
+    half = _matrix_power(a, exponent // 2) if exponent > 1 else None
+    if half is None:
+        return a
+    square = matmul(half, half)
+    return matmul(square, a) if exponent % 2 else square
+
+
+def _pinv(a: Expr) -> Expr:
+    h = adjoint_matrix(a)
+    if a.shape[-2] >= a.shape[-1]:
+        return primitives.solve(matmul(h, a), h)
+    return adjoint_matrix(primitives.solve(matmul(a, h), a))
+
+
+# Fourier transforms, on one transform without a factor.
+
+
+def _all_axes(x: Expr, axes: Any) -> tuple[int, ...]:
+    return tuple(range(x.rank)) if axes is None else tuple(axes)
+
+
+def _factor(n: int, norm: str | None, forward: bool) -> float:
+    if norm == "ortho":
+        return 1 / sqrt(n)
+    divided = forward == (norm == "forward")
+    return 1 / n if divided else 1.0
+
+
+def _transform(x: Expr, axes: Any, norm: str | None, forward: bool) -> Expr:
+    axes = _all_axes(x, axes)
+    n = prod(x.shape[a] for a in axes)
+    found = primitives.fourier(x, axes, -1 if forward else 1)
+    return scale(_factor(n, norm, forward), found)
+
+
+def _rfft(x: Expr, axes: Any = None, norm: str | None = None) -> Expr:
+    axes = _all_axes(x, axes)
+    spectrum = _transform(x, axes, norm, True)
+    limit = list(spectrum.shape)
+    limit[axes[-1]] = x.shape[axes[-1]] // 2 + 1
+    return primitives.cut(spectrum, [0] * x.rank, limit)
+
+
+def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | None = None) -> Expr:
+    """The real part, with every frequency twice that has a mirror image."""
+    axes = _all_axes(x, axes)
+    last = axes[-1]
+    length = 2 * (x.shape[last] - 1) if length is None else length
+    used = length // 2 + 1
+    x = _resized(x, last, used)
+    weights = np.full(used, 2.0)
+    weights[0] = 1.0
+    if length % 2 == 0:
+        weights[-1] = 1.0
+    shape = [used if a == last else 1 for a in range(x.rank)]
+    weighted = times(x, array(weights.reshape(shape)))
+    n = length * prod(x.shape[a] for a in axes[:-1])
+    found = primitives.fourier(_resized(weighted, last, length), axes, 1)
+    return scale(_factor(n, norm, False), real(found))
+
+
+def _resized(x: Expr, axis: int, size: int) -> Expr:
+    """Cut or padded with zeros at the end."""
+    limit = [min(n, size) if a == axis else n for a, n in enumerate(x.shape)]
+    x = primitives.cut(x, [0] * x.rank, limit)
+    high = [size - n if a == axis else 0 for a, n in enumerate(x.shape)]
+    return primitives.pad(x, [0] * x.rank, high)
+
+
+def _decomposition(name: str) -> Callable[[Expr], Sequence[Expr]]:
+    return lambda a: primitives.decomposed(name, a)
+
+
+LINALG: dict[str, Lowering] = {
+    "det": lambda a: _per_matrix("det", a),
+    "slogdet": _slogdet,
+    "logdet": _logabsdet,
+    "inverse": primitives.inverse,
+    "solve": primitives.solve,
+    "triangular_solve": _triangular_solve,
+    "cholesky": _cholesky,
+    "matrix_power": _matrix_power,
+    "expm": lambda a: expr("expm", (a,), a.shape, a.kind),
+    "pinv": _pinv,
+    "eigh": _decomposition("eigh"),
+    "svd": _decomposition("svd"),
+    "qr": _decomposition("qr"),
+    "fft": lambda x, axes=None, norm=None: _transform(x, axes, norm, True),
+    "ifft": lambda x, axes=None, norm=None: _transform(x, axes, norm, False),
+    "rfft": _rfft,
+    "irfft": _irfft,
+}

@@ -1,0 +1,109 @@
+"""Reverse mode on expressions: the adjoint program.
+
+Values are visited in reverse of the order in which they are needed; each hands its cotangent to
+its arguments by its pullback. The result is an expression again: it can be simplified, written,
+evaluated, and differentiated once more, which is double backward::
+
+    first order    x_bar = J^H g
+    second order   the adjoint of <u, x_bar>, as a function of x and g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradtools.seeing.formula import control
+from gradtools.seeing.formula.algebra import add, is_zero, real, zeros
+from gradtools.seeing.formula.expressions import Expr, order, siblings
+from gradtools.seeing.formula.functions import FUNCTIONS, pull_back
+from gradtools.seeing.formula.primitives import MULTIPLE, PRIMITIVES, unbroadcast
+
+
+def adjoint(
+    outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
+) -> tuple[list[Expr], dict[Expr, Expr]]:
+    """The adjoint program.
+
+    Args:
+        outputs: What is differentiated.
+        cotangents: The cotangent of each output, of its shape.
+        wrt: The values to which it is differentiated.
+
+    Returns:
+        The cotangents of ``wrt``, and the cotangent of every value on the way.
+    """
+    values = order(outputs)
+    active = _active(values, wrt)
+    gathered: dict[Expr, list[Expr]] = {}
+    for out, g in zip(outputs, cotangents, strict=True):
+        gathered.setdefault(out, []).append(g)
+    summed: dict[Expr, Expr] = {}
+    waiting = _families(values)
+    for y in reversed(values):
+        if y not in active:
+            continue
+        if y in gathered:
+            summed[y] = add(gathered.pop(y))
+        family = waiting.get(y.family)
+        if family is not None:
+            family.discard(y)
+            if family:
+                continue
+        if y not in wrt:
+            _hand_on(y, summed, gathered, active)
+    found = [summed[x] if x in summed else zeros(x.shape) for x in wrt]
+    return found, summed
+
+
+def _active(values: Sequence[Expr], wrt: Sequence[Expr]) -> set[Expr]:
+    active = set(wrt)
+    for y in values:
+        if y.is_inexact and any(a in active for a in y.args):
+            active.add(y)
+    return active
+
+
+def _families(values: Sequence[Expr]) -> dict[tuple, set[Expr]]:
+    """The outputs of each operation with several of them that are used."""
+    found: dict[tuple, set[Expr]] = {}
+    for y in values:
+        if y.get("output") is not None and y.is_inexact:
+            found.setdefault(y.family, set()).add(y)
+    return found
+
+
+def _hand_on(y: Expr, summed: dict, gathered: dict, active: set) -> None:
+    found = _pullback(y, summed)
+    for arg, g in zip(y.args, found, strict=True):
+        if g is None or arg not in active or is_zero(g):
+            continue
+        g = real(g) if g.is_complex and not arg.is_complex else g
+        gathered.setdefault(arg, []).append(unbroadcast(g, arg.shape))
+
+
+def _pullback(y: Expr, summed: dict) -> Sequence[Expr | None]:
+    if y.op in control.PULLBACKS:
+        return _pullback_of_control(y, summed)
+    if y.op in MULTIPLE:
+        outputs = siblings(y)
+        if not any(o in summed for o in outputs):
+            return [None] * len(y.args)
+        cotangents = [summed.get(o, zeros(o.shape)) for o in outputs]
+        return PRIMITIVES[y.op].pullback(outputs, cotangents, *y.args)
+    if y not in summed:
+        return [None] * len(y.args)
+    if y.op in FUNCTIONS:
+        return pull_back(y, summed[y])
+    if y.op == "placeholder" or PRIMITIVES[y.op].pullback is None:
+        return [None] * len(y.args)
+    return PRIMITIVES[y.op].pullback(y, summed[y], *y.args)
+
+
+def _pullback_of_control(y: Expr, summed: dict) -> Sequence[Expr | None]:
+    outputs = siblings(y)
+    if not any(o in summed for o in outputs):
+        return [None] * len(y.args)
+    cotangents = [summed.get(o, zeros(o.shape)) for o in outputs]
+    inner: Any = lambda outs, gs, wrt: adjoint(outs, gs, wrt)[0]
+    return control.PULLBACKS[y.op](y, cotangents, inner)

@@ -203,8 +203,8 @@ class Backend(Protocol):
         """Whether `record` may be called here: not inside a transform that it cannot see into."""
         ...
 
-    def rerun(self, fun: Callable[[], Any]) -> Any:
-        """`fun()` without a graph, from the state of now, which is put back afterwards."""
+    def rerun(self, run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
+        """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         ...
 
     # Models and writing.

@@ -214,7 +214,7 @@ def moves(backend: Backend, program: Program, index: int) -> bool | None:
 
 
 def _outputs(backend: Backend, program: Program, leaves: Sequence[Any]) -> list[Any]:
-    outs = backend.rerun(lambda: program.run(leaves))
+    outs = backend.rerun(program.run, leaves)
     return [backend.to_numpy(x) if backend.is_array(x) else np.asarray(x) for x in outs]
 
 

@@ -19,6 +19,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.rules import Rule, spread
 from gradtools.torch import trees
-from gradtools.torch.compiling import nodes_of, refuse_lost
+from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
 from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.rules import apply_rule, is_dual, is_inexact
+from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -628,13 +629,19 @@ def _node(
     """
     inputs = [*_flat(rows), *shared, *program.leaves]
     shape: list[Any] = []
+    eager = False
     outs = [] if known is None else _chosen(program, known, shape, True)
     if known is not None:
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        if not outs or not (tracked or any(is_dual(x) for x in inputs)):
+        dual = any(is_dual(x) for x in inputs)
+        if not outs or not (tracked or dual):
             return known
-    rule = _rule(program, [len(xs) for xs in rows], len(shared), shape, known and outs)
-    results = apply_rule(rule, *inputs)
+        eager = not dual and not is_compiling()
+    maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
+    if eager:
+        results = list(_Node.apply(maps, outs, *inputs))
+    else:
+        results = apply_rule(_rule(maps, known and outs), *inputs)
     counts, there = shape
     flat = spread(results, there)
     if known is not None:
@@ -655,14 +662,65 @@ def _chosen(program: _Program, found: Any, shape: list[Any], known: bool) -> lis
     return [y for y, there in outs if there]
 
 
-def _rule(
-    program: _Program,
-    widths: list[int],
-    width: int,
-    shape: list[Any],
-    known: list[Tensor] | None = None,
-) -> Rule:
-    """A program as a rule on its inputs, rows of `widths` and `width` shared, and leaves."""
+@dataclass(frozen=True)
+class _Maps:
+    """The two linear maps of a program on its inputs, rows of `widths` and `width` shared."""
+
+    program: _Program
+    widths: list[int]
+    width: int
+    shape: list[Any]  # as `_chosen` says it
+
+    def cotangent(self, saved: Entries, cts: Entries) -> list[Any]:
+        """One for each input and leaf."""
+        counts, there = self.shape
+        full = spread(cts, there)
+        if self.program is self.program.forward:  # its sums are carries
+            full = full[: sum(counts)]
+        found = self._vectors(saved, full, counts)
+        return self.program.pull(self.widths, self.width, found[2], *found[:2])
+
+    def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
+        """One for each output."""
+        found = self._vectors(saved, dxs, self.widths)
+        pushed = self.program.push(self.widths, self.width, found[2], *found[:2])
+        there = self.shape[1]
+        pushed += [None] * (len(there) - len(pushed))  # of carries
+        return [dy for dy, t in zip(pushed, there, strict=True) if t]
+
+    def _vectors(self, saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
+        parts, vs = _cut_up(saved, self.widths), _cut_up(given, counts)
+        there = [[v is not None for v in row] for row in vs]
+        both = [
+            [*xs, *(v for v in row if v is not None)]
+            for xs, row in zip([*parts[:-1], parts[-1][: self.width]], vs, strict=True)
+        ]
+        return both[:-1], both[-1], there
+
+
+class _Node(torch.autograd.Function):
+    """A program where the engine alone differentiates: no transform, and no dual number yet.
+
+    A rule's node is for those as well, and takes longer than a small network.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.maps = maps
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(*[y for y in outs if not is_inexact(y)])
+        return tuple([y.view_as(y) if any(y is x for x in inputs) else y for y in outs])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor | None) -> Any:
+        alive = [None if ct is None else _alive(ct) for ct in cts]
+        return None, None, *ctx.maps.cotangent(ctx.saved_tensors, alive)
+
+
+def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
+    """A program as a rule on its inputs and leaves."""
+    program, widths, width, shape = maps.program, maps.widths, maps.width, maps.shape
 
     def primal(*xs: Tensor) -> list[Tensor]:
         ys = known
@@ -671,29 +729,6 @@ def _rule(
             found = program.evaluate(parts[:-1], parts[-1][:width])
             ys = _chosen(program, found, shape, False)
         return [y.view_as(y) if any(y is x for x in xs) else y for y in ys]  # an input is saved
-
-    def vectors(saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
-        parts, vs = _cut_up(saved, widths), _cut_up(given, counts)
-        there = [[v is not None for v in row] for row in vs]
-        both = [
-            [*xs, *(v for v in row if v is not None)]
-            for xs, row in zip([*parts[:-1], parts[-1][:width]], vs, strict=True)
-        ]
-        return both[:-1], both[-1], there
-
-    def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-        counts, there = shape
-        full = spread(cts, there)
-        if program is program.forward:  # its sums are carries
-            full = full[: sum(counts)]
-        found = vectors(saved, full, counts)
-        return program.pull(widths, width, found[2], *found[:2])
-
-    def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-        found = vectors(saved, dxs, widths)
-        pushed = program.push(widths, width, found[2], *found[:2])
-        pushed += [None] * (len(shape[1]) - len(pushed))  # of carries
-        return [dy for dy, there in zip(pushed, shape[1], strict=True) if there]
 
     def mapped(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
         count = sum(widths) + width
@@ -712,9 +747,11 @@ def _rule(
             pairs = zip(batched, shape[1], strict=True)
             return tuple([0 if b else None for b, there in pairs if there])
 
-        return _rule(found, widths, width, shape), [*front, *xs[count:]], axes_of
+        batch = _rule(_Maps(found, widths, width, shape))
+        return batch, [*front, *xs[count:]], axes_of
 
-    return Rule(program.forward.asked, primal, tangent, cotangent, captures=False, mapped=mapped)
+    asked = program.forward.asked
+    return Rule(asked, primal, maps.tangent, maps.cotangent, captures=False, mapped=mapped)
 
 
 def _derived(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:

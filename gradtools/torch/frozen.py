@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning
@@ -43,6 +41,7 @@ from gradtools.torch.chunking import (
     _Sums,
 )
 from gradtools.torch.modes import Modes
+from gradtools.torch.onetangent import OneTangent, tangent_of
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 
@@ -133,9 +132,8 @@ class _Use(_Forward):
         which = [isinstance(y, Tensor) and (y.requires_grad or self.beneath) for y in outs]
         if not constants or not any(which):
             return list(outs)
-        asked = [_Refused.apply(x) for x in constants]
         tracked = [y for y, w in zip(outs, which, strict=True) if w]
-        left = iter(_Beside.apply(len(tracked), *tracked, *asked))
+        left = iter(_Beside.apply(len(tracked), *tracked, _Refused.apply(*constants)))
         return [next(left) if w else y for y, w in zip(outs, which, strict=True)]
 
     # --- its derivatives
@@ -172,17 +170,15 @@ class _Use(_Forward):
 
     def by_any_kernel(self, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
         """The result of forward mode, else of double backward; by other kernels where one fails."""
-        other = self.with_modes(self.modes.by_other_kernels())
-        ways = [] if fast is None else [(fast, self), (fast, other)]
-        ways += [(slow, self), (slow, other)]
+        ways = [(way, other) for way in (fast, slow) if way is not None for other in (False, True)]
         while True:
-            way, use = ways.pop(0)
+            way, other = ways.pop(0)
             try:
-                return way(use)
+                return way(self.with_modes(self.modes.by_other_kernels()) if other else self)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = _lacking(error)
                 if kernel == _FUNCTION:  # it is no kernel that flags choose
-                    ways = [(w, u) for w, u in ways if w is not way]
+                    ways = [(w, o) for w, o in ways if w is not way]
                 if kernel is None or not ways:
                     raise
                 _tell(kernel, again=ways[0][0] is way)
@@ -198,7 +194,8 @@ class _Use(_Forward):
         flags = {**self.modes.flags, "encoder fast path": False}  # it is taken without a graph
         use = self.with_modes(replace(self.modes, grad=False, flags=flags))
         _products_of_zero_cost_nothing()
-        with use.replaying(), forward_ad.dual_level(), torch.no_grad(), _OneTangent():
+        fixed = [x for x, _ in self.start.reached.watched]
+        with use.replaying(), forward_ad.dual_level(), torch.no_grad(), OneTangent(fixed):
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
@@ -315,13 +312,13 @@ class _Asked(torch.autograd.Function):
 
 
 class _Refused(torch.autograd.Function):
-    """A parameter of a frozen function."""
+    """The parameters of a frozen function, behind a number that nobody reads."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(*constants: Tensor) -> Tensor:
+        return constants[0].new_zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -360,34 +357,6 @@ class _Beside(torch.autograd.Function):
 
 
 # --- forward mode -----------------------------------------------------------------------------
-
-
-class _OneTangent(TorchFunctionMode):
-    """Layers of a fixed weight push the tangent of their input alone.
-
-    PyTorch's own rule makes and adds up a zero tangent for each weight, in a time of its own.
-    Only where nothing else differentiates. What calls a layer inside PyTorch is not seen here.
-    """
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if fun not in _LAYERS or len(args) < 2:
-            return fun(*args, **(kwargs or {}))
-        (x, dx), kwargs = forward_ad.unpack_dual(args[0]), dict(kwargs or {})
-        others = (*args[1:], *kwargs.values())
-        if dx is None or any(is_dual(w) for w in others):
-            return fun(*args, **kwargs)
-        y = fun(x, *args[1:], **kwargs)
-        if "bias" in kwargs:
-            kwargs["bias"] = None
-        return forward_ad.make_dual(
-            y, fun(dx, args[1], *(None for _ in args[2:3]), *args[3:], **kwargs)
-        )
-
-
-_LAYERS = {
-    *(functional.linear, functional.conv1d, functional.conv2d, functional.conv3d),
-    *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
-}
 
 
 @cache
@@ -432,7 +401,7 @@ def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
 def _tangent(y: Any) -> Tensor | None:
     if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
         return None
-    tangent = forward_ad.unpack_dual(y).tangent
+    tangent = tangent_of(y)
     return None if tangent is None else tangent.detach()
 
 

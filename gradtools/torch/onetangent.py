@@ -1,0 +1,190 @@
+"""Forward mode for functions of fixed weights: what has one tangent is pushed by hand.
+
+PyTorch's forward rules make a symbolic zero for the tangent of every weight, bias and number, and
+then multiply and add it up; a layer so takes three products in place of two, and a sum with a
+number takes hundreds of microseconds (the shape of such a sum is found by python code). Where one
+operand alone has a tangent, and the operation f is linear in that operand,
+
+    y = f(x, w)        dy = f(dx, w)
+
+is all there is to do. What is not in the table here, or has several tangents, goes PyTorch's own
+way; so does what is called inside of PyTorch, which a function mode does not see.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_make: Callable[..., Tensor] = torch._C._VariableFunctions._make_dual  # type: ignore[attr-defined]
+_unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
+
+
+def tangent_of(x: Tensor) -> Tensor | None:
+    """x's tangent at the innermost level."""
+    tangent: Tensor | None = _unpack(x, level=forward_ad._current_level)[1]
+    return tangent
+
+
+class OneTangent(TorchFunctionMode):
+    """For a dual level without a graph, and outside of functorch's transforms.
+
+    fixed: Tensors known to have no tangent, as long as nobody changes them in place.
+    """
+
+    def __init__(self, fixed: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._level = forward_ad._current_level
+        self._held = [*fixed]  # so that their ids are theirs
+        self._versions = {id(x): x._version for x in self._held}
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        rule = _RULES.get(fun)
+        if rule is not None and torch._C._functorch.peek_interpreter_stack() is None:
+            found = rule(self, fun, args, kwargs or {})
+            if found is not None:
+                return found
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+
+    def parts(self, x: Any) -> tuple[Any, Tensor | None]:
+        """A tensor's value and its tangent."""
+        known = self._versions.get(id(x))
+        if not isinstance(x, Tensor) or (known is not None and known == x._version):
+            return x, None
+        value, tangent = _unpack(x, level=self._level)
+        return value, tangent
+
+    def dual(self, y: Tensor, dy: Tensor) -> Tensor:
+        """A tensor with this tangent."""
+        return _make(y, dy, level=self._level)
+
+    def fixes(self, xs: Iterable[Any]) -> bool:
+        """Whether none of these has a tangent."""
+        return all(x is None or self.parts(x)[1] is None for x in xs)
+
+
+# --- rules: the result, or None where PyTorch's own way is taken --------------------------------
+
+
+def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A linear or convolutional layer: of an input, a weight, a bias, and what follows."""
+    if len(args) < 2:
+        return None
+    weight, bias, more = args[1], args[2] if len(args) > 2 else kwargs.get("bias"), args[3:]
+    named = {key: value for key, value in kwargs.items() if key != "bias"}
+    x, dx = mode.parts(args[0])
+    if dx is None or not mode.fixes((weight, bias)):
+        return None
+    dy = fun(dx, weight, None, *more, **named)
+    return mode.dual(fun(x, weight, bias, *more, **named), dy)
+
+
+def _product(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of two operands, linear in each."""
+    if kwargs or len(args) != 2:
+        return None
+    (a, da), (b, db) = map(mode.parts, args)
+    if da is not None and db is None:
+        return mode.dual(fun(a, b), fun(da, b))
+    if db is not None and da is None:
+        return mode.dual(fun(a, b), fun(a, db))
+    return None
+
+
+def _quotient(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Linear in the first operand alone."""
+    return _product(mode, fun, args, kwargs) if mode.fixes(args[1:]) else None
+
+
+def _sum(first: int, second: int) -> Any:
+    """Of two operands, with these signs."""
+
+    def rule(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs or len(args) != 2:
+            return None
+        (a, da), (b, db) = map(mode.parts, args)
+        if (da is None) == (db is None):
+            return None
+        y = fun(a, b)
+        dx, sign = (da, first) if db is None else (db, second)
+        assert dx is not None
+        return mode.dual(y, _tangent_of(y, dx if sign > 0 else dx.neg()))
+
+    return rule
+
+
+def _tangent_of(y: Tensor, dx: Tensor) -> Tensor:
+    """The same in y's shape and dtype, as a tensor of its own: y may be changed in place."""
+    dx = dx if dx.shape == y.shape else dx.expand(y.shape)
+    return dx.to(y.dtype, copy=True)
+
+
+def _layer_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """But for the weight its derivative is a symmetric matrix, so its pullback pushes."""
+    given = _LAYER_NORM.bind(*args, **kwargs)
+    given.apply_defaults()
+    x, shape, weight, bias, eps = given.args
+    if not mode.fixes((weight, bias)) or not _one_dtype(x, weight, bias):
+        return None
+    x, dx = mode.parts(x)
+    if dx is None:
+        return None
+    y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+    dy, _, _ = torch.ops.aten.native_layer_norm_backward.default(
+        dx.contiguous(), x.contiguous(), shape, mean, rstd, None, None, [True, False, False]
+    )
+    return mode.dual(y, dy if weight is None else dy * weight)
+
+
+def _batch_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As it is evaluated it is a product and a sum; in training it goes PyTorch's way."""
+    given = _BATCH_NORM.bind(*args, **kwargs)
+    given.apply_defaults()
+    x, mean, variance, weight, bias, training, _, eps = given.args
+    if training or not mode.fixes(given.args[1:]):
+        return None
+    x, dx = mode.parts(x)
+    if dx is None:
+        return None
+    y = fun(x, mean, variance, weight, bias, eps=eps)
+    zero = torch.zeros_like(mean)
+    return mode.dual(y, fun(dx, zero, variance, weight, None, eps=eps))
+
+
+def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether nothing is cast, be it by autocast."""
+    same = all(other is None or other.dtype == x.dtype for other in others)
+    return same and not torch.is_autocast_enabled(x.device.type)
+
+
+_LAYER_NORM = inspect.signature(functional.layer_norm)
+_BATCH_NORM = inspect.signature(functional.batch_norm)
+
+_ALIKE: dict[Any, tuple[Any, ...]] = {
+    _layer: (
+        *(functional.linear, functional.conv1d, functional.conv2d, functional.conv3d),
+        functional.conv_transpose1d,
+        *(functional.conv_transpose2d, functional.conv_transpose3d),
+    ),
+    _product: (
+        *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply),
+        *(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
+        *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
+    ),
+    _quotient: (torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide),
+    _sum(1, 1): (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
+    _sum(1, -1): (torch.sub, Tensor.sub, Tensor.__sub__),
+    _sum(-1, 1): (torch.rsub, Tensor.__rsub__),
+    _layer_norm: (functional.layer_norm,),
+    _batch_norm: (functional.batch_norm,),
+}
+_RULES = {fun: rule for rule, those in _ALIKE.items() for fun in those}

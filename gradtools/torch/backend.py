@@ -10,7 +10,18 @@ import torch
 from gradtools.backend import Array, Fun, Staged
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
-from gradtools.torch import accumulate, arrays, chunking, engines, frozen, kernels, modules, trees
+from gradtools.torch import (
+    accumulate,
+    arrays,
+    chunking,
+    engines,
+    frozen,
+    kernels,
+    modules,
+    seeing,
+    trees,
+    vanishing,
+)
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of, explained
 from gradtools.torch.host import call_kernel
@@ -201,6 +212,13 @@ class TorchBackend:
     frozen_uses = staticmethod(frozen.Uses)
     run_frozen = staticmethod(frozen.run_frozen)
     uncompiled = staticmethod(uncompiled)
+
+    # --- seeing
+
+    record = staticmethod(seeing.record)
+    vanishing = staticmethod(vanishing.vanishing)
+    watchable = staticmethod(seeing.watchable)
+    rerun = staticmethod(seeing.rerun)
 
     functionalize = staticmethod(modules.functionalize)
 

@@ -1,0 +1,111 @@
+"""How the outputs of a recorded call depend on its inputs, and why where they do not.
+
+Autograd says which inputs an output is connected to. The dtypes, the grad mode and the table of
+operations say the rest: which connection has the derivative zero, and why one is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradtools.seeing.graph import Dependence, Links
+from gradtools.torch.recording import operations
+from gradtools.torch.rules import is_inexact
+
+if TYPE_CHECKING:
+    from gradtools.torch.recording.recorder import RecordedCall
+
+Tensor = torch.Tensor
+_NONE, _CUT, _ZERO, _FULL = Dependence
+
+
+@dataclass(frozen=True)
+class FoundLinks:
+    """A call as a node: its neutral name, what it reads, its links and the kind of loss."""
+
+    operation: str
+    inputs: list[int]
+    links: Links
+    loss: str | None
+
+
+def links_of(
+    call: RecordedCall,
+    outs: Sequence[Tensor],
+    reached: Sequence[Sequence[int]],
+    hosts: Sequence[int],
+    dropped: set[int],
+) -> FoundLinks:
+    """The links of a call.
+
+    Args:
+        call: The call.
+        outs: What it made or changed.
+        reached: For each of these the known values that autograd leads to.
+        hosts: The numbers of what came back from outside of the framework.
+        dropped: The ids of tensors that it overwrites without reading.
+    """
+    read = _read(call, dropped)
+    inputs = [call.numbers[k] for k in read]
+    known = {call.numbers[k] for k in range(len(call.numbers))}
+    beside = list(dict.fromkeys(v for found in reached for v in found if v not in known))
+    rows, reasons = [], []
+    for y, found in zip(outs, reached, strict=True):
+        row = [_link(call, k, y, found) for k in read]
+        inexact = is_inexact(y)
+        lost = [call.tracked[k] and link < _FULL for k, link in zip(read, row, strict=True)]
+        if any(lost):
+            reasons.append(_reason(call, inexact))
+        row += [_FULL if inexact else _CUT] * len(hosts)
+        row += [_FULL if v in found else _NONE for v in beside]
+        rows.append(tuple(row))
+    operation = "floor_divide" if _rounds(call) else operations.neutral(call.name)
+    loss = max(reasons, key=reasons.count) if reasons else None
+    return FoundLinks(operation, [*inputs, *hosts, *beside], tuple(rows), loss)
+
+
+def _read(call: RecordedCall, dropped: set[int]) -> list[int]:
+    """The positions of the tensors whose numbers matter."""
+    if call.name in operations.NO_DATA:
+        return []
+    return [k for k, x in enumerate(call.tensors) if id(x) not in dropped]
+
+
+def _link(call: RecordedCall, k: int, y: Tensor, found: Sequence[int]) -> Dependence:
+    if not (is_inexact(y) and is_inexact(call.tensors[k])):
+        return _CUT
+    if not call.tracked[k]:
+        return _ZERO if _is_flat(call) else _FULL
+    number = call.numbers[k]
+    if number not in found or number in call.unruled:
+        return _NONE if _is_gradient(call) else _CUT
+    if call.name in operations.UNDIFFERENTIABLE:
+        return _CUT
+    return _ZERO if _is_flat(call) else _FULL
+
+
+def _is_flat(call: RecordedCall) -> bool:
+    """Whether its derivative is zero everywhere."""
+    operation = operations.neutral(call.name)
+    if operation == "sign":
+        return not call.tensors[0].is_complex()
+    return operation in operations.ZERO_DERIVATIVE | operations.DRAWS or _rounds(call)
+
+
+def _rounds(call: RecordedCall) -> bool:
+    return bool(call.kwargs.get("rounding_mode"))
+
+
+def _is_gradient(call: RecordedCall) -> bool:
+    """Whether it takes a derivative that has one: the loss itself is not what that depends on."""
+    return call.raw == "grad" and bool(call.kwargs.get("create_graph"))
+
+
+def _reason(call: RecordedCall, inexact: bool) -> str:
+    if call.mark in ("custom rule", "edited gradient") and inexact and call.grad:
+        return "rule"
+    return operations.loss_of(call.name, call.grad, inexact)

@@ -1,0 +1,197 @@
+"""One run of the user's function under observation, and afterwards everything as it was.
+
+f runs at copies of its leaves that require grad, in plain eager code, what was compiled as well.
+What it changes is put back: what a snapshot holds, captured tensors, and `.grad`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.recording import Refusal, Run
+from gradtools.torch.compiling import is_compiling
+from gradtools.torch.recording.recorder import Recorder, Replace
+from gradtools.torch.rules import is_inexact
+from gradtools.torch.state import Snapshot
+
+Tensor = torch.Tensor
+_ONE = threading.RLock()  # what is watched while a run is recorded belongs to the process
+_here = threading.local()
+
+
+def watchable() -> bool:
+    """Whether a run may be recorded here."""
+    inside = is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return not inside and not getattr(_here, "recording", False)
+
+
+@dataclass
+class Seen:
+    """A run that was recorded.
+
+    Attributes:
+        recorder: What it wrote down.
+        leaves: The leaves as the user gave them.
+        said: Their names.
+        aliases: The copies of them that f was given.
+        inputs: Their numbers.
+        names: The names of what f can reach, by id.
+        outs: What it returned; empty if PyTorch refused something.
+    """
+
+    recorder: Recorder
+    leaves: Sequence[Any]
+    said: Sequence[str]
+    aliases: list[Any]
+    inputs: list[int]
+    names: dict[int, str]
+    outs: list[Any]
+    refusal: Refusal | None = None
+
+    def output(self, y: Any) -> int:
+        """The number of something that f returned."""
+        with self.recorder.silent():
+            if isinstance(y, Tensor):
+                return self.recorder.numbering.of(y)
+            return self.recorder.come_back(y)
+
+    def graph(self, outputs: Sequence[int]) -> Graph:
+        """What was written down."""
+        captured = self.recorder.numbering.captured
+        names = {number: self.names.get(id(x), "") for number, x in captured.items()}
+        return self.recorder.graph(self.inputs, outputs, names)
+
+    def stand_ins(self) -> tuple[str, ...]:
+        """For each leaf the name of what was read from outside in its place."""
+        captured = self.recorder.numbering.captured.values()
+        return tuple([self._stand_in(leaf, captured) for leaf in self.leaves])
+
+    def _stand_in(self, leaf: Any, captured: Any) -> str:
+        if not isinstance(leaf, Tensor):
+            return ""
+        found = next((x for x in captured if x is leaf or _same_memory(x, leaf)), None)
+        return "" if found is None else self.names.get(id(found), "a captured tensor")
+
+    def parameters(self) -> tuple[tuple[str, int | None], ...]:
+        """What f holds that requires grad, and its number if f read it."""
+        numbering, own = self.recorder.numbering, {id(x) for x in self.leaves}
+        numbers = {id(x): number for number, x in numbering.captured.items()}
+        found = [x for x in numbering.reachable.values() if x.requires_grad and x.is_leaf]
+        return tuple([(self.names[id(x)], numbers.get(id(x))) for x in found if id(x) not in own])
+
+
+@contextmanager
+def observed(
+    run: Run, leaves: Sequence[Any], names: Sequence[str], replace: Replace | None = None
+) -> Iterator[Seen]:
+    """A recorded run, and afterwards everything as it was."""
+    if not watchable():
+        raise GradtoolsError(
+            "a run can be recorded in plain eager code only, not inside a transform of torch.func, "
+            "in compiled code, or while another run is recorded."
+        )
+    with put_back(run, leaves) as start:
+        recorder = Recorder(_execute.__code__, replace)
+        _here.recording = True
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                yield _run(recorder, start, run, leaves, names)
+        finally:
+            _here.recording = False
+            recorder.put_back()
+
+
+@contextmanager
+def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Snapshot]:
+    """Inside, f may run; afterwards all that it can reach is as it was."""
+    with _ONE:
+        start = Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)])
+        try:
+            with _eagerly():
+                yield start
+        finally:
+            start.restore()
+
+
+def _roots(run: Run) -> list[Any]:
+    """What may change: what the user's function can reach, and what it is given.
+
+    The leaves are copied for it, and what is last is walked first and gives the names.
+    """
+    owner: Any = getattr(run, "__self__", None)
+    if not hasattr(owner, "f"):
+        return [run]
+    held = {name: x for name, x in vars(owner).items() if name not in ("f", "leaves", "backend")}
+    return [*held.values(), owner.f]
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Inside, what was compiled runs as it is, so that it can be watched."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def _run(
+    recorder: Recorder, start: Snapshot, run: Run, leaves: Sequence[Any], names: Sequence[str]
+) -> Seen:
+    watched = [(x, name) for x, name in start.reached.watched]
+    recorder.numbering.reachable.update({id(x): x for x, _ in watched})
+    known = {id(x): _spoken(name) for x, name in reversed(watched)}
+    aliases = [copied(x) for x in leaves]
+    inputs = [_introduced(recorder, x, name) for x, name in zip(aliases, names, strict=True)]
+    seen = Seen(recorder, leaves, names, aliases, inputs, known, [])
+    try:
+        seen.outs = _execute(recorder, run, aliases)
+    except Exception as error:
+        if recorder.refusal is None or not _comes_from(error, recorder.refusal[0]):
+            raise
+        seen.refusal = recorder.refusal[1]
+    return seen
+
+
+def _execute(recorder: Recorder, run: Run, aliases: Sequence[Any]) -> list[Any]:
+    with recorder.watching():
+        return list(run(aliases))
+
+
+def _introduced(recorder: Recorder, x: Any, name: str) -> int:
+    number = recorder.numbering.new(x, name)
+    if isinstance(x, Tensor):
+        recorder.numbering.hold(x, number)
+    return number
+
+
+def copied(x: Any) -> Any:
+    """A copy of a leaf, which requires grad if it may."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().clone().requires_grad_(is_inexact(x))
+
+
+def _spoken(name: str) -> str:
+    """The name of what f holds, as its author writes it."""
+    return name.removeprefix("f.")
+
+
+def _comes_from(error: BaseException | None, origin: BaseException) -> bool:
+    while error is not None:
+        if error is origin:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided or b.layout is not torch.strided or a.numel() == 0:
+        return False
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.device == b.device

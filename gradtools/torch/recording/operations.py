@@ -1,0 +1,198 @@
+"""What PyTorch's calls are: their neutral names, and why some of them carry no derivative.
+
+A call is known by the name of its function, without the marks of its variants: `add`, `add_`,
+`__radd__` are one operation. The neutral names are those of `seeing/formula/operations.py`; what
+has none there keeps its own. Autograd's nodes are known by their names, too, for a call such as
+cross_entropy makes several of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_SAME = """
+add multiply divide matmul sum mean prod exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
+reciprocal sin cos tan sinh cosh tanh sigmoid softplus relu leaky_relu elu gelu silu erf erfc
+erfinv lgamma digamma polygamma abs sign floor ceil round trunc real imag conj angle clip where
+maximum minimum remainder floor_divide logaddexp complex stack split flip roll index sort argsort
+topk max min argmax argmin any all logsumexp norm cumsum cumprod cummax cummin logcumsumexp einsum
+outer trace cross softmax log_softmax cross_entropy layer_norm batch_norm group_norm rms_norm
+embedding dropout det slogdet logdet solve cholesky matrix_power pinv eigh svd qr logical_not
+logical_and logical_or logical_xor one_hot diagonal pad transpose reshape
+"""
+
+_OTHER_NAMES = {
+    "subtract": "sub rsub isub",
+    "add": "radd iadd foreach_add",
+    "multiply": "mul rmul imul",
+    "divide": "div true_divide truediv rtruediv rdiv idiv itruediv",
+    "power": "pow rpow ipow float_power",
+    "floor_divide": "floordiv rfloordiv ifloordiv",
+    "remainder": "mod rmod imod fmod",
+    "negate": "neg negative",
+    "matmul": "mm bmm mv dot vdot rmatmul imatmul inner linear bilinear tensordot addmm baddbmm "
+    "addmv addbmm addr chain_matmul multi_dot",
+    "compare": "gt ge lt le eq ne greater greater_equal less less_equal equal not_equal isclose",
+    "logical_and": "and rand bitwise_and",
+    "logical_or": "or ror bitwise_or",
+    "logical_xor": "xor rxor bitwise_xor",
+    "logical_not": "invert bitwise_not",
+    "is_nan": "isnan",
+    "is_finite": "isfinite",
+    "concatenate": "cat concat hstack vstack dstack column_stack row_stack block_diag",
+    "arcsin": "asin",
+    "arccos": "acos",
+    "arctan": "atan",
+    "arcsinh": "asinh",
+    "arccosh": "acosh",
+    "arctanh": "atanh",
+    "arctan2": "atan2",
+    "abs": "absolute",
+    "trunc": "fix",
+    "sign": "sgn",
+    "sigmoid": "expit special_expit",
+    "log_sigmoid": "logsigmoid",
+    "clip": "clamp clamp_min clamp_max hardtanh relu6",
+    "max": "amax",
+    "min": "amin",
+    "maximum": "fmax",
+    "minimum": "fmin",
+    "norm": "vector_norm linalg_vector_norm linalg_norm",
+    "variance": "var var_mean",
+    "deviation": "std std_mean",
+    "transpose": "t T mT H mH permute movedim moveaxis swapaxes swapdims adjoint",
+    "reshape": "view view_as reshape_as flatten unflatten squeeze unsqueeze ravel contiguous",
+    "broadcast": "expand expand_as broadcast_to broadcast_tensors",
+    "identity": "clone alias positive copy_fresh",
+    "stop": "detach data",
+    "cast": "to float double half bfloat16 long int short char byte bool type type_as cfloat "
+    "cdouble chalf",
+    "index": "getitem select narrow index_select masked_select take",
+    "take_along": "gather take_along_dim",
+    "split": "chunk unbind unsafe_chunk unsafe_split tensor_split hsplit vsplit",
+    "triangle": "triu tril",
+    "diagonal_matrix": "diag_embed",
+    "scatter": "setitem index_put index_copy index_fill masked_scatter masked_fill "
+    "slice_scatter select_scatter diagonal_scatter fill_diagonal",
+    "scatter_add": "index_add",
+    "update": "copy set_data",
+    "convolution": "conv1d conv2d conv3d",
+    "convolution_transposed": "conv_transpose1d conv_transpose2d conv_transpose3d",
+    "max_pool": "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d "
+    "max_pool2d_with_indices",
+    "avg_pool": "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d",
+    "attention": "scaled_dot_product_attention multi_head_attention_forward",
+    "inverse": "inv linalg_inv",
+    "dropout": "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
+    "branch": "is_nonzero allclose contains",
+    "constant": "tensor as_tensor asarray zeros ones full empty eye",
+    "iota": "arange linspace logspace",
+    "random": "rand randn randint randperm",
+}
+
+NAMES = {name: name for name in _SAME.split()} | {
+    other: name for name, others in _OTHER_NAMES.items() for other in others.split()
+}
+
+
+def name_of(function: Any) -> str:
+    """PyTorch's name of what is called, without the marks of its variants."""
+    name = getattr(function, "__name__", None) or type(function).__name__
+    if name in ("__get__", "__set__"):
+        name = ("" if name == "__get__" else "set_") + function.__self__.__name__
+    if name.startswith("__") and name.endswith("__"):
+        return name[2:-2]
+    return name.strip("_") or name
+
+
+def neutral(name: str) -> str:
+    """The name in the vocabulary of both frameworks, or PyTorch's own."""
+    return NAMES.get(name, name)
+
+
+def changes_in_place(raw: str, kwargs: Any) -> bool:
+    """Whether a call, by the name as PyTorch spells it, may overwrite its arguments."""
+    if raw.startswith("__"):
+        return raw.startswith("__i") or raw in ("__setitem__", "__set__")
+    return raw.endswith("_") or "out" in kwargs or kwargs.get("inplace") is True
+
+
+# --- why a call carries no derivative ----------------------------------------------------
+
+ZERO_DERIVATIVE = frozenset(
+    {"round", "floor", "ceil", "trunc", "sign", "floor_divide", "heaviside", "nextafter"}
+)
+DRAWS = frozenset({"bernoulli", "normal", "poisson", "binomial"})
+_DISCRETE = DRAWS | {"histc", "histogram", "histogramdd", "unique", "unique_consecutive"}
+_STOPS = frozenset({"detach", "data", "deepcopy", "Parameter", "grad", "set_data"})
+_COPIES = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "full", "new_full"})
+
+# The backward pass of these is missing, though they say that there is one.
+UNDIFFERENTIABLE = frozenset({"unique", "unique_consecutive"})
+
+# The result takes a shape, a dtype or a device from its argument, and none of its numbers.
+NO_DATA = frozenset(
+    {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like"}
+    | {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "full_like", "new_full"}
+)
+# The argument is overwritten without being read.
+OVERWRITES = frozenset(
+    {"zero_", "fill_", "copy_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_"}
+    | {"geometric_", "normal_", "bernoulli_"}
+)
+
+# Where data leaves for NumPy or Python, by the name as PyTorch spells it.
+LEAVES = frozenset(
+    {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__"}
+)
+TAGGED = frozenset({"item", "tolist", "numpy", "__array__"})  # those that may give a subclass
+BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose", "__contains__"})
+
+
+def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
+    """Why a floating input has no derivative in an output: a key of `KINDS`.
+
+    Args:
+        name: As `name_of` gives it.
+        grad_enabled: Whether derivatives were switched on.
+        to_inexact: Whether the output may have one, by its dtype.
+    """
+    operation = neutral(name)
+    if not to_inexact:
+        return "integer_cast" if operation == "cast" else "discrete"
+    if name == "set_data":
+        return "in_place_data"
+    if name in _STOPS:
+        return "detached"
+    if name in _DISCRETE:
+        return "discrete"
+    if not grad_enabled:
+        return "no_grad"
+    if operation in ZERO_DERIVATIVE:
+        return "zero_derivative"
+    return "left_framework" if name in _COPIES else "detached"
+
+
+# --- the names of autograd's nodes -------------------------------------------------------
+
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_BACKWARD = {
+    "index_put": "scatter",
+    "max_pool2_d_with_indices": "max_pool",
+    "max_pool3_d_with_indices": "max_pool",
+    "adaptive_max_pool2_d": "max_pool",
+    "hardtanh": "clip",
+    "nll_loss": "index",
+    "convolution": "convolution",
+    "native_layer_norm": "layer_norm",
+    "native_batch_norm": "batch_norm",
+    "scaled_dot_product_flash_attention_for_cpu": "attention",
+    "safe_softmax": "softmax",
+}
+
+
+def neutral_of_node(node: Any) -> str:
+    """The neutral name of a node of autograd, such as "multiply" of MulBackward0."""
+    words = _WORDS.sub("_", type(node).__name__.partition("Backward")[0]).lower()
+    return _BACKWARD.get(words) or neutral(words)

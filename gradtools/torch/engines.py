@@ -85,9 +85,18 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             )
         return [g if g is None or create else _free(g) for g in grads]
 
+    def where_lost(i: int) -> list[str]:
+        from gradtools.torch.seeing import where_lost
+
+        return where_lost(fun, leaves, i)
+
     free = (lambda x: x) if attached else _free
     return Evaluation(
-        [free(y) for y in outs], [free(x) for x in extras], pullback, nested=lambda: nested
+        [free(y) for y in outs],
+        [free(x) for x in extras],
+        pullback,
+        nested=lambda: nested,
+        where_lost=where_lost,
     )
 
 

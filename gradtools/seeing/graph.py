@@ -16,7 +16,9 @@ The wings fill it; what is read from it stands in the other rooms of this packag
 from __future__ import annotations
 
 import linecache
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -71,6 +73,12 @@ class Value:
     def is_inexact(self) -> bool:
         """Whether it is of a floating or complex dtype, so that it may have a derivative."""
         return self.dtype.startswith(("float", "complex", "bfloat"))
+
+    @property
+    def bytes(self) -> int:
+        """How much memory its elements take; an element of unknown dtype counts as one byte."""
+        bits = re.match(r"[a-z]*?(\d+)", self.dtype)
+        return math.prod(self.shape) * max(1, int(bits[1]) // 8 if bits else 1)
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,29 @@ class Node:
     saved: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Edge:
+    """One value on its way from where it is made to one reader.
+
+    Attributes:
+        source: The position of the node that makes it; None for an input or a captured value.
+        target: The position of the node that reads it; None where it leaves as an output.
+        value: Its number.
+        bytes: Its size.
+        saved: Whether it is kept from one pass for a later one: a residual.
+        strength: How its reader's outputs depend on it.
+        cut: Why no derivative flows, in words; None where one flows or none could.
+    """
+
+    source: int | None
+    target: int | None
+    value: int
+    bytes: int
+    saved: bool = False
+    strength: Dependence = Dependence.DIFFERENTIABLE
+    cut: str | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """One run of a program.
@@ -160,3 +191,61 @@ class Graph:
             yield self, node
             for body in node.bodies:
                 yield from body.graph.walk()
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Every value on its way from its maker to each of its readers, outputs last."""
+        from gradtools.seeing.edges import edges_of
+
+        return edges_of(self)
+
+    def __repr__(self) -> str:
+        counts = len(self.nodes), len(self.inputs), len(self.outputs)
+        return "Graph({} nodes, {} inputs, {} outputs)".format(*counts)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, **view: Any) -> str:
+        """The graph as text for a terminal; `view` as in `to_svg`."""
+        from gradtools.seeing.text import to_text
+
+        return to_text(self, **view)
+
+    def to_dot(self, **view: Any) -> str:
+        """The graph in Graphviz' language; `view` as in `to_svg`."""
+        from gradtools.seeing.dot import to_dot
+
+        return to_dot(self, **view)
+
+    def to_mermaid(self, **view: Any) -> str:
+        """The graph as a Mermaid flowchart, for Markdown; `view` as in `to_svg`."""
+        from gradtools.seeing.mermaid import to_mermaid
+
+        return to_mermaid(self, **view)
+
+    def to_svg(self, **view: Any) -> str:
+        """The graph as a picture. The options are those of `drawing.to_svg`."""
+        from gradtools.seeing.drawing import to_svg
+
+        return to_svg(self, **view)
+
+    def to_html(self, **view: Any) -> str:
+        """The graph as a page of its own, in which blocks open and close; see `page.to_html`."""
+        from gradtools.seeing.page import to_html
+
+        return to_html(self, **view)
+
+    def save(self, path: str | os.PathLike[str], **view: Any) -> None:
+        """Writes the form that the suffix names: .svg, .html, .dot, .gv, .mmd, .md or .txt."""
+        from gradtools.seeing.saving import save
+
+        save(self, path, **view)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+    def _repr_html_(self) -> str:
+        from gradtools.seeing.page import framed
+
+        return framed(self.to_html())

@@ -1,0 +1,295 @@
+"""The outline of a graph: what is drawn, as boxes in blocks, before anything has a place.
+
+A `Box` is one operation or one leaf, a `Block` a module, a call, a loop or a repeated stretch of
+the program that may be closed to one box. Each pass (forward, backward, backward of the backward)
+is a column of its own, a `Block` at the root. `Arrow`s join boxes; what a closed block shows is
+found by climbing from a box to the outermost closed block around it.
+
+Blocks are runs: consecutive nodes of one pass in one scope. A run of consecutive steps can be
+shrunk to a point without making a circle, so every closed form of an outline is still a graph
+that flows one way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from gradtools.seeing.graph import Dependence, Value
+
+PHASES = ("forward", "backward", "backward of the backward")
+
+
+@dataclass(frozen=True)
+class Box:
+    """One operation, or one leaf.
+
+    Attributes:
+        key: Its number, shared with blocks.
+        kind: "input", "captured", "output" or "operation".
+        title: The operation's name, or the leaf's.
+        lines: What stands below the title.
+        phase: The pass that it runs in.
+        mark: As in `Node.mark`.
+        alert: Why a gradient is lost here, in few words; empty where none is.
+        node: The position of its node in the graph that it stands in.
+        note: What a comparison says about it.
+        tint: "first", "second", "changed" or empty: how it compares.
+        hint: What more there is to say: the line of the user's code, the framework's own name.
+    """
+
+    key: int
+    kind: str
+    title: str
+    lines: tuple[str, ...] = ()
+    phase: int = 0
+    mark: str = ""
+    alert: str = ""
+    node: int | None = None
+    note: str = ""
+    tint: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Boxes that belong together and may be shown as one.
+
+    Attributes:
+        key: Its number.
+        kind: "pass", "scope", "repeat", "loop", "branch" or "call".
+        title: Its name.
+        path: The whole scope, joined by dots.
+        phase: The pass that it runs in.
+        children: What stands in it, in program order.
+        count: How many alike consecutive parts it stands for; the first is shown.
+        mark: As in `Node.mark`.
+    """
+
+    key: int
+    kind: str
+    title: str
+    path: str
+    phase: int
+    children: tuple[Box | Block, ...]
+    count: int = 1
+    mark: str = ""
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """Every box in it, in program order."""
+        return tuple(box for item in self.walk() if isinstance(box := item, Box))
+
+    @cached_property
+    def operations(self) -> int:
+        """How many operations it stands for, repeated ones as often as they run."""
+        return self.count * sum(
+            item.operations if isinstance(item, Block) else item.kind == "operation"
+            for item in self.children
+        )
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """What stands below its title when it is closed."""
+        alerts = {box.alert for box in self.boxes if box.alert}
+        notes = sum(bool(box.note) for box in self.boxes)
+        return (
+            counted(self.operations, "operation"),
+            *sorted(alerts),
+            *([counted(notes, "difference")] if notes else []),
+        )
+
+    @property
+    def name(self) -> str:
+        """Its title, with how often it is repeated."""
+        return self.title if self.count == 1 else f"{self.title} ×{self.count}"
+
+    def walk(self) -> Iterator[Box | Block]:
+        """Everything in it, a block before what it holds."""
+        for child in self.children:
+            yield child
+            if isinstance(child, Block):
+                yield from child.walk()
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """Values that go from one box to another.
+
+    Attributes:
+        source: The key of a box.
+        target: The key of another.
+        values: What goes, by number; `Outline.values` says what they are.
+        saved: Whether a later pass reads what an earlier one kept.
+        strength: The strongest dependence among them.
+        cut: Why no derivative flows, where one is lost.
+    """
+
+    source: int
+    target: int
+    values: frozenset[int]
+    saved: bool = False
+    strength: Dependence = Dependence.DIFFERENTIABLE
+    cut: str | None = None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is drawn.
+
+    Attributes:
+        columns: One block for each pass, in the order in which they run.
+        arrows: What joins the boxes.
+        values: The values on the arrows, by a number that is theirs in the whole outline.
+        title: What is above all.
+    """
+
+    columns: tuple[Block, ...]
+    arrows: tuple[Arrow, ...]
+    values: Mapping[int, Value]
+    title: str = ""
+
+    @cached_property
+    def parents(self) -> dict[int, Block]:
+        """The block around each box and block."""
+        found = {}
+        for column in self.columns:
+            for block in (column, *column.walk()):
+                if isinstance(block, Block):
+                    found.update({child.key: block for child in block.children})
+        return found
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block below the columns, outer ones first."""
+        inner = (item for column in self.columns for item in column.walk())
+        return tuple(item for item in inner if isinstance(item, Block))
+
+    def around(self, key: int) -> list[Block]:
+        """The blocks around a box, innermost first; the last is its column."""
+        found = []
+        while key in self.parents:
+            found.append(self.parents[key])
+            key = found[-1].key
+        return found
+
+    def seen_as(self, opened: frozenset[int]) -> dict[int, int]:
+        """For each box the key of what stands for it: itself, or a closed block around it."""
+        seen: dict[int, int] = {}
+
+        def visit(block: Block, standing: int | None) -> None:
+            for child in block.children:
+                shown = child.key if standing is None else standing
+                seen[child.key] = shown
+                if isinstance(child, Block):
+                    closed = standing is not None or child.key not in opened
+                    visit(child, shown if closed else None)
+
+        for column in self.columns:
+            visit(column, None)
+        return seen
+
+    def bytes_of(self, values: Iterable[int]) -> int:
+        """The bytes of some values."""
+        return sum(self.values[v].bytes for v in values)
+
+    def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
+        """The arrows between what is seen, those that join the same two merged."""
+        seen = self.seen_as(opened)
+        groups: dict[tuple[int, int, bool], list[Arrow]] = {}
+        for arrow in self.arrows:
+            source, target = seen[arrow.source], seen[arrow.target]
+            if source != target:
+                groups.setdefault((source, target, arrow.saved), []).append(arrow)
+        return [_merged(key, arrows) for key, arrows in groups.items()]
+
+    def opened(
+        self, depth: int | None = None, expand: str | Iterable[str] = (), limit: int = 44
+    ) -> frozenset[int]:
+        """Which blocks are open.
+
+        Args:
+            depth: How many levels of blocks are open; None: as many as fit.
+            expand: Names of blocks to open in any case, and what is around them: a title or a
+                whole path such as "encoder.layers", with ``*`` for anything.
+            limit: How many boxes fit, where depth is None.
+
+        Returns:
+            The keys of the open blocks.
+        """
+        patterns = (expand,) if isinstance(expand, str) else tuple(expand)
+        found = set(self._by_depth(depth) if depth is not None else self._fitting(limit))
+        for block in self.blocks:
+            if any(matches(block, pattern) for pattern in patterns):
+                found |= {block.key, *(around.key for around in self.around(block.key))}
+        return frozenset(found)
+
+    def _by_depth(self, depth: int) -> list[int]:
+        return [block.key for block in self.blocks if len(self.around(block.key)) <= depth]
+
+    def _fitting(self, limit: int) -> list[int]:
+        """Opens level by level, at each the smaller blocks first, while all boxes fit.
+
+        What is of one name in several passes opens together.
+        """
+        found: list[int] = []
+        count = sum(len(column.children) for column in self.columns)
+        queue = [item for column in self.columns for item in _blocks_in(column)]
+        while queue:
+            alike: dict[str, list[Block]] = {}
+            for block in queue:
+                alike.setdefault(block.path, []).append(block)
+            queue = []
+            for blocks in sorted(alike.values(), key=_turn):
+                more = sum(len(block.children) - 1 for block in blocks)
+                if count + more <= limit:
+                    count += more
+                    found += [block.key for block in blocks]
+                    queue += [inner for block in blocks for inner in _blocks_in(block)]
+        return found
+
+
+def _turn(blocks: list[Block]) -> tuple[bool, int]:
+    """Repeated blocks are opened before others, small ones before large ones."""
+    return blocks[0].kind != "repeat", len(blocks[0].children)
+
+
+def _blocks_in(block: Block) -> list[Block]:
+    return [child for child in block.children if isinstance(child, Block)]
+
+
+def _merged(key: tuple[int, int, bool], arrows: list[Arrow]) -> Arrow:
+    values = frozenset().union(*(arrow.values for arrow in arrows))
+    strength = max(arrow.strength for arrow in arrows)
+    cuts = [arrow.cut for arrow in arrows]
+    return Arrow(key[0], key[1], values, key[2], strength, None if None in cuts else cuts[0])
+
+
+def matches(block: Block, pattern: str) -> bool:
+    """Whether a pattern names this block by its title or its path."""
+    return any(fnmatchcase(name, pattern) for name in (block.title, block.path))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(size: int) -> str:
+    """Bytes for the reader: "512 B", "16 kB", "1.2 MB"."""
+    if size < 1000:
+        return f"{size} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        size_in = size / 1000
+        if size_in < 999.5 or unit == "TB":
+            return f"{size_in:.1f} {unit}" if size_in < 9.95 else f"{size_in:.0f} {unit}"
+        size = round(size_in)
+    raise AssertionError  # TB is the last
+
+
+def value_text(value: Value) -> str:
+    """Shape and dtype: "32×384 float32"; a scalar has its dtype alone."""
+    shape = "×".join(map(str, value.shape))
+    return f"{shape} {value.dtype}" if shape else f"scalar {value.dtype}"

@@ -1,0 +1,125 @@
+"""The colours of the pictures, for light and for dark backgrounds.
+
+The passes are blue, orange and a dark or light reddish purple: the colours of Okabe and Ito (2008)
+set a little darker or lighter, which people of every kind of colour vision tell apart. Nothing is
+told by colour alone: passes stand in columns of their own under their names, cuts carry a cross
+and their reason, residuals are dashed, marks are words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Colours:
+    """One theme: each colour by what it is for; a pass has (edge, fill)."""
+
+    paper: str
+    ink: str
+    faint: str
+    frame: str
+    line: str
+    cut: str
+    changed: str
+    passes: tuple[tuple[str, str], ...]
+
+
+LIGHT = Colours(
+    paper="#ffffff",
+    ink="#1b1f24",
+    faint="#57606a",
+    frame="#c9d1d9",
+    line="#8a949e",
+    cut="#c4001a",
+    changed="#7a5c00",
+    passes=(("#0a5fa8", "#e6f0fa"), ("#b35900", "#fff0dc"), ("#a0307c", "#fbe8f4")),
+)
+DARK = Colours(
+    paper="#0e1116",
+    ink="#e8edf2",
+    faint="#a3adb8",
+    frame="#3a434d",
+    line="#76818c",
+    cut="#ff5c63",
+    changed="#e3c34d",
+    passes=(("#5db0f5", "#112a42"), ("#f2a23a", "#38260d"), ("#e78bc8", "#3b1530")),
+)
+FONT = (
+    "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', "
+    "monospace"
+)
+
+
+def style_sheet(theme: str = "auto") -> str:
+    """The CSS of a picture: "light", "dark", or "auto", which follows the reader's setting."""
+    shapes = _SHAPES.replace("FONT", FONT)
+    if theme == "light":
+        return shapes + _coloured(LIGHT)
+    if theme == "dark":
+        return shapes + _coloured(DARK)
+    return (
+        f"{shapes}{_coloured(LIGHT)}@media (prefers-color-scheme: dark) {{\n{_coloured(DARK)}}}\n"
+    )
+
+
+def shapes_and_colours() -> str:
+    """The CSS of a page: by the reader's setting, unless ``data-theme`` says otherwise."""
+    chosen = [
+        _coloured(colours).replace(".gt", f":root[data-theme={name}] .gt")
+        for name, colours in (("light", LIGHT), ("dark", DARK))
+    ]
+    return style_sheet() + "".join(chosen)
+
+
+_SHAPES = """\
+.gt text { font-family: FONT; font-size: 11px; white-space: pre; }
+.gt .title { font-size: 13px; font-weight: 600; }
+.gt .heading { font-size: 13px; font-weight: 700; letter-spacing: 0.2px; }
+.gt .box rect, .gt .frame rect { stroke-width: 1.2; }
+.gt .leaf rect { stroke-width: 1.6; }
+.gt .captured rect { stroke-dasharray: 2 2.5; }
+.gt .edge { fill: none; stroke-width: 1.3; stroke-linejoin: round; }
+.gt .saved { stroke-dasharray: 5 3.5; }
+.gt .zero { stroke-dasharray: 1 3.5; stroke-width: 2; stroke-linecap: round; }
+.gt .data { stroke-width: 0.9; }
+.gt .cut { stroke-width: 2.4; }
+.gt .mark, .gt .alert, .gt .note { font-weight: 600; }
+.gt .marked > rect.card { stroke-width: 2.2; }
+.gt .differs > rect.card { stroke-width: 3; }
+"""
+
+
+def _coloured(c: Colours) -> str:
+    rules = [
+        f".gt .paper {{ fill: {c.paper}; }}",
+        f".gt text {{ fill: {c.ink}; }}",
+        f".gt .line, .gt .label {{ fill: {c.faint}; }}",
+        f".gt .alert, .gt .crossed {{ fill: {c.cut}; }}",
+        f".gt .note {{ fill: {c.changed}; }}",
+        f".gt .pill {{ fill: {c.ink}; }}",
+        f".gt .mark {{ fill: {c.paper}; }}",
+        f".gt .frame rect {{ stroke: {c.frame}; }}",
+        f".gt .halo {{ fill: {c.paper}; fill-opacity: 0.92; }}",
+        f".gt .rule {{ stroke: {c.frame}; }}",
+    ]
+    for number, (edge, fill) in enumerate(c.passes):
+        p = f".gt .p{number}"
+        rules += [
+            f"{p} rect.card {{ fill: {fill}; stroke: {edge}; }}",
+            f"{p} rect.behind {{ fill: {fill}; stroke: {edge}; stroke-opacity: 0.55; }}",
+            f"{p} rect.around {{ fill: {edge}; fill-opacity: 0.045; stroke: {edge}; "
+            "stroke-opacity: 0.45; }",
+            f".gt .e{number} {{ stroke: {edge}; stroke-opacity: 0.72; }}",
+            f".gt .a{number} {{ fill: {edge}; }}",
+            f".gt text.h{number} {{ fill: {edge}; }}",
+        ]
+    rules += [
+        f".gt .data {{ stroke: {c.line}; stroke-opacity: 1; }}",
+        f".gt .zero {{ stroke: {c.line}; stroke-opacity: 1; }}",
+        f".gt .adata, .gt .azero {{ fill: {c.line}; }}",
+        f".gt .edge.cut {{ stroke: {c.cut}; stroke-opacity: 1; }}",
+        f".gt .acut {{ fill: {c.cut}; }}",
+        f".gt .differs > rect.card {{ stroke: {c.changed}; }}",
+    ]
+    return "\n".join(rules) + "\n"

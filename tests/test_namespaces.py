@@ -122,6 +122,8 @@ ALONE = {
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",
     ("jax", "equinox.py"): "the reversal layer of equinox",
     ("jax", "graphs.py"): "a jaxpr as a graph; PyTorch's is recorded as it runs",
+    ("jax", "places.py"): "the user's line behind an equation; in PyTorch a part of recording",
+    ("jax", "deciding.py"): "traces of programs that decide on values; PyTorch runs them",
     ("jax", "tracing.py"): "connectedness is read from the jaxpr; PyTorch's autograd tells it",
 }
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.jax import accumulate, arrays, chunking, engines, frozen, modules
+from gradtools.jax import accumulate, arrays, chunking, engines, frozen, modules, seeing, vanishing
 from gradtools.jax.host import call_kernel
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.trees import is_inexact
@@ -161,6 +161,13 @@ class JaxBackend:
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)
+
+    # --- seeing
+
+    record = staticmethod(seeing.record)
+    vanishing = staticmethod(vanishing.vanishing)
+    watchable = staticmethod(seeing.watchable)
+    rerun = staticmethod(seeing.rerun)
 
     functionalize = staticmethod(modules.functionalize)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from gradtools.jax import tracing
+from gradtools.jax import places, tracing
 from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
 
@@ -126,7 +126,7 @@ class _Reader:
             outputs=outputs,
             native=eqn.primitive.name,
             attributes=_attributes(eqn),
-            source=tracing.source(eqn, place.site),
+            source=places.source(eqn, place.site),
             scope=here.scope,
             phase=here.phase,
             links=links,
@@ -136,9 +136,9 @@ class _Reader:
         )
 
     def body_of(self, eqn: Eqn, body: Any, values: _Values, here: _Place) -> Body:
-        site, own = here.site, tracing.is_own(body.jaxpr)
+        site, own = here.site, places.is_own(body.jaxpr)
         if own is not None:
-            site = tracing.source(eqn, site) if own else None
+            site = places.source(eqn, site) if own else None
         entering = [values.is_flat(eqn.invars[i]) for i in body.inputs]
         graph, leaving = self.body(body.jaxpr, replace(here, site=site), entering)
         if not body.gate:
@@ -283,7 +283,7 @@ def _operation(eqn: Eqn) -> str:
 def _is_of_library(eqn: Eqn) -> bool:
     """Whether an equation calls a function of JAX, flax, equinox or optax."""
     jaxprs = list(tracing.sub_jaxprs(eqn.params))
-    return any(tracing.is_own(jaxpr) and not tracing.is_ours(jaxpr) for jaxpr in jaxprs)
+    return any(places.is_own(jaxpr) and not places.is_ours(jaxpr) for jaxpr in jaxprs)
 
 
 def _function(eqn: Eqn) -> str:
@@ -299,7 +299,7 @@ def _mark(eqn: Eqn) -> str:
         rule = eqn.params["rule"]
         edited = "edited gradient" if rule.identity else "custom rule"
         return "frozen" if rule.name.startswith("frozen") else edited
-    if any(tracing.is_chunk(jaxpr) for jaxpr in jaxprs):
+    if any(places.is_chunk(jaxpr) for jaxpr in jaxprs):
         return "chunked"
     if tracing.is_ruled(eqn):
         edits = any(e.primitive.name == "gradtools_reverse_only" for j in jaxprs for e in j.eqns)
@@ -418,7 +418,7 @@ def _inside(eqn: Eqn, place: _Place) -> _Place:
             phase += 1
     found = tuple(name for name in scopes if name not in _OURS)
     if not found and not place.scope:
-        found = tracing.modules_around(eqn)
+        found = places.modules_around(eqn)
     return replace(place, scope=(*place.scope, *found), phase=place.phase + phase)
 
 

@@ -1,4 +1,4 @@
-"""Which inputs of a jaxpr reach which outputs, and the user's line behind an equation.
+"""Which inputs of a jaxpr reach which outputs.
 
 An input is connected to an output when data flows from one to the other without crossing
 the cut table of gradtools: a stopped gradient, a float that becomes an integer or a bool,
@@ -15,17 +15,15 @@ How to trace a function, and what to do about an input that does not reach, is l
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from gradtools.seeing.graph import Source
+from gradtools.jax.places import frames, is_of
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
 Eqn = Any
@@ -94,7 +92,7 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
 
 def is_batch_statistic(eqn: Eqn) -> bool:
     """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation."""
-    names = [frame.function_name for frame in _frames(eqn)]
+    names = [frame.function_name for frame in frames(eqn)]
     return "BatchNorm.__call__.<locals>._stats" in names or any(
         pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
     )
@@ -218,12 +216,12 @@ def _cond_bodies(eqn: Eqn) -> list[_Body]:
 
 
 def _scan_body(eqn: Eqn) -> list[_Body]:
-    consts, carried = _scan_counts(eqn)
+    consts, carried = scan_counts(eqn)
     carries = tuple((k, consts + k) for k in range(carried))
     return [_Body(open_jaxpr(eqn.params["jaxpr"]), range(len(eqn.invars)), carries)]
 
 
-def _scan_counts(eqn: Eqn) -> tuple[int, int]:
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """How many constants and carries a scan has; jax 0.12 keeps them as a tree of its inputs."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -305,12 +303,12 @@ def is_activation_rule(eqn: Eqn) -> bool:
     """
     if eqn.primitive.name not in _COMPARISONS:
         return False
-    inside = (f.function_name for f in _frames(eqn) if _is_activation_file(f.file_name))
+    inside = (f.function_name for f in frames(eqn) if _is_activation_file(f.file_name))
     return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
 
 
 def _is_activation_file(file: str) -> bool:
-    return file.endswith(os.path.join("nn", "functions.py")) and _is_of(("jax",), file)
+    return file.endswith(os.path.join("nn", "functions.py")) and is_of(("jax",), file)
 
 
 # --- the flow ----------------------------------------------------------------------------
@@ -413,7 +411,7 @@ def _untouched(eqn: Eqn) -> list[int]:
         return [1 << first + k for k in range(len(eqn.outvars))]
     masks = [0] * len(eqn.outvars)
     if eqn.primitive.name == "scan" and not eqn.params["length"]:
-        consts, carried = _scan_counts(eqn)
+        consts, carried = scan_counts(eqn)
         for k in range(carried):
             masks[k] = 1 << consts + k
     return masks
@@ -428,84 +426,3 @@ def _closure(mask: int, back: dict[int, int]) -> int:
         total |= new
         pending = (pending ^ low) | new
     return total
-
-
-# --- where -------------------------------------------------------------------------------
-
-
-def source(eqn: Eqn, site: Source | None = None) -> Source | None:
-    """The innermost line of the user's own code that made an equation.
-
-    A stack ends where JAX began to trace a function, so inside of a library's function there may
-    be no such line; `site`, that of the call, is then given back.
-    """
-    for frame in _frames(eqn):
-        if not _is_library(frame.file_name):
-            return Source(frame.file_name, frame.line_num, frame.function_name)
-    return site
-
-
-def is_own(jaxpr: Jaxpr) -> bool | None:
-    """Whether the function behind a jaxpr is a library's, not the user's; None if unknown."""
-    where = _where(jaxpr)
-    return _is_of(_LIBRARIES, where) if where else None
-
-
-def is_ours(jaxpr: Jaxpr) -> bool:
-    """Whether the function behind a jaxpr is gradtools'."""
-    return _where(jaxpr).startswith(_HERE + os.sep)
-
-
-def is_chunk(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr is what `gradtools.jax.chunking` runs for each chunk."""
-    return _where(jaxpr).startswith(_CHUNKING)
-
-
-def _where(jaxpr: Jaxpr) -> str:
-    info = getattr(jaxpr, "debug_info", None)
-    return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
-
-
-def modules_around(eqn: Eqn) -> tuple[str, ...]:
-    """The classes whose ``__call__`` led to an equation, outermost first.
-
-    Modules of flax.nnx, and callables of the user's own, give their scopes no name.
-    """
-    names = []
-    for frame in takewhile(lambda frame: not frame.file_name.startswith(_SEEING), _frames(eqn)):
-        owner, _, method = frame.function_name.rpartition(".")
-        if method == "__call__" and "<" not in owner and not _is_of(_ENGINES, frame.file_name):
-            names.append(owner)
-    return tuple(reversed(names))
-
-
-def _frames(eqn: Eqn) -> Sequence[Any]:
-    """The stack that made an equation, innermost first.
-
-    There is no public way to it, so this is the one place that leans on how equations keep it.
-    """
-    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
-    return traceback.frames if traceback is not None else ()
-
-
-_ENGINES = ("jax", "jaxlib", "gradtools")
-_LIBRARIES = (*_ENGINES, "flax", "equinox", "optax", "jaxtyping")
-_STANDARD = os.path.dirname(os.__file__)
-_HERE = os.path.dirname(__file__)
-_CHUNKING = os.path.join(_HERE, "chunking.py")
-_SEEING = os.path.join(os.path.dirname(_HERE), "seeing") + os.sep
-
-
-@lru_cache(maxsize=4096)
-def _is_library(file: str) -> bool:
-    return _is_of(_LIBRARIES, file) or _is_standard(file)
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith(_STANDARD + os.sep) and "-packages" not in file
-
-
-def _is_of(packages: Sequence[str], file: str) -> bool:
-    modules = (sys.modules.get(name) for name in packages)
-    files = (getattr(module, "__file__", None) for module in modules)
-    return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)

@@ -1,0 +1,205 @@
+"""Programs that decide on values: a Python ``if``, a shape that depends on numbers.
+
+Eager differentiation allows them, a plain trace does not, for in it no array has a value. Here a
+program is traced like any other, by a trace that stands in front of JAX's own and hands
+everything on; only when Python asks for a value does it answer. The value that is asked for is
+computed from what was traced until then, and the program is traced anew with all answers so far::
+
+    answers = ();  while the trace asks for the value of y:  answers += (y at the leaves,)
+
+What leaves the framework is refused as in a plain trace: float, item, int, NumPy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import set_current_trace, take_current_trace
+
+from gradtools.jax import tracing
+from gradtools.jax.places import is_of
+
+Answers = list[Any]
+
+
+def jaxpr_with_answers(
+    fun: Callable[..., Any], leaves: Sequence[Any], shapes_too: bool
+) -> tuple[Any, Any]:
+    """`jax.make_jaxpr(fun, return_shape=True)(*leaves)`, with values where Python asks for them.
+
+    Args:
+        fun: Takes and returns flat lists of arrays.
+        leaves: The arrays at which it decides.
+        shapes_too: Whether values are given for shapes and boolean indices, too.
+
+    Returns:
+        The jaxpr, and the shapes of the results.
+    """
+    answers: Answers = []
+    while True:
+        closed, shapes, complete = _attempt(fun, leaves, answers, shapes_too)
+        if complete:
+            return closed, shapes
+        answers += map(np.asarray, jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves))
+
+
+def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple[Any, Any, bool]:
+    """The whole program, or, if a value is asked for, the program of that value."""
+    complete = True
+
+    def answering(*inner: Any) -> Any:
+        nonlocal complete
+        try:
+            return _run(fun, inner, answers, shapes_too)
+        except _Asked as question:
+            complete = False
+            return question.inner
+
+    closed, shapes = jax.make_jaxpr(answering, return_shape=True)(*leaves)
+    return closed, shapes, complete
+
+
+class _Asked(BaseException):
+    """A value that is not known yet; no user's ``except Exception`` may catch it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def _run(fun: Any, inner: Sequence[Any], answers: Answers, shapes_too: bool) -> Any:
+    with take_current_trace() as parent:
+        trace = _AnsweringTrace(parent, answers, shapes_too)
+        with set_current_trace(trace):
+            outs = fun(*[_AnsweringTracer(trace, x) for x in inner])
+    return jax.tree.map(trace.unwrapped, outs)
+
+
+class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
+    """Hands everything on to the trace behind it, and wraps what comes back."""
+
+    def __init__(self, parent: Any, answers: Answers, shapes_too: bool) -> None:
+        super().__init__()
+        self.parent, self.shapes_too = parent, shapes_too
+        self.requires_low = parent.requires_low
+        self._answers, self._asked, self._shut = answers, 0, False
+
+    def unwrapped(self, x: Any) -> Any:
+        return x.inner if isinstance(x, _AnsweringTracer) and x.front is self else x
+
+    def wrapped(self, x: Any) -> Any:
+        return _AnsweringTracer(self, x) if isinstance(x, jax.core.Tracer) else x
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        with set_current_trace(self.parent):
+            outs = primitive.bind(*map(self.unwrapped, tracers), **params)
+        if not primitive.multiple_results:
+            return self.wrapped(outs)
+        return [self.wrapped(x) for x in outs]
+
+    def stage_value(self, val: Any) -> Any:
+        return self.wrapped(self.parent.stage_value(self.unwrapped(val)))
+
+    def answer(self, tracer: _AnsweringTracer) -> Any:
+        """The next answer."""
+        if self._asked == len(self._answers):
+            raise _Asked([tracer.inner])
+        self._asked += 1
+        return self._answers[self._asked - 1]
+
+    @property
+    def answers_shapes(self) -> bool:
+        return self.shapes_too and not self._shut
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """No answers: what leaves the framework is refused, as in any trace."""
+        before, self._shut = self._shut, True
+        try:
+            yield
+        finally:
+            self._shut = before
+
+
+def _handing_on(name: str) -> Callable[..., Any]:
+    """A method that calls the parent's of the same name, with its own tracers unwrapped."""
+
+    def process(self: _AnsweringTrace, *args: Any, **kwargs: Any) -> Any:
+        plain = [
+            [self.unwrapped(x) for x in arg] if isinstance(arg, list | tuple) else arg
+            for arg in args
+        ]
+        with set_current_trace(self.parent):
+            outs = getattr(self.parent, name)(*plain, **kwargs)
+        return [self.wrapped(x) for x in outs]
+
+    return process
+
+
+for _name in ("call", "custom_jvp_call", "custom_vjp_call", "shard_map"):
+    setattr(_AnsweringTrace, f"process_{_name}", _handing_on(f"process_{_name}"))
+
+
+class _AnsweringTracer(jax.core.Tracer):  # type: ignore[misc]
+    """A tracer of JAX's own behind one that answers."""
+
+    __slots__ = ("front", "inner")
+
+    def __init__(self, front: _AnsweringTrace, inner: Any) -> None:
+        super().__init__(front, jax.typeof(inner))
+        self.front, self.inner = front, inner
+
+    def __bool__(self) -> bool:
+        if self.size != 1:
+            return bool(super().__bool__())  # raises
+        return bool(self.front.answer(self))
+
+    def to_concrete_value(self) -> Any:
+        return self.front.answer(self) if self.front.answers_shapes else None
+
+    def __index__(self) -> int:
+        with self.front.shut():
+            return int(super().__index__())
+
+    def __int__(self) -> int:
+        with self.front.shut():
+            return int(super().__int__())
+
+    def item(self, *args: Any) -> Any:
+        with self.front.shut():
+            return super().item(*args)
+
+    def tolist(self) -> Any:
+        with self.front.shut():
+            return super().tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """For JAX itself, which counts what a boolean index selects; NumPy is refused."""
+        inside = is_of(("jax",), sys._getframe(1).f_code.co_filename)
+        if inside and self.front.answers_shapes:
+            return self.front.answer(self)
+        return super().__array__(*args, **kwargs)
+
+    @property
+    def dimension_as_value(self) -> Any:  # type: ignore[override]
+        """What stands behind, for JAX's own trace, which meets this one in closures.
+
+        It asks every array so, for some are symbolic sizes of shapes; of what may be a size here
+        it shall not think so.
+        """
+        if self.front.answers_shapes and not tracing.is_inexact(self):
+            raise AttributeError("dimension_as_value")
+        return lambda: self.inner
+
+    def full_lower(self) -> Any:
+        return self
+
+    def _origin_msg(self) -> str:
+        return ""
+
+
+__all__ = ["jaxpr_with_answers"]

@@ -1,0 +1,501 @@
+"""Second derivatives through a frozen network beside the other ways: work, peak bytes, time.
+
+N uses of G feed one loss: g(df/dz_1, ..., df/dz_N) with f(y, G(z_i)), and dg/dy is taken. G is a
+dense network, a convolutional decoder or a transformer. PyTorch's bytes are those of live storages;
+JAX's are what the compiled program needs beside its inputs and outputs, with the layers in a scan
+and the z_i in `jax.lax.map`. Loops are counted times their trips.
+
+--quick: small sizes, few rounds, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+import gradtools.jax as gj
+import gradtools.torch as gt
+from gradtools.jax.rules import cotangent_p, primal_p, tangent_p, value_p
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from live_bytes import LiveBytes  # noqa: E402, the tests' own counter
+
+QUICK = "--quick" in sys.argv
+ROUNDS = 3 if QUICK else 5
+USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
+DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
+TIMED = USES[:-1]  # the last one would take as long as all others
+LARGE = 1 << 40
+PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
+OURS, BUDGET = "gt.frozen", "gt.frozen, memory_budget for all"
+CHECKPOINT = {"PyTorch": "torch.utils.checkpoint", "JAX": "jax.checkpoint"}
+MODELS = ("dense",) if QUICK else ("dense", "convolutional", "transformer")
+WIDTHS = {"dense": 128, "convolutional": 64, "transformer": 64}  # of what y multiplies
+CODES = {"dense": (64, 128), "convolutional": (8, 16), "transformer": (4, 8, 64)}
+CHANNELS, SIDE, HEADS = 16, 8, 4
+
+
+@dataclass(frozen=True)
+class Way:
+    """One dg/dy: how it is run, its peak bytes, and its work over that of the forward passes."""
+
+    run: Callable[[], Any]
+    peak: int
+    passes: Callable[[], float]
+
+
+Ways = dict[str, Way]
+
+
+def codes(model: str, count: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(count, *CODES[model])).astype(np.float32)
+
+
+def critic(model: str) -> np.ndarray:
+    width = WIDTHS[model]
+    return (np.random.default_rng(1).normal(size=(width, 8)) / width**0.5).astype(np.float32)
+
+
+# --- PyTorch -----------------------------------------------------------------------------
+
+
+class Decoder(torch.nn.Module):
+    """Codes to images: a dense layer, then convolutions."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(CODES["convolutional"][1], CHANNELS * SIDE * SIDE)
+        layer = partial(torch.nn.Conv2d, CHANNELS, CHANNELS, 3, padding=1)
+        self.layers = torch.nn.ModuleList(layer() for _ in range(depth))
+        self.image = torch.nn.Conv2d(CHANNELS, 1, 3, padding=1)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """Images of one channel."""
+        x = torch.tanh(self.dense(z)).reshape(-1, CHANNELS, SIDE, SIDE)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.image(x)
+
+
+def torch_model(model: str, depth: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if model == "dense":
+        width = CODES[model][1]
+        parts = [(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(depth)]
+        net: torch.nn.Module = torch.nn.Sequential(*(part for pair in parts for part in pair))
+    elif model == "convolutional":
+        net = Decoder(depth)
+    else:
+        width = CODES[model][-1]
+        layer = torch.nn.TransformerEncoderLayer(
+            width, HEADS, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        net = torch.nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+    return net.requires_grad_(False)
+
+
+def torch_f(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x.reshape(-1, len(y)) @ y).sum()
+
+
+def torch_g(slopes: torch.Tensor) -> torch.Tensor:
+    return slopes.square().mean().sqrt()
+
+
+def through(G: Any, y: torch.Tensor, zs: torch.Tensor) -> torch.Tensor:
+    y = y.clone().requires_grad_()
+
+    def slope(z: torch.Tensor) -> torch.Tensor:
+        z = z.clone().requires_grad_()
+        return torch.autograd.grad(torch_f(y, G(z)), z, create_graph=True)[0]
+
+    return torch.autograd.grad(torch_g(torch.stack([slope(z) for z in zs])), y)[0]
+
+
+def torch_by_hand(G: Any, y: torch.Tensor, zs: torch.Tensor) -> torch.Tensor:
+    """First derivatives without a graph; then G once more for each, in forward mode."""
+    slopes = []
+    for z in zs:
+        z = z.clone().requires_grad_()
+        slopes.append(torch.autograd.grad(torch_f(y, G(z)), z)[0])
+    found = torch.stack(slopes).requires_grad_()
+    (us,) = torch.autograd.grad(torch_g(found), found)
+    total = torch.zeros_like(y)
+    for z, u in zip(zs, us, strict=True):
+        with forward_ad.dual_level(), torch.no_grad():
+            x, w = forward_ad.unpack_dual(G(forward_ad.make_dual(z, u)))
+        at, x = y.clone().requires_grad_(), x.clone().requires_grad_()
+        (v,) = torch.autograd.grad(torch_f(at, x), x, create_graph=True)
+        total += torch.autograd.grad((v * w).sum(), at)[0]
+    return total
+
+
+def torch_runs(model: str, depth: int, count: int) -> dict[str, Callable[[], Any]]:
+    net = torch_model(model, depth)
+    y, zs = torch.from_numpy(critic(model)), torch.from_numpy(codes(model, count))
+    again = lambda z: checkpoint(net, z, use_reentrant=False)
+    return {
+        PLAIN: partial(through, net, y, zs),
+        CHECKPOINT["PyTorch"]: partial(through, again, y, zs),
+        BY_HAND: partial(torch_by_hand, net, y, zs),
+        OURS: partial(through, gt.frozen(net), y, zs),
+        BUDGET: partial(through, gt.frozen(net, memory_budget=LARGE), y, zs),
+    }
+
+
+class Work(TorchDispatchMode):
+    """Counts by PyTorch's own formulas, whose FlopCounterMode takes no `torch.autograd.grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def torch_ways(model: str, depth: int, count: int) -> Ways:
+    ways, found = {}, {}
+    with Work() as work, torch.no_grad():
+        torch_model(model, depth)(torch.from_numpy(codes(model, 1))[0])
+    once = work.flops
+    for name, run in torch_runs(model, depth, count).items():
+        with Work() as work, LiveBytes() as live:
+            found[name] = run().numpy()
+        passes = work.flops / once / count
+        ways[name] = Way(run, live.peak, lambda passes=passes: passes)
+    agree(found)
+    return ways
+
+
+# --- JAX ---------------------------------------------------------------------------------
+
+
+def weights(model: str, depth: int) -> dict[str, jax.Array]:
+    """The layers' are stacked."""
+    width = CODES[model][-1]
+    shapes = {
+        "dense": {"w": (depth, width, width)},
+        "convolutional": {
+            "dense": (width, CHANNELS * SIDE * SIDE),
+            "w": (depth, 3, 3, CHANNELS, CHANNELS),
+            "image": (3, 3, CHANNELS, 1),
+        },
+        "transformer": {
+            "qkv": (depth, width, 3 * width),
+            "out": (depth, width, width),
+            "up": (depth, width, 4 * width),
+            "down": (depth, 4 * width, width),
+        },
+    }[model]
+    rng = np.random.default_rng(2)
+    inputs = {n: math.prod(s[:-1]) / (depth if s[0] == depth else 1) for n, s in shapes.items()}
+    draw = lambda name, shape: rng.normal(size=shape) / inputs[name] ** 0.5
+    return {n: jnp.asarray(draw(n, s).astype(np.float32)) for n, s in shapes.items()}
+
+
+def dense(p: Any, z: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda z, w: (jnp.tanh(z @ w), None), z, p["w"])[0]
+
+
+def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
+
+
+def convolutional(p: Any, z: jax.Array) -> jax.Array:
+    x = jnp.tanh(z @ p["dense"]).reshape(-1, SIDE, SIDE, CHANNELS)
+    x = jax.lax.scan(lambda x, w: (jnp.tanh(convolve(x, w)), None), x, p["w"])[0]
+    return convolve(x, p["image"])
+
+
+def transformer(p: Any, z: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        qkv = (jax.nn.standardize(x) @ p["qkv"]).reshape(*x.shape[:2], 3, HEADS, -1)
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        x = x + jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(jax.nn.standardize(x) @ p["up"]) @ p["down"], None
+
+    return jax.lax.scan(layer, z, p)[0]
+
+
+JAX_MODELS = {"dense": dense, "convolutional": convolutional, "transformer": transformer}
+
+
+def jax_f(y: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x.reshape(-1, len(y)) @ y).sum()
+
+
+def jax_g(slopes: jax.Array) -> jax.Array:
+    return jnp.sqrt((slopes**2).mean())
+
+
+def jax_through(kind: Callable[..., Any], net: Any, y: Any, zs: Any, p: Any) -> jax.Array:
+    G = kind(partial(net, p))
+    slope = lambda y: lambda z: jax.grad(lambda z: jax_f(y, G(z)))(z)
+    return jax.grad(lambda y: jax_g(jax.lax.map(slope(y), zs)))(y)
+
+
+def jax_by_hand(net: Any, y: Any, zs: Any, p: Any) -> jax.Array:
+    G = partial(net, p)
+    us = jax.grad(jax_g)(jax.lax.map(jax.grad(lambda z: jax_f(y, G(z))), zs))
+
+    def add(total: Any, inputs: Any) -> Any:
+        z, u = inputs
+        x, w = jax.jvp(G, (z,), (u,))
+        return total + jax.grad(lambda y: jnp.vdot(jax.grad(jax_f, 1)(y, x), w))(y), None
+
+    return jax.lax.scan(add, jnp.zeros_like(y), (zs, us))[0]
+
+
+def jax_runs(model: str) -> dict[str, Callable[..., Any]]:
+    net = JAX_MODELS[model]
+    kinds = {
+        PLAIN: lambda G: G,
+        CHECKPOINT["JAX"]: jax.checkpoint,
+        OURS: gj.frozen,
+        BUDGET: partial(gj.frozen, memory_budget=LARGE),
+    }
+    runs = {name: partial(jax_through, kind, net) for name, kind in kinds.items()}
+    runs[BY_HAND] = partial(jax_by_hand, net)
+    return {name: runs[name] for name in (PLAIN, CHECKPOINT["JAX"], BY_HAND, OURS, BUDGET)}
+
+
+def jax_ways(model: str, depth: int, count: int) -> Ways:
+    args = jnp.asarray(critic(model)), jnp.asarray(codes(model, count)), weights(model, depth)
+    ways, found = {}, {}
+    for name, fun in jax_runs(model).items():
+        program = jax.jit(fun).lower(*args).compile()
+        run = lambda program=program: jax.block_until_ready(program(*args))
+        peak = program.memory_analysis().temp_size_in_bytes
+        ways[name] = Way(run, peak, partial(jax_passes, fun, model, args))
+        if count in (*TIMED, FEW):
+            found[name] = np.asarray(run())
+    if found:
+        agree(found)
+    return ways
+
+
+def jax_passes(fun: Callable[..., Any], model: str, args: Any) -> float:
+    _, zs, p = args
+    once = flops_of(jax.make_jaxpr(JAX_MODELS[model])(p, zs[0]))
+    return flops_of(jax.make_jaxpr(fun)(*args)) / once / len(zs)
+
+
+def flops_of(jaxpr: Any) -> int:
+    """Of products and convolutions, as PyTorch's counter counts them; loops times their trips."""
+    total = 0
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        assert eqn.primitive.name != "while", "a loop whose trips are unknown"
+        if eqn.primitive in (primal_p, value_p, tangent_p, cotangent_p):
+            avals = [v.aval for v in eqn.invars]
+            total += flops_of(jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals))
+            continue
+        total += own_flops(eqn)
+        trips = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        inside = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+        total += trips * sum(flops_of(x) for x in inside if is_jaxpr(x))
+    return total
+
+
+def own_flops(eqn: Any) -> int:
+    shapes = [v.aval.shape for v in eqn.invars]
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * eqn.outvars[0].aval.size * math.prod(shapes[0][i] for i in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        features = shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * eqn.outvars[0].aval.size * math.prod(shapes[1]) // features
+    return 0
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
+# --- measuring ---------------------------------------------------------------------------
+
+
+def agree(found: dict[str, np.ndarray]) -> None:
+    plain = found[PLAIN]
+    for name, x in found.items():
+        off = np.linalg.norm(x - plain) / np.linalg.norm(plain)
+        assert off < 1e-3, f"{name} is off by {off}"
+
+
+def ratios(ways: Ways) -> dict[str, float]:
+    """Medians over rounds of the time over double backward's in the same round."""
+    names, rounds = list(ways), []
+    for k in range(ROUNDS):
+        first = k % len(names)
+        rounds.append({n: seconds(ways[n].run) for n in names[first:] + names[:first]})
+    return {n: statistics.median(r[n] / r[PLAIN] for r in rounds) for n in names}
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Of this process's one busy thread, so that other programs on the machine count little."""
+    start = time.process_time()
+    run()
+    return max(time.process_time() - start, 1e-9)
+
+
+MEASURE = {"PyTorch": torch_ways, "JAX": jax_ways}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One framework, one model, one size: its ways, and their times where they were taken."""
+
+    framework: str
+    model: str
+    depth: int
+    uses: int
+    ways: Ways
+    over_uses: bool
+    times: dict[str, float]
+
+
+def measured() -> Iterator[Cell]:
+    sizes = [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
+    for framework, measure in MEASURE.items():
+        for model in MODELS:
+            for depth, uses, over_uses in sizes:
+                ways = measure(model, depth, uses)
+                found = ratios(ways) if over_uses and uses in TIMED else {}
+                yield Cell(framework, model, depth, uses, ways, over_uses, found)
+
+
+# --- tables and the picture --------------------------------------------------------------
+
+
+def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[str]:
+    """A row for each framework, model and way; a column for each cell."""
+    same = lambda a, b: (a.depth, a.uses) == (b.depth, b.uses)
+    first = [c for c in cells if (c.framework, c.model) == (cells[0].framework, cells[0].model)]
+    many = first[0].over_uses
+    heads = [f"N = {c.uses}" if many else f"{c.depth} layers" for c in first]
+    yield f"| framework | G | way | {' | '.join(heads)} |"
+    yield "|---" * (3 + len(heads)) + "|"
+    for framework in MEASURE:
+        for model in MODELS:
+            own = [c for c in cells if (c.framework, c.model) == (framework, model)]
+            row = [next(c for c in own if same(c, head)) for head in first]
+            for name in row[0].ways:
+                yield (
+                    f"| {framework} | {model} | {name} | "
+                    f"{' | '.join(value(c, name) for c in row)} |"
+                )
+
+
+def flops(cell: Cell, name: str) -> str:
+    return f"{cell.ways[name].passes():.2f}"
+
+
+def megabytes(cell: Cell, name: str) -> str:
+    return f"{cell.ways[name].peak / 1e6:.2f}"
+
+
+def times(cell: Cell, name: str) -> str:
+    return f"{cell.times[name]:.2f}"
+
+
+def report(cells: list[Cell]) -> str:
+    over_uses = [c for c in cells if c.over_uses]
+    over_depth = [c for c in cells if not c.over_uses]
+    single = [c for c in over_uses if c.uses == USES[-1]]
+    timed = [c for c in over_uses if c.times]
+    sections = [
+        (f"Work, in forward passes of G ({DEPTH} layers, {USES[-1]} uses)", single, flops),
+        (f"Peak MB over the number of uses ({DEPTH} layers)", over_uses, megabytes),
+        (f"Time, times double backward ({DEPTH} layers)", timed, times),
+        (f"Peak MB over the depth ({FEW} uses)", over_depth, megabytes),
+    ]
+    lines = [
+        f"# Second derivatives through a frozen network, {datetime.date.today()}, Python "
+        f"{sys.version.split()[0]}, torch {version('torch')}, jax {version('jax')}",
+        "",
+        "dg/dy of g(df/dz_1, ..., df/dz_N), f(y, G(z_i)); float32, one CPU thread. Dense: "
+        f"{CODES['dense'][0]} rows, {CODES['dense'][1]} wide. Convolutional: {CHANNELS} channels "
+        f"of {SIDE} x {SIDE}, {CODES['convolutional'][0]} images. Transformer: "
+        f"{CODES['transformer'][0]} x {CODES['transformer'][1]} tokens, {CODES['transformer'][2]} "
+        "wide, attention by plain products. Peak: in PyTorch live storages, in JAX what the "
+        "compiled program needs beside inputs and outputs. Work is that of products and "
+        f"convolutions, f's share included. Times: CPU seconds, medians over {ROUNDS} rounds of "
+        "the ratio in one round, in which each way runs once, in an order that moves on.",
+    ]
+    for title, chosen, value in sections:
+        lines += ["", f"## {title}", "", *table(chosen, value)]
+    return "\n".join([*lines, "", "![memory](frozen.svg)", ""])
+
+
+def picture(cells: list[Cell]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.hashsalt": "frozen", "font.size": 9}
+    figure, axes = plt.subplots(2, len(MODELS), figsize=(12, 7.5), layout="constrained")
+    for row, framework in zip(axes, MEASURE, strict=True):
+        for panel, model in zip(row, MODELS, strict=True):
+            own = [c for c in cells if (c.framework, c.model) == (framework, model) and c.over_uses]
+            for name, marker in zip(own[0].ways, "osvDP", strict=True):
+                sizes = [c.ways[name].peak / 1e6 for c in own]
+                colour = {OURS: "tab:red", BUDGET: "tab:orange"}.get(name)
+                panel.plot(USES, sizes, marker=marker, label=name, color=colour, alpha=0.8)
+            panel.set(xscale="log", yscale="log", xlabel="uses of G", ylabel="peak, MB")
+            panel.set_xticks(USES, map(str, USES))
+            panel.set_xticks([], minor=True)
+            panel.set_title(f"{framework}, {model}, {DEPTH} layers")
+            panel.legend(fontsize=7)
+    figure.savefig(HERE / "results" / "frozen.svg", metadata={"Date": None})
+
+
+def one_thread() -> None:
+    torch.set_num_threads(1)
+    own = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {own}"  # read at first use
+
+
+def main() -> None:
+    one_thread()
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no second derivative
+        cells = list(measured())
+    text = report(cells)
+    print(text)
+    if QUICK:
+        return
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / "frozen.md").write_text(text)
+    picture(cells)
+
+
+if __name__ == "__main__":
+    main()

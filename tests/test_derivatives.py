@@ -118,8 +118,18 @@ def test_the_pullback_is_linear_over_the_reals(problem):
 # --- Jacobians ---------------------------------------------------------------------------
 
 
+_JACOBIANS: dict[tuple[str, str], Any] = {}
+
+
 def _jacobian_by_differences(problem: Any) -> Any:
-    """For each output leaf, for each active leaf, an array of both shapes."""
+    """For each output leaf, for each active leaf, an array of both shapes; taken once."""
+    key = (problem.scenario.name, problem.backend_name)
+    if key not in _JACOBIANS:
+        _JACOBIANS[key] = _jacobian_in_each_coordinate(problem)
+    return _JACOBIANS[key]
+
+
+def _jacobian_in_each_coordinate(problem: Any) -> Any:
     template = problem.value("f", problem.primals)
     flat = leaves(problem.primals)
 

@@ -86,10 +86,24 @@ def is_zero(x: Expr) -> bool:
 def parts(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
     """X as a product: coefficient, factors, their labels, its own labels."""
     if x.op == "einsum":
-        return x["coefficient"], list(x.args), list(x["labels"]), tuple(range(x.rank))
+        return _unwrapped(x)
     if x.op == "number":
         return x["value"], [], [], ()
     return 1.0, [x], [tuple(range(x.rank))], tuple(range(x.rank))
+
+
+def _unwrapped(x: Expr) -> tuple[Any, list[Expr], list[Labels], Labels]:
+    """The parts of a product, those of a transposed or scaled product among them."""
+    coefficient, factors, labels = x["coefficient"], x.args, x["labels"]
+    if len(factors) == 1 and factors[0].op == "einsum" and not contracts(factors[0]):
+        inner, names = factors[0], labels[0]
+        return (
+            coefficient * inner["coefficient"],
+            list(inner.args),
+            [tuple(names[l] for l in ls) for ls in inner["labels"]],
+            tuple(range(x.rank)),
+        )
+    return coefficient, list(factors), list(labels), tuple(range(x.rank))
 
 
 def contracts(x: Expr) -> bool:
@@ -188,17 +202,16 @@ def _flatten(p: _Product) -> None:
     """Open the products among the factors, where that reads better."""
     before = p.labels()
     alone = len(p.factors) == 1
-    sums = bool(before - set(p.out)) and not alone
+    sums = bool(before - set(p.out))
     flat: list[tuple[Expr, Labels]] = []
     queue = list(p.factors)
     while queue:
         factor, names = queue.pop(0)
         if not _opens(factor, alone, len(flat) + len(queue)):
             flat.append((factor, names))
-        elif sums and _is_hadamard(factor):
-            scalars, core = _scalars_apart(factor)
+        elif sums and _stays_whole(factor):
             p.coefficient *= factor["coefficient"]
-            flat += [(s, ()) for s in scalars] + [(core, names)]
+            flat.append((_without_coefficient(factor), names))
         else:
             queue = _opened(p, factor, names) + queue
     p.factors = flat
@@ -206,11 +219,10 @@ def _flatten(p: _Product) -> None:
 
 
 def _opened(p: _Product, factor: Expr, names: Labels) -> list[tuple[Expr, Labels]]:
-    coefficient, inner, inner_labels, inner_out = parts(factor)
-    p.coefficient *= coefficient
-    known = dict(zip(inner_out, names, strict=True))
+    p.coefficient *= factor["value"] if factor.op == "number" else factor["coefficient"]
+    known: dict[Any, Any] = dict(enumerate(names))
     opened = []
-    for f, ls in zip(inner, inner_labels, strict=True):
+    for f, ls in zip(factor.args, factor.get("labels", ()), strict=True):
         for l, n in zip(ls, f.shape, strict=True):
             if l not in known:
                 known[l] = p.new_label()
@@ -219,19 +231,21 @@ def _opened(p: _Product, factor: Expr, names: Labels) -> list[tuple[Expr, Labels
     return opened
 
 
-def _is_hadamard(x: Expr) -> bool:
-    """Whether several factors share an axis: inside of a contraction they stay one matrix."""
-    if x.op != "einsum":
+def _stays_whole(x: Expr) -> bool:
+    """Whether x is an elementwise product, which inside of a sum stays one matrix.
+
+    Not if it is broadcast, or if factors of it vanish when they are summed over.
+    """
+    if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False
-    labels = [l for names in x["labels"] for l in set(names)]
-    return len(labels) > len(set(labels))
+    labels = [l for names in x["labels"] for l in names]
+    if len(set(labels)) < x.rank or any(f.op in ("one_hot", "identity") for f in x.args):
+        return False
+    return len(labels) > len(set(labels)) or any(not f.rank for f in x.args)
 
 
-def _scalars_apart(x: Expr) -> tuple[list[Expr], Expr]:
-    scalars = [f for f in x.args if not f.rank]
-    rest = [(f, names) for f, names in zip(x.args, x["labels"], strict=True) if f.rank]
-    core = product([f for f, _ in rest], [n for _, n in rest], range(x.rank), x.shape)
-    return scalars, core
+def _without_coefficient(x: Expr) -> Expr:
+    return product(x.args, x["labels"], range(x.rank), x.shape)
 
 
 def _opens(factor: Expr, alone: bool, others: int) -> bool:
@@ -315,7 +329,17 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
         if coefficient == 1 and kept == p.out:
             return core
         return _einsum([(core, kept)], p.out, shape, coefficient)
+    kept = _own_order(factors)
+    if len(factors) > 1 and set(kept) == set(p.out) and kept != p.out:
+        core = _einsum(factors, kept, tuple(p.size[n] for n in kept), coefficient)
+        return _einsum([(core, kept)], p.out, shape, 1.0)
     return _einsum(factors, p.out, shape, coefficient)
+
+
+def _own_order(factors: list) -> Labels:
+    """The axes of a product, as its factor with most axes has them: one order for all uses."""
+    by_rank = sorted(factors, key=lambda f: -len(f[1]))
+    return tuple(dict.fromkeys(n for _, names in by_rank for n in names))
 
 
 def _has_sum(p: _Product) -> bool:
@@ -732,14 +756,13 @@ def _plain_sum(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
 
 def _sum_of_reshapes(terms: list[Expr], shape: tuple[int, ...]) -> Expr | None:
     """Terms that are all reshaped from one shape are added before."""
-    shapes = {_inner_shape(t) for t in terms} - {None}
+    shapes = {s for s in map(_inner_shape, terms) if s is not None}
     if len(shapes) != 1:
         return None
     (inner,) = shapes
     before = [_reshape_if_plain(t, inner) for t in terms]
-    if any(b is None for b in before):
-        return None
-    return reshape(add(before), shape)
+    plain = [b for b in before if b is not None]
+    return reshape(add(plain), shape) if len(plain) == len(terms) else None
 
 
 def _inner_shape(x: Expr) -> tuple[int, ...] | None:

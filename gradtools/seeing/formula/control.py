@@ -12,6 +12,7 @@ says; residuals are differentiated through the forward program. An opaque operat
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,14 +49,19 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
         return product(args, node["labels"], range(node.rank), node.shape, coefficient)
     if node.op == "power":
         return power(args[0], node["exponent"])
-    simple = {"add": lambda: add(args), "reshape": lambda: reshape(args[0], node.shape)}
-    simple |= {f.__name__: lambda f=f: f(args[0]) for f in (conj, real, imag)}
-    if node.op in simple:
-        return simple[node.op]()
+    if node.op == "add":
+        return add(args)
+    if node.op == "reshape":
+        return reshape(args[0], node.shape)
+    if node.op in _PARTS:
+        return _PARTS[node.op](args[0])
     if node.op in FUNCTIONS:
         kind = FUNCTIONS[node.op].result_kind(args)
         return elementwise(node.op, args, kind, **dict(node.attributes))
     return expr(node.op, args, node.shape, node.kind, **dict(node.attributes))
+
+
+_PARTS = {"conj": conj, "real": real, "imag": imag}
 
 
 def inline(program: Program, args: Sequence[Expr]) -> list[Expr]:
@@ -126,14 +132,16 @@ def _history(y: Expr) -> list[Expr]:
     entering = body.inputs[consts : consts + carries]
     longer = _with_history(body, entering)
     outputs = scan(longer, y.args, consts, carries, y["length"], y["reverse"])
-    return outputs[len(body.outputs) :]
+    return outputs[len(outputs) - len(entering) :]
 
 
-_longer: dict[Program, Program] = {}
+_longer: weakref.WeakKeyDictionary[Program, Program] = weakref.WeakKeyDictionary()
 
 
 def _with_history(body: Program, entering: Sequence[Expr]) -> Program:
     """One program for one body, so that equal loops stay equal."""
+    if body.outputs[len(body.outputs) - len(entering) :] == tuple(entering):
+        return body
     if body not in _longer:
         _longer[body] = Program(body.inputs, (*body.outputs, *entering))
     return _longer[body]

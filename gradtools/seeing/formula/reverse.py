@@ -90,14 +90,18 @@ def _pullback(y: Expr, summed: dict) -> Sequence[Expr | None]:
         if not any(o in summed for o in outputs):
             return [None] * len(y.args)
         cotangents = [summed.get(o, zeros(o.shape)) for o in outputs]
-        return PRIMITIVES[y.op].pullback(outputs, cotangents, *y.args)
+        return _of(y)(outputs, cotangents, *y.args)
     if y not in summed:
         return [None] * len(y.args)
     if y.op in FUNCTIONS:
         return pull_back(y, summed[y])
     if y.op == "placeholder" or PRIMITIVES[y.op].pullback is None:
         return [None] * len(y.args)
-    return PRIMITIVES[y.op].pullback(y, summed[y], *y.args)
+    return _of(y)(y, summed[y], *y.args)
+
+
+def _of(y: Expr) -> Any:
+    return PRIMITIVES[y.op].pullback
 
 
 def _pullback_of_control(y: Expr, summed: dict) -> Sequence[Expr | None]:

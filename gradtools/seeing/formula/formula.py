@@ -1,0 +1,504 @@
+"""The formula of a program: what automatic differentiation computes, to be read and checked.
+
+`derive` turns a recorded `Graph` into its adjoint program and, at order 2, into the adjoint of
+that. The result, a `Formula`, prints as text, as LaTeX and by itself in notebooks; it computes
+its own numbers in NumPy, so that it can be compared with a framework before it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.formula import control
+from gradtools.seeing.formula import typesetting as ts
+from gradtools.seeing.formula.evaluation import DTYPES, evaluate
+from gradtools.seeing.formula.expressions import Expr, order, placeholder, substitute
+from gradtools.seeing.formula.lowering import Lowered, lower
+from gradtools.seeing.formula.naming import leaf_names
+from gradtools.seeing.formula.recognition import recognise
+from gradtools.seeing.formula.reverse import adjoint
+from gradtools.seeing.formula.statements import Line, Section, Statements
+from gradtools.seeing.formula.typesetting import Written
+from gradtools.seeing.graph import Graph
+
+
+@dataclass(frozen=True)
+class Check:
+    """The comparison with a framework's automatic differentiation.
+
+    Attributes:
+        points: At how many random points.
+        error: The greatest relative error.
+        tolerance: What was allowed.
+    """
+
+    points: int
+    error: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        return (
+            f"agrees with automatic differentiation at {self.points} random points "
+            f"(greatest relative error {self.error:.1e})"
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether a derivation agrees with the formula; truthy if it does.
+
+    Attributes:
+        agrees: Yes or no.
+        error: The greatest relative error over all that was compared.
+        where: The first entry that differs, such as "x̄[0, 2]"; empty if none does.
+        formula: The formula's value there.
+        derivation: The derivation's value there.
+        message: The same in words.
+    """
+
+    agrees: bool
+    error: float
+    where: str = ""
+    formula: Any = None
+    derivation: Any = None
+    message: str = ""
+
+    def __bool__(self) -> bool:
+        return self.agrees
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Formula:
+    """A program and its derivatives as mathematics.
+
+    Attributes:
+        inputs: The names of the inputs.
+        outputs: The names of the outputs.
+        cotangents: The names of the outputs' cotangents.
+        directions: At order 2, the names of the cotangents of the inputs' cotangents.
+        order: 1, or 2 with the double backward.
+        marked: The native names of operations without a translation; empty if there are none.
+        check: The comparison with automatic differentiation, or None before there was one.
+    """
+
+    def __init__(self, derived: _Derived, check: Check | None = None) -> None:
+        self._derived = derived
+        self._sections: list[Section] | None = None
+        self.check = check
+        self.order = derived.order
+        self.marked = tuple(dict.fromkeys(derived.lowered.marked))
+        names = derived.names
+        self.inputs = tuple(names[p].text for p in derived.lowered.program.inputs)
+        self.outputs = tuple(w.text for w in derived.output_names)
+        self.cotangents = tuple(names[p].text for p in derived.cotangents)
+        self.directions = tuple(names[p].text for p in derived.directions)
+
+    # Reading.
+
+    def __str__(self) -> str:
+        lines = []
+        for section in self._written():
+            lines += [section.title.text, *_aligned_text(section.lines), ""]
+        lines += ["where", *(f"  {w.text}" for w in self._legend())]
+        lines += [f"  {note}" for note in self._statements.writer.notes]
+        lines += [f"  ⚠ {name}, no translation" for name in self.marked]
+        lines += [str(self.check)] if self.check is not None else []
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def latex(self) -> str:
+        """The formula in LaTeX: one ``aligned`` for each part."""
+        blocks = []
+        for section in self._written():
+            rows = [_latex_row(line) for line in section.lines]
+            body = " \\\\\n".join(rows)
+            title = rf"&{section.title.latex}"
+            blocks.append("\\begin{aligned}\n" + title + " \\\\\n" + body + "\n\\end{aligned}")
+        return "\n\\\\[1em]\n".join(blocks)
+
+    def _repr_latex_(self) -> str:
+        return "$$\\begin{gathered}\n" + self.latex() + "\n\\end{gathered}$$"
+
+    def _written(self) -> list[Section]:
+        if self._sections is None:
+            self._statements = self._derived.statements()
+            self._sections = list(self._statements.sections)
+        return self._sections
+
+    def _legend(self) -> list[Written]:
+        return self._derived.legend(self._statements)
+
+    # Numbers.
+
+    def evaluate(
+        self,
+        inputs: Sequence[Any],
+        cotangents: Sequence[Any] | None = None,
+        directions: Sequence[Any] | None = None,
+        captured: Mapping[int, Any] | Sequence[Any] = (),
+        draws: Sequence[Any] | None = None,
+    ) -> Values:
+        """The numbers of every result, in float64 and complex128.
+
+        Args:
+            inputs: One array for each input.
+            cotangents: One for each output that can have one; ones by default.
+            directions: At order 2, one for each input that can have a derivative.
+            captured: One for each captured value: in order, or by its number in the graph.
+            draws: One for each random draw; as they were recorded by default.
+
+        Raises:
+            GradtoolsError: The numbers or shapes do not fit, or an operation is marked and
+                cannot be computed.
+        """
+        return self._derived.evaluate(inputs, cotangents, directions, captured, draws)
+
+    def checked(self, check: Check) -> Formula:
+        """The same formula, with the record of its comparison."""
+        return Formula(self._derived, check)
+
+    def agrees_with(
+        self,
+        derivation: Callable[..., Any],
+        *,
+        points: int = 3,
+        tolerance: float = 1e-9,
+        seed: int = 0,
+        sample: Callable[[np.random.Generator], tuple] | None = None,
+        captured: Mapping[int, Any] | Sequence[Any] = (),
+        convert: Callable[[np.ndarray], Any] | None = None,
+    ) -> Agreement:
+        """Hold a derivation made by hand against the formula.
+
+        Args:
+            derivation: A function of the inputs, then of the outputs' cotangents, then (at
+                order 2) of the directions. It returns the inputs' cotangents in order (at order
+                2, what the last section lists); one alone need not be a tuple; None is zero.
+            points: At how many random points.
+            tolerance: The relative error that is allowed.
+            seed: Of the random points.
+            sample: Draws (inputs, cotangents, directions); standard normal by default.
+            captured: The captured values.
+            convert: Makes an array of the framework from NumPy's, for the derivation.
+
+        Returns:
+            Yes, or the first entry that differs, with both values.
+        """
+        from gradtools.seeing.formula.comparing import compare
+
+        return compare(
+            self, self._derived, derivation, points, tolerance, seed, sample, captured, convert
+        )
+
+
+@dataclass(frozen=True)
+class Values:
+    """The numbers of a formula.
+
+    Attributes:
+        outputs: The program's results.
+        gradients: The inputs' cotangents, for inputs that can have one; None for others.
+        second: At order 2: the derivatives of <u, gradients> by each input and by each
+            cotangent; None where there is none.
+    """
+
+    outputs: tuple[np.ndarray, ...]
+    gradients: tuple[np.ndarray | None, ...]
+    second: tuple[np.ndarray | None, ...] = ()
+
+
+@dataclass
+class _Derived:
+    """All programs of a formula."""
+
+    lowered: Lowered
+    order: int
+    outputs: list[Expr]
+    cotangents: list[Expr]
+    gradients: list[Expr | None]
+    directions: list[Expr]
+    second: list[Expr | None]
+    tables: list[dict[Expr, Expr]]
+    names: dict[Expr, Written]
+    output_names: list[Written]
+    gradient_names: list[Written]
+    second_names: list[Written]
+
+    def statements(self) -> Statements:
+        found = Statements(self._sections(), self.names, self.tables)
+        found.write()
+        return found
+
+    def _sections(self) -> list[Section]:
+        sections = [
+            Section(_title("the program"), list(zip(self.outputs, self.output_names, strict=True)))
+        ]
+        given = ts.join([self.names[p] for p in self.cotangents], ", ", ", ", ts.SUM)
+        pairs = zip(self.gradients, self.gradient_names, strict=True)
+        sections.append(
+            Section(_title("its adjoint, from", given), [(g, n) for g, n in pairs if g is not None])
+        )
+        if self.order == 2:
+            pairs = zip(self.second, self.second_names, strict=True)
+            sections.append(
+                Section(self._second_title(), [(g, n) for g, n in pairs if g is not None])
+            )
+        return sections
+
+    def _second_title(self) -> Written:
+        shown = [
+            n for g, n in zip(self.gradients, self.gradient_names, strict=True) if g is not None
+        ]
+        terms = [
+            Written(
+                f"⟨{self.names[u].text}, {n.text}⟩",
+                rf"\left\langle {self.names[u].latex}, {n.latex} \right\rangle",
+            )
+            for u, n in zip(self.directions, shown, strict=True)
+        ]
+        return _title("the adjoint of that, of s =", ts.summed(terms))
+
+    def legend(self, statements: Statements) -> list[Written]:
+        leaves = [
+            *self.lowered.program.inputs,
+            *self.lowered.captured.values(),
+            *self.lowered.draws,
+        ]
+        used = set(statements.values)
+        sizes: dict[str, int] = {}
+        found = []
+        for p in leaves:
+            if p not in used and p not in self.lowered.program.inputs:
+                continue
+            letters = statements.axes.letters(p)
+            sizes.update(zip(letters, p.shape, strict=True))
+            found.append(_space(self.names[p], p, letters))
+        said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
+        return [*found, *([Written(said, said)] if said else [])]
+
+    def evaluate(self, inputs, cotangents, directions, captured, draws) -> Values:
+        known = self.known(inputs, cotangents, directions, captured, draws)
+        wanted = [*self.outputs, *self.gradients, *self.second]
+        real = [x for x in wanted if x is not None]
+        values = dict(zip(real, evaluate(real, known), strict=True))
+        get = lambda xs: tuple(None if x is None else _shaped(x, values[x]) for x in xs)
+        return Values(get(self.outputs), get(self.gradients), get(self.second))
+
+    def known(self, inputs, cotangents, directions, captured, draws) -> dict[Expr, Any]:
+        program = self.lowered.program
+        known = _matched("inputs", program.inputs, inputs)
+        if cotangents is None:
+            cotangents = [np.ones(p.shape) for p in self.cotangents]
+        known |= _matched("cotangents", self.cotangents, cotangents)
+        if self.order == 2:
+            if directions is None:
+                raise GradtoolsError("formula: order 2 needs directions, one for each gradient")
+            known |= _matched("directions", self.directions, directions)
+        known |= self._captured(captured)
+        return known | self._draws(draws)
+
+    def _captured(self, captured) -> dict[Expr, Any]:
+        if isinstance(captured, Mapping):
+            return {p: captured[v] for v, p in self.lowered.captured.items()}
+        return _matched("captured", tuple(self.lowered.captured.values()), captured)
+
+    def _draws(self, draws) -> dict[Expr, Any]:
+        if draws is None:
+            return {p: v for p, v in self.lowered.draws.items() if v is not None}
+        return _matched("draws", tuple(self.lowered.draws), draws)
+
+
+def _shaped(x: Expr, value: np.ndarray) -> np.ndarray:
+    return np.asarray(value).reshape(x.shape)
+
+
+def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
+    values = list(values)
+    if len(values) != len(places):
+        raise GradtoolsError(
+            f"formula: {len(places)} {what} are needed "
+            f"({', '.join(p['name'] for p in places) or 'none'}); {len(values)} were given"
+        )
+    return dict(zip(places, values, strict=True))
+
+
+def derive(
+    graph: Graph,
+    order: int = 1,
+    names: Mapping[int, str] | None = None,
+    wrt: Sequence[int] | None = None,
+) -> Formula:
+    """The formula of a recorded program.
+
+    Args:
+        graph: The program, in the vocabulary of `operations.py`.
+        order: 1, or 2 for the double backward as well.
+        names: How values are called, by number; by default their own names.
+        wrt: The positions of the inputs to which it is differentiated; by default all that are
+            floating or complex.
+
+    Raises:
+        GradtoolsError: The order is neither 1 nor 2, or the record breaks the vocabulary.
+
+    Example:
+        >>> from gradtools.seeing.formula.builder import Builder
+        >>> b = Builder()
+        >>> w, x = b.input("W", (3, 4)), b.input("x", (4,))
+        >>> print(derive(b.graph(b("matmul", w, x))).gradient_lines()[0])
+        W̄ = ȳ xᵀ
+    """
+    if order not in (1, 2):
+        raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
+    lowered = lower(graph, names)
+    lowered.program = recognise(lowered.program)
+    return Formula(_derive(lowered, order, wrt))
+
+
+def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Derived:
+    program = lowered.program
+    outputs = list(program.outputs)
+    active = [k for k, p in enumerate(program.inputs) if p.is_inexact and (wrt is None or k in wrt)]
+    names, output_names = leaf_names(lowered, outputs)
+    cotangents = [
+        placeholder(f"cotangent of {w.text}", y.shape, y.kind, role="cotangent")
+        for y, w in zip(outputs, output_names, strict=True)
+        if y.is_inexact
+    ]
+    inexact = [y for y in outputs if y.is_inexact]
+    for g, w in zip(
+        cotangents,
+        [w for y, w in zip(outputs, output_names, strict=True) if y.is_inexact],
+        strict=True,
+    ):
+        names[g] = ts.bar(w)
+    sources = [program.inputs[k] for k in active]
+    found, table = adjoint(inexact, cotangents, sources)
+    tables = [table]
+    directions, second, second_names = [], [], []
+    if order_ == 2:
+        directions = [placeholder(f"u {p['name']}", p.shape, p.kind) for p in sources]
+        for u, p in zip(directions, sources, strict=True):
+            names[u] = _direction(names[p], len(sources))
+        second, other = adjoint(found, directions, [*sources, *cotangents])
+        tables.append(other)
+        second_names = [_partial(names[p]) for p in (*sources, *cotangents)]
+    outputs, found, second = _with_one_loop_each(outputs, found, second)
+    place = dict(zip(active, found, strict=True))
+    gradients = [place.get(k) for k in range(len(program.inputs))]
+    gradient_names = [ts.bar(names[p]) for p in program.inputs]
+    full_second = _spread(second, active, len(program.inputs), len(cotangents))
+    full_names = (
+        [
+            *(_partial(names[p]) for p in program.inputs),
+            *second_names[len(sources) :],
+        ]
+        if order_ == 2
+        else []
+    )
+    return _Derived(
+        lowered,
+        order_,
+        outputs,
+        cotangents,
+        gradients,
+        directions,
+        full_second,
+        tables,
+        names,
+        output_names,
+        gradient_names,
+        full_names,
+    )
+
+
+def _spread(second: list, active: list[int], inputs: int, cotangents: int) -> list:
+    if not second:
+        return []
+    place = dict(zip(active, second, strict=False))
+    return [*(place.get(k) for k in range(inputs)), *second[len(second) - cotangents :]]
+
+
+def _direction(x: Written, count: int) -> Written:
+    if count == 1:
+        return Written("u", "u")
+    return Written(f"u_{x.text}", rf"u_{{{x.latex}}}")
+
+
+def _partial(x: Written) -> Written:
+    return Written(f"∂s/∂{x.text}", rf"\frac{{\partial s}}{{\partial {x.latex}}}")
+
+
+def _with_one_loop_each(*groups: list[Expr]) -> list[list[Expr]]:
+    """A loop that also keeps its history stands for the loop that does not."""
+    roots = [x for group in groups for x in group]
+    longest: dict[tuple, Expr] = {}
+    for x in order(roots):
+        if x.op == "scan":
+            best = longest.get(_loop_key(x))
+            if best is None or len(x["body"].outputs) > len(best["body"].outputs):
+                longest[_loop_key(x)] = x
+
+    def rebuild(x: Expr, args: tuple[Expr, ...]) -> Expr:
+        if x.op != "scan":
+            return control.rebuild(x, args)
+        body = longest[_loop_key(x)]["body"]
+        made = control.scan(body, args, x["consts"], x["carries"], x["length"], x["reverse"])
+        return made[x["output"]]
+
+    if not longest:
+        return [list(group) for group in groups]
+    known = {}
+    for x in order(roots):
+        if x.op == "scan" and longest[_loop_key(x)]["body"] is not x["body"]:
+            known[x] = rebuild(x, x.args)
+    changed = iter(substitute(roots, known, rebuild))
+    return [[next(changed) for _ in group] for group in groups]
+
+
+def _loop_key(x: Expr) -> tuple:
+    return (x.args, x["body"].inputs, x["length"], x["reverse"])
+
+
+def _title(text: str, more: Written | None = None) -> Written:
+    latex = rf"\textbf{{{text}}}"
+    if more is None:
+        return Written(text, latex)
+    return Written(f"{text} {more.text}", rf"{latex}\ {more.latex}")
+
+
+def _space(name: Written, p: Expr, letters: Sequence[str]) -> Written:
+    field = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}[p.kind]
+    latex = {"ℝ": r"\mathbb{R}", "ℂ": r"\mathbb{C}", "ℤ": r"\mathbb{Z}"}.get(field, r"\{0,1\}")
+    over = "×".join(letters)
+    high = f"^({over})" if len(letters) > 1 else (f"^{over}" if over else "")
+    return Written(
+        f"{name.text} ∈ {field}{high}",
+        rf"{name.latex} \in {latex}" + (f"^{{{over.replace('×', ' times ')}}}" if over else ""),
+    )
+
+
+def _aligned_text(lines: Sequence[Line]) -> list[str]:
+    return [
+        "  " * (line.depth + 1)
+        + (f"{line.left.text} = {line.right.text}" if line.left is not None else line.right.text)
+        for line in lines
+    ]
+
+
+def _latex_row(line: Line) -> str:
+    indent = r"\quad " * line.depth
+    if line.left is None:
+        return rf"&{indent}{line.right.latex}"
+    return rf"&{indent}{line.left.latex} = {line.right.latex}"
+
+
+__all__ = ["DTYPES", "Agreement", "Check", "Formula", "Values", "derive", "replace"]

@@ -1,0 +1,65 @@
+"""What inputs, captured values and results are called.
+
+The wing gives the path of a leaf, such as ``argument 0['layers'][1].weight``. The formula calls
+it by the shortest end of the path that is not the same for two leaves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from gradtools.seeing.formula import typesetting as ts
+from gradtools.seeing.formula.expressions import Expr
+from gradtools.seeing.formula.lowering import Lowered
+from gradtools.seeing.formula.typesetting import Written
+
+
+def leaf_names(lowered: Lowered, outputs: Sequence[Expr]) -> tuple[dict[Expr, Written], list]:
+    """The names of all leaves and of the outputs."""
+    leaves = [*lowered.program.inputs, *lowered.captured.values(), *lowered.draws]
+    chosen = short_names([p["name"] for p in leaves])
+    names = {p: ts.symbol(n) for p, n in zip(leaves, chosen, strict=True)}
+    return names, _output_names(outputs, set(chosen))
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Different names for the paths, as short as can be."""
+    parts = [_parts(p) for p in paths]
+    length = [1] * len(paths)
+    for _ in range(max((len(p) for p in parts), default=0)):
+        chosen = [_joined(p[-n:]) for p, n in zip(parts, length, strict=True)]
+        same = {c for c in chosen if chosen.count(c) > 1}
+        length = [n + (c in same) for n, c in zip(length, chosen, strict=True)]
+    return _numbered([_joined(p[-n:]) for p, n in zip(parts, length, strict=True)])
+
+
+def _parts(path: str) -> list[str]:
+    found = re.findall(r"[^\W_][\w]*|_\w+", path.replace("argument ", "arg"))
+    return found or [path.strip() or "x"]
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """Parts of a path as one name; a number alone is no name."""
+    return "_".join(parts) if not parts[0].isdigit() else "x_" + "_".join(parts)
+
+
+def _numbered(names: list[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return found
+
+
+def _output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:
+    if len(outputs) == 1:
+        (y,) = outputs
+        wanted = ["L"] if not y.rank and not y.is_complex else []
+        wanted += ["Y", "F", "O"] if y.rank > 1 else ["y", "f", "o"]
+        return [ts.symbol(next((w for w in wanted if w not in taken), "out"))]
+    base = next(
+        b for b in ("y", "f", "out") if not any(t.startswith(b) for t in taken) or b == "out"
+    )
+    return [ts.symbol(f"{base}{k + 1}") for k in range(len(outputs))]

@@ -1,0 +1,207 @@
+"""How a product is laid out: which factors stand where, and whether they form a chain.
+
+A product with a sum inside is a chain of matrices if every label that is summed over belongs to
+two factors, and following them leads from one axis of the result to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradtools.seeing.formula.algebra import contracts, power
+from gradtools.seeing.formula.axes import Axes
+from gradtools.seeing.formula.expressions import Expr
+
+Entry = tuple[Expr, tuple[int, ...]]
+
+
+def display_factors(
+    x: Expr, named: Mapping[Expr, Any], entries: bool = False
+) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
+    """Coefficient, factors and labels of x, with the products among them written out.
+
+    Products that have a name stay; so do sums inside of elementwise products, unless single
+    entries are written.
+    """
+    coefficient = x["coefficient"]
+    fresh = x.rank + 1000
+    queue = list(zip(x.args, x["labels"], strict=True))
+    found: list[Entry] = []
+    sums = contracts(x)
+    while queue:
+        factor, names = queue.pop(0)
+        single = not found and not queue
+        if factor in named or factor.op != "einsum" or not factor.args:
+            found.append((factor, names))
+            continue
+        if contracts(factor) and not (single or (sums and _flat(x)) or entries):
+            found.append((factor, names))
+            continue
+        coefficient *= factor["coefficient"]
+        inner = dict(enumerate(names))
+        opened = []
+        for f, ls in zip(factor.args, factor["labels"], strict=True):
+            for l in ls:
+                if l not in inner:
+                    inner[l], fresh = fresh, fresh + 1
+            opened.append((f, tuple(inner[l] for l in ls)))
+        sums = sums or contracts(factor)
+        queue = opened + queue
+    return coefficient, [f for f, _ in found], [n for _, n in found]
+
+
+def _flat(x: Expr) -> bool:
+    return all(f.rank <= 2 for f in x.args) and x.rank <= 2
+
+
+class Factors:
+    """A product's factors, sorted by where they are written.
+
+    Attributes:
+        coefficient: The number in front.
+        scalars: Factors without axes above the line.
+        scalars_below: Those below.
+        arrays: Factors with axes, and their labels.
+        below: Those that divide.
+        out: The labels of the result that some factor has.
+        summed: The labels that are summed over.
+        size: The length of each label's axis.
+    """
+
+    def __init__(self, coefficient: Any, factors: Sequence[Expr], labels: Sequence, x: Expr):
+        self.coefficient = coefficient
+        self._entries: list[Entry] = list(zip(factors, labels, strict=True))
+        self.target = x
+        self.scalars: list[Expr] = []
+        self.scalars_below: list[Expr] = []
+        self.arrays: list[Entry] = []
+        self.below: list[Entry] = []
+        used = {l for names in labels for l in names}
+        self.out = [l for l in range(x.rank) if l in used]
+        self.summed = used - set(self.out)
+        self.size = {
+            l: n for f, names in self._entries for l, n in zip(names, f.shape, strict=True)
+        }
+
+    def apart(self) -> None:
+        """Put negative powers below the line, and what has no axes in front."""
+        for f, names in self._entries:
+            negative = f.op == "power" and _is_negative(f["exponent"])
+            shown = power(f.args[0], -f["exponent"]) if negative else f
+            if not f.rank:
+                (self.scalars_below if negative else self.scalars).append(shown)
+            else:
+                (self.below if negative else self.arrays).append((shown, names))
+
+    def label_letters(self, axes: Axes) -> dict[int, str]:
+        """The letter of each label."""
+        found: dict[int, str] = {}
+        for f, names in self._entries:
+            for k, l in enumerate(names):
+                found.setdefault(l, axes.letter(f, k))
+        return found
+
+    def reference(self) -> list[int]:
+        """The order of labels that factors are compared with."""
+        order = list(self.out)
+        for _, names in sorted((*self.arrays, *self.below), key=lambda e: -len(e[1])):
+            order += [l for l in names if l not in order]
+        return order
+
+
+def _is_negative(exponent: Any) -> bool:
+    return not isinstance(exponent, complex) and exponent < 0
+
+
+Link = tuple[list[Expr], bool]
+
+
+def chain(f: Factors, axes: Axes) -> list[Link] | None:
+    """The factors as a chain of matrices: groups of factors, and whether they are transposed."""
+    entries = _without_batch(f)
+    if entries is None or any(len(set(n)) < len(n) or len(n) > 2 for _, n in entries):
+        return None
+    out = [l for l in f.out if any(l in n for _, n in entries)]
+    if len(out) > 2 or (not f.summed and len(out) < 2):
+        return None
+    groups = _groups(entries)
+    if not _is_chain(groups, out):
+        return None
+    return _walk(groups, out)
+
+
+def _without_batch(f: Factors) -> list[Entry] | None:
+    """The factors without the leading axes that matrices are stacked along."""
+    out, entries = list(f.out), list(f.arrays)
+    if max((len(n) for _, n in entries), default=0) <= 2 and len(out) <= 2:
+        return entries
+    if len(out) != f.target.rank or len(out) < 3:
+        return None
+    batch = out[:-2]
+    stripped = []
+    for a, names in entries:
+        lead = tuple(l for l in names if l in batch)
+        if names[: len(lead)] != lead or list(lead) != batch[len(batch) - len(lead) :]:
+            return None
+        if len(names) - len(lead) != 2:
+            return None
+        stripped.append((a, names[len(lead) :]))
+    return stripped
+
+
+def _groups(entries: Sequence[Entry]) -> list[tuple[list[Expr], tuple[int, ...]]]:
+    """Factors with the same labels form one matrix; a vector joins a matrix along its axis."""
+    groups: list[tuple[list[Expr], tuple[int, ...]]] = []
+    for a, names in sorted(entries, key=lambda e: -len(e[1])):
+        home = next((g for g in groups if g[1] == names), None)
+        if home is None and len(names) == 1 and _busy(names[0], entries) > 2:
+            home = next((g for g in groups if names[0] in g[1]), None)
+        if home is None:
+            groups.append(([a], names))
+        else:
+            home[0].append(a)
+    return groups
+
+
+def _busy(label: int, entries: Sequence[Entry]) -> int:
+    return sum(label in names for _, names in entries)
+
+
+def _is_chain(groups: Sequence, out: Sequence[int]) -> bool:
+    count: dict[int, int] = {}
+    for _, names in groups:
+        for l in names:
+            count[l] = count.get(l, 0) + 1
+    return all(n == (1 if l in out else 2) for l, n in count.items())
+
+
+def _walk(groups: list, out: list[int]) -> list[Link] | None:
+    """Follow the labels from the first axis of the result."""
+    left = list(groups)
+    if out:
+        links = _follow(left, out[0])
+        if len(out) == 2 and left:
+            other = _follow(left, out[1])
+            links += [(g, not t) for g, t in reversed(other)]
+    else:
+        start = next((g for g in left if len(g[1]) == 1), None)
+        if start is None:
+            return None
+        left.remove(start)
+        links = [(start[0], True), *_follow(left, start[1][0])]
+    return links if not left else None
+
+
+def _follow(left: list, label: int) -> list[Link]:
+    links: list[Link] = []
+    while True:
+        group = next((g for g in left if label in g[1]), None)
+        if group is None:
+            return links
+        left.remove(group)
+        names = group[1]
+        links.append((group[0], len(names) == 2 and names[0] != label))
+        if len(names) == 1:
+            return links
+        label = names[1] if names[0] == label else names[0]

@@ -1,0 +1,443 @@
+"""From adjoint programs to lines: what gets a name, in which order, and how loops are told.
+
+A value gets a name if it is a result, if it is used more than once and is not short, if it comes
+out of an operation with several outputs, or if a line would become too long. A cotangent is
+called by what it is the cotangent of, with a bar.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradtools.seeing.formula import typesetting as ts
+from gradtools.seeing.formula.algebra import constant_of, contracts
+from gradtools.seeing.formula.axes import Axes
+from gradtools.seeing.formula.expressions import Expr, Program, order
+from gradtools.seeing.formula.functions import FUNCTIONS
+from gradtools.seeing.formula.typesetting import Written
+from gradtools.seeing.formula.writing import NeedsIndices, Writer
+
+_LONG = 60  # characters: a longer part of a line becomes a line of its own
+_SEVERAL = {"scan", "while", "cond", "eigh", "svd", "qr"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line: what is said, or the head of a loop.
+
+    Attributes:
+        left: What is defined; None for a loop's head.
+        right: What it is, or the head.
+        depth: Within how many loops it stands.
+    """
+
+    left: Written | None
+    right: Written
+    depth: int = 0
+
+
+@dataclass
+class Section:
+    """One part of the formula: the program, its adjoint, the adjoint of that.
+
+    Attributes:
+        title: What it is.
+        roots: The results, with their names.
+        lines: What is written.
+    """
+
+    title: Written
+    roots: list[tuple[Expr, Written]]
+    lines: list[Line] = field(default_factory=list)
+
+
+class Statements:
+    """Writes sections, one after the other, with names that hold for all of them."""
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        leaves: Mapping[Expr, Written],
+        cotangents: Sequence[Mapping[Expr, Expr]],
+    ) -> None:
+        self.sections = sections
+        self.axes = Axes()
+        self.writer = Writer(self.axes)
+        self.writer.names.update(leaves)
+        self.values = _everything([x for s in sections for x, _ in s.roots])
+        self.axes.forbid(w.text for w in leaves.values() if len(w.text) == 1)
+        self.axes.forbid("t")
+        self.axes.learn(self.values)
+        self._taken = {w.text for w in leaves.values()}
+        self._done: set[Expr] = set()
+        self._rounds: dict[tuple, int] = {}
+        self._name(cotangents)
+
+    def write(self) -> None:
+        """Fill the sections' lines."""
+        for section in self.sections:
+            self._section(section)
+
+    # Names.
+
+    def _name(self, cotangents: Sequence[Mapping[Expr, Expr]]) -> None:
+        roots = [(x, w) for s in self.sections for x, w in s.roots]
+        self._taken |= {w.text for _, w in roots}
+        names = self.writer.names
+        for x, written in roots:
+            if x not in names and not _is_plain(x):
+                names[x] = written
+        self._loops_named = self._name_loops()
+        wanted = [x for x in self.values if self._deserves(x)]
+        wanted = self._with_origins(wanted, cotangents)
+        bases = Counter(_base(x) for x in wanted)
+        self._counts: Counter[str] = Counter()
+        self._bases = bases
+        origin = _origins(cotangents)
+        for x in wanted:
+            v = origin.get(x)
+            if v is not None and v in names:
+                names[x] = self._free(ts.bar(names[v]))
+            else:
+                names[x] = self._new(_base(x))
+        self._name_long()
+
+    def _deserves(self, x: Expr) -> bool:
+        if x in self.writer.names or _is_plain(x):
+            return False
+        if x.op in _SEVERAL:
+            return True
+        return self._uses[x] > 1 and self._weight(x) >= 2
+
+    @property
+    def _uses(self) -> Counter:
+        if not hasattr(self, "_counted"):
+            self._counted = _uses(self.values, [x for s in self.sections for x, _ in s.roots])
+        return self._counted
+
+    def _weight(self, x: Expr) -> float:
+        """How much there is to read in x, up to what has a name."""
+        if x in self.writer.names or not x.args:
+            return 0
+        inner = sum(self._weight(a) for a in x.args) if len(x.args) < 9 else 9
+        if x.op in _LIGHT or (x.op == "einsum" and len(x.args) == 1 and not contracts(x)):
+            return inner + (0.5 if x.op in _LIGHT else 0)
+        return inner + (1 if x.op == "add" else 2)
+
+    def _with_origins(self, wanted: list[Expr], cotangents: Sequence[Mapping]) -> list[Expr]:
+        """What a named cotangent belongs to gets a name as well."""
+        if not cotangents:
+            return wanted
+        origin = _origins(cotangents[:1])
+        more = []
+        for x in wanted:
+            v = origin.get(x)
+            if v is not None and v not in self.writer.names and v not in wanted:
+                more.append(v)
+        chosen = {*wanted, *more}
+        return [x for x in self.values if x in chosen]
+
+    def _new(self, base: str) -> Written:
+        if self._bases[base] == 1 and not self._counts[base]:
+            written = ts.symbol(base)
+            if written.text not in self._taken:
+                self._taken.add(written.text)
+                return written
+        while True:
+            self._counts[base] += 1
+            written = ts.symbol(f"{base}{self._counts[base]}")
+            if written.text not in self._taken:
+                self._taken.add(written.text)
+                return written
+
+    def _free(self, written: Written) -> Written:
+        if written.text in self._taken:
+            return self._new("T")
+        self._taken.add(written.text)
+        return written
+
+    def _name_long(self) -> None:
+        """Name what would make a line too long, or what cannot be written inside of another."""
+        names = self.writer.names
+        parents_whole = {a for x in self.values if _is_whole_only(x) for a in x.args}
+        for x in self.values:
+            if x in names or _is_plain(x):
+                continue
+            try:
+                too_long = len(self.writer.whole(x).text) > _LONG
+            except NeedsIndices:
+                too_long = x in parents_whole or self._is_long_entry(x)
+            if too_long and not _is_wrapper(x):
+                names[x] = self._new(_base(x))
+
+    def _is_long_entry(self, x: Expr) -> bool:
+        return len(self.writer.entry(x, self.axes.unique(x)).text) > _LONG
+
+    # Loops.
+
+    def _name_loops(self) -> set[Expr]:
+        """Names for what goes round in each loop."""
+        seen: set[tuple] = set()
+        for x in self.values:
+            if x.op == "scan" and x.family not in seen:
+                seen.add(x.family)
+                self._name_loop(x)
+        return set()
+
+    def _name_loop(self, y: Expr) -> None:
+        body, consts, carries = y["body"], y["consts"], y["carries"]
+        names = self.writer.names
+        outer = self._outputs(y)
+        for p, a in zip(body.inputs[:consts], y.args[:consts], strict=True):
+            names.setdefault(p, self._outer_name(a))
+        before, after = ("t", "t-1") if y["reverse"] else ("t-1", "t")
+        for k in range(carries):
+            p, out = body.inputs[consts + k], body.outputs[k]
+            base = self._loop_base(p, y.args[consts + k])
+            names.setdefault(p, ts.subscript(base, before))
+            if not _is_plain(out) or out.op == "placeholder":
+                names.setdefault(out, ts.subscript(base, after))
+            if k in outer:
+                names.setdefault(outer[k], ts.subscript(base, "0" if y["reverse"] else "T"))
+        for p, a in zip(body.inputs[consts + carries :], y.args[consts + carries :], strict=True):
+            if p not in names:
+                names[p] = ts.subscript(self._outer_name(a), "t")
+        for k, out in list(outer.items()):
+            if k >= carries:
+                inner = body.outputs[k]
+                names.setdefault(out, self._stacked_name(inner, out))
+                if not _is_plain(inner):
+                    names.setdefault(inner, ts.subscript(names[out], "t"))
+
+    def _outputs(self, y: Expr) -> dict[int, Expr]:
+        return {x["output"]: x for x in self.values if x.op == y.op and x.family == y.family}
+
+    def _outer_name(self, a: Expr) -> Written:
+        if a not in self.writer.names and constant_of(a) is None and not _is_plain(a):
+            self._bases = Counter() if not hasattr(self, "_bases") else self._bases
+            self._counts = Counter() if not hasattr(self, "_counts") else self._counts
+            self.writer.names[a] = self._new(_base(a))
+        return self.writer.whole(a)
+
+    def _loop_base(self, p: Expr, start: Expr) -> Written:
+        self._bases = Counter() if not hasattr(self, "_bases") else self._bases
+        self._counts = Counter() if not hasattr(self, "_counts") else self._counts
+        name = p["name"] if not p["name"].startswith("cotangent") else ""
+        if name and ts.symbol(name).text not in self._taken:
+            self._taken.add(ts.symbol(name).text)
+            return ts.symbol(name)
+        return self._new("h" if not p["name"].startswith("cotangent") else "g")
+
+    def _stacked_name(self, inner: Expr, out: Expr) -> Written:
+        return self._new("y")
+
+    # Lines.
+
+    def _section(self, section: Section) -> None:
+        roots = {x for x, _ in section.roots}
+        wanted = order([x for x, _ in section.roots])
+        for x in wanted:
+            if x in self._done or x in roots:
+                continue
+            self._done.add(x)
+            if x.op == "scan":
+                self._loop(section, x, 0)
+            elif x in self.writer.names and x.op != "placeholder":
+                section.lines.append(self._line(x, self.writer.names[x]))
+        for x, written in section.roots:
+            if x.op == "scan" and x.family not in self._rounds:
+                self._loop(section, x, 0)
+            section.lines.append(self._root(x, written))
+            self._done.add(x)
+
+    def _root(self, x: Expr, written: Written, depth: int = 0) -> Line:
+        own = self.writer.names.get(x)
+        if own is not None and own.text != written.text:
+            return Line(written, own, depth)
+        if x.op == "scan":
+            return Line(written, self._last(x), depth)
+        return self._line(x, written, depth)
+
+    def _last(self, x: Expr) -> Written:
+        inner = self.writer.names.get(x["body"].outputs[x["output"]])
+        return inner or self.writer.names[x]
+
+    def _line(self, x: Expr, written: Written, depth: int = 0) -> Line:
+        own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
+        try:
+            return Line(written, self.writer.whole(x), depth)
+        except NeedsIndices:
+            letters = self.axes.unique(x)
+            left = ts.subscript(written, "".join(letters))
+            return Line(left, self.writer.entry(x, letters), depth)
+        finally:
+            if own is not None:
+                self.writer.names[x] = own
+
+    def _loop(self, section: Section, y: Expr, depth: int) -> None:
+        """A loop: its start, its head, one line for each value, what is left at the end."""
+        if y.family in self._rounds:
+            return
+        self._rounds[y.family] = 1
+        body, consts, carries = y["body"], y["consts"], y["carries"]
+        names, length = self.writer.names, y["length"]
+        live = self._live(y)
+        first = str(length) if y["reverse"] else "0"
+        for k in range(carries):
+            if k not in live:
+                continue
+            base = names[body.inputs[consts + k]]
+            left = _retime(base, "T" if y["reverse"] else "0")
+            section.lines.append(Line(left, self.writer.whole(y.args[consts + k]), depth))
+        head = f"for t = {length}, …, 1:" if y["reverse"] else f"for t = 1, …, {length}:"
+        latex = head.replace("for", r"\text{for }").replace("…", r"\dots")
+        section.lines.append(Line(None, Written(head, latex), depth))
+        outputs = [body.outputs[k] for k in sorted(live)]
+        for x in order(outputs):
+            if x in self._done or x.op == "placeholder" or x not in names:
+                continue
+            self._done.add(x)
+            section.lines.append(self._line(x, names[x], depth + 1))
+        for k in sorted(live):
+            out = body.outputs[k]
+            self._tie_output(section, y, k, out, depth + 1)
+        assert first
+
+    def _tie_output(self, section: Section, y: Expr, k: int, out: Expr, depth: int) -> None:
+        """An output that is called otherwise inside gets a line that says so."""
+        outer = self._outputs(y)
+        names = self.writer.names
+        carries, consts = y["carries"], y["consts"]
+        if k < carries:
+            base = names[y["body"].inputs[consts + k]]
+            wanted = _retime(base, "t-1" if y["reverse"] else "t")
+        else:
+            wanted = ts.subscript(names[outer[k]], "t")
+        found = self.writer.whole(out)
+        if found.text != wanted.text:
+            section.lines.append(Line(wanted, found, depth))
+
+    def _live(self, y: Expr) -> set[int]:
+        """The outputs that somebody reads, and the carries that these need."""
+        body, consts, carries = y["body"], y["consts"], y["carries"]
+        entering = {p: k for k, p in enumerate(body.inputs[consts : consts + carries])}
+        live, queue = set(), list(self._outputs(y))
+        while queue:
+            k = queue.pop()
+            if k in live:
+                continue
+            live.add(k)
+            queue += [entering[x] for x in order([body.outputs[k]]) if x in entering]
+        history = {k for k in live if k >= carries and body.outputs[k] in entering}
+        return live - history
+
+
+def _retime(x: Written, time: str) -> Written:
+    """The same name at another time."""
+    text = x.text
+    for old in ("t-1", "t"):
+        if text.endswith(ts.low(old)):
+            text = text[: -len(ts.low(old))]
+            stem = x.latex[: -len(old) - 3] if x.latex.endswith(f"_{{{old}}}") else x.latex
+            if stem == x.latex:
+                stem = x.latex[: -len(old) - 2] + "}"
+            return ts.subscript(Written(text, stem), time)
+    return ts.subscript(x, time)
+
+
+_LIGHT = {
+    *("power", "conj", "real", "imag", "compare", "one_hot", "slice", "inverse", "reshape"),
+    *("logical_not", "cast", "index", "take_along", "ruled", "scale_gradient", "stop", "abs"),
+    "sign",
+}
+
+
+def _is_wrapper(x: Expr) -> bool:
+    return x.op == "einsum" and len(x.args) == 1 and not contracts(x)
+
+
+def _is_plain(x: Expr) -> bool:
+    """Whether there is nothing to name: a leaf, a number, or one of them turned."""
+    if x.op in ("placeholder", "number", "identity", "iota") or constant_of(x) is not None:
+        return True
+    return (_is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
+
+
+def _is_whole_only(x: Expr) -> bool:
+    return not (x.op in FUNCTIONS or x.op in ("einsum", "add"))
+
+
+def _everything(roots: Iterable[Expr]) -> list[Expr]:
+    """All values, those of loops' and branches' programs included."""
+    found: dict[Expr, None] = {}
+    for x in order(roots):
+        for program in _programs(x):
+            found.update(dict.fromkeys(_everything(program.outputs)))
+            found.update(dict.fromkeys(program.inputs))
+        found[x] = None
+    return list(found)
+
+
+def _programs(x: Expr) -> tuple[Program, ...]:
+    if x.op == "scan":
+        return (x["body"],)
+    return tuple(x["branches"]) if x.op == "cond" else ()
+
+
+def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter:
+    """How often each value is read, turned or not."""
+    count: Counter[Expr] = Counter(roots)
+    for x in values:
+        if _is_wrapper(x):
+            continue
+        for a in x.args if x.op != "ruled" else ():
+            count[_unturned(a)] += 1
+            if _unturned(a) is not a:
+                count[a] += 1
+    return count
+
+
+def _unturned(x: Expr) -> Expr:
+    while _is_wrapper(x):
+        x = x.args[0]
+    return x
+
+
+def _origins(cotangents: Sequence[Mapping[Expr, Expr]]) -> dict[Expr, Expr]:
+    """What each cotangent belongs to, the most telling value first."""
+    found: dict[Expr, Expr] = {}
+    for table in cotangents[:1]:
+        for v, c in table.items():
+            if _is_wrapper(v) or _is_plain(v) or v.shape != c.shape:
+                continue
+            found[c] = v
+    return found
+
+
+_ELEMENTWISE_BASE = {"exp": "e", "sigmoid": "s", "tanh": "h", "relu": "h"}
+_BASES = {
+    "softmax": "p",
+    "log_softmax": "l",
+    "standardize": "xhat",
+    "deviation": "sigma",
+    "variance": "v",
+    "norm": "r",
+    "convolution": "z",
+    "add": "z",
+    "scan": "h",
+    "max_pool": "h",
+    "argsort": "pi",
+    "fourier": "f",
+}
+
+
+def _base(x: Expr) -> str:
+    """What kind of a name fits: by its operation, capital with two axes and more."""
+    if x.op in ("eigh", "svd", "qr"):
+        return {"eigh": "λV", "svd": "UsV", "qr": "QR"}[x.op][x["output"]]
+    base = _BASES.get(x.op) or _ELEMENTWISE_BASE.get(x.op) or "T"
+    if base in ("sigma", "pi", "xhat", "T"):
+        return "X̂" if base == "xhat" else base
+    return base.upper() if x.rank > 1 else base

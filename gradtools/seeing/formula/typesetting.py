@@ -1,0 +1,216 @@
+"""Mathematics as text for terminals and as LaTeX, made together.
+
+A `Written` piece knows both its forms and how tightly it binds, so that brackets are set only
+where they are needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+SUM, BIG, PRODUCT, POWER, ATOM = 1, 2, 3, 4, 5
+
+_SUPERSCRIPTS = str.maketrans("0123456789-+", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺")
+_GREEK = {
+    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "zeta": "ζ",
+    "eta": "η", "theta": "θ", "iota": "ι", "kappa": "κ", "lambda": "λ", "mu": "μ", "nu": "ν",
+    "xi": "ξ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ", "phi": "φ", "chi": "χ",
+    "psi": "ψ", "omega": "ω", "Gamma": "Γ", "Delta": "Δ", "Theta": "Θ", "Lambda": "Λ",
+    "Xi": "Ξ", "Pi": "Π", "Sigma": "Σ", "Phi": "Φ", "Psi": "Ψ", "Omega": "Ω",
+}
+_LOW = str.maketrans("0123456789-+ijklmnoprstuvxaeh'", "₀₁₂₃₄₅₆₇₈₉₋₊ᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓₐₑₕ′")
+_SMALL = set("₀₁₂₃₄₅₆₇₈₉₋₊ᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓₐₑₕ′")
+_TO_LATEX = {letter: "\\" + name for name, letter in _GREEK.items()} | {"ε": "\\varepsilon"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A piece of mathematics.
+
+    Attributes:
+        text: For terminals.
+        latex: For papers.
+        level: How tightly it binds: SUM, BIG (a sum sign), PRODUCT, POWER or ATOM.
+    """
+
+    text: str
+    latex: str
+    level: int = ATOM
+
+    def at(self, level: int) -> Written:
+        """In brackets, unless it binds at least so tightly."""
+        return self if self.level >= level else bracket(self)
+
+
+def bracket(x: Written) -> Written:
+    """In round brackets."""
+    return Written(f"({x.text})", rf"\left({x.latex}\right)")
+
+
+def join(pieces: Sequence[Written], text: str, latex: str, level: int) -> Written:
+    """Pieces with something between."""
+    return Written(text.join(p.text for p in pieces), latex.join(p.latex for p in pieces), level)
+
+
+def symbol(name: str) -> Written:
+    """A name: Greek words become letters, a number at the end a subscript."""
+    match = re.fullmatch(r"(.*?[^\d_])_?(\d+)", name)
+    base, number = match.groups() if match else (name, "")
+    letter = _GREEK.get(base, base)
+    latex = _TO_LATEX.get(letter, letter)
+    if len(letter) > 1:
+        latex = r"\mathrm{" + letter.replace("_", r"\_") + "}"
+    if not number:
+        return Written(letter, latex)
+    return Written(letter + number.translate(_LOW), f"{latex}_{{{number}}}")
+
+
+def accent(x: Written, mark: str, command: str) -> Written:
+    """A combining mark over the letters of a name."""
+    head = re.match(r"[^\W\d_](?:[^\W\d₀-₉]|_(?=\w))*", x.text)
+    base = head.group() if head else x.text[:1]
+    over = "\u0305" if len(base) > 1 and mark == "\u0304" else mark
+    marked = "".join(c + over for c in base) + x.text[len(base) :]
+    split = re.fullmatch(r"(.*?)((?:_\{.*\})?)", x.latex)
+    stem, rest = split.groups() if split else (x.latex, "")
+    return Written(marked, f"{command}{{{stem}}}{rest}")
+
+
+def bar(x: Written) -> Written:
+    """The cotangent of x."""
+    return accent(x, "\u0304", r"\bar" if len(x.latex.split("_")[0]) < 9 else r"\overline")
+
+
+def low(text: str) -> str:
+    """An index in small letters, or in square brackets where there are none."""
+    small = text.translate(_LOW)
+    return small if all(c in _SMALL for c in small) else f"[{text}]"
+
+
+def below(text: str) -> str:
+    """What stands below a sign such as that of a sum."""
+    small = text.translate(_LOW)
+    return small if all(c in _SMALL for c in small) else f"_{text}"
+
+
+def subscript(x: Written, text: str, latex: str | None = None) -> Written:
+    """An index below."""
+    x = x.at(ATOM)
+    latex = text if latex is None else latex
+    if re.search(r"_\{[^{}]*\}$", x.latex):
+        return Written(x.text + low(text), x.latex[:-1] + f",{latex}}}")
+    return Written(x.text + low(text), f"{x.latex}_{{{latex}}}")
+
+
+def power(x: Written, exponent: Any) -> Written:
+    """A constant power."""
+    if exponent == 0.5:
+        return Written(f"√{x.at(ATOM).text}", rf"\sqrt{{{x.latex}}}", POWER)
+    base = x.at(ATOM)
+    written = number(exponent)
+    simple = re.fullmatch(r"[-\d]+", written.text)
+    high = written.text.translate(_SUPERSCRIPTS) if simple else f"^({written.text})"
+    return Written(base.text + high, f"{base.latex}^{{{written.latex}}}", POWER)
+
+
+def superscript(x: Written, text: str, latex: str) -> Written:
+    """A mark such as that of the transpose."""
+    base = x.at(ATOM)
+    return Written(base.text + text, f"{base.latex}^{{{latex}}}", POWER)
+
+
+def function(name: str, args: Sequence[Written], axes: str = "", latex: str = "") -> Written:
+    """A function of arguments; the axes that it works along stand below."""
+    known = {"exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh", "det", "max", "min"}
+    command = latex or (f"\\{name}" if name in known else rf"\operatorname{{{name}}}")
+    under = f"_{{{axes}}}" if axes else ""
+    inside = join(args, ", ", ", ", SUM)
+    head = name + below(axes) if axes else name
+    return Written(f"{head}({inside.text})", rf"{command}{under}\left({inside.latex}\right)")
+
+
+def number(value: Any) -> Written:
+    """A number, as a short fraction or root where it is one."""
+    if isinstance(value, complex):
+        return _complex_number(value)
+    value = float(value)
+    if value != value or value in (float("inf"), float("-inf")):
+        text = {"inf": "∞", "-inf": "-∞"}.get(str(value), "NaN")
+        return Written(text, text.replace("∞", r"\infty"), ATOM if value > 0 else SUM)
+    level = ATOM if value >= 0 else SUM
+    if value.is_integer() and abs(value) < 1e15:
+        return Written(str(int(value)), str(int(value)), level)
+    found = _as_fraction(value) or _as_root(value)
+    if found is not None:
+        return found
+    text = f"{value:.6g}"
+    latex = re.sub(r"e([+-])0*(\d+)", lambda m: rf" \cdot 10^{{{m[1].strip('+')}{m[2]}}}", text)
+    return Written(text, latex, level)
+
+
+def _complex_number(value: complex) -> Written:
+    if not value.real:
+        if abs(value.imag) == 1:
+            text = "i" if value.imag > 0 else "-i"
+            return Written(text, text, ATOM if value.imag > 0 else SUM)
+        size = number(value.imag)
+        return Written(size.text + "i", size.latex + "i", min(size.level, PRODUCT))
+    re_, im = number(value.real), number(abs(value.imag))
+    sign = "+" if value.imag > 0 else "-"
+    return Written(f"{re_.text} {sign} {im.text}i", f"{re_.latex} {sign} {im.latex}i", SUM)
+
+
+_LONGEST = 1000  # denominators up to here are written as fractions
+
+
+def _as_fraction(value: float) -> Written | None:
+    near = Fraction(value).limit_denominator(_LONGEST)
+    if near == 0 or abs(float(near) - value) > 1e-14 * abs(value):
+        return None
+    if near.denominator in (5, 10, 20, 100, 1000) and len(f"{value:g}") <= 5:
+        return Written(f"{value:g}", f"{value:g}", ATOM if value > 0 else SUM)
+    sign, top, bottom = "-" * (near < 0), abs(near.numerator), near.denominator
+    level = PRODUCT if near > 0 else SUM
+    return Written(f"{sign}{top}/{bottom}", rf"{sign}\tfrac{{{top}}}{{{bottom}}}", level)
+
+
+def _as_root(value: float) -> Written | None:
+    """The square root of a small fraction, or its reciprocal."""
+    near = Fraction(value * value).limit_denominator(_LONGEST)
+    if near == 0 or abs(float(near) ** 0.5 - abs(value)) > 1e-14 * abs(value):
+        return None
+    sign = "-" * (value < 0)
+    if near.denominator == 1:
+        n = near.numerator
+        return Written(f"{sign}√{n}", rf"{sign}\sqrt{{{n}}}", POWER if value > 0 else SUM)
+    if near.numerator == 1:
+        n = near.denominator
+        return Written(f"{sign}1/√{n}", rf"{sign}1/\sqrt{{{n}}}", PRODUCT if value > 0 else SUM)
+    return None
+
+
+def negative(x: Written) -> Written:
+    """Minus x."""
+    body = x.at(PRODUCT)
+    return Written(f"-{body.text}", f"-{body.latex}", SUM)
+
+
+def summed(terms: Sequence[Written]) -> Written:
+    """A sum; terms that begin with a minus are subtracted."""
+    text, latex = terms[0].text, terms[0].latex
+    for term in terms[1:]:
+        minus = term.text.startswith("-")
+        low = term.latex.startswith("-")
+        text += f" - {term.text[1:]}" if minus else f" + {term.text}"
+        latex += f" - {term.latex[1:]}" if low else f" + {term.latex}"
+    return Written(text, latex, SUM if len(terms) > 1 else terms[0].level)
+
+
+def over(top: Written, bottom: Written) -> Written:
+    """A fraction."""
+    up, down = top.at(PRODUCT), bottom.at(POWER)
+    return Written(f"{up.text} / {down.text}", rf"\frac{{{top.latex}}}{{{bottom.latex}}}", PRODUCT)

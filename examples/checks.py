@@ -1,4 +1,6 @@
-"""What the examples of own rules check alike: every derivative of a scalar function of a vector."""
+"""What several examples check alike: every derivative of an own rule, and the memory of a step."""
+
+import weakref
 
 import numpy as np
 from common import claim, difference, flat
@@ -112,3 +114,52 @@ def worst(found):
 
 def listed(found):
     return ", ".join(f"{name} {off:.0e}" for name, off in found.items())
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def compiled_bytes(step, *args):
+    """Bytes that JAX's compiled program needs beside its inputs and outputs; it is not run."""
+    import jax
+
+    return jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def live_bytes(step, *args):
+    """The most bytes that the storages which a PyTorch step made held at once."""
+    with peak_bytes() as peak:
+        step(*args)
+    return peak.most
+
+
+def peak_bytes():
+    """A context that counts the bytes of all PyTorch storages that live at once; `most` of them."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Peak(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.live, self.now, self.most = set(), 0, 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in torch.utils._pytree.tree_leaves(out):
+                if isinstance(x, torch.Tensor) and not func.is_view:
+                    self.note(x.untyped_storage())
+            return out
+
+        def note(self, storage):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.live:
+                self.live.add(key)
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.drop, key, size)
+
+        def drop(self, key, size):
+            self.live.discard(key)
+            self.now -= size
+
+    return Peak()

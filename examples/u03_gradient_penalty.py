@@ -16,9 +16,9 @@ derivative is one through D's arguments, which takes a graph of D in any case: n
 from itertools import pairwise
 
 import numpy as np
+from checks import compiled_bytes, live_bytes
 from common import claim, difference, flat, main
 from tqdm import tqdm
-from u03_latent_gradients import compiled_bytes, live_bytes
 
 POINTS, STEPS, PENALTY, RATE = 64, 40, 10.0, 0.002
 WIDTHS = {"critic": (2, 32, 32, 1), "generator": (4, 32, 32, 2)}

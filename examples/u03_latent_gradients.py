@@ -16,10 +16,10 @@ import hashlib
 import inspect
 import os
 import sys
-import weakref
 from pathlib import Path
 
 import numpy as np
+from checks import compiled_bytes, live_bytes
 from common import claim, difference, flat, main
 from sklearn.datasets import load_digits
 
@@ -304,47 +304,6 @@ def bytes_of(gt, backend, way, G, f, weights, y, zs, unrolled=False):
         return gt.grad(lambda y: gt.xp.mean(slopes(y) ** 2) ** 0.5)(y)
 
     return {"torch": live_bytes, "jax": compiled_bytes}[backend](step, y, gt.asarray(zs), weights)
-
-
-def compiled_bytes(step, *args):
-    """Bytes that the compiled program needs beside its inputs and outputs; it is not run."""
-    import jax
-
-    return jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
-def live_bytes(step, *args):
-    """The most bytes that the storages made on the way held at once."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Live(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.known, self.now, self.most = set(), 0, 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for x in torch.utils._pytree.tree_leaves(out):
-                if isinstance(x, torch.Tensor) and not func.is_view:
-                    self.note(x.untyped_storage())
-            return out
-
-        def note(self, storage):
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.known:
-                self.known.add(key)
-                self.now += size
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self.drop, key, size)
-
-        def drop(self, key, size):
-            self.known.discard(key)
-            self.now -= size
-
-    with Live() as live:
-        step(*args)
-    return live.most
 
 
 def draw():

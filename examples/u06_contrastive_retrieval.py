@@ -15,10 +15,10 @@ import importlib
 import inspect
 import re
 import sys
-import weakref
 
 import minilm
 import numpy as np
+from checks import peak_bytes
 from common import claim, difference, main
 
 LENGTH = 16  # tokens of a query, and of a document
@@ -177,38 +177,6 @@ class _Torch:
 
     def scale(self):
         return self.log_scale.exp().item()
-
-
-def peak_bytes():
-    """A context in which the bytes of all tensors that live at once are counted; and their peak."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Peak(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.live, self.now, self.most = set(), 0, 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for x in torch.utils._pytree.tree_leaves(out):
-                if isinstance(x, torch.Tensor) and not func.is_view:
-                    self.note(x.untyped_storage())
-            return out
-
-        def note(self, storage):
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.live:
-                self.live.add(key)
-                self.now += size
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self.drop, key, size)
-
-        def drop(self, key, size):
-            self.live.discard(key)
-            self.now -= size
-
-    return Peak()
 
 
 # --- JAX

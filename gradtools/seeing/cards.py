@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass
+from functools import lru_cache
 
 from gradtools.seeing.outline import Block, Box, value_text
 
@@ -42,12 +43,12 @@ class Card:
 
 def card_of(item: Box | Block) -> Card:
     """The card of a box, or of a closed block."""
-    titles = broken(item.title if isinstance(item, Box) else item.name, _LONGEST["title"])
+    titles = [*_lines(item.title if isinstance(item, Box) else item.name, _LONGEST["title"])]
     titles[0] = titles[0] if isinstance(item, Box) else _CLOSED + titles[0]
     texts = [("title", line) for line in titles]
     for text in item.lines:
         style = "alert" if isinstance(item, Block) and _is_alert(item, text) else "line"
-        texts += [(style, line) for line in broken(text, _LONGEST["line"])]
+        texts += [(style, line) for line in _lines(text, _LONGEST["line"])]
     texts += [("mark", item.mark)] if item.mark else []
     if isinstance(item, Box):
         alerts = broken("✕ " + item.alert, _LONGEST["line"]) if item.alert else []
@@ -74,9 +75,10 @@ def size_of(style: str) -> float:
     return TITLE if style == "title" else LINE
 
 
+@lru_cache(maxsize=10000)
 def text_width(text: str, size: float) -> float:
     """How wide a text is at most, set in any usual monospaced face."""
-    return size * sum(map(_advance, text))
+    return size * (len(text) * _ADVANCE if text.isascii() else sum(map(_advance, text)))
 
 
 def _advance(letter: str) -> float:
@@ -86,6 +88,11 @@ def _advance(letter: str) -> float:
         return 0.0
     wide = unicodedata.east_asian_width(letter) in "WFA" or ord(letter) > 0x2FFF
     return 1.3 if ord(letter) > 0xFFFF else 1.05 if wide else 0.8
+
+
+@lru_cache(maxsize=10000)
+def _lines(text: str, longest: int) -> tuple[str, ...]:
+    return tuple(broken(text, longest))
 
 
 def broken(text: str, longest: int) -> list[str]:
@@ -113,6 +120,8 @@ def short(text: str, longest: int = 60) -> str:
 
 def shown(text: str) -> str:
     """A text without what no picture can show: control characters, line breaks, half letters."""
+    if text.isascii() and text.isprintable():
+        return text
     return "".join(
         letter if unicodedata.category(letter) not in ("Cc", "Cs", "Cf", "Co", "Cn") else "·"
         for letter in text

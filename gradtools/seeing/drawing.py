@@ -19,7 +19,8 @@ from gradtools.seeing.graph import Dependence, Graph
 from gradtools.seeing.layout import Frame, Placed
 from gradtools.seeing.outline import Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.palette import style_sheet
-from gradtools.seeing.picture import MARGIN, Label, Line, Picture, fitted, picture_of
+from gradtools.seeing.picture import fitted, picture_of
+from gradtools.seeing.scene import MARGIN, Label, Line, Picture
 
 _HEAD = 7.0  # the length of an arrowhead
 _KEY_ROW = 20.0

@@ -32,7 +32,7 @@ LINES = 11.0  # between two lines
 PAD = 16.0  # between a frame and what it holds
 HEAD = 30.0  # the room for a frame's name
 _SWEEPS = 7
-_FEW = 4  # sweeps, where there are very many places
+_STILL = 0.2  # what moves less does not move
 
 
 @dataclass
@@ -182,12 +182,15 @@ def _across(
     above, below = joints
     both = [a + b for a, b in zip(above, below, strict=True)]
     order = [*range(len(level.rows))]
-    sweeps = _SWEEPS if len(x) < 20000 else _FEW
-    for sweep in range(2 * sweeps):
+    for sweep in range(2 * _SWEEPS):
         down = sweep % 2 == 0
-        near = both if sweep > sweeps else above if down else below
+        near = both if sweep > _SWEEPS else above if down else below
+        moved = 0.0
         for r in order if down else reversed(order):
-            _settle(x, level.rows[r], rooms[r], near)
+            if level.rows[r]:
+                moved = max(moved, _settle(x, level.rows[r], rooms[r], near))
+        if moved < _STILL and sweep > _SWEEPS:
+            break
     return x
 
 
@@ -205,8 +208,8 @@ def _rooms(
 
 def _settle(
     x: list[float], row: Sequence[int], room: Sequence[float], near: list[list[Joint]]
-) -> None:
-    """Moves a row as near to its neighbours as its order and distances allow."""
+) -> float:
+    """Moves a row as near to its neighbours as its order and distances allow; says how far."""
     wanted, weights = [], []
     for place, offset in zip(row, room, strict=True):
         total, pull = 0.02, 0.02 * x[place]
@@ -215,8 +218,12 @@ def _settle(
             pull += weight * (x[other] + its - own)
         wanted.append(pull / total - offset)
         weights.append(total)
-    for place, offset, level in zip(row, room, pooled(wanted, weights), strict=True):
+    moved = 0.0
+    levels = wanted if len(row) == 1 else pooled(wanted, weights)
+    for place, offset, level in zip(row, room, levels, strict=True):
+        moved = max(moved, abs(x[place] - level - offset))
         x[place] = level + offset
+    return moved
 
 
 def pooled(wanted: Sequence[float], weights: Sequence[float]) -> list[float]:

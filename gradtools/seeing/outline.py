@@ -59,7 +59,7 @@ class Block:
 
     Attributes:
         key: Its number.
-        kind: "pass", "scope", "repeat", "loop", "branch" or "call".
+        kind: "pass", "scope", "repeat", "steps", "loop", "branch" or "call".
         title: Its name.
         path: The whole scope, joined by dots.
         phase: The pass that it runs in.

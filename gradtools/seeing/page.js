@@ -7,7 +7,8 @@
   const G = JSON.parse(document.getElementById("graph").textContent);
   const GAP = 34, SIDE = 26, BESIDE = 16, LINES = 11, PAD = 16, HEAD = 30;
   const MARGIN = 24, COLUMN_HEAD = 34, LABEL = 14, TRACK = 7, GUTTER = 30, SPREAD = 13;
-  const MOST_TRACKS = 40, MOST_LABELS = 300, SWEEPS = 7, LINE = 11, ADVANCE = 0.615, LEGIBLE = 0.62;
+  const MOST_TRACKS = 40, MOST_LABELS = 300, SWEEPS = 7, LINE = 11, ADVANCE = 0.615, LEGIBLE = 0.62,
+    STILL = 0.2;
   const parent = new Map(), columnOf = new Map();
   const opened = new Set(G.opened);
   const item = (key) => G.items[key];
@@ -142,14 +143,15 @@
       row.forEach((place, i) => { x[place] = rooms[r][i] - middle; });
     });
     const both = above.map((list, i) => list.concat(below[i]));
-    const sweeps = x.length < 20000 ? SWEEPS : 4;
-    for (let sweep = 0; sweep < 2 * sweeps; sweep++) {
+    for (let sweep = 0; sweep < 2 * SWEEPS; sweep++) {
       const down = sweep % 2 === 0;
-      const near = sweep > sweeps ? both : down ? above : below;
+      const near = sweep > SWEEPS ? both : down ? above : below;
+      let moved = 0;
       for (let i = 0; i < level.rows.length; i++) {
         const r = down ? i : level.rows.length - 1 - i;
-        settle(x, level.rows[r], rooms[r], near);
+        moved = Math.max(moved, settle(x, level.rows[r], rooms[r], near));
       }
+      if (moved < STILL && sweep > SWEEPS) break;
     }
     return x;
   };
@@ -163,7 +165,12 @@
       }
       wanted.push(pull / total - room[i]); weights.push(total);
     });
-    pooled(wanted, weights).forEach((level, i) => { x[row[i]] = level + room[i]; });
+    let moved = 0;
+    pooled(wanted, weights).forEach((level, i) => {
+      moved = Math.max(moved, Math.abs(x[row[i]] - level - room[i]));
+      x[row[i]] = level + room[i];
+    });
+    return moved;
   };
   const stacked = (key, level, x, sizes, below, inner, flips) => {
     const bare = G.columns.includes(key), count = level.rows.length;

@@ -1,0 +1,249 @@
+"""A graph with its bodies opened up: units, which become boxes, and the links between them.
+
+A node with bodies becomes a group of what its bodies hold; their values are followed through to
+those outside, so every value has makers and readers whatever it passes on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from gradtools.seeing.edges import cut_reason, flowing_values, reason, strengths_of
+from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
+
+
+@dataclass
+class Unit:
+    """What becomes a box."""
+
+    key: int
+    kind: str
+    phase: int
+    scope: tuple[str, ...] = ()
+    node: Node | None = None
+    position: int | None = None
+    value: Value | None = None
+    outputs: tuple[Value, ...] = ()
+    constants: list[str] = field(default_factory=list)
+    reads: list[tuple[int, int]] = field(default_factory=list)  # maker, value
+    name: str = ""
+
+
+@dataclass
+class Group:
+    """What becomes a block."""
+
+    kind: str
+    title: str
+    scope: tuple[str, ...]
+    phase: int
+    children: list[Unit | Group]
+    count: int = 1
+    mark: str = ""
+
+
+Entry = Unit | Group
+
+
+@dataclass
+class Link:
+    """A value on its way from one unit to another."""
+
+    source: int
+    target: int
+    value: int
+    strength: Dependence
+    cut: str | None
+
+
+class Flat:
+    """A graph with its bodies opened up: units, and the links between them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.units: list[Unit] = []
+        self.links: list[Link] = []
+        self.values: list[Value] = []
+        self.has_later_pass = any(node.phase for _, node in graph.walk())
+        self.leaves = [
+            *(self._leaf("input", graph, v, f"input {i}") for i, v in enumerate(graph.inputs)),
+            *(self._leaf("captured", graph, v, "") for v in graph.captured),
+        ]
+        made: dict[int, tuple[int, ...]]
+        made = {v: (self.leaves[i].key,) for i, v in reversed([*enumerate(graph.inputs)])}
+        captured = self.leaves[len(graph.inputs) :]
+        made |= {v: (u.key,) for v, u in zip(graph.captured, captured, strict=True)}
+        numbers: dict[int, int] = {}
+        self.entries = self._entries(graph, made, numbers, ())
+        self._join_outside(graph, made, numbers)
+        self.outputs = [*self._leaving(graph, made, numbers)]
+
+    def _unit(self, kind: str, phase: int, **rest: Any) -> Unit:
+        unit = Unit(len(self.units), kind, phase, **rest)
+        self.units.append(unit)
+        return unit
+
+    def _leaf(self, kind: str, graph: Graph, value: int, name: str) -> Unit:
+        known = graph.values[value]
+        return self._unit(kind, 0, value=known, name=known.name or name or "constant")
+
+    def _entries(
+        self,
+        graph: Graph,
+        made: dict[int, tuple[int, ...]],
+        numbers: dict[int, int],
+        around: tuple[str, ...],
+    ) -> list[Entry]:
+        """What each node becomes; `made` gains the makers of its outputs."""
+        flowing = flowing_values(graph)
+        entries: list[Entry] = []
+        for position, node in enumerate(graph.nodes):
+            scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
+            strengths = strengths_of(graph, node)
+            if node.bodies:
+                entries.append(self._call(graph, node, position, scope, made, numbers))
+                continue
+            unit = self._operation(graph, node, position, scope)
+            entries.append(unit)
+            for value, strength in zip(node.inputs, strengths, strict=True):
+                cut = cut_reason(graph, node, value, strength, flowing)
+                self._read(unit, graph, value, made, numbers, strength, cut)
+            made.update(dict.fromkeys(node.outputs, (unit.key,)))
+        return entries
+
+    def _operation(self, graph: Graph, node: Node, position: int, scope: tuple[str, ...]) -> Unit:
+        outputs = tuple(graph.values[v] for v in node.outputs)
+        return self._unit(
+            "operation", node.phase, scope=scope, node=node, position=position, outputs=outputs
+        )
+
+    def _read(
+        self,
+        unit: Unit,
+        graph: Graph,
+        value: int,
+        made: Mapping[int, tuple[int, ...]],
+        numbers: dict[int, int],
+        strength: Dependence,
+        cut: str | None = None,
+    ) -> None:
+        for maker in made.get(value, ()):
+            if self.is_number(maker):
+                unit.constants.append(self.units[maker].name)
+                continue
+            number = self._number(graph, value, numbers)
+            unit.reads.append((maker, number))
+            self.links.append(Link(maker, unit.key, number, strength, cut))
+
+    @cached_property
+    def _entering(self) -> dict[int, list[Link]]:
+        found: dict[int, list[Link]] = {}
+        for link in self.links:
+            found.setdefault(link.target, []).append(link)
+        return found
+
+    def entering(self, key: int) -> list[Link]:
+        """The links to a unit."""
+        return self._entering.get(key, [])
+
+    def _number(self, graph: Graph, value: int, numbers: dict[int, int]) -> int:
+        if value not in numbers:
+            numbers[value] = len(self.values)
+            self.values.append(graph.values[value])
+        return numbers[value]
+
+    def is_number(self, key: int) -> bool:
+        """Whether a captured value is a plain number, which is told in the box of its reader."""
+        unit = self.units[key]
+        return unit.kind == "captured" and unit.value is not None and not unit.value.shape
+
+    def _call(
+        self,
+        graph: Graph,
+        node: Node,
+        position: int,
+        scope: tuple[str, ...],
+        made: dict[int, tuple[int, ...]],
+        numbers: dict[int, int],
+    ) -> Group:
+        """A node with programs inside: a group, whose values are followed through."""
+        group = Group(_kind(node), node.operation, scope, node.phase, [], mark=node.mark)
+        deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
+        if deciding or not node.inputs:
+            unit = self._operation(graph, node, position, ())
+            unit.name = "decides"
+            group.children.append(unit)
+            for i in sorted(deciding):
+                self._read(unit, graph, node.inputs[i], made, numbers, Dependence.CUT)
+        leaving: dict[int, dict[int, None]] = {v: {} for v in node.outputs}
+        for number, body in enumerate(node.bodies):
+            inner = {v: made.get(node.inputs[i], ()) for v, i in self._ties(body)}
+            own = {v: self._number(graph, node.inputs[i], numbers) for v, i in self._ties(body)}
+            inner |= self._constants(body.graph)
+            children = self._entries(body.graph, inner, own, node.scope)
+            name = _body_name(node, number)
+            if len(node.bodies) > 1 and children:
+                children = [Group("branch", name, (), node.phase, children)]
+            group.children += children
+            if not body.gate:
+                for v, out in zip(node.outputs, body.graph.outputs, strict=True):
+                    leaving[v] |= dict.fromkeys(inner.get(out, ()))
+        made.update({v: tuple(makers) for v, makers in leaving.items()})
+        return group
+
+    @staticmethod
+    def _ties(body: Body) -> list[tuple[int, int]]:
+        return [*zip(body.graph.inputs, body.inputs, strict=True)]
+
+    def _constants(self, graph: Graph) -> dict[int, tuple[int, ...]]:
+        leaves = {v: self._leaf("captured", graph, v, "") for v in graph.captured}
+        self.leaves += leaves.values()
+        return {v: (leaf.key,) for v, leaf in leaves.items()}
+
+    def _join_outside(
+        self, graph: Graph, made: Mapping[int, tuple[int, ...]], numbers: dict[int, int]
+    ) -> None:
+        """Data that left the framework and came back: a cut from its maker to what came back."""
+        cut = reason("left_framework")
+        for source, target in graph.outside:
+            number = self._number(graph, source, numbers)
+            for maker in made.get(source, ()):
+                for unit in made.get(target, ()):
+                    self.units[unit].reads.append((maker, number))
+                    self.links.append(Link(maker, unit, number, Dependence.CUT, cut))
+
+    def _leaving(
+        self, graph: Graph, made: Mapping[int, tuple[int, ...]], numbers: dict[int, int]
+    ) -> Iterator[Unit]:
+        for i, value in enumerate(graph.outputs):
+            makers = made.get(value, ())
+            phase = max((self.units[maker].phase for maker in makers), default=0)
+            known = graph.values[value]
+            unit = self._unit("output", phase, value=known, name=known.name or f"output {i}")
+            for maker in makers:
+                number = self._number(graph, value, numbers)
+                unit.reads.append((maker, number))
+                self.links.append(Link(maker, unit.key, number, Dependence.DIFFERENTIABLE, None))
+            yield unit
+
+
+def _kind(node: Node) -> str:
+    if node.operation in ("scan", "while", "while_loop", "for", "loop", "map"):
+        return "loop"
+    return "branch" if node.operation in ("cond", "switch", "where_branch") else "call"
+
+
+def _body_name(node: Node, number: int) -> str:
+    if node.bodies[number].gate:
+        return "condition"
+    return "body" if any(body.gate for body in node.bodies) else f"branch {number}"
+
+
+def units_of(items: Iterable[Entry]) -> list[Unit]:
+    """Every unit in some entries, in program order."""
+    found: list[Unit] = []
+    for item in items:
+        found += [item] if isinstance(item, Unit) else units_of(item.children)
+    return found

@@ -1,0 +1,175 @@
+"""Blocks: runs of consecutive entries of one scope, with each leaf where it is read.
+
+Inputs and parameters stand in the innermost block that holds all of their readers, outputs after
+what makes them. A block of one thing is that thing, with both names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gradtools.seeing.flatten import Entry, Flat, Group, Unit
+from gradtools.seeing.outline import PHASES
+
+_MOST_CHILDREN = 60  # more are cut into stretches
+_PART = 25  # that have at least so many
+_LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks
+
+
+def nested(flat: Flat) -> list[Group]:
+    """One group for each pass, with runs of one scope as groups and leaves where they belong."""
+    phases = sorted({entry.phase for entry in flat.entries} | {u.phase for u in flat.outputs})
+    phases = phases or [0]
+    roots = {}
+    for phase in phases:
+        entries = [entry for entry in flat.entries if entry.phase == phase]
+        title = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
+        roots[phase] = Group("pass", title, (), phase, _runs(entries, 0))
+    _place_leaves(flat, roots)
+    return [root for root in roots.values() if root.children]
+
+
+def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
+    """The entries, consecutive ones of one scope as a group."""
+    found: list[Entry] = []
+    start = 0
+    while start < len(entries):
+        name = entries[start].scope[level : level + 1]
+        stop = start + 1
+        while name and stop < len(entries) and entries[stop].scope[level : level + 1] == name:
+            stop += 1
+        if name:
+            scope = entries[start].scope[: level + 1]
+            children = _runs(entries[start:stop], level + 1)
+            found.append(_tidy(Group("scope", name[0], scope, entries[start].phase, children)))
+        else:
+            found.append(_opened_up(entries[start]))
+        start = stop
+    return found
+
+
+def _opened_up(entry: Entry) -> Entry:
+    """A call whose own entries are nested too."""
+    if isinstance(entry, Group):
+        entry.children = _runs(entry.children, 0)
+        return _tidy(entry)
+    return entry
+
+
+def _tidy(group: Group) -> Entry:
+    """A group of one thing is that thing, with both names."""
+    if len(group.children) != 1:
+        return group
+    (child,) = group.children
+    if isinstance(child, Unit):
+        if child.kind == "operation" and group.kind in ("scope", "call") and not group.mark:
+            child.name = ".".join(filter(None, (group.title, child.name)))
+            return child
+        return group
+    if group.kind == child.kind == "scope":
+        child.title = f"{group.title}.{child.title}"
+        return child
+    return group
+
+
+def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
+    """Puts inputs before their first reader, outputs after their maker."""
+    ways = _ways(roots.values())
+    readers: dict[int, list[int]] = {}
+    for link in flat.links:
+        readers.setdefault(link.source, []).append(link.target)
+    first = next(iter(roots.values()))
+    before: dict[tuple[int, int], list[Unit]] = {}
+    for leaf in flat.leaves:
+        if flat.is_number(leaf.key):
+            continue
+        reading = [ways[key] for key in readers.get(leaf.key, ()) if key in ways]
+        first_phase = min((way[0].phase for way in reading), default=0)
+        reading = [way for way in reading if way[0].phase == first_phase]
+        if not reading and leaf.kind == "captured":
+            continue
+        home, at = _home(reading) if reading else (first, 0)
+        leaf.phase = home.phase
+        before.setdefault((id(home), at), []).append(leaf)
+    after: dict[tuple[int, int], list[Unit]] = {}
+    for unit in flat.outputs:
+        makers = [ways[key] for key, _ in unit.reads if key in ways]
+        deep = makers and (unit.phase and len(flat.outputs) > _LEAVES_ABOVE)
+        home = makers[0][-2] if deep else roots[min(unit.phase, max(roots))]
+        at = _index(home, makers[0][-1]) if deep else len(home.children) - 1
+        after.setdefault((id(home), at), []).append(unit)
+    for group in [g for root in roots.values() for g in _groups(root)]:
+        _insert(group, before, after)
+
+
+def _insert(
+    group: Group,
+    before: Mapping[tuple[int, int], list[Unit]],
+    after: Mapping[tuple[int, int], list[Unit]],
+) -> None:
+    children: list[Entry] = []
+    if not group.children:
+        children = [*before.get((id(group), 0), ()), *after.get((id(group), -1), ())]
+    for at, child in enumerate(group.children):
+        children += (*before.get((id(group), at), ()), child, *after.get((id(group), at), ()))
+    group.children = children
+
+
+def _groups(group: Group) -> Iterator[Group]:
+    yield group
+    for child in group.children:
+        if isinstance(child, Group):
+            yield from _groups(child)
+
+
+def _ways(roots: Iterable[Group]) -> dict[int, list[Any]]:
+    """For each unit the groups around it, outermost first, and itself."""
+    found: dict[int, list[Any]] = {}
+
+    def visit(group: Group, way: list[Any]) -> None:
+        for child in group.children:
+            if isinstance(child, Group):
+                visit(child, [*way, child])
+            else:
+                found[child.key] = [*way, child]
+
+    for root in roots:
+        visit(root, [root])
+    return found
+
+
+def _home(ways: Sequence[Sequence[Any]]) -> tuple[Group, int]:
+    """The innermost group around all readers, and the place of the first of them in it."""
+    depth = 0
+    while all(len(way) > depth + 2 and way[depth + 1] is ways[0][depth + 1] for way in ways):
+        depth += 1
+    home = ways[0][depth]
+    reading = {id(way[depth + 1]) for way in ways}
+    return home, next(i for i, child in enumerate(home.children) if id(child) in reading)
+
+
+def _index(group: Group, child: Entry) -> int:
+    return next(i for i, other in enumerate(group.children) if other is child)
+
+
+def in_parts(group: Group) -> Group:
+    """A group with very many children cut into consecutive stretches of them."""
+    group.children = [
+        in_parts(child) if isinstance(child, Group) else child for child in group.children
+    ]
+    while len(group.children) > _MOST_CHILDREN:
+        size = max(_PART, math.isqrt(len(group.children)))
+        group.children = [
+            _part(group, start, group.children[start : start + size])
+            for start in range(0, len(group.children), size)
+        ]
+    return group
+
+
+def _part(group: Group, start: int, children: list[Entry]) -> Entry:
+    if len(children) == 1:
+        return children[0]
+    title = f"steps {start + 1}…{start + len(children)}"
+    return Group("steps", title, (*group.scope, title), group.phase, children)

@@ -26,7 +26,9 @@ from gradtools.seeing.recording import Recording, Refusal, Vanished
 
 # --- the diagnosis -----------------------------------------------------------------------
 
-_ZEROING = frozenset({"multiply", "divide", "matmul", "einsum", "dot_general", "convolution"})
+_ZEROING = frozenset(
+    {"multiply", "divide", "matmul", "einsum", "dot_general", "convolution", "power", "square"}
+)
 _FLAT = frozenset(
     {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
     | {"relu6", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "max_pool"}
@@ -139,6 +141,8 @@ def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
 
 
 def _numerical_kind(found: Vanished) -> str:
+    if found.node.loss == "rule":
+        return "rule"
     if found.underflow:
         return "underflow"
     if found.node.operation in _ZEROING:

@@ -12,7 +12,8 @@ still differentiable in the input, what leaves it is not, and data flows on to a
 An input whose gradient is not lost altogether may have lost a part. A part is a *term*: a value
 that depends on the input without a derivative and is added to, or laid beside, one that has a
 derivative. A mask, an index or a branch that is chosen by a comparison is no lost term, nor is
-what is computed from the very value it is added to, as in ``x - floor(x)``.
+what is computed from the very value it is added to, as in ``x - floor(x)``, nor a shift that is
+taken off inside and added again, as in ``log(sum(exp(x - s))) + s``.
 """
 
 from __future__ import annotations
@@ -317,24 +318,49 @@ def _terms(
     """The losses behind every term that has no derivative and is added to one that has."""
     reached = forward(graph, start)
     matters = backward(graph, dict.fromkeys(outputs, _FULL))
-    terms: list[int] = []
     for node in graph.nodes:
         if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
             continue
         if node.bodies and node.links is None:
             yield from _terms_in_bodies(node, reached, call)
         elif node.operation in ADDITIVE:
-            terms += _lost_terms(graph, node, reached)
-    if terms:
-        for loss in _whole(graph, start, dict.fromkeys(terms, _FULL), call):
+            yield from _behind_terms(graph, node, start, reached, call)
+
+
+def _behind_terms(
+    graph: Graph, node: Node, start: Strengths, reached: Strengths, call: Node | None
+) -> Iterator[Loss]:
+    """The losses behind the lost terms of an additive node."""
+    flowing, lost = _parts(node, reached)
+    terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
+    if not terms:
+        return
+    before = _taken_before(graph, flowing, reached)
+    for loss in _whole(graph, start, dict.fromkeys(terms, _FULL), call):
+        outside = call is None and loss.call is not None
+        if not before.intersection(loss.call.outputs if outside and loss.call else [loss.value]):
             yield Loss(loss.node, loss.output, loss.input, False, loss.value, loss.call)
 
 
-def _lost_terms(graph: Graph, node: Node, reached: Strengths) -> list[int]:
+def _parts(node: Node, reached: Strengths) -> tuple[set[int], list[int]]:
+    """What flows into a node with its derivative, and what without."""
     strengths = [reached.get(value, _NONE) for value in node.inputs]
     flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
-    lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
-    return [v for v in lost if flowing and not flowing & ancestors(graph, v)]
+    return flowing, [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
+
+
+def _taken_before(graph: Graph, flowing: set[int], reached: Strengths) -> set[int]:
+    """What stands behind the lost values that were added on the way to these values."""
+    behind = set(backward(graph, dict.fromkeys(flowing, _FULL)))
+    before: set[int] = set()
+    for node in graph.nodes:
+        if node.operation in ADDITIVE and behind.intersection(node.outputs):
+            beside, lost = _parts(node, reached)
+            for value in lost:
+                above = ancestors(graph, value)
+                if beside & above:
+                    before |= {v for v in (value, *above) if reached.get(v, _NONE) < _FULL}
+    return before
 
 
 def _terms_in_bodies(node: Node, reached: Strengths, call: Node | None) -> Iterator[Loss]:

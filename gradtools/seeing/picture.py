@@ -16,6 +16,7 @@ from gradtools.seeing.scene import (
     COLUMN_HEAD,
     LABEL,
     MARGIN,
+    SPREAD,
     Heading,
     Line,
     Picture,

@@ -7,14 +7,18 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
 from gradtools.torch.frozen import _TOLD, _products_of_zero_cost_nothing
 from gradtools.torch.modes import Modes
+from gradtools.torch.onetangent import OneTangent
 
 D = torch.float64
 CPU = {"cpu"}
@@ -134,7 +138,8 @@ def test_fused_attention_is_replaced_for_that_pass_and_said_once():
         warnings.simplefilter("always")
         same(second(gt.frozen(attention), zs, y, along=True), expected)
         same(second(gt.frozen(attention), zs, y, along=True), expected)
-    assert [w.category for w in told] == [GradtoolsWarning]
+    told = [w for w in told if w.category is GradtoolsWarning]  # PyTorch has warnings of its own
+    assert len(told) == 1
     assert "_scaled_dot_product_flash_attention_for_cpu lacks" in str(told[0].message)
     assert "alternatives to fused kernels" in str(told[0].message)
     assert Modes.now(CPU).flags == before
@@ -195,6 +200,136 @@ def test_a_function_without_jvp_takes_double_backward_and_says_so(along):
     same(found, second(lambda z: z.sin() ** 3, zs, y, along=along))
 
 
+REFUSED_ONCE = (
+    r"frozen: G holds the autograd\.Function Once\w*, whose backward is marked with @once"
+)
+
+
+class OnceWithJvp(Once):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return Once.forward(ctx, x)
+
+    @staticmethod
+    def jvp(ctx, dx):
+        return 3 * ctx.x**2 * dx
+
+
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.filterwarnings("ignore:frozen. a torch.autograd.Function lacks")
+def test_a_backward_without_a_derivative_is_refused(along, budget):
+    """PyTorch itself says nothing of it where the cotangent has no graph, and loses a part."""
+    zs, y = inputs(2, 4)
+    with pytest.raises(GradtoolsError, match=REFUSED_ONCE):
+        second(gt.frozen(lambda z: Once.apply(z.sin()), budget), zs, y, along=along)
+
+
+def test_a_forward_rule_is_enough_for_what_forward_mode_gives():
+    zs, y = inputs(2, 4)
+    G = gt.frozen(lambda z: OnceWithJvp.apply(z.sin()))
+    same(second(G, zs, y), second(lambda z: z.sin() ** 3, zs, y))
+    with pytest.raises(GradtoolsError, match=REFUSED_ONCE):
+        second(G, zs, y, along=True)
+
+
+# --- third order ------------------------------------------------------------------------------
+
+
+def third(G, z, y):
+    """Gradients of a function of the gradient of a function of df/dz."""
+    (g,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
+    (h,) = torch.autograd.grad(g.pow(2).sum().tanh(), z, create_graph=True)
+    (k,) = torch.autograd.grad((h * h.detach().cos()).sum(), y, create_graph=True)
+    last = torch.autograd.grad(k.sin().sum(), (y, z))
+    return [g.detach(), h.detach(), k.detach(), *last]
+
+
+DEEP = {
+    "perceptron": NETWORKS["perceptron"],
+    "conv decoder": NETWORKS["decoder"],
+    "transformer encoder": (lambda: nn.TransformerEncoder(encoder(), 2), (2, 3, 8)),
+    "LSTM": NETWORKS["recurrent"],
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("tracked", [False, True])
+def test_third_derivatives_are_double_backwards(name, tracked):
+    make, shape = DEEP[name]
+    torch.manual_seed(0)
+    model = make().to(D).requires_grad_(tracked)
+    (z,), y = inputs(*shape, count=1)
+    with sdpa_kernel(SDPBackend.MATH):
+        same(third(gt.frozen(model), z, y), third(model, z, y), 1e-9)
+
+
+# --- tangents by hand -------------------------------------------------------------------------
+
+W = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
+ONE_TANGENT = {
+    "linear": lambda z: nn.functional.linear(z, W.T, W[0]),
+    "linear without bias": lambda z: nn.functional.linear(z, W.T),
+    "linear with a named bias": lambda z: nn.functional.linear(z, W.T, bias=W[0]),
+    "linear with a tracked weight": lambda z: nn.functional.linear(
+        z.sin(), z.cos() @ z.cos().T @ z
+    ),
+    "linear with a tracked bias": lambda z: nn.functional.linear(z, W.T, z.sum(0)[:3]),
+    "convolution": lambda z: nn.functional.conv1d(z[:, None], W[:, None], W[:, 0], padding=1),
+    "product": lambda z: (2 * z * W[:, 0] + z * z) @ W,
+    "product from the left": lambda z: torch.mm(W[:3, :2], z) * (W[0] @ W.T),
+    "quotients": lambda z: z / 3 + z / W[:, 0] + 2 / (z + 3) + z / (z + 3),
+    "sums": lambda z: 1 - (z - 2) + (W[:, 0] - z) * z + (z + W[:, 2]) + (3 + z),
+    "a sum that widens": lambda z: z[0] + torch.ones(2, 4, dtype=D),
+    "a sum changed in place": lambda z: (z + 1).mul_(2) + z,
+    "layer norm": lambda z: nn.functional.layer_norm(z * 3, (4,), W[:, 0], W[:, 1]),
+    "layer norm without weight": lambda z: nn.functional.layer_norm(z * 3, (2, 4)),
+    "layer norm with a tracked weight": lambda z: nn.functional.layer_norm(z * 3, (4,), z[0]),
+    "batch norm": lambda z: nn.functional.batch_norm(
+        z, W[:, 0], W[:, 1].exp(), W[:, 2], W[:, 0], eps=0.1
+    ),
+    "attention": lambda z: nn.functional.scaled_dot_product_attention(z, z.sin() @ z.T @ z, 2 * z),
+    "masked attention": lambda z: nn.functional.scaled_dot_product_attention(
+        z, 2 * z, z, attn_mask=W[:2, :2]
+    ),
+    "causal attention": lambda z: nn.functional.scaled_dot_product_attention(
+        z, 2 * z, z, is_causal=True, scale=0.3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_TANGENT)
+def test_what_is_pushed_by_hand_has_its_derivative(name):
+    zs, y = inputs(2, 4)
+    reduced = lambda z: ONE_TANGENT[name](z).sin()
+    with sdpa_kernel(SDPBackend.MATH):
+        same(second(gt.frozen(reduced), zs, y), second(reduced, zs, y))
+
+
+def test_a_fixed_tensor_that_is_changed_in_place_may_have_a_tangent():
+    z, dz, w = torch.randn(2, 4), torch.randn(2, 4), torch.zeros(4, 4)
+    with forward_ad.dual_level(), torch.no_grad(), OneTangent([w]):
+        dual = forward_ad.make_dual(z, dz)
+        w.add_(dual[0])
+        found = forward_ad.unpack_dual(nn.functional.linear(dual, w)).tangent
+    expected = torch.func.jvp(lambda z: z @ z[0].expand(4, 4).T, (z,), (dz,))[1]
+    torch.testing.assert_close(found, expected)
+
+
+def test_flops_of_attention_are_those_of_its_products():
+    """The layers of multi-head attention are seen, though one python function calls them."""
+    model = nn.MultiheadAttention(16, 2, batch_first=True).requires_grad_(False)
+    z = torch.randn(2, 5, 16)
+
+    layers, products = 2 * 10 * 16 * 16 * 4, 2 * 2 * 2 * 2 * 5 * 5 * 8
+    with FlopCounterMode(display=False) as count, forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(z, z.cos())
+        with OneTangent(model.parameters()), sdpa_kernel(SDPBackend.MATH):
+            model(dual, dual, dual, need_weights=False)
+    assert count.get_total_flops() == 2 * layers + 3 * products
+
+
 # --- parameters -------------------------------------------------------------------------------
 
 REFUSED = "a parameter of G is asked for its derivative"
@@ -237,6 +372,19 @@ def test_a_batch_norm_is_no_reason_for_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", GradtoolsWarning)
         gt.frozen(normalised())(torch.randn(5, 4))
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_a_module_that_reduces_gradients_is_refused(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+        for G in (gt.frozen(ddp), gt.frozen(lambda z: ddp(z).sin())):
+            with pytest.raises(GradtoolsError, match=r"is a DistributedData.*such as ddp\.module"):
+                G(torch.ones(2, 4, requires_grad=True))
+        assert gt.frozen(ddp.module)(torch.ones(2, 4)).shape == (2, 3)
+    finally:
+        dist.destroy_process_group()
 
 
 # --- engines ----------------------------------------------------------------------------------

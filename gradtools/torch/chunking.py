@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -147,6 +148,7 @@ class _Forward(_Program):
         self.seen: dict[int, _Seen] = {}  # with verify: what the first pass gave
         self.versions: list[tuple[Tensor, int, str]] = []
         self.drawn: Randomness | None = None
+        self.once: str | None = None  # a Function in f's graph that has no second derivative
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
     def _check_modules(self) -> None:
@@ -315,6 +317,8 @@ class _Forward(_Program):
             if isinstance(y, Tensor) and ((_is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise _captured(self, None)
         for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
+            if isinstance(node, BackwardCFunction) and _is_once_differentiable(type(node)):
+                self.once = type(node).__name__.removesuffix("Backward")
             if type(node).__name__ == "AccumulateGrad":
                 if id(node.variable) not in own:
                     leaves[id(node.variable)] = node.variable
@@ -383,6 +387,15 @@ class _Forward(_Program):
             finally:
                 for hooks, those in zip(held, kept, strict=True):
                     hooks.update(those)
+
+
+def _is_once_differentiable(kind: Any) -> bool:
+    """Whether the backward pass of an `autograd.Function` is marked to have no derivative."""
+    backward = getattr(kind._forward_cls, "backward", None)
+    return getattr(backward, "__code__", None) is _ONCE
+
+
+_ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 class _Derived(_Program):
@@ -960,12 +973,17 @@ _OWN_WRAPPERS = {
 _TOLD: set[str] = set()
 
 
+def own_wrapper(module: Any) -> str | None:
+    """The kind of a module of PyTorch's that has its own way with parameters."""
+    kinds = [kind for kind in type(module).__mro__ if kind.__name__ in _OWN_WRAPPERS]
+    return next((k.__name__ for k in kinds if k.__module__.startswith("torch.")), None)
+
+
 def _check_modules(asked: str, start: Snapshot, f: Any) -> None:
     for module, name in start.reached.modules.values():
-        for kind in type(module).__mro__:
-            mend = _OWN_WRAPPERS.get(kind.__name__)
-            if mend is not None and kind.__module__.startswith("torch."):
-                raise GradtoolsError(f"{asked}: {name} is a {kind.__name__}. {mend}")
+        kind = own_wrapper(module)
+        if kind is not None:
+            raise GradtoolsError(f"{asked}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
         normalises = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
         if asked == "chunked" and normalises and module.training:
             _tell(f, name)

@@ -39,6 +39,7 @@ from gradtools.torch.chunking import (
     _pulled,
     _Pushed,
     _Sums,
+    own_wrapper,
 )
 from gradtools.torch.modes import Modes
 from gradtools.torch.onetangent import OneTangent, tangent_of
@@ -54,6 +55,7 @@ class Uses:
     def __init__(self, budget: int | None) -> None:
         self.budget, self.held, self.size = budget or 0, 0, 0
         self.state: Snapshot | None = None  # what stood behind G at the latest use
+        self.skipped: dict[tuple[str, int], int] = {}  # ways that failed, see `by_any_kernel`
         self._latest: Callable[[], _Use | None] = lambda: None
 
     def begin(self, use: _Use) -> None:
@@ -97,6 +99,15 @@ class _Use(_Forward):
 
     def _check_modules(self) -> None:
         """A module sees whole arguments, as in a plain call, and its parameters are constants."""
+        for module, name in self.start.reached.modules.values():
+            kind = own_wrapper(module)
+            if kind is not None:
+                raise GradtoolsError(
+                    f"frozen: {name} is a {kind}, which shares out the work on parameters and "
+                    "their gradients; here G is computed several times and its parameters are "
+                    "constants. Give frozen the module inside (such as ddp.module), whole on each "
+                    "process."
+                )
 
     # --- the first pass
 
@@ -108,7 +119,8 @@ class _Use(_Forward):
             found = super()._first_pass(rows, shared)
         if measured:
             self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
-            self.holds = bool(self.retained) and self.uses.reserve(self, self.uses.size)
+            fits = bool(self.retained) and self.once is None
+            self.holds = fits and self.uses.reserve(self, self.uses.size)
         return found
 
     def _kept(self) -> int:
@@ -155,7 +167,7 @@ class _Use(_Forward):
         zs, dzs = list(shared[:width]), spread(shared[width:], there[-1])
         fast = lambda use: use.pushed(zs, dzs)
         slow = lambda use: _derived(_Pushed(use, widths, width, there), rows, shared)
-        return self.by_any_kernel(fast if self.may_use_forward_mode() else None, slow)
+        return self.by_any_kernel("values", fast if self.may_use_forward_mode() else None, slow)
 
     def may_use_graph(self) -> bool:
         """Whether nothing differentiates the result."""
@@ -168,13 +180,20 @@ class _Use(_Forward):
         beneath = torch._C._functorch.peek_interpreter_stack() is not None
         return self.may_use_graph() and not (beneath or batched or self.batches)
 
-    def by_any_kernel(self, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
-        """The result of forward mode, else of double backward; by other kernels where one fails."""
+    def by_any_kernel(self, asked: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
+        """The result of forward mode, else of double backward; by other kernels where one fails.
+
+        The next use begins with what worked for this one.
+        """
         ways = [(way, other) for way in (fast, slow) if way is not None for other in (False, True)]
+        count = len(ways)
+        ways = ways[self.uses.skipped.get((asked, count), 0) :]
         while True:
             way, other = ways.pop(0)
+            if way is slow:
+                self.refuse_once("give it a jvp, or ")
             try:
-                return way(self.with_modes(self.modes.by_other_kernels()) if other else self)
+                found = way(self.with_modes(self.modes.by_other_kernels()) if other else self)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = _lacking(error)
                 if kernel == _FUNCTION:  # it is no kernel that flags choose
@@ -182,6 +201,18 @@ class _Use(_Forward):
                 if kernel is None or not ways:
                     raise
                 _tell(kernel, again=ways[0][0] is way)
+            else:
+                self.uses.skipped[asked, count] = count - 1 - len(ways)
+                return found
+
+    def refuse_once(self, mend: str = "") -> None:
+        """Raises if G's pullback has no derivative; PyTorch's would lack a part, in silence."""
+        if self.once is not None:
+            raise GradtoolsError(
+                f"frozen: G holds the autograd.Function {self.once}, whose backward is marked with "
+                "@once_differentiable, and its derivative is asked for. To have one, "
+                f"{mend}write a backward of PyTorch's operations, without that mark."
+            )
 
     def with_modes(self, modes: Modes) -> _Use:
         """The same use, computed again in other modes."""
@@ -267,6 +298,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     use: Any = back.of
     if all(u is None for u in us):
         return [None] * len(zs)
+    use.refuse_once()
     if back.graph is not None and use.may_use_graph():
         own, _, grads = back.graph
         return _pulled(grads, own, us, True, False)
@@ -278,7 +310,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
         return _derived(_Pushed(same, [len(cts)], len(zs), there), [list(cts)], given)
 
     fast = lambda use: use.second(zs, us, full)
-    return use.by_any_kernel(fast if use.may_use_forward_mode() else None, slow)
+    return use.by_any_kernel("along", fast if use.may_use_forward_mode() else None, slow)
 
 
 # --- nodes ------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ way; so does what is called inside of PyTorch, which a function mode does not se
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -58,7 +60,7 @@ class OneTangent(TorchFunctionMode):
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:
         """A tensor's value and its tangent."""
         known = self._versions.get(id(x))
-        if not isinstance(x, Tensor) or (known is not None and known == x._version):
+        if (known is not None and known == x._version) or not isinstance(x, Tensor):
             return x, None
         value, tangent = _unpack(x, level=self._level)
         return value, tangent
@@ -77,15 +79,25 @@ class OneTangent(TorchFunctionMode):
 
 def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """A linear or convolutional layer: of an input, a weight, a bias, and what follows."""
-    if len(args) < 2:
+    if len(args) < 3 or kwargs:
+        args, kwargs = _positional(args, kwargs)
+    if len(args) < 3:
         return None
-    weight, bias, more = args[1], args[2] if len(args) > 2 else kwargs.get("bias"), args[3:]
-    named = {key: value for key, value in kwargs.items() if key != "bias"}
     x, dx = mode.parts(args[0])
-    if dx is None or not mode.fixes((weight, bias)):
+    weight, bias, more = args[1], args[2], args[3:]
+    if dx is None or mode.parts(weight)[1] is not None or mode.parts(bias)[1] is not None:
         return None
-    dy = fun(dx, weight, None, *more, **named)
-    return mode.dual(fun(x, weight, bias, *more, **named), dy)
+    if not kwargs:  # as a module calls it, many times
+        return mode.dual(fun(x, weight, bias, *more), fun(dx, weight, None, *more))
+    dy = fun(dx, weight, None, *more, **kwargs)
+    return mode.dual(fun(x, weight, bias, *more, **kwargs), dy)
+
+
+def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Input, weight and bias by position, where the first two came so; the bias may be missing."""
+    if len(args) != 2:
+        return args, kwargs
+    return (*args, kwargs.get("bias")), {k: v for k, v in kwargs.items() if k != "bias"}
 
 
 def _product(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -160,6 +172,40 @@ def _batch_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.dual(y, fun(dx, zero, variance, weight, None, eps=eps))
 
 
+def _multi_head_attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A function in python, whose layers are to be seen: its body, past the question for modes."""
+    with mode:
+        return _ATTENTION(*args, **kwargs)
+
+
+def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The plain formula without mask and dropout, where no fused kernel is allowed to run."""
+    given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+    scale = given.pop("scale", None)
+    plain = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
+    if len(args) > 3 or any(given.pop(key, usual) != usual for key, usual in plain.items()):
+        return None
+    if len(given) != 3 or any(allowed() for allowed in _FUSED):
+        return None
+    q, k, v = given["query"], given["key"], given["value"]
+    root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    with mode:
+        scores = (q * root) @ (k * root).transpose(-2, -1)
+        return scores.softmax(-1) @ v
+
+
+def _without_question(fun: Any) -> Any:
+    """A function of PyTorch's that does not ask whether a mode wants its call."""
+    no = dict.fromkeys([name for name in fun.__globals__ if "has_torch_function" in name], _no)
+    found = FunctionType(fun.__code__, {**fun.__globals__, **no}, fun.__name__, fun.__defaults__)
+    found.__kwdefaults__ = fun.__kwdefaults__
+    return found
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
 def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing is cast, be it by autocast."""
     same = all(other is None or other.dtype == x.dtype for other in others)
@@ -168,6 +214,13 @@ def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
 
 _LAYER_NORM = inspect.signature(functional.layer_norm)
 _BATCH_NORM = inspect.signature(functional.batch_norm)
+
+_ATTENTION = _without_question(functional.multi_head_attention_forward)
+_FUSED = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
 
 _ALIKE: dict[Any, tuple[Any, ...]] = {
     _layer: (
@@ -186,5 +239,7 @@ _ALIKE: dict[Any, tuple[Any, ...]] = {
     _sum(-1, 1): (torch.rsub, Tensor.__rsub__),
     _layer_norm: (functional.layer_norm,),
     _batch_norm: (functional.batch_norm,),
+    _multi_head_attention: (functional.multi_head_attention_forward,),
+    _attention: (functional.scaled_dot_product_attention,),
 }
 _RULES = {fun: rule for rule, those in _ALIKE.items() for fun in those}

@@ -14,6 +14,7 @@ from gradtools.edits import Edits
 from gradtools.frozen import Freezing
 from gradtools.kernels import HostFunctions
 from gradtools.models import Models
+from gradtools.seeing.measures import Measures
 from gradtools.seeing.operators import Seeing
 
 
@@ -27,5 +28,6 @@ class Api(
     Accumulation,
     Models,
     Seeing,
+    Measures,
 ):
     """Every public operator, bound to one backend."""

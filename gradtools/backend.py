@@ -207,6 +207,10 @@ class Backend(Protocol):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         ...
 
+    def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What one call costs, a `seeing.measures.Measurement`. Its effects are undone."""
+        ...
+
     # Models and writing.
     def functionalize(
         self, module: Any, *, variables: Any, train: bool | None, rng_names: tuple[str, ...]

@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(run=_backends)
     _add_crosscheck(commands)
     _add_why_zero(commands)
+    _add_measure(commands)
     table = commands.add_parser(
         "conventions", help="how the frameworks differ at kinks and ties, measured here"
     )
@@ -154,6 +155,27 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     demo.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
     demo.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     demo.set_defaults(run=_demo)
+
+
+def _add_measure(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "measure",
+        help="say what a call of a function costs: flops, bytes, bytes kept for backward, time",
+        description="Exit status 0 if it could be measured, 2 if not.",
+    )
+    _add_function(command)
+    command.add_argument(
+        "--grad",
+        action="store_true",
+        help="measure value and gradient, along all floating arguments, rather than the value",
+    )
+    command.set_defaults(run=_measure)
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from gradtools.seeing.commands import measure
+
+    return measure(args)
 
 
 def _positions(text: str) -> list[int]:

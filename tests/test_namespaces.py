@@ -32,6 +32,7 @@ NAMES = {
         *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
     ],
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
+    "seeing": ["dependence", "why_zero", "guard_gradients", "measure"],
 }
 ALL = [name for names in NAMES.values() for name in names]
 FUNCTIONS = [name for name in ALL if name != "xp"]

@@ -30,6 +30,7 @@ jvp = _api.jvp
 key = _api.key
 known_gradient = _api.known_gradient
 linearize = _api.linearize
+measure = _api.measure
 microbatched = _api.microbatched
 minimax_value_and_grad = _api.minimax_value_and_grad
 mixed_partial = _api.mixed_partial
@@ -72,6 +73,7 @@ __all__ = [
     "key",
     "known_gradient",
     "linearize",
+    "measure",
     "microbatched",
     "minimax_value_and_grad",
     "mixed_partial",

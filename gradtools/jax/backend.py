@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.jax import accumulate, arrays, chunking, engines, frozen, modules, seeing, vanishing
+from gradtools.jax import (
+    accumulate,
+    arrays,
+    chunking,
+    engines,
+    frozen,
+    measures,
+    modules,
+    seeing,
+    vanishing,
+)
 from gradtools.jax.host import call_kernel
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.trees import is_inexact
@@ -169,6 +179,7 @@ class JaxBackend:
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)
 
+    measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)
 
 

@@ -1,4 +1,4 @@
-"""What `gradtools why-zero` does: one function, looked at from the command line."""
+"""What `gradtools why-zero` and `gradtools measure` do: one function, from the command line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 import os
 import sys
 import traceback
+from typing import Any
 
 from gradtools.errors import GradtoolsError
 from gradtools.inputs import Given
+from gradtools.seeing.measures import Measurement
 from gradtools.seeing.report import Report
 
 
@@ -30,6 +32,41 @@ def _reported(options: argparse.Namespace) -> Report:
     given = Given.by(options)
     found: Report = given.gt.why_zero(given.f, *given.args, wrt=tuple(options.wrt))
     return found
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Prints what a call costs; 0 if it could be measured, 2 if not."""
+    try:
+        found = _measured(options)
+    except GradtoolsError as error:
+        print(f"gradtools measure: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # a program's own: its place is worth more than a sentence
+        traceback.print_exc()
+        kind, given = type(error).__name__, options.args or options.shapes or "no arguments"
+        print(f"gradtools measure: {options.function} raised {kind} on {given}", file=sys.stderr)
+        return 2
+    print(found.to_json() if options.json else found.text(colour=in_colour()))
+    return 0
+
+
+def _measured(options: argparse.Namespace) -> Measurement:
+    given = Given.by(options)
+    f = given.f
+    if options.grad:
+        places = tuple(i for i, x in enumerate(given.args) if _is_inexact(given.gt, x))
+        if not places:
+            raise GradtoolsError(
+                f"--grad: {options.function} is given no floating array to take a gradient along. "
+                'Give one: --shapes "3x4", or --args file.npz.'
+            )
+        f = given.gt.value_and_grad(f, argnums=places)
+    found: Measurement = given.gt.measure(f, *given.args)
+    return found
+
+
+def _is_inexact(gt: Any, x: Any) -> bool:
+    return gt.to_numpy(x).dtype.kind in "fc"
 
 
 def in_colour() -> bool:

@@ -17,6 +17,7 @@ from gradtools.torch import (
     engines,
     frozen,
     kernels,
+    measures,
     modules,
     seeing,
     trees,
@@ -220,6 +221,7 @@ class TorchBackend:
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)
 
+    measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)
 
 

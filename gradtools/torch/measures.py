@@ -1,0 +1,302 @@
+"""What a call costs in PyTorch: seen from below, operation by operation, then timed alone.
+
+f is run a few times: once under modes that count operations and live bytes, once with arguments
+that require grad, to see what is kept for backward, then without any mode for the clock. Each run
+starts from the same state. What is written in place is copied just before it is written to, for
+the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing import measures as costs
+from gradtools.seeing.measures import Measurement
+from gradtools.torch.compiling import is_compiling
+from gradtools.torch.flops import Flops, Watching
+from gradtools.torch.state import Snapshot
+
+Tensor = torch.Tensor
+
+
+def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
+    """See ``gradtools.seeing.measures``."""
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    _check(given)
+    before = _Before.of(f, args, kwargs, given)
+    with before.after_all():
+        flops, peak, unknown = _counted(before, lambda: f(*args, **kwargs))
+        saved, notes = _saved(before, f, args, kwargs)
+        run = lambda: _finished(f(*args, **kwargs))
+        device_peak = _device_peak(run)
+        before.restore()
+        times = costs.timed(run, before.restore)
+    compiled = ["operations and bytes are those of eager execution underneath torch.compile"]
+    return costs.measurement(
+        times,
+        flops=flops,
+        peak_bytes=peak,
+        saved_bytes=saved,
+        backend="torch",
+        device_peak_bytes=device_peak,
+        notes=(*costs.not_counted(unknown), *notes, *(compiled if _is_compiled(f) else ())),
+    )
+
+
+def _check(given: Sequence[Tensor]) -> None:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if is_compiling() or any(map(wrapped, given)):
+        raise GradtoolsError(
+            "measure: called inside of a transform, where arrays have no values. Call it "
+            "outside, on the transformed function."
+        )
+
+
+def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, set[str]]:
+    with LiveBytes() as live, Kept(live, before), Flops() as flops, _eager():
+        found = run()
+    del found
+    before.restore()
+    return flops.total, live.peak, flops.unknown
+
+
+def _finished(found: Any) -> Any:
+    """What was computed, once it is."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and (accelerator.type != "cuda" or torch.cuda.is_initialized()):
+        torch.accelerator.synchronize()
+    return found
+
+
+def _device_peak(run: Callable[[], Any]) -> int | None:
+    """A first run that is not timed, and the peak of CUDA's allocator in it."""
+    if not torch.cuda.is_initialized():
+        run()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    standing = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - standing
+
+
+# --- compiled code -----------------------------------------------------------------------
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Inside, compiled functions run as they were written: a mode cannot see into their code."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _is_compiled(f: Any) -> bool:
+    while f is not None:
+        if hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule":
+            return True
+        f = getattr(f, "__wrapped__", None)
+    return False
+
+
+# --- bytes -------------------------------------------------------------------------------
+
+
+class LiveBytes(Watching):
+    """Counts storages that operations inside make, from when they are made to when they die.
+
+    Attributes:
+        now: Their bytes.
+        peak: The most there were at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, tuple[int, int]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {_key(x) for x in tree_leaves((args, kwargs)) if _is_plain(x)}
+        for x in tree_leaves(found):
+            if _is_plain(x):
+                self._note(x.untyped_storage(), given)
+        return found
+
+    def number_of(self, x: Any) -> int | None:
+        """The number of a tensor's storage, which no later one gets; None of those before."""
+        found = self._known.get(_key(x)) if _is_plain(x) else None
+        return None if found is None else found[0]
+
+    def bytes_of(self, x: Tensor) -> int:
+        """The bytes of a storage that was made inside."""
+        return self._known[_key(x)][1]
+
+    def _note(self, storage: Any, given: set[int]) -> None:
+        key = storage._cdata
+        if key in self._known or key in given:
+            return
+        size = storage.nbytes()
+        self._count += 1
+        self._known[key] = self._count, size
+        weakref.finalize(storage, self._forget, key, size).atexit = False
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int, size: int) -> None:
+        if self._known.pop(key, None) is not None:
+            self.now -= size
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
+
+def _key(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
+    """The most bytes that were alive at once of what `run()` made, and what it returned."""
+    with LiveBytes() as live:
+        found = run()
+    return live.peak, found
+
+
+def _saved(
+    before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[int | None, list[str]]:
+    """The bytes kept for backward, and why none are if f cannot be differentiated."""
+    seen: set[int | None] = set()
+    live = LiveBytes()
+
+    def pack(x: Tensor) -> Tensor:
+        seen.add(live.number_of(x))
+        return x.detach()  # x itself may hold the graph that holds it
+
+    with torch.inference_mode(False), torch.enable_grad():
+        tracked_args, tracked_kwargs = tree_map(_tracked, (tuple(args), kwargs))
+        try:
+            with live, Kept(live, before), saved_tensors_hooks(pack, lambda x: x), _eager():
+                found = f(*tracked_args, **tracked_kwargs)
+        except Exception as error:  # it ran as it was given: what stands in the way is the answer
+            first = str(error).strip().partition("\n")[0]
+            before.restore()
+            return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
+    before.restore()
+    gc.collect()
+    outs = {live.number_of(x): x for x in tree_leaves(found) if _is_plain(x)}
+    outs.pop(None, None)
+    of_results = sum(live.bytes_of(x) for number, x in outs.items() if number not in seen)
+    with_graph = live.now
+    del found, outs
+    gc.collect()
+    return with_graph - of_results - live.now, []
+
+
+def _tracked(x: Any) -> Any:
+    """An argument that a derivative is taken along."""
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
+
+
+# --- as if it had never run --------------------------------------------------------------
+
+
+@dataclass
+class _Before:
+    """All that a run may change, as it stood.
+
+    Attributes:
+        snapshot: Random streams and what stands behind f.
+        grads: Every leaf that is alive, with its `.grad`.
+        storages: Storages that were written to, and their contents before.
+    """
+
+    snapshot: Snapshot
+    grads: list[tuple[Tensor, Tensor | None]]
+    storages: dict[int, tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, f: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> _Before:
+        leaves, optimizers = _alive()
+        roots = [f, args, kwargs]
+        for optimizer in optimizers:
+            roots += [optimizer.state, optimizer.param_groups]
+        return cls(Snapshot.of(roots, given), [(x, x.grad) for x in leaves], {})
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        for storage, contents in self.storages.values():
+            if storage.nbytes() != contents.nbytes():
+                storage.resize_(contents.nbytes())
+            storage.copy_(contents)
+        for leaf, grad in self.grads:
+            if leaf.grad is not grad:
+                leaf.grad = grad
+        self.snapshot.restore()
+
+    @contextmanager
+    def after_all(self) -> Iterator[None]:
+        """Everything is put back if what is inside raises."""
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+
+
+def _alive() -> tuple[list[Tensor], list[Any]]:
+    """The leaves that require grad, and the optimisers: an f that steps may reach them anyhow."""
+    leaves, optimizers = [], []
+    for x in gc.get_objects():
+        kind = type(x)
+        if issubclass(kind, Tensor):
+            if x.requires_grad and x.is_leaf:
+                leaves.append(x)
+        elif issubclass(kind, torch.optim.Optimizer):
+            optimizers.append(x)
+    return leaves, optimizers
+
+
+class Kept(Watching):
+    """Copies what was there before, just before an operation inside writes to it."""
+
+    def __init__(self, live: LiveBytes, before: _Before) -> None:
+        super().__init__()
+        self._live, self._storages = live, before.storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in _written(func, args, kwargs):
+            if _key(x) not in self._storages and self._live.number_of(x) is None:
+                with _disable_current_modes():
+                    storage = x.untyped_storage()
+                    self._storages[_key(x)] = storage, storage.clone()
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operation writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        yield from (x for x in tree_leaves(value) if _is_plain(x))

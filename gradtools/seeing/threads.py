@@ -8,6 +8,7 @@ Residuals are threads, each with its bytes beside the column that reads it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from gradtools.seeing.cards import LINE, text_width
 from gradtools.seeing.layout import GAP, rows_near
@@ -85,17 +86,17 @@ class Threads:
             source, target = self.ends(thread)
             out_right = source <= target
             in_left = source < target
-            start = self._way_out(thread.source, 1 if out_right else -1, rights[id(thread)])
-            stop = self._way_out(thread.target, -1 if in_left else 1, lefts[id(thread)])
+            start = self._way_out(thread.source, 1 if out_right else -1, rights[thread])
+            stop = self._way_out(thread.target, -1 if in_left else 1, lefts[thread])
             plans.append((thread, start, stop))
         tracks = self._tracks(plans)
         levels = self._label_levels(plans)
         for thread, start, stop in plans:
-            self._thread(thread, start, stop, tracks[id(thread)], levels.get(id(thread)))
+            self._thread(thread, start, stop, tracks[thread], levels.get(thread))
 
-    def _sides(self) -> tuple[dict[int, float], dict[int, float]]:
+    def _sides(self) -> tuple[dict[Arrow, float], dict[Arrow, float]]:
         """How far below the top of its box each thread begins and ends."""
-        sides: dict[tuple[int, bool], list[tuple[float, int, bool]]] = {}
+        sides: dict[tuple[int, bool], list[tuple[float, Arrow, bool]]] = {}
         for thread in self.threads:
             source, target = self.ends(thread)
             for key, other, right, out in (
@@ -103,13 +104,13 @@ class Threads:
                 (thread.target, thread.source, source >= target, False),
             ):
                 y = self._spots[other].y
-                sides.setdefault((key, right), []).append((y, id(thread), out))
-        outs: dict[int, float] = {}
-        intos: dict[int, float] = {}
+                sides.setdefault((key, right), []).append((y, thread, out))
+        outs: dict[Arrow, float] = {}
+        intos: dict[Arrow, float] = {}
         for (key, _), ends in sides.items():
             height = self._spots[key].height
             step = min(SPREAD, (height - 10) / max(1, len(ends)))
-            for i, (_, name, out) in enumerate(sorted(ends)):
+            for i, (_, name, out) in enumerate(sorted(ends, key=itemgetter(0))):
                 (outs if out else intos)[name] = height / 2 + (i - (len(ends) - 1) / 2) * step
         return outs, intos
 
@@ -154,31 +155,31 @@ class Threads:
 
     def _tracks(
         self, plans: Sequence[tuple[Arrow, list[Point], list[Point]]]
-    ) -> dict[int, dict[int, float]]:
+    ) -> dict[Arrow, dict[int, float]]:
         """Where each thread runs in each gutter: no two in one place, few crossings."""
-        found: dict[int, dict[int, float]] = {id(thread): {} for thread, _, _ in plans}
+        found: dict[Arrow, dict[int, float]] = {thread: {} for thread, _, _ in plans}
         for number, (left, _) in enumerate(self.gutters):
             here = [plan for plan in plans if number in self.gutters_of(plan[0])]
             here.sort(key=_track_order)
             step = min(_TRACK, _TRACK * _MOST_TRACKS / max(1, len(here)))
             for i, (thread, _, _) in enumerate(here):
-                found[id(thread)][number] = left + _GUTTER / 2 + i * step
+                found[thread][number] = left + _GUTTER / 2 + i * step
         return found
 
     def _label_levels(
         self, plans: Sequence[tuple[Arrow, list[Point], list[Point]]]
-    ) -> dict[int, float]:
+    ) -> dict[Arrow, float]:
         """The height of each label, near to where its thread goes in, none over another."""
-        found: dict[int, float] = {}
+        found: dict[Arrow, float] = {}
         if len(plans) > _MOST_LABELS:
             return found
         for number in range(len(self.gutters)):
             here = [
-                (stop[-1][1], id(thread))
+                (stop[-1][1], thread)
                 for thread, _, stop in plans
                 if self.labels_at(thread) == number and self.label_text(thread)
             ]
-            here.sort()
+            here.sort(key=itemgetter(0))
             edges = [i * LABEL for i in range(len(here))]
             wanted = [(i, y) for i, (y, _) in enumerate(here)]
             for y, (_, name) in zip(rows_near(edges, edges, wanted), here, strict=True):

@@ -14,6 +14,7 @@ import torch
 
 from gradtools.seeing.graph import Dependence, Links
 from gradtools.torch.recording import operations
+from gradtools.torch.recording.numbering import base_of, storage_of
 from gradtools.torch.rules import is_inexact
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def links_of(
     reached: Sequence[Sequence[int]],
     hosts: Sequence[int],
     dropped: set[int],
+    managed: bool,
 ) -> FoundLinks:
     """The links of a call.
 
@@ -48,7 +50,12 @@ def links_of(
         reached: For each of these the known values that autograd leads to.
         hosts: The numbers of what came back from outside of the framework.
         dropped: The ids of tensors that it overwrites without reading.
+        managed: Whether gradtools itself calls, to run a chunk apart: what it detaches then is
+            connected again by other means.
     """
+    if managed and call.name in ("detach", "data"):
+        links = tuple([(_FULL,) * len(call.numbers) for _ in outs])
+        return FoundLinks("identity", call.numbers, links, None)
     read = _read(call, dropped)
     inputs = [call.numbers[k] for k in read]
     known = {call.numbers[k] for k in range(len(call.numbers))}
@@ -57,9 +64,13 @@ def links_of(
     for y, found in zip(outs, reached, strict=True):
         row = [_link(call, k, y, found) for k in read]
         inexact = is_inexact(y)
-        lost = [call.tracked[k] and link < _FULL for k, link in zip(read, row, strict=True)]
-        if any(lost):
-            reasons.append(_reason(call, inexact))
+        lost = [
+            link
+            for k, link in zip(read, row, strict=True)
+            if call.tracked[k] and _NONE < link < _FULL
+        ]
+        if lost:
+            reasons.append(_reason(call, inexact, min(lost)))
         row += [_FULL if inexact else _CUT] * len(hosts)
         row += [_FULL if v in found else _NONE for v in beside]
         rows.append(tuple(row))
@@ -70,12 +81,18 @@ def links_of(
 
 def _read(call: RecordedCall, dropped: set[int]) -> list[int]:
     """The positions of the tensors whose numbers matter."""
-    if call.name in operations.NO_DATA:
-        return []
-    return [k for k, x in enumerate(call.tensors) if id(x) not in dropped]
+    kept = [k for k, x in enumerate(call.tensors) if id(x) not in dropped]
+    if call.name in operations.FIRST_ALONE:
+        return kept[:1]
+    form = call.args[0] if call.name in operations.NO_DATA and call.args else None
+    return [k for k in kept if call.tensors[k] is not form]
 
 
 def _link(call: RecordedCall, k: int, y: Tensor, found: Sequence[int]) -> Dependence:
+    if call.name in operations.EACH_ITS_OWN and storage_of(base_of(y)) != storage_of(
+        call.tensors[k]
+    ):
+        return _NONE
     if not (is_inexact(y) and is_inexact(call.tensors[k])):
         return _CUT
     if not call.tracked[k]:
@@ -105,7 +122,10 @@ def _is_gradient(call: RecordedCall) -> bool:
     return call.raw == "grad" and bool(call.kwargs.get("create_graph"))
 
 
-def _reason(call: RecordedCall, inexact: bool) -> str:
+def _reason(call: RecordedCall, inexact: bool, link: Dependence) -> str:
+    if link == _ZERO:
+        drawn = operations.neutral(call.name) in operations.DRAWS
+        return "discrete" if drawn else "zero_derivative"
     if call.mark in ("custom rule", "edited gradient") and inexact and call.grad:
         return "rule"
     return operations.loss_of(call.name, call.grad, inexact)

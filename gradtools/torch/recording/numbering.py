@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradtools.seeing.graph import Dependence, Links, Value
 from gradtools.torch.recording import operations
+from gradtools.torch.recording.tags import tags_at
 from gradtools.torch.rules import is_inexact
 
 Tensor = torch.Tensor
@@ -40,6 +41,7 @@ class Numbering:
     Attributes:
         values: Every array, by number.
         captured: What was there before, by number.
+        outside: As in `Graph`.
         made: Nodes of autograd, each with the number of the node that made it.
         reachable: The tensors that the program can reach before it runs, by id.
     """
@@ -48,6 +50,7 @@ class Numbering:
         self._add = add
         self.values: dict[int, Value] = {}
         self.captured: dict[int, Tensor] = {}
+        self.outside: list[tuple[int, int]] = []
         self.made: dict[Any, int] = {}
         self.reachable: dict[int, Tensor] = {}
         self._numbers: dict[int, int] = {}
@@ -101,9 +104,15 @@ class Numbering:
         number = self.new(x)
         joined = self._join_by_graph if base.grad_fn is not None else self._join_by_memory
         if id(base) in self.reachable or not joined(base, number):
-            self.captured[number] = base
+            self._note_captured(base, number)
         self.hold(base, number)
         return number
+
+    def _note_captured(self, base: Tensor, number: int) -> None:
+        """It was there before; or it was made of an array that had left, by `from_numpy`."""
+        self.captured[number] = base
+        if base.device.type == "cpu" and storage_of(base) is not None:
+            self.outside += [(tag, number) for tag in sorted(tags_at(base.data_ptr()))]
 
     def _join_by_graph(self, base: Tensor, number: int) -> bool:
         found = self.reached(base)
@@ -132,6 +141,9 @@ class Numbering:
 
     def walk(self, out: Tensor) -> tuple[list[int], list[Any]]:
         """The known values from which autograd leads to a tensor, and its nodes on the way."""
+        if out.grad_fn is None:  # a leaf is connected to what it was before, if it was
+            known = self._numbers.get(id(out)) if out.requires_grad else None
+            return ([] if known is None else [known]), []
         found: dict[int, None] = {}
         edge = get_gradient_edge(out)
         todo: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]

@@ -20,6 +20,7 @@ from gradtools.seeing.graph import Graph
 from gradtools.seeing.recording import Refusal, Run
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.recording.recorder import Recorder, Replace
+from gradtools.torch.recording.unseen import watching
 from gradtools.torch.rules import is_inexact
 from gradtools.torch.state import Snapshot
 
@@ -107,7 +108,7 @@ def observed(
                 yield _run(recorder, start, run, leaves, names)
         finally:
             _here.recording = False
-            recorder.put_back()
+            recorder.kept.put_back()
 
 
 @contextmanager
@@ -160,7 +161,7 @@ def _run(
 
 
 def _execute(recorder: Recorder, run: Run, aliases: Sequence[Any]) -> list[Any]:
-    with recorder.watching():
+    with watching(recorder):
         return list(run(aliases))
 
 

@@ -125,16 +125,23 @@ ZERO_DERIVATIVE = frozenset(
 )
 DRAWS = frozenset({"bernoulli", "normal", "poisson", "binomial"})
 _DISCRETE = DRAWS | {"histc", "histogram", "histogramdd", "unique", "unique_consecutive"}
-_STOPS = frozenset({"detach", "data", "deepcopy", "Parameter", "grad", "set_data"})
+_STOPS = frozenset({"detach", "data", "deepcopy", "Parameter", "grad", "set_requires_grad"})
 _COPIES = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "full", "new_full"})
 
 # The backward pass of these is missing, though they say that there is one.
 UNDIFFERENTIABLE = frozenset({"unique", "unique_consecutive"})
 
-# The result takes a shape, a dtype or a device from its argument, and none of its numbers.
+# The result takes a shape, a dtype or a device from its first argument, and none of its numbers.
 NO_DATA = frozenset(
     {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like"}
     | {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "full_like", "new_full"}
+    | {"new_tensor"}
+)
+# The result takes the numbers of its first argument, and of others only a shape or a dtype.
+FIRST_ALONE = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as"})
+# Several arguments, each of which becomes a result of its own.
+EACH_ITS_OWN = frozenset(
+    {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"}
 )
 # The argument is overwritten without being read.
 OVERWRITES = frozenset(
@@ -169,8 +176,6 @@ def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
         return "discrete"
     if not grad_enabled:
         return "no_grad"
-    if operation in ZERO_DERIVATIVE:
-        return "zero_derivative"
     return "left_framework" if name in _COPIES else "detached"
 
 

@@ -10,7 +10,6 @@ What leaves for NumPy or Python is tagged (`tags.py`), so that it is known when 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,18 +17,15 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.autograd import (  # type: ignore[attr-defined]
-    _unsafe_preserve_version_counter,
-    function,
-)
 from torch.overrides import TorchFunctionMode
 
 from gradtools.seeing.graph import Dependence, Graph, Links, Node
 from gradtools.seeing.recording import Refusal
 from gradtools.torch.recording import operations
+from gradtools.torch.recording.kept import Kept
 from gradtools.torch.recording.links import links_of
 from gradtools.torch.recording.numbering import Numbering, base_of, edge_of, version_of
-from gradtools.torch.recording.places import Scopes, line_of_error, place
+from gradtools.torch.recording.places import Scopes, is_managed, line_of_error, place
 from gradtools.torch.recording.refusals import refusal_of
 from gradtools.torch.recording.tags import fingerprint, hosts_in, plain_hosts, tagged, tags_in
 
@@ -86,8 +82,13 @@ class RecordedCall:
         """The tensors that are other than they were."""
         if self.name == "set_data":
             return self.tensors[:1]
-        pairs = zip(self.tensors, self.versions, strict=True)
-        return list({id(x): x for x, version in pairs if version != version_of(x)}.values())
+        before = zip(self.tensors, self.versions, self.tracked, strict=True)
+        found = {
+            id(x): x
+            for x, version, tracked in before
+            if version != version_of(x) or tracked > x.requires_grad
+        }
+        return list(found.values())
 
     def overwritten(self) -> bool:
         """Whether what it changed was not read."""
@@ -112,50 +113,51 @@ class Recorder(TorchFunctionMode):
         entries: For nodes after a leaving: which numbers and arrays came in, so that they can be
             compared with those of another run.
         refusal: PyTorch's own error, and what it says.
+        quiet: Whether nothing is written down now.
     """
 
     def __init__(self, end: CodeType, replace: Replace | None = None) -> None:
         super().__init__()
         self.nodes: list[Node] = []
-        self.outside: list[tuple[int, int]] = []
         self.leavings: list[Leaving] = []
         self.entries: dict[int, list[Any]] = {}
         self.refusal: tuple[BaseException, Refusal] | None = None
         self.numbering = Numbering(self.add)
+        self.outside = self.numbering.outside
+        self.kept = Kept(self.numbering)
         self.scopes = Scopes()
         self._end, self._replace = end, replace
-        self._quiet = False
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        self.quiet = False
 
     # --- the mode
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._quiet or _reads_only(fun):
+        if self.quiet or _reads_only(fun):
             return fun(*args, **kwargs)
-        call = self._entering(fun, args, kwargs)
-        self._keep_what_may_change(call)
+        call = self.entering(fun, args, kwargs)
         with self.silent():  # what it calls in turn belongs to it
+            self.kept.before(call)
             try:
                 out = fun(*args, **kwargs)
             except Exception as error:
-                self._note_refusal(call, error)
+                self.note_refusal(call, error)
                 raise
             return self._done(call, out)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Inside, nothing is written down."""
-        before, self._quiet = self._quiet, True
+        before, self.quiet = self.quiet, True
         try:
             yield
         finally:
-            self._quiet = before
+            self.quiet = before
 
-    def _entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
+    def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
+        """What a call is given."""
         with self.silent():
-            raw, given = getattr(fun, "__name__", ""), list(_tensors((args, kwargs)))
+            raw, given = getattr(fun, "__name__", ""), list(tensors_in((args, kwargs)))
             numbers, tensors = [self.numbering.of(x) for x in given], [base_of(x) for x in given]
             return RecordedCall(
                 raw,
@@ -169,7 +171,8 @@ class Recorder(TorchFunctionMode):
                 torch.is_grad_enabled(),
             )
 
-    def _note_refusal(self, call: RecordedCall, error: Exception) -> None:
+    def note_refusal(self, call: RecordedCall, error: Exception) -> None:
+        """Keeps PyTorch's own error, if it is about a gradient."""
         kind = refusal_of(error)
         if kind is None:
             return
@@ -221,14 +224,15 @@ class Recorder(TorchFunctionMode):
         """A call that makes or changes tensors."""
         numbering = self.numbering
         changed = call.changed()
-        fresh = [x for x in _tensors(out) if numbering.find(x) is None]
+        fresh = [x for x in tensors_in(out) if numbering.find(x) is None]
         if not (changed or fresh):
             return
         outs = [*changed, *_unlike(fresh)]
-        walks = [numbering.walk(y) if y.requires_grad else ([], []) for y in map(base_of, outs)]
+        walks = [numbering.walk(base_of(y)) for y in outs]
         dropped = {id(x) for x in changed} if call.overwritten() else set()
         hosts = self._come_back((call.args, call.kwargs))
-        found = links_of(call, outs, [reached for reached, _ in walks], hosts, dropped)
+        reached = [values for values, _ in walks]
+        found = links_of(call, outs, reached, hosts, dropped, is_managed())
         edges = {id(s): edge_of(s) for x in changed for s in numbering.sharing(x)}
         numbers = [numbering.new(y) for y in outs]
         node = self.add(
@@ -254,7 +258,7 @@ class Recorder(TorchFunctionMode):
             loss = ("in_place_data" if call.grad else "no_grad") if behind else None
             inputs = [self.numbering.of(other), self.numbering.of(x)]
             number = self.numbering.new(other)
-            nodes = self.numbering.walk(other)[1] if follows else []
+            nodes = self.numbering.walk(other)[1]
             links = ((_FULL, _CUT if behind else _FULL),)
             node = self.add("update", call.name, inputs, [number], links, loss)
             self.numbering.made.update(dict.fromkeys(nodes, node))
@@ -302,91 +306,6 @@ class Recorder(TorchFunctionMode):
         if isinstance(out, Tensor):
             self.numbering.hold(out, number)
 
-    def _from_numpy(self, original: Callable[[Any], Tensor], array: Any) -> Tensor:
-        with self.silent():
-            out = original(array)
-            call = RecordedCall("from_numpy", "from_numpy", (array,), {}, [], [], [], [], True)
-            self.write(call, out)
-            return out
-
-    # --- functions with their own rules
-
-    def _function(self, kind: Any, original: Any, args: Any, kwargs: Any) -> Any:
-        """One link, whatever it does inside."""
-        call = self._entering(kind, args, kwargs)
-        call.raw, call.name, call.mark = "apply", *_rule_of(kind, args)
-        with self.silent():
-            try:
-                out = original(*args, **kwargs)
-            except Exception as error:
-                self._note_refusal(call, error)
-                raise
-            call.unruled = _unruled(kind, call, out)
-            self.write(call, out)
-            return out
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, this thread's calls are written down, with their modules."""
-        thread = threading.get_ident()
-
-        def watched() -> bool:
-            return threading.get_ident() == thread and not self._quiet
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            beneath = getattr(super(_FUNCTIONS, cls), _APPLY)
-            if not watched():
-                return beneath(*args, **kwargs)
-            return self._function(cls, beneath, args, kwargs)
-
-        def from_numpy(array: Any) -> Tensor:
-            return self._from_numpy(original, array) if watched() else original(array)
-
-        original = _TORCH.from_numpy
-        with self.scopes.watching():
-            # Above PyTorch's own: who keeps a bound `apply` comes by here as well.
-            _FUNCTIONS.apply = classmethod(apply)
-            _TORCH.from_numpy = from_numpy  # the one maker of tensors that no mode sees
-            try:
-                with self:
-                    yield
-            finally:
-                _TORCH.from_numpy = original
-                del _FUNCTIONS.apply
-
-    # --- what a run may change besides what a snapshot holds
-
-    def _keep_what_may_change(self, call: RecordedCall) -> None:
-        with self.silent():
-            if call.raw == "backward":
-                self._keep_grads()
-            elif operations.changes_in_place(call.raw, call.kwargs):
-                for x in call.tensors:
-                    for other in (x, *self.numbering.sharing(x)):
-                        self._keep(other)
-
-    def _keep(self, x: Tensor) -> None:
-        if self.numbering.of(x) in self.numbering.captured and id(x) not in self._before:
-            self._before[id(x)] = (x, x.detach().clone())
-
-    def _keep_grads(self) -> None:
-        if not self._grads:
-            tensors = self.numbering.reachable.values()
-            leaves = [x for x in tensors if x.requires_grad and x.is_leaf]
-            grads = [(x, x.grad) for x in leaves]
-            self._grads = [(x, g, None if g is None else g.detach().clone()) for x, g in grads]
-
-    def put_back(self) -> None:
-        """Captured tensors and `.grad`, as they stood."""
-        with torch.no_grad():
-            for x, contents in self._before.values():
-                with _unsafe_preserve_version_counter(x):
-                    x.copy_(contents)
-            for x, grad, contents in self._grads:
-                x.grad = grad
-                if grad is not None and contents is not None:
-                    grad.copy_(contents)
-
     def enters(self, leaving: Leaving, node: int) -> None:
         """What left is known to have come back in at a node, by a way that carries no tags."""
         number = self.numbering.new(0.0)
@@ -409,9 +328,6 @@ class Recorder(TorchFunctionMode):
         )
 
 
-_TORCH: Any = torch
-_APPLY = "apply"
-_FUNCTIONS: Any = function._SingleLevelFunction
 _READS = frozenset(
     {
         "dim",
@@ -435,60 +351,22 @@ def _reads_only(fun: Any) -> bool:
     name = getattr(fun, "__name__", "")
     if name in ("__get__", "__set__"):
         of = fun.__self__.__name__
-        return of not in _TENSORS_OF if name == "__get__" else of != "data"
+        return of not in _TENSORS_OF if name == "__get__" else of not in ("data", "requires_grad")
     return name in _READS
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, list | tuple):
         for item in x:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(x, dict):
         for item in x.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:
     """Each once."""
     return list({id(base_of(x)): x for x in xs}.values())
-
-
-# --- rules -------------------------------------------------------------------------------
-
-_EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")
-_MARKS = {"chunked": "chunked", "frozen": "frozen", **dict.fromkeys(_EDITS, "edited gradient")}
-
-
-def _rule_of(kind: Any, args: Any) -> tuple[str, str]:
-    """The name of a function with its own rule, and its mark."""
-    rule = getattr(args[0], "rule", None) if args and kind.__module__ == _RULES else None
-    name = getattr(rule, "name", None) or kind.__name__
-    return name, _MARKS.get(name, "custom rule")
-
-
-_RULES = "gradtools.torch.rules"
-
-
-def _unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
-    """The inputs to which a function's own backward pass gives None: it is asked once."""
-    own = kind.__module__.startswith("gradtools.") and kind.__module__ != _RULES
-    if own or call.mark in ("chunked", "frozen") or kind.__module__.startswith("torch."):
-        return set()
-    outs = [y for y in _tensors(out) if y.requires_grad and y.grad_fn is not None]
-    asked = [k for k, t in enumerate(call.tracked) if t]
-    if not outs or not asked or torch._C._functorch.peek_interpreter_stack() is not None:
-        return set()
-    try:
-        with torch.enable_grad():
-            found = torch.autograd.grad(
-                outs,
-                [call.tensors[k] for k in asked],
-                [torch.ones_like(y) for y in outs],
-                retain_graph=True,
-                allow_unused=True,
-            )
-    except Exception:  # it has no backward pass here: whoever takes the gradient is told so
-        return set()
-    return {call.numbers[k] for k, g in zip(asked, found, strict=True) if g is None}

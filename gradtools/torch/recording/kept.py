@@ -1,0 +1,58 @@
+"""What a run may change besides what a snapshot holds: parameters, large tensors, `.grad`.
+
+They are copied when a call is about to change them, and not before: most runs change none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
+
+from gradtools.torch.recording import operations
+from gradtools.torch.recording.numbering import Numbering
+
+if TYPE_CHECKING:
+    from gradtools.torch.recording.recorder import RecordedCall
+
+Tensor = torch.Tensor
+
+
+class Kept:
+    """Captured tensors and gradients as they stood before the first call that changes them."""
+
+    def __init__(self, numbering: Numbering) -> None:
+        self._numbering = numbering
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}
+        self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+
+    def before(self, call: RecordedCall) -> None:
+        """Keeps what a call may change."""
+        if call.raw == "backward":
+            self._keep_grads()
+        elif operations.changes_in_place(call.raw, call.kwargs):
+            for x in call.tensors:
+                for other in (x, *self._numbering.sharing(x)):
+                    self._keep(other)
+
+    def _keep(self, x: Tensor) -> None:
+        if self._numbering.of(x) in self._numbering.captured and id(x) not in self._contents:
+            self._contents[id(x)] = (x, x.detach().clone())
+
+    def _keep_grads(self) -> None:
+        if not self._grads:
+            tensors = self._numbering.reachable.values()
+            grads = [(x, x.grad) for x in tensors if x.requires_grad and x.is_leaf]
+            self._grads = [(x, g, None if g is None else g.detach().clone()) for x, g in grads]
+
+    def put_back(self) -> None:
+        """All of it, as it stood."""
+        with torch.no_grad():
+            for x, contents in self._contents.values():
+                with _unsafe_preserve_version_counter(x):
+                    x.copy_(contents)
+            for x, grad, contents in self._grads:
+                x.grad = grad
+                if grad is not None and contents is not None:
+                    grad.copy_(contents)

@@ -1,0 +1,117 @@
+"""Calls that no mode of PyTorch shows, watched by standing in for what is called.
+
+These are functions with their own rules, each one link whatever it does inside, and what wraps a
+tensor in a Parameter. The places are the process's, so only one run is recorded at a time, and
+calls of other threads pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import function
+
+from gradtools.torch.recording.recorder import RecordedCall, Recorder, tensors_in
+
+Tensor = torch.Tensor
+# Beneath Function: who keeps a bound `apply` comes by here as well.
+_FUNCTIONS: Any = function._SingleLevelFunction
+_APPLY = "apply"
+# Above what makes a Parameter or a Buffer. PyTorch's own functions are left as they are: dynamo,
+# which may be imported in between, takes them for what it finds.
+_PARAMETERS: Any = type(torch.nn.Parameter)
+
+
+@contextmanager
+def watching(recorder: Recorder) -> Iterator[None]:
+    """Inside, all calls of this thread are written down, with the modules that they run in."""
+    thread = threading.get_ident()
+
+    def watched() -> bool:
+        return threading.get_ident() == thread and not recorder.quiet
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        beneath = getattr(super(_FUNCTIONS, cls), _APPLY)
+        return (
+            _ruled(recorder, cls, beneath, args, kwargs) if watched() else beneath(*args, **kwargs)
+        )
+
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        make = type.__call__
+        return _made(recorder, cls, make, args, kwargs) if watched() else make(cls, *args, **kwargs)
+
+    with recorder.scopes.watching():
+        _FUNCTIONS.apply = classmethod(apply)
+        _PARAMETERS.__call__ = make
+        try:
+            with recorder:
+                yield
+        finally:
+            del _FUNCTIONS.apply
+            del _PARAMETERS.__call__
+
+
+def _made(recorder: Recorder, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
+    call = recorder.entering(kind, args, kwargs)
+    call.name = kind.__name__
+    with recorder.silent():
+        out = make(kind, *args, **kwargs)
+        recorder.write(call, out)
+        return out
+
+
+def _ruled(recorder: Recorder, kind: Any, original: Any, args: Any, kwargs: Any) -> Any:
+    call = recorder.entering(kind, args, kwargs)
+    call.raw, (call.name, call.mark) = "apply", _rule_of(kind, args)
+    with recorder.silent():
+        try:
+            out = original(*args, **kwargs)
+        except Exception as error:
+            recorder.note_refusal(call, error)
+            raise
+        call.unruled = _unruled(kind, call, out)
+        recorder.write(call, out)
+        return out
+
+
+_EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")
+_MARKS = {"chunked": "chunked", "frozen": "frozen", **dict.fromkeys(_EDITS, "edited gradient")}
+_OWN, _RULES = "gradtools.torch.", "gradtools.torch.rules"
+
+
+def _rule_of(kind: Any, args: Any) -> tuple[str, str]:
+    """The name of a function with its own rule, and its mark."""
+    if kind.__module__ == _RULES:
+        name = getattr(getattr(args[0], "rule", None), "name", kind.__name__)
+    elif kind.__module__.startswith(_OWN):
+        name = kind.__module__.removeprefix(_OWN).replace("chunking", "chunked")
+    else:
+        name = kind.__name__
+    return name, _MARKS.get(name, "custom rule")
+
+
+def _unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
+    """The inputs to which a function's own backward pass gives None: it is asked once."""
+    own = kind.__module__.startswith(_OWN) and kind.__module__ != _RULES
+    if own or call.mark in ("chunked", "frozen") or kind.__module__.startswith("torch."):
+        return set()
+    outs = [y for y in tensors_in(out) if y.requires_grad and y.grad_fn is not None]
+    asked = [k for k, t in enumerate(call.tracked) if t]
+    if not outs or not asked or torch._C._functorch.peek_interpreter_stack() is not None:
+        return set()
+    try:
+        with torch.enable_grad():
+            found = torch.autograd.grad(
+                outs,
+                [call.tensors[k] for k in asked],
+                [torch.ones_like(y) for y in outs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+    except Exception:  # it has no backward pass here: whoever takes the gradient is told so
+        return set()
+    return {call.numbers[k] for k, g in zip(asked, found, strict=True) if g is None}

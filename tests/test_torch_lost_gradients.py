@@ -1,0 +1,27 @@
+"""Every cause of a lost gradient is found at its line with its kind; nothing healthy is blamed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_lost_gradients import CAUSES, HEALTHY, Cause
+
+import gradtools.torch as gt
+from gradtools.seeing.findings import KINDS
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+def test_a_cause_is_found_at_its_line(cause: Cause):
+    torch.manual_seed(0)
+    report = gt.why_zero(cause.f, *cause.args)
+    found = [(f.kind, f.source and f.source.line, f.whole) for f in report.findings]
+    assert found == [(cause.kind, line, cause.whole) for line in cause.lines]
+
+
+@pytest.mark.parametrize(("name", "f", "args"), HEALTHY, ids=[name for name, _, _ in HEALTHY])
+def test_nothing_healthy_is_reported(name, f, args):
+    torch.manual_seed(0)
+    report = gt.why_zero(f, *args)
+    assert not report.findings

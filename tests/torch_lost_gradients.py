@@ -1,0 +1,976 @@
+"""A corpus for the doctor in PyTorch: causes of a lost gradient, and healthy functions.
+
+A cause says its kind, and marks the line at which it is to be found with `# <- here`. On a healthy
+function nothing may be reported. Each function takes one tensor, `X` unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gradtools.torch as gt
+
+X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
+W = torch.linspace(-1.0, 1.5, 9, dtype=torch.float64).reshape(3, 3)
+IMAGE = torch.linspace(-3.0, 9.0, 2 * 3 * 6 * 6, dtype=torch.float64).sin().reshape(2, 3, 6, 6)
+MARK = "# <- here"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A function that loses its gradient.
+
+    Attributes:
+        f: The function.
+        kind: The kind of loss.
+        whole: Whether all of it is lost, or one term.
+        scope: The modules in which it is lost.
+        args: Its arguments.
+        constant: Whether the output is constant at these values, though data flows.
+    """
+
+    f: Callable[..., Any]
+    kind: str
+    whole: bool = True
+    scope: tuple[str, ...] = ()
+    args: tuple[Any, ...] = (X,)
+    marked: Any = None
+
+    @property
+    def name(self) -> str:
+        return getattr(self.f, "__name__", type(self.f).__name__)
+
+    @property
+    def lines(self) -> list[int]:
+        """The marked lines."""
+        source, start = inspect.getsourcelines(self.marked or self.f)
+        return [start + k for k, line in enumerate(source) if MARK in line]
+
+
+CAUSES: list[Cause] = []
+HEALTHY: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = []
+
+
+def lost(kind: str, **known: Any) -> Callable[[Any], Any]:
+    """Adds a function to the causes."""
+
+    def add(f: Any) -> Any:
+        CAUSES.append(Cause(f, kind, **known))
+        return f
+
+    return add
+
+
+def healthy(*args: Any, name: str = "") -> Callable[[Any], Any]:
+    """Adds a function to the healthy ones."""
+
+    def add(f: Any) -> Any:
+        called = name or getattr(f, "__name__", type(f).__name__)
+        HEALTHY.append((called, f, args or (X,)))
+        return f
+
+    return add
+
+
+# --- stopped -----------------------------------------------------------------------------
+
+
+@lost("detached")
+def detach(x):
+    y = x.detach()  # <- here
+    return (y**2).sum()
+
+
+@lost("detached")
+def dot_data(x):
+    y = (x * 2).data  # <- here
+    return y.sum()
+
+
+@lost("detached")
+def stop_gradient_of_gradtools(x):
+    return (gt.stop_gradient(x) ** 2).sum()  # <- here
+
+
+@lost("detached")
+def detach_in_place(x):
+    y = x * 2
+    y.detach_()  # <- here
+    return y.sum()
+
+
+@lost("detached")
+def wrapped_in_a_parameter(x):
+    weight = nn.Parameter(x * 2)  # <- here
+    return (weight**2).sum()
+
+
+@lost("detached")
+def deep_copied(x):
+    y = copy.deepcopy(x)  # <- here
+    return (y**2).sum()
+
+
+@lost("detached")
+def inner_gradient_without_a_graph(x):
+    (g,) = torch.autograd.grad((x**3).sum(), x)  # <- here
+    return (g**2).sum()
+
+
+@lost("detached")
+def gradient_read_from_dot_grad(x):
+    (x**3).sum().backward()
+    return (x.grad**2).sum()  # <- here
+
+
+@lost("detached")
+def detached_inside_vmap(x):
+    return torch.vmap(lambda row: row.detach() * 2)(x).sum()  # <- here
+
+
+@lost("detached")
+def detached_inside_a_checkpoint(x):
+    def block(z):
+        return z.detach() * 2  # <- here
+
+    return checkpoint(block, x, use_reentrant=False).sum()
+
+
+@lost("detached")
+def detached_inside_chunked(x):
+    def chunk(z):
+        return z.detach() * 2  # <- here
+
+    return gt.chunked(chunk, 2)(x).sum()
+
+
+@lost("detached", whole=False)
+def one_term_detached(x):
+    penalty = (x.detach() ** 2).sum()  # <- here
+    return (x**3).sum() + 0.1 * penalty
+
+
+@lost("detached", whole=False)
+def one_of_three_terms_in_a_sum_of_a_list(x):
+    terms = [x.sin(), x.detach().exp(), x**2]  # <- here
+    return sum(t.sum() for t in terms)
+
+
+@lost("detached", whole=False)
+def one_part_of_a_concatenation(x):
+    return torch.cat([x.cos(), x.detach() * 3]).sum()  # <- here
+
+
+class _Frozen(nn.Module):
+    def forward(self, x):
+        return (x * 2).detach()  # <- here
+
+
+class _Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3).double()
+        self.blocks = nn.Sequential(nn.Tanh(), _Frozen())
+
+    def forward(self, x):
+        return self.blocks(self.first(x)).sum()
+
+
+CAUSES.append(Cause(_Net(), "detached", scope=("_Net", "blocks", "1"), marked=_Frozen))
+
+
+# --- out of the framework ----------------------------------------------------------------
+
+
+@lost("left_framework")
+def volume_fraction_through_numpy(x):
+    image = x.detach().numpy()  # <- here
+    binary = (image > 0.4).astype(np.float64)
+    return (torch.from_numpy(binary).mean() - 0.5) ** 2
+
+
+@lost("left_framework")
+def as_array(x):
+    a = np.asarray(x.detach())  # <- here
+    return torch.as_tensor(np.sin(a)).sum()
+
+
+@lost("left_framework")
+def numpy_by_force(x):
+    a = x.numpy(force=True)  # <- here
+    return torch.tensor(a * 2).sum()
+
+
+@lost("left_framework")
+def item(x):
+    return torch.ones(3).sum() * x.sum().item()  # <- here
+
+
+@lost("left_framework")
+def float_of_it(x):
+    size = float(x.abs().sum())  # <- here
+    return torch.ones(3).sum() * size
+
+
+@lost("left_framework")
+def through_math(x):
+    root = math.sqrt(x[0])  # <- here
+    return torch.tensor(root)
+
+
+@lost("left_framework")
+def through_a_list(x):
+    values = x.tolist()  # <- here
+    return torch.tensor([math.sin(v) for v in values]).sum()
+
+
+@lost("left_framework")
+def number_by_number(x):
+    return torch.tensor([v.item() ** 2 for v in x]).sum()  # <- here
+
+
+@lost("left_framework")
+def new_tensor_of_a_list_of_tensors(x):
+    y = torch.tensor([x[0], x[1] * 2])  # <- here
+    return y.sum()
+
+
+@lost("left_framework")
+def new_tensor_of_a_tensor(x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = torch.tensor(x)  # <- here
+    return (y**2).sum()
+
+
+@lost("left_framework")
+def through_c(x):
+    a = np.ascontiguousarray(x.detach().cpu().numpy())  # <- here
+    out = np.empty_like(a)
+    ctypes.memmove(out.ctypes.data, a.ctypes.data, a.nbytes)
+    return torch.from_numpy(out).sum()
+
+
+@lost("left_framework")
+def legacy_constructor(x):
+    values = x.tolist()  # <- here
+    return torch.Tensor(values).sum()
+
+
+@lost("left_framework")
+def scale_by_a_mean_of_numpy(x):
+    mean = np.mean(x.detach().numpy())  # <- here
+    return torch.ones(2) @ torch.full((2,), mean, dtype=torch.float32)
+
+
+@lost("left_framework", whole=False)
+def one_term_through_a_number(x):
+    penalty = float((x**2).sum())  # <- here
+    return x.exp().sum() + penalty
+
+
+@lost("left_framework", whole=False)
+def one_term_through_numpy(x):
+    roughness = np.abs(np.diff(x.detach().numpy())).sum()  # <- here
+    return x.exp().sum() + torch.tensor(roughness)
+
+
+@lost("left_framework")
+def refused_by_numpy(x):
+    return torch.from_numpy((x * 2).numpy()).sum()  # <- here
+
+
+@lost("left_framework")
+def refused_by_asarray(x):
+    a = np.asarray(x * 2)  # <- here
+    return torch.from_numpy(a).sum()
+
+
+@lost("left_framework")
+def refused_by_dlpack(x):
+    return torch.from_dlpack(x * 2).sum()  # <- here
+
+
+# --- integers and steps ------------------------------------------------------------------
+
+
+@lost("integer_cast")
+def cast_to_integer(x):
+    y = (10 * x).long()  # <- here
+    return y.double().sum()
+
+
+@lost("integer_cast")
+def cast_by_to(x):
+    return (x * 9).to(torch.int32).float().mean()  # <- here
+
+
+@lost("integer_cast")
+def cast_to_boolean(x):
+    return x.bool().double().sum()  # <- here
+
+
+@lost("integer_cast")
+def refused_as_an_index(x):
+    return sum(X[k] for k in range(x.sum()))  # <- here
+
+
+@lost("integer_cast")
+def integers_that_should_require_grad(x):
+    y = x.long().requires_grad_()  # <- here
+    return y.sum()
+
+
+@lost("discrete")
+def comparison(x):
+    return (x > 0.1).double().mean()  # <- here
+
+
+@lost("discrete")
+def argmax_and_one_hot(x):
+    best = x.argmax()  # <- here
+    return (F.one_hot(best, 3) * torch.arange(3)).sum().double()
+
+
+@lost("discrete")
+def index_of_topk(x):
+    return x.topk(2).indices.double().sum()  # <- here
+
+
+@lost("discrete")
+def histogram(x):
+    counts = torch.histc(x.detach() + 0 if False else x, bins=4, min=-1.0, max=1.0)  # <- here
+    return counts @ torch.arange(4.0, dtype=x.dtype)
+
+
+@lost("discrete")
+def bucket(x):
+    k = torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype))  # <- here
+    return k.double().sum()
+
+
+@lost("discrete")
+def bernoulli_sample(x):
+    return torch.bernoulli(torch.sigmoid(x)).sum()  # <- here
+
+
+@lost("discrete")
+def sample_that_is_not_reparametrised(x):
+    return torch.multinomial(torch.softmax(x, 0), 2).double().sum()  # <- here
+
+
+@lost("discrete")
+def accuracy_as_a_loss(x):
+    predicted = (W @ x).argmax()  # <- here
+    return 1.0 - (predicted == 2).double()
+
+
+@lost("discrete")
+def branch_alone(x):
+    if x.sum() > 0:  # <- here
+        return torch.ones(())
+    return torch.zeros(())
+
+
+@lost("discrete", whole=False)
+def one_term_counts(x):
+    return (x**2).sum() + (x > 0).sum()  # <- here
+
+
+# --- derivative zero ---------------------------------------------------------------------
+
+
+@lost("zero_derivative")
+def rounding(x):
+    return (10 * x).round().sum() / 10  # <- here
+
+
+@lost("zero_derivative")
+def floor(x):
+    return torch.floor(x * 4).sum()  # <- here
+
+
+@lost("zero_derivative")
+def sign(x):
+    return (x.sign() * torch.arange(3)).sum()  # <- here
+
+
+@lost("zero_derivative")
+def floor_division(x):
+    return (x // 0.25).sum()  # <- here
+
+
+@lost("zero_derivative")
+def division_with_rounding(x):
+    return torch.div(x, 0.3, rounding_mode="floor").sum()  # <- here
+
+
+@lost("zero_derivative", whole=False)
+def one_term_rounded(x):
+    return (x**2).sum() + (3 * x).round().sum()  # <- here
+
+
+# --- switched off ------------------------------------------------------------------------
+
+
+@lost("no_grad")
+def under_no_grad(x):
+    with torch.no_grad():
+        y = x * 2  # <- here
+    return (y**2).sum()
+
+
+@torch.no_grad()
+def _features(x):
+    return torch.tanh(x)  # <- here
+
+
+@lost("no_grad", marked=_features)
+def decorated_with_no_grad(x):
+    return _features(x).sum()
+
+
+@lost("no_grad")
+def with_gradients_disabled(x):
+    torch.set_grad_enabled(False)
+    y = x.exp()  # <- here
+    torch.set_grad_enabled(True)
+    return y.sum()
+
+
+@lost("no_grad")
+def distribution_sample(x):
+    return torch.distributions.Normal(x, 1.0).sample().sum()  # <- here
+
+
+@lost("no_grad")
+def inference_mode(x):
+    with torch.inference_mode():
+        y = x * 2  # <- here
+    return y.sum()
+
+
+@lost("no_grad")
+def refused_after_inference_mode(x):
+    with torch.inference_mode():
+        y = torch.ones(3, dtype=torch.float64)
+    return (x * y).sum()  # <- here
+
+
+@lost("no_grad")
+def written_under_no_grad(x):
+    out = torch.zeros(3, dtype=torch.float64)
+    with torch.no_grad():
+        out[:] = x  # <- here
+    return out.sum()
+
+
+# --- behind autograd's back --------------------------------------------------------------
+
+
+@lost("in_place_data")
+def written_into_data(x):
+    out = torch.zeros(3, dtype=torch.float64)
+    out.data[:] = x * 2  # <- here
+    return out.sum()
+
+
+@lost("in_place_data")
+def data_replaced(x):
+    out = torch.zeros(3, dtype=torch.float64)
+    out.data = x * 2  # <- here
+    return out.sum()
+
+
+@lost("in_place_data")
+def changed_in_place(x):
+    x += 1  # <- here
+    return x.sum()
+
+
+@lost("in_place_data")
+def a_view_changed_in_place(x):
+    x[0] = 0.0  # <- here
+    return x.sum()
+
+
+# --- rules -------------------------------------------------------------------------------
+
+
+class _Forgets(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * w
+
+    @staticmethod
+    def backward(ctx, ct):
+        return None, ct
+
+
+@lost("rule")
+def rule_without_a_cotangent(x):
+    return _Forgets.apply(x, torch.ones(3, dtype=x.dtype, requires_grad=True)).sum()  # <- here
+
+
+_forgets = _Forgets.apply
+
+
+@lost("rule")
+def rule_by_a_name_of_its_own(x):
+    return _forgets(x, x.new_ones(3)).sum()  # <- here
+
+
+class _Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 2
+        ctx.mark_non_differentiable(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct
+
+
+@lost("rule")
+def rule_that_is_marked(x):
+    return _Marked.apply(x).sum()  # <- here
+
+
+# --- the argument itself -----------------------------------------------------------------
+
+
+@lost("unused")  # <- here
+def not_used(x):
+    return (W**2).sum()
+
+
+@lost("unused")  # <- here
+def only_its_shape(x):
+    return torch.ones(x.shape).sum() * len(x)
+
+
+@lost("unused")  # <- here
+def only_zeros_like_it(x):
+    return (torch.zeros_like(x) + 1).sum()
+
+
+@lost("captured")  # <- here
+def reads_a_global(z):
+    return (X**2).sum()
+
+
+class _Holder:
+    def __init__(self):
+        self.weight = X
+
+    def loss(self, weight):  # <- here
+        return (self.weight**2).sum()
+
+
+CAUSES.append(Cause(_Holder().loss, "captured"))
+
+
+# --- numbers -----------------------------------------------------------------------------
+
+
+@lost("multiplied_by_zero")
+def times_zero(x):
+    gate = torch.zeros(3, dtype=x.dtype)
+    return (x * gate).sum()  # <- here
+
+
+@lost("multiplied_by_zero")
+def weights_of_zero(x):
+    return (torch.zeros(2, 3, dtype=x.dtype) @ x).sum()  # <- here
+
+
+@lost("dead")
+def dead_relu(x):
+    return F.relu(x - 5).sum()  # <- here
+
+
+@lost("dead")
+def clipped(x):
+    return (x + 4).clamp(0, 1).sum()  # <- here
+
+
+@lost("dead")
+def the_other_one_is_greater(x):
+    return torch.maximum(x, torch.full((3,), 9.0, dtype=x.dtype)).sum()  # <- here
+
+
+@lost("dead")
+def masked(x):
+    return torch.where(x > 7, x, 1.0).sum()  # <- here
+
+
+@lost("saturated")
+def saturated_sigmoid(x):
+    return torch.sigmoid(x + 900).sum()  # <- here
+
+
+@lost("saturated")
+def saturated_tanh(x):
+    return torch.tanh(100 + x).sum()  # <- here
+
+
+@lost("saturated")
+def saturated_softmax(x):
+    return torch.softmax(x * 1e5, 0)[0]  # <- here
+
+
+@lost("underflow")
+def underflow(x):
+    tiny = x.float() * 1e-30  # <- here
+    return (tiny * 1e-30).sum()
+
+
+@lost("underflow")
+def exponential_underflow(x):
+    return torch.exp(x - 2000).sum()  # <- here
+
+
+# --- healthy -----------------------------------------------------------------------------
+
+
+@healthy()
+def square(x):
+    return (x**2).sum()
+
+
+@healthy()
+def control_flow(x):
+    y = x * 2 if x.sum() > 0 else x * 3
+    while y.norm() < 4:
+        y = y * 2
+    return y.sum()
+
+
+@healthy()
+def relu_by_a_mask(x):
+    return (x * (x > 0)).sum()
+
+
+@healthy()
+def logsumexp_with_a_shift(x):
+    shift = x.detach().max()
+    return (x - shift).exp().sum().log() + shift
+
+
+@healthy()
+def softmax_with_a_stopped_shift(x):
+    e = (x - x.max().detach()).exp()
+    return (e / e.sum())[1]
+
+
+@healthy()
+def fraction(x):
+    return (x - x.floor()).square().sum()
+
+
+@healthy()
+def straight_through_idiom(x):
+    return (x + (x.round() - x).detach()).sum()
+
+
+@healthy()
+def straight_through_of_gradtools(x):
+    return (gt.straight_through(torch.round)(x * 4) ** 2).sum()
+
+
+@healthy()
+def straight_through_numpy(x):
+    binarise = gt.straight_through(lambda a: (np.asarray(a) > 0.1).astype(np.float64))
+    return (binarise(x).mean() - 0.5) ** 2
+
+
+@healthy()
+def gumbel_softmax_hard(x):
+    return (F.gumbel_softmax(x, hard=True) * torch.arange(3)).sum()
+
+
+@healthy()
+def dropout(x):
+    return (F.dropout(x.repeat(50), 0.5) ** 2).sum()
+
+
+healthy(IMAGE, name="batch_norm_in_training")(
+    nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).double()
+)
+healthy(IMAGE, name="a_network_with_pooling")(
+    nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.MaxPool2d(2), nn.GroupNorm(2, 4)).double()
+)
+healthy(W.reshape(1, 3, 3).repeat(1, 1, 4)[..., :4], name="transformer_layer")(
+    nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).double()
+)
+healthy(W.reshape(1, 3, 3), name="lstm")(
+    lambda x, lstm=nn.LSTM(3, 2, batch_first=True).double(): lstm(x)[0].sum()
+)
+
+
+@healthy(W)
+def attention(x):
+    scores = (x @ x.T / 3**0.5).masked_fill(torch.ones(3, 3).triu(1).bool(), -torch.inf)
+    return (scores.softmax(-1) @ x).square().sum()
+
+
+@healthy(W)
+def fused_attention(x):
+    q = x.reshape(1, 1, 3, 3)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum()
+
+
+@healthy()
+def logging_by_item(x):
+    loss = (x**2).sum()
+    history = [loss.item()]
+    print(f"loss {loss.item():.3f}, mean {sum(history)}")
+    return loss
+
+
+@healthy()
+def metrics_as_a_second_output(x):
+    logits = W @ x
+    accuracy = (logits.argmax() == 2).double()
+    return F.cross_entropy(logits[None], torch.tensor([2])), accuracy
+
+
+@healthy()
+def metrics_as_numbers(x):
+    loss = (x**2).sum()
+    return {"loss": loss, "value": loss.item(), "largest": float(x.max())}
+
+
+@healthy()
+def custom_rule_of_gradtools(x):
+    rule = gt.custom_rule(lambda z: z**3)
+    rule.defvjp(lambda z: (z**3, z), lambda z, ct: (3 * z**2 * ct,))
+    return rule(x).sum()
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.from_numpy(x.detach().numpy() ** 2)
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 2 * ctx.saved_tensors[0] * ct
+
+
+@healthy()
+def function_of_pytorch(x):
+    return _Square.apply(x).sum()
+
+
+@healthy()
+def edited_gradients(x):
+    y = gt.scale_gradient(gt.reverse_gradient(x), 2.0)
+    return (gt.clip_gradient(y, max_norm=1.0) ** 2).sum()
+
+
+@healthy()
+def checkpointed(x):
+    return checkpoint(lambda z: z.sin().exp(), x, use_reentrant=False).sum()
+
+
+@healthy()
+def checkpointed_reentrant(x):
+    return gt.checkpoint(lambda z: z.sin().exp())(x).sum()
+
+
+@healthy()
+def chunked(x):
+    return (gt.chunked(lambda z: z.sin() * 2, 2)(x) ** 2).sum()
+
+
+@healthy()
+def frozen(x):
+    net = nn.Linear(3, 2).double()
+    return (gt.frozen(net)(x) ** 2).sum()
+
+
+@healthy()
+def gradient_inside(x):
+    return gt.grad(lambda z: (z**3).sum())(x).square().sum()
+
+
+@healthy()
+def gradient_penalty(x):
+    y = (W @ x).tanh().sum()
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    return y + (g.norm() - 1) ** 2
+
+
+@healthy()
+def transforms_of_torch_func(x):
+    hessian = torch.func.hessian(lambda z: (z**3).sum())(x)
+    return hessian.sum() + torch.func.vmap(torch.sin)(x).sum()
+
+
+@healthy()
+def in_place(x):
+    y = x * 2
+    y += 1
+    y.mul_(x).clamp_(-5, 5)
+    return y.sum()
+
+
+@healthy()
+def written_into_a_buffer(x):
+    out = torch.zeros(2, 3, dtype=x.dtype)
+    out[0] = x.sin()
+    out[1] = x * 2
+    return out.square().sum()
+
+
+@healthy()
+def views_changed(x):
+    y = (x * 2).reshape(3, 1)
+    top, rest = y[0], y[1:]
+    top.add_(x[1])
+    rest.mul_(x[0])
+    return y.sum()
+
+
+@healthy()
+def statistics_under_no_grad(x):
+    with torch.no_grad():
+        mean, scale = x.mean(), x.std()
+    return ((x - mean) / scale).tanh().sum()
+
+
+@healthy(W)
+def embedding_lookup(table):
+    return F.embedding(torch.tensor([0, 2, 2]), table).square().sum()
+
+
+@healthy()
+def sorting(x):
+    values, order = x.sort()
+    return (values * torch.arange(3)).sum() + x[order][0]
+
+
+@healthy()
+def top_k_and_gather(x):
+    best = x.topk(2)
+    return best.values.sum() + x.gather(0, best.indices).prod()
+
+
+@healthy()
+def running_sum(x):
+    return x.cumsum(0).logcumsumexp(0).sum()
+
+
+@healthy()
+def complex_numbers(x):
+    z = torch.fft.fft(torch.complex(x, x.flip(0)))
+    return z.abs().square().sum() + z.real.sum()
+
+
+@healthy()
+def linear_algebra(x):
+    a = W @ W.T + torch.diag(x.exp()) + torch.eye(3)
+    return torch.linalg.solve(a, x).sum() + torch.linalg.slogdet(a).logabsdet
+
+
+@healthy()
+def selection(x):
+    return torch.where(x > 0, x.exp(), x.sin()).sum() + x[x > 0].sum()
+
+
+@healthy()
+def count_as_a_divisor(x):
+    keep = x > 0
+    return (x * keep).sum() / keep.sum()
+
+
+@healthy()
+def normalised_by_a_number(x):
+    return (x / x.abs().max().item()).square().sum()
+
+
+@healthy()
+def loop_of_a_length_that_is_computed(x):
+    y = x
+    for _ in range(int(x.abs().sum() * 2)):
+        y = y * 1.5
+    return y.sum()
+
+
+@healthy()
+def reparametrised_sample(x):
+    return torch.distributions.Normal(x, 1.0).rsample().square().sum()
+
+
+@healthy()
+def assertions(x):
+    assert torch.isfinite(x).all() and bool((x < 9).all())
+    if torch.allclose(x, torch.zeros_like(x)):
+        raise ValueError("zero")
+    return x.sin().sum()
+
+
+@healthy()
+def interpolation(x):
+    at = x.detach().floor().long().clamp(0, 1)
+    left, right = W[0][at], W[0][at + 1]
+    weight = x - x.floor()
+    return (left * (1 - weight) + right * weight).sum()
+
+
+@healthy()
+def host_kernel_with_a_rule(x):
+    kernel = gt.host_function(np.sin)
+    kernel.defvjp(lambda z: (kernel(z), z), lambda z, ct: (ct * z.cos(),))
+    return kernel(x).sum()
+
+
+@healthy()
+def moving_average_in_a_module(x):
+    norm = nn.BatchNorm1d(3).double()
+    return norm(torch.stack([x, 2 * x, x**2])).square().sum()
+
+
+@healthy()
+def weighted_by_stopped_advantages(x):
+    logits = torch.log_softmax(x, 0)
+    advantage = (x - x.mean()).detach()
+    return -(logits * advantage).sum()
+
+
+healthy(X, W, name="partial_of_a_function")(
+    functools.partial(lambda a, x, w: a * (w @ x).sum(), 2.0)
+)
+
+
+@healthy()
+def cast_between_floats(x):
+    return x.float().half().double().sum()
+
+
+@healthy()
+def tensor_of_a_shape(x):
+    return x.sum() / torch.tensor(x.shape[0]) + x.new_tensor([1.0]).sum()
+
+
+@healthy()
+def target_from_numpy(x):
+    target = torch.from_numpy(np.arange(3.0))
+    return F.mse_loss(x, target)

@@ -1,0 +1,246 @@
+"""The pictures of twenty graphs, by their numbers: nothing overlaps, nothing is cut off or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import pytest
+from seeing_graphs import SHAPES, Builder, random_graph, transformer
+
+from gradtools.seeing.arrange import arrange
+from gradtools.seeing.cards import LINE, card_of, short, size_of, text_width
+from gradtools.seeing.collapse import outline_of
+from gradtools.seeing.layout import pooled, rows_near
+from gradtools.seeing.outline import Block
+from gradtools.seeing.picture import fitted, picture_of
+from gradtools.seeing.scene import LABEL, Picture
+
+VIEWS = ("fitted", "closed", "open", "unfolded")
+MORE = {f"random_{seed}": lambda seed=seed: random_graph(40, seed, 20) for seed in range(1, 7)}
+
+
+def view(name: str, way: str) -> Picture:
+    graph = (SHAPES | MORE)[name]()
+    if way == "fitted":
+        return fitted(outline_of(graph))
+    outline = outline_of(graph, fold=False if way == "unfolded" else None)
+    return picture_of(outline, outline.opened(0 if way == "closed" else 99))
+
+
+@pytest.fixture(scope="module")
+def pictures() -> dict[tuple[str, str], Picture]:
+    return {}
+
+
+CASES = [(name, way) for name in SHAPES for way in VIEWS]
+CASES += [(name, way) for name in MORE for way in ("fitted", "open")]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def picture(request, pictures) -> Picture:
+    if request.param not in pictures:
+        pictures[request.param] = view(*request.param)
+    return pictures[request.param]
+
+
+def overlap(a: tuple[float, ...], b: tuple[float, ...], room: float = 0.0) -> bool:
+    """Whether two rectangles (left, top, right, bottom) come nearer than `room`."""
+    across = a[0] < b[2] + room and b[0] < a[2] + room
+    return across and a[1] < b[3] + room and b[1] < a[3] + room
+
+
+def rectangle(thing) -> tuple[float, ...]:
+    return thing.x, thing.y, thing.x + thing.width, thing.y + thing.height
+
+
+def rectangles(picture: Picture) -> dict[int, tuple[float, ...]]:
+    return {placed.item.key: rectangle(placed) for placed in picture.boxes}
+
+
+def points(line, count: int = 10) -> Iterator[tuple[float, float]]:
+    """Points along a line."""
+    x = y = 0.0
+    for name, numbers in line.steps:
+        for i in range(count + 1):
+            t = i / count
+            if name == "L":
+                yield x + (numbers[0] - x) * t, y + (numbers[1] - y) * t
+            if name == "C":
+                a, b = (1 - t) ** 3, 3 * t * (1 - t) ** 2
+                c, d = 3 * t * t * (1 - t), t**3
+                px, py = numbers[0::2], numbers[1::2]
+                yield (
+                    a * x + b * px[0] + c * px[1] + d * px[2],
+                    (a * y + b * py[0] + c * py[1] + d * py[2]),
+                )
+        x, y = numbers[-2:]
+
+
+def test_boxes_do_not_overlap(picture):
+    for a, b in combinations(rectangles(picture).values(), 2):
+        assert not overlap(a, b, 6.0)
+
+
+def test_frames_hold_their_own_boxes_and_no_others(picture):
+    boxes = rectangles(picture)
+    for frame in picture.frames:
+        inside = {item.key for item in frame.block.walk()}
+        left, top, right, bottom = rectangle(frame)
+        for key, box in boxes.items():
+            if key in inside:
+                assert box[0] > left and box[1] > top and box[2] < right and box[3] < bottom
+            else:
+                assert not overlap(box, (left, top, right, bottom), 6.0)
+
+
+def test_every_box_of_the_view_is_there_once(picture):
+    seen = picture.outline.seen_as(picture.opened)
+    opened = {key for key, shown in seen.items() if key == shown and key in picture.opened}
+    keys = [placed.item.key for placed in picture.boxes]
+    assert sorted(keys) == sorted(set(seen.values()) - opened)
+
+
+def test_text_fits_its_box(picture):
+    for placed in picture.boxes:
+        card = placed.card
+        for row in card.rows:
+            assert text_width(row.text, size_of(row.style)) <= card.width - 12
+            assert 8 < row.y < card.height - 3
+        for above, below in zip(card.rows, card.rows[1:], strict=False):
+            assert below.y - above.y >= size_of(below.style)
+
+
+def test_lines_do_not_run_through_boxes(picture):
+    boxes = list(rectangles(picture).values())
+    for line in picture.lines:
+        for x, y in points(line):
+            for left, top, right, bottom in boxes:
+                assert not (left + 1 < x < right - 1 and top + 1 < y < bottom - 1)
+
+
+def test_lines_do_not_run_through_the_names_of_frames(picture):
+    for line in picture.lines:
+        if line.thread:
+            continue  # lies behind; the name has a tab of its own
+        for x, y in points(line):
+            for frame in picture.frames:
+                width = text_width("▾ " + short(frame.block.name), LINE)
+                inside = frame.name_x - 2 < x < frame.name_x + width + 2
+                assert not (inside and frame.y + 7 < y < frame.y + 20)
+
+
+def test_every_arrow_is_drawn_from_its_source_to_its_target(picture):
+    """By the points of the lines alone: a chain of lines from border to border."""
+    boxes = rectangles(picture)
+    onward: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    starts: dict[int, list[tuple[float, float]]] = {key: [] for key in boxes}
+    for line in picture.lines:
+        begin, end = line.steps[0][1], line.steps[-1][1][-2:]
+        onward.setdefault(rounded(begin), []).append(end)
+        for key, box in boxes.items():
+            if overlap(box, (*begin, *begin), 0.2):
+                starts[key].append(end)
+    for arrow in picture.outline.seen_arrows(picture.opened):
+        ends = list(starts[arrow.source])
+        known: dict[tuple[int, int], tuple[float, ...]] = {}
+        while ends:
+            end = ends.pop()
+            if rounded(end) not in known:
+                known[rounded(end)] = end
+                ends += onward.get(rounded(end), [])
+        box = boxes[arrow.target]
+        assert any(overlap(box, (*point, *point), 0.2) for point in known.values())
+
+
+def rounded(point: tuple[float, ...]) -> tuple[int, int]:
+    return round(10 * point[0]), round(10 * point[1])
+
+
+def test_labels_lie_free(picture):
+    labels = [
+        (label.x, label.y - LABEL / 2, label.x + text_width(label.text, LINE), label.y + LABEL / 2)
+        for label in picture.labels
+    ]
+    for a, b in combinations(labels, 2):
+        assert not overlap(a, b, -0.1)
+    for box in rectangles(picture).values():
+        assert not any(overlap(box, label) for label in labels)
+
+
+def test_residuals_are_labelled_with_their_bytes(picture):
+    residuals = [a for a in picture.outline.seen_arrows(picture.opened) if a.saved]
+    across = [line for line in picture.lines if line.thread and line.arrow.saved]
+    assert len(across) <= len(residuals)
+    assert len([label for label in picture.labels if label.text[-1] == "B"]) == len(across)
+
+
+def test_all_lies_on_the_page(picture):
+    page = (0.0, picture.top, picture.width, picture.top + picture.height)
+    things = [*rectangles(picture).values(), *map(rectangle, picture.frames)]
+    for left, top, right, bottom in things:
+        assert left >= page[0] and top >= page[1] and right <= page[2] and bottom <= page[3]
+    for line in picture.lines:
+        for x, y in points(line, 3):
+            assert page[0] <= x <= page[2] and page[1] <= y <= page[3]
+
+
+def test_a_transformer_of_twelve_layers_fits_one_screen():
+    picture = fitted(outline_of(transformer(12)))
+    assert picture.width <= 1800 and picture.height <= 1400
+    assert len(picture.boxes) >= 20
+    assert any(frame.block.count == 12 for frame in picture.frames)
+
+
+def test_the_view_does_not_depend_on_the_number_of_layers():
+    twelve, forty = (fitted(outline_of(transformer(layers))) for layers in (12, 40))
+    assert len(twelve.boxes) == len(forty.boxes)
+
+
+def test_the_same_graph_gives_the_same_numbers():
+    one, two = (fitted(outline_of(SHAPES["interleaved_passes"]())) for _ in range(2))
+    assert one.lines == two.lines and one.labels == two.labels
+
+
+def test_forward_runs_down_and_backward_up():
+    picture = view("linear_with_backward", "open")
+    phases = {item.key: item.phase for c in picture.outline.columns for item in c.walk()}
+    boxes = rectangles(picture)
+    for arrow in picture.outline.arrows:
+        if phases[arrow.source] == phases[arrow.target]:
+            down = boxes[arrow.source][1] < boxes[arrow.target][1]
+            assert down == (phases[arrow.source] % 2 == 0)
+
+
+def test_residuals_lie_beside_their_readers():
+    picture = view("linear_with_backward", "open")
+    at = {placed.item.title: placed for placed in picture.boxes}
+    middle = {title: placed.y + placed.height / 2 for title, placed in at.items()}
+    assert abs(middle["tanh"] - middle["tanh_backward"]) < 40
+
+
+def test_pooling_gives_the_nearest_ascending_numbers():
+    assert pooled([1.0, 3.0, 2.0, 4.0], [1.0, 1.0, 1.0, 1.0]) == [1.0, 2.5, 2.5, 4.0]
+    assert pooled([3.0, 0.0], [1.0, 2.0]) == [1.0, 1.0]
+    assert pooled([], []) == []
+
+
+def test_rows_keep_their_distance():
+    assert rows_near([0.0, 10.0], [5.0, 5.0], [(0, 20.0), (1, 5.0)]) == [7.5, 17.5]
+
+
+def test_long_lines_are_threads_and_cost_no_place_in_every_row():
+    b = Builder()
+    x = first = b.input("x", 4)
+    for _ in range(300):
+        x = b.op("add", b.op("sin", x), first)
+    arrangement = arrange(outline_of(b.graph(x), fold=False))
+    places = sum(len(level.items) for level in arrangement.levels.values())
+    assert places < 20 * 600
+    assert arrangement.threads
+
+
+def test_a_hostile_name_is_broken_over_few_lines():
+    card = card_of(Block(0, "scope", "m" * 5000, "m", 0, ()))
+    assert card.width < 400 and card.height < 160
+    assert any("…" in row.text for row in card.rows)

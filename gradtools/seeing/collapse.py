@@ -8,8 +8,9 @@ arrows between boxes; what joins one copy of a repeated part to another is left 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
-from gradtools.seeing.flatten import Flat, Group, Link, Unit
+from gradtools.seeing.flatten import Flat, Group, Link, Notes, Unit
 from gradtools.seeing.graph import Graph, Node
 from gradtools.seeing.nesting import in_parts, nested
 from gradtools.seeing.outline import Arrow, Block, Box, Outline, value_text
@@ -19,7 +20,12 @@ FOLD_FROM = 40  # boxes: what has fewer is shown whole
 
 
 def outline_of(
-    graph: Graph, *, fold: bool | None = None, expand: str | Iterable[str] = (), title: str = ""
+    graph: Graph,
+    *,
+    fold: bool | None = None,
+    expand: str | Iterable[str] = (),
+    title: str = "",
+    notes: Notes = MappingProxyType({}),
 ) -> Outline:
     """The outline of a graph.
 
@@ -28,12 +34,13 @@ def outline_of(
         fold: Whether repeated parts are drawn once; None: where there are many boxes.
         expand: Names of blocks; a repeated part that one of them names is not folded.
         title: What stands above the picture.
+        notes: For a node, by its ``id``: how it compares with another graph's, as a tint and words.
 
     Returns:
         An `Outline` with one column for each pass.
     """
     patterns = (expand,) if isinstance(expand, str) else tuple(expand)
-    flat = Flat(graph)
+    flat = Flat(graph, notes)
     blocks = nested(flat)
     if fold if fold is not None else len(flat.units) > FOLD_FROM:
         folding = Folding(flat, patterns)
@@ -71,6 +78,8 @@ def _box(flat: Flat, unit: Unit) -> Box:
     return Box(
         *(unit.key, unit.kind, node.operation, tuple(lines), node.phase, node.mark, alert),
         node=unit.position,
+        tint=unit.note[0],
+        note=unit.note[1],
         hint=_hint(node),
     )
 

@@ -1,33 +1,36 @@
 """The edges of a graph: which value goes from where to where, and what becomes of its derivative.
 
 A value that a later pass reads was *saved* for it. A cut is told with its reason where something
-is lost by it; a comparison that only makes a mask loses nothing, for its operand reaches the
-result by another way, and in the passes after the first no derivative is asked for.
+is lost by it, as `flow.py` finds: a comparison that only makes a mask loses nothing, nor does a
+maximum that is stopped and taken off again, as inside of softmax. What is stopped on purpose in the
+user's own program is always told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gradtools.seeing.findings import KINDS
-from gradtools.seeing.flow import links_of
+from gradtools.seeing.flow import links_of, losses_of
 from gradtools.seeing.graph import Dependence, Edge, Graph, Node
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
-_MASKS = ("discrete", "integer_cast")
+_ON_PURPOSE = ("detached", "no_grad", "left_framework", "in_place_data", "rule")
+_MOST_STEPS = 200_000
 
 
 def edges_of(graph: Graph) -> tuple[Edge, ...]:
     """Every edge of one graph, without those of its bodies."""
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
-    strengths = [strengths_of(graph, node) for node in graph.nodes]
-    flowing = _flowing(graph, strengths)
+    lost = lost_links(graph)
     edges = []
     for i, node in enumerate(graph.nodes):
-        for value, strength in zip(node.inputs, strengths[i], strict=True):
+        strengths = strengths_of(graph, node)
+        for k, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
             maker = makers.get(value)
             saved = node.phase > (graph.nodes[maker].phase if maker is not None else 0)
-            cut = cut_reason(graph, node, value, strength, flowing)
+            cut = cut_reason(lost, node, k, strength)
             edges.append(Edge(maker, i, value, graph.values[value].bytes, saved, strength, cut))
     edges += _outside(graph, makers)
     edges += [Edge(makers.get(v), None, v, graph.values[v].bytes) for v in graph.outputs]
@@ -41,31 +44,41 @@ def strengths_of(graph: Graph, node: Node) -> tuple[Dependence, ...]:
     return found or (_NONE,) * len(node.inputs)
 
 
-def flowing_values(graph: Graph) -> frozenset[int]:
-    """The values that have at least one reader with a derivative."""
-    return _flowing(graph, [strengths_of(graph, node) for node in graph.nodes])
+def lost_links(graph: Graph) -> frozenset[tuple[int, int]]:
+    """Where the forward pass loses a derivative: pairs (``id`` of the node, input)."""
+    forward = _forward(graph)
+    found = set()
+    for value in _asked(forward):
+        found |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
+    for node in forward.nodes:
+        if node.loss in _ON_PURPOSE and not node.bodies:
+            for i, strength in enumerate(strengths_of(forward, node)):
+                if strength == _CUT and graph.values[node.inputs[i]].is_inexact:
+                    found.add((id(node), i))
+    return frozenset(found)
 
 
-def _flowing(graph: Graph, strengths: list[tuple[Dependence, ...]]) -> frozenset[int]:
-    pairs = zip(graph.nodes, strengths, strict=True)
-    return frozenset(
-        value
-        for node, row in pairs
-        for value, strength in zip(node.inputs, row, strict=True)
-        if strength == _FULL
-    )
+def _forward(graph: Graph) -> Graph:
+    """The first pass alone: in later ones no derivative is asked for."""
+    nodes = tuple(node for node in graph.nodes if not node.phase)
+    if len(nodes) == len(graph.nodes):
+        return graph
+    made = {value for node in nodes for value in node.outputs}.union(graph.inputs)
+    return replace(graph, nodes=nodes, outputs=tuple(v for v in graph.outputs if v in made))
+
+
+def _asked(graph: Graph) -> Iterator[int]:
+    """The leaves to ask for: all, or in a very large graph as many as take a second or so."""
+    leaves = [v for v in (*graph.inputs, *graph.captured) if graph.values[v].is_inexact]
+    may_lose = any(node.loss for _, node in graph.walk())
+    yield from leaves[: _MOST_STEPS // max(1, len(graph.nodes))] if may_lose else ()
 
 
 def cut_reason(
-    graph: Graph, node: Node, value: int, strength: Dependence, flowing: frozenset[int]
+    lost: frozenset[tuple[int, int]], node: Node, index: int, strength: Dependence
 ) -> str | None:
     """Why no derivative flows to this input, where one is lost by it; else None."""
-    lost = strength == _CUT and graph.values[value].is_inexact and not node.phase
-    if not lost or (node.bodies and node.loss is None):
-        return None
-    if node.loss in (None, *_MASKS) and value in flowing:
-        return None
-    return reason(node.loss)
+    return reason(node.loss) if strength == _CUT and (id(node), index) in lost else None
 
 
 def reason(loss: str | None) -> str:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
-from gradtools.seeing.edges import cut_reason, flowing_values, reason, strengths_of
+from gradtools.seeing.edges import cut_reason, lost_links, reason, strengths_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
+
+Notes = Mapping[int, tuple[str, str]]  # by the id of a node
+_CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Unit:
     constants: list[str] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)  # maker, value
     name: str = ""
+    note: tuple[str, str] = ("", "")  # how it compares, in a tint and in words
 
 
 @dataclass
@@ -62,11 +67,13 @@ class Link:
 class Flat:
     """A graph with its bodies opened up: units, and the links between them."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, notes: Notes = MappingProxyType({})) -> None:
+        self.notes = notes
         self.units: list[Unit] = []
         self.links: list[Link] = []
         self.values: list[Value] = []
         self.has_later_pass = any(node.phase for _, node in graph.walk())
+        self._lost = lost_links(graph)
         self.leaves = [
             *(self._leaf("input", graph, v, f"input {i}") for i, v in enumerate(graph.inputs)),
             *(self._leaf("captured", graph, v, "") for v in graph.captured),
@@ -97,7 +104,6 @@ class Flat:
         around: tuple[str, ...],
     ) -> list[Entry]:
         """What each node becomes; `made` gains the makers of its outputs."""
-        flowing = flowing_values(graph)
         entries: list[Entry] = []
         for position, node in enumerate(graph.nodes):
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
@@ -107,8 +113,8 @@ class Flat:
                 continue
             unit = self._operation(graph, node, position, scope)
             entries.append(unit)
-            for value, strength in zip(node.inputs, strengths, strict=True):
-                cut = cut_reason(graph, node, value, strength, flowing)
+            for i, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
+                cut = cut_reason(self._lost, node, i, strength)
                 self._read(unit, graph, value, made, numbers, strength, cut)
             made.update(dict.fromkeys(node.outputs, (unit.key,)))
         return entries
@@ -116,7 +122,12 @@ class Flat:
     def _operation(self, graph: Graph, node: Node, position: int, scope: tuple[str, ...]) -> Unit:
         outputs = tuple(graph.values[v] for v in node.outputs)
         return self._unit(
-            "operation", node.phase, scope=scope, node=node, position=position, outputs=outputs
+            *("operation", node.phase),
+            scope=scope,
+            node=node,
+            position=position,
+            outputs=outputs,
+            note=self.notes.get(id(node), ("", "")),
         )
 
     def _read(
@@ -169,7 +180,7 @@ class Flat:
         numbers: dict[int, int],
     ) -> Group:
         """A node with programs inside: a group, whose values are followed through."""
-        group = Group(_kind(node), node.operation, scope, node.phase, [], mark=node.mark)
+        group = Group(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
         deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
         if deciding or not node.inputs:
             unit = self._operation(graph, node, position, ())
@@ -233,6 +244,12 @@ def _kind(node: Node) -> str:
     if node.operation in ("scan", "while", "while_loop", "for", "loop", "map"):
         return "loop"
     return "branch" if node.operation in ("cond", "switch", "where_branch") else "call"
+
+
+def _called(node: Node) -> str:
+    """What a call is called: by the name of its function where it has one."""
+    name = node.attributes.get("name")
+    return name if node.operation in _CALLS and isinstance(name, str) else node.operation
 
 
 def _body_name(node: Node, number: int) -> str:

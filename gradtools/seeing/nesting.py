@@ -65,7 +65,8 @@ def _tidy(group: Group) -> Entry:
     (child,) = group.children
     if isinstance(child, Unit):
         if child.kind == "operation" and group.kind in ("scope", "call") and not group.mark:
-            child.name = ".".join(filter(None, (group.title, child.name)))
+            names = dict.fromkeys((group.title, child.name))
+            child.name = ".".join(name for name in names if name and name != "call")
             return child
         return group
     if group.kind == child.kind == "scope":

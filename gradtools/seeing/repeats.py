@@ -143,6 +143,7 @@ def _token(unit: Unit) -> tuple[Any, ...]:
         unit.node.operation if unit.node else "",
         unit.node.mark if unit.node else "",
         unit.phase,
+        unit.note,
         tuple((value.shape, value.dtype) for value in values),
     )
 

@@ -11,6 +11,7 @@ so that a matrix product of the program stays one value.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
@@ -213,6 +214,7 @@ def _flatten(p: _Product) -> None:
             p.coefficient *= factor["coefficient"]
             flat.append((_without_coefficient(factor), names))
         else:
+            sums = sums or contracts(factor)
             queue = _opened(p, factor, names) + queue
     p.factors = flat
     p.drop_sums_over_nothing(before)
@@ -240,6 +242,9 @@ def _stays_whole(x: Expr) -> bool:
         return False
     labels = [l for names in x["labels"] for l in names]
     if len(set(labels)) < x.rank or any(f.op in ("one_hot", "identity") for f in x.args):
+        return False
+    arrays = [f for f in x.args if f.rank]
+    if len(arrays) == 1 and arrays[0].op == "placeholder":
         return False
     return len(labels) > len(set(labels)) or any(not f.rank for f in x.args)
 
@@ -326,6 +331,7 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
     factors = sorted(factors, key=lambda f: (f[0].serial, [str(n) for n in f[1]]))
     if _has_sum(p):
         core, kept = _core(factors, p)
+        FIRST_ORDER.setdefault(core, tuple(kept.index(n) for n in p.out if n in kept))
         if coefficient == 1 and kept == p.out:
             return core
         return _einsum([(core, kept)], p.out, shape, coefficient)
@@ -334,6 +340,10 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
         core = _einsum(factors, kept, tuple(p.size[n] for n in kept), coefficient)
         return _einsum([(core, kept)], p.out, shape, 1.0)
     return _einsum(factors, p.out, shape, coefficient)
+
+
+# The order of axes in which a contraction was first asked for: that in which it reads best.
+FIRST_ORDER: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 def _own_order(factors: list) -> Labels:
@@ -406,7 +416,8 @@ def reshape(x: Expr, shape: Sequence[int]) -> Expr:
 
 def _reshape_long(x: Expr, shape: tuple[int, ...]) -> Expr:
     if x.op == "reshape":
-        return reshape(x.args[0], shape)
+        x = x.args[0]
+        return x if x.shape == shape else expr("reshape", (x,), shape, x.kind)
     if constant_of(x) is not None:
         return full(constant_of(x), shape)
     if x.op == "einsum" and not contracts(x):
@@ -417,36 +428,19 @@ def _reshape_long(x: Expr, shape: tuple[int, ...]) -> Expr:
 
 
 def _reshape_product(x: Expr, shape: tuple[int, ...]) -> Expr | None:
-    """A reshape of scaled or broadcast factors, if each can be reshaped by itself."""
+    """A reshape that touches only axes along which x is broadcast."""
     groups = axis_groups(x.shape, shape)
     if groups is None:
         return None
-    factors, labels = [], []
-    for factor, names in zip(x.args, x["labels"], strict=True):
-        done = _reshape_factor(factor, names, groups, shape)
-        if done is None:
+    used = {l for names in x["labels"] for l in names}
+    rename = {}
+    for old, new in groups:
+        if len(old) == len(new) == 1:
+            rename[old[0]] = new[0]
+        elif used & set(old):
             return None
-        factors.append(done[0])
-        labels.append(done[1])
-    return product(factors, labels, range(len(shape)), shape, x["coefficient"])
-
-
-def _reshape_factor(factor, names, groups, shape):
-    lengths, new = [], []
-    place = 0
-    for old, fresh in groups:
-        have = [a for a in old if a in names]
-        if not have:
-            continue
-        run = tuple(names[place : place + len(old)])
-        if run != tuple(old):
-            return None
-        place += len(old)
-        lengths += [shape[b] for b in fresh]
-        new += fresh
-    if place != len(names):
-        return None
-    return reshape(factor, lengths), tuple(new)
+    labels = [tuple(rename[l] for l in names) for names in x["labels"]]
+    return product(x.args, labels, range(len(shape)), shape, x["coefficient"])
 
 
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list, list]] | None:
@@ -475,17 +469,28 @@ def _merged_axes(factor: Expr, axis: int) -> tuple[int, ...] | None:
         return None
     for old, new in axis_groups(factor.args[0].shape, factor.shape) or []:
         if new == [axis]:
-            return tuple(factor.args[0].shape[a] for a in old)
+            return tuple(n for n in (factor.args[0].shape[a] for a in old) if n != 1)
     return None
 
 
 def _split_reshapes(p: _Product, shape: Sequence[int]) -> Expr | None:
     """Give each part of a merged axis its own label, if every factor with that axis can."""
+    if _only_turns(p):
+        return None
     for name in sorted(p.labels(), key=str):
         lengths = _common_merge(p, name)
         if lengths is not None and len(lengths) > 1:
             return _split_label(p, name, lengths, tuple(shape))
     return None
+
+
+def _only_turns(p: _Product) -> bool:
+    """Whether nothing is done but to put in axes of length 1."""
+    if len(p.factors) != 1 or p.coefficient != 1 or _has_sum(p):
+        return False
+    names = p.factors[0][1]
+    long = tuple(n for n in p.out if p.size[n] != 1 or n in names)
+    return names == long
 
 
 def _common_merge(p: _Product, name: Any) -> tuple[int, ...] | None:
@@ -767,9 +772,16 @@ def _sum_of_reshapes(terms: list[Expr], shape: tuple[int, ...]) -> Expr | None:
 
 def _inner_shape(x: Expr) -> tuple[int, ...] | None:
     _, factors, labels, out = parts(x)
-    if len(factors) == 1 and factors[0].op == "reshape" and labels[0] == out:
+    if len(factors) == 1 and _reshapes(factors[0]) and labels[0] == out:
         return factors[0].args[0].shape
     return None
+
+
+def _reshapes(x: Expr) -> bool:
+    """Whether it is a reshape that does more than to take off axes of length 1."""
+    if x.op != "reshape":
+        return False
+    return x.shape != tuple(n for n in x.args[0].shape if n != 1)
 
 
 def _reshape_if_plain(x: Expr, shape: tuple[int, ...]) -> Expr | None:
@@ -844,7 +856,7 @@ def _outside(op, args, kind, attributes) -> Expr | None:
             inner = expr(op, factors, factors[0].shape, kind, **attributes)
             return product([inner], [labels[0]], out, args[0].shape)
     plain = [a for a in args if constant_of(a) is None]
-    if plain and all(a.op == "reshape" for a in plain):
+    if plain and all(map(_reshapes, plain)):
         shapes = {a.args[0].shape for a in plain}
         if len(shapes) == 1:
             (shape,) = shapes

@@ -26,7 +26,7 @@ def einsum(y: Any, *arrays: np.ndarray) -> np.ndarray:
     else:
         value = np.einsum(*operands, list(kept), optimize=len(arrays) > 2)
     place = tuple(slice(None) if l in kept else None for l in range(len(y.shape)))
-    return np.broadcast_to((coefficient * value)[place], y.shape)
+    return np.broadcast_to(np.asarray(coefficient * value)[place], y.shape)
 
 
 def _aligned_product(arrays, labels, kept):

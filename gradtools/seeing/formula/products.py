@@ -6,7 +6,8 @@ two factors, and following them leads from one axis of the result to the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
+from math import prod
 from typing import Any
 
 from gradtools.seeing.formula.algebra import contracts, power
@@ -17,7 +18,7 @@ Entry = tuple[Expr, tuple[int, ...]]
 
 
 def display_factors(
-    x: Expr, named: Mapping[Expr, Any], entries: bool = False
+    x: Expr, named: Collection[Expr], entries: bool = False
 ) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
     """Coefficient, factors and labels of x, with the products among them written out.
 
@@ -35,7 +36,8 @@ def display_factors(
         if factor in named or factor.op != "einsum" or not factor.args:
             found.append((factor, names))
             continue
-        if contracts(factor) and not (single or (sums and _flat(x)) or entries):
+        opens = single or (sums and _flat(x) and len(factor.args) > 1)
+        if contracts(factor) and not (opens or entries):
             found.append((factor, names))
             continue
         coefficient *= factor["coefficient"]
@@ -48,7 +50,45 @@ def display_factors(
             opened.append((f, tuple(inner[l] for l in ls)))
         sums = sums or contracts(factor)
         queue = opened + queue
+    found = _with_named(found, named, x)
     return coefficient, [f for f, _ in found], [n for _, n in found]
+
+
+def _with_named(found: list[Entry], named: Collection[Expr], x: Expr) -> list[Entry]:
+    """Several factors that are a named elementwise product are written by its name."""
+    if len(found) < 2:
+        return found
+    here = {f for f, _ in found}
+    for p in named:
+        inside = p is not x and p.op == "einsum" and len(p.args) > 1 and p["coefficient"] == 1
+        if inside and not contracts(p) and here >= set(p.args):
+            found = _replaced(found, p) or found
+    return found
+
+
+def _replaced(found: list[Entry], p: Expr) -> list[Entry] | None:
+    place: dict[int, int] = {}
+    left = list(found)
+    for f, names in zip(p.args, p["labels"], strict=True):
+        match = next((e for e in left if e[0] is f and _fits(place, names, e[1])), None)
+        if match is None:
+            return None
+        place.update(zip(names, match[1], strict=True))
+        left.remove(match)
+    if len(place) < p.rank or len(set(place.values())) < len(place):
+        return None
+    return [(p, tuple(place[l] for l in range(p.rank))), *left]
+
+
+def _fits(place: dict[int, int], names: Sequence[int], there: Sequence[int]) -> bool:
+    return all(place.get(l, t) == t for l, t in zip(names, there, strict=True))
+
+
+def summed_length(x: Expr) -> int:
+    """Over how many entries x is a sum of one array; 0 if it is no such sum."""
+    if not contracts(x) or len(x.args) != 1:
+        return 0
+    return prod(n for l, n in zip(x["labels"][0], x.args[0].shape, strict=True) if l >= x.rank)
 
 
 def _flat(x: Expr) -> bool:
@@ -80,6 +120,8 @@ class Factors:
         used = {l for names in labels for l in names}
         self.out = [l for l in range(x.rank) if l in used]
         self.summed = used - set(self.out)
+        core = x.args[0] if len(x.args) == 1 and contracts(x.args[0]) else x
+        self.is_plain_sum = summed_length(core) > 0
         self.size = {
             l: n for f, names in self._entries for l, n in zip(names, f.shape, strict=True)
         }
@@ -104,7 +146,7 @@ class Factors:
 
     def reference(self) -> list[int]:
         """The order of labels that factors are compared with."""
-        order = list(self.out)
+        order = list(self.out) if len(self.out) > 1 else []
         for _, names in sorted((*self.arrays, *self.below), key=lambda e: -len(e[1])):
             order += [l for l in names if l not in order]
         return order
@@ -123,9 +165,9 @@ def chain(f: Factors, axes: Axes) -> list[Link] | None:
     if entries is None or any(len(set(n)) < len(n) or len(n) > 2 for _, n in entries):
         return None
     out = [l for l in f.out if any(l in n for _, n in entries)]
-    if len(out) > 2 or (not f.summed and len(out) < 2):
-        return None
     groups = _groups(entries)
+    if len(out) > 2 or (not f.summed and (len(out) < 2 or len(groups) < 2)):
+        return None
     if not _is_chain(groups, out):
         return None
     return _walk(groups, out)

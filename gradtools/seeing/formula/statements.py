@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtools.seeing.formula import typesetting as ts
-from gradtools.seeing.formula.algebra import constant_of, contracts
+from gradtools.seeing.formula.algebra import FIRST_ORDER, constant_of, contracts, transpose
 from gradtools.seeing.formula.axes import Axes
 from gradtools.seeing.formula.expressions import Expr, Program, order
 from gradtools.seeing.formula.functions import FUNCTIONS
@@ -73,6 +73,12 @@ class Statements:
         self._taken = {w.text for w in leaves.values()}
         self._done: set[Expr] = set()
         self._rounds: dict[tuple, int] = {}
+        roots = [x for s in sections for x, _ in s.roots]
+        self._uses, self._direct = _uses(self.values, roots)
+        self._bases: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._chosen: set[Expr] = set()
+        self._turned: dict[Expr, Expr] = {}
         self._name(cotangents)
 
     def write(self) -> None:
@@ -90,19 +96,42 @@ class Statements:
             if x not in names and not _is_plain(x):
                 names[x] = written
         self._loops_named = self._name_loops()
-        wanted = [x for x in self.values if self._deserves(x)]
+        self._forward = set(_everything([x for x, _ in self.sections[0].roots]))
+        self._chosen: set[Expr] = set()
+        for x in self.values:
+            if self._deserves(x):
+                self._chosen.add(x)
+        self._turn_cores()
+        wanted = [w for x in self.values for w in (x, self._turned.get(x, x)) if w in self._chosen]
+        wanted = list(dict.fromkeys(wanted))
+        self.axes.learn(self._turned.values())
         wanted = self._with_origins(wanted, cotangents)
-        bases = Counter(_base(x) for x in wanted)
-        self._counts: Counter[str] = Counter()
-        self._bases = bases
         origin = _origins(cotangents)
+        self._bases.update(self._base(x) for x in wanted if x not in origin)
         for x in wanted:
             v = origin.get(x)
             if v is not None and v in names:
                 names[x] = self._free(ts.bar(names[v]))
             else:
-                names[x] = self._new(_base(x))
+                names[x] = self._new(self._base(x))
+        self.writer.turned.update(self._turned)
         self._name_long()
+
+    def _base(self, x: Expr) -> str:
+        """What belongs to the program is named by its operation, the rest is a T."""
+        if x.op not in ("add", "einsum"):
+            return _base(x)
+        forward = x in self._forward or any(a in self._forward for a in x.args if _is_wrapper(x))
+        return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"
+
+    def _turn_cores(self) -> None:
+        """A product that is only used transposed is named as it is used."""
+        for core in [x for x in self.values if x in self._chosen and x.rank > 1]:
+            order_ = FIRST_ORDER.get(core, ())
+            if len(order_) == core.rank and order_ != tuple(range(core.rank)):
+                self._turned[core] = transpose(core, order_)
+                self._chosen.remove(core)
+                self._chosen.add(self._turned[core])
 
     def _deserves(self, x: Expr) -> bool:
         if x in self.writer.names or _is_plain(x):
@@ -111,15 +140,9 @@ class Statements:
             return True
         return self._uses[x] > 1 and self._weight(x) >= 2
 
-    @property
-    def _uses(self) -> Counter:
-        if not hasattr(self, "_counted"):
-            self._counted = _uses(self.values, [x for s in self.sections for x, _ in s.roots])
-        return self._counted
-
     def _weight(self, x: Expr) -> float:
         """How much there is to read in x, up to what has a name."""
-        if x in self.writer.names or not x.args:
+        if x in self.writer.names or x in self._chosen or not x.args:
             return 0
         inner = sum(self._weight(a) for a in x.args) if len(x.args) < 9 else 9
         if x.op in _LIGHT or (x.op == "einsum" and len(x.args) == 1 and not contracts(x)):
@@ -136,8 +159,8 @@ class Statements:
             v = origin.get(x)
             if v is not None and v not in self.writer.names and v not in wanted:
                 more.append(v)
-        chosen = {*wanted, *more}
-        return [x for x in self.values if x in chosen]
+        self._chosen |= set(more)
+        return [*(x for x in self.values if x in more), *wanted]
 
     def _new(self, base: str) -> Written:
         if self._bases[base] == 1 and not self._counts[base]:
@@ -163,14 +186,18 @@ class Statements:
         names = self.writer.names
         parents_whole = {a for x in self.values if _is_whole_only(x) for a in x.args}
         for x in self.values:
-            if x in names or _is_plain(x):
+            if x in names or x in self._turned or _is_plain(x):
                 continue
             try:
                 too_long = len(self.writer.whole(x).text) > _LONG
             except NeedsIndices:
-                too_long = x in parents_whole or self._is_long_entry(x)
+                inside = x in parents_whole
+                too_long = inside or (not _is_wrapper(x) and self._is_long_entry(x))
+                if inside:
+                    names[x] = self._new(self._base(x))
+                    continue
             if too_long and not _is_wrapper(x):
-                names[x] = self._new(_base(x))
+                names[x] = self._new(self._base(x))
 
     def _is_long_entry(self, x: Expr) -> bool:
         return len(self.writer.entry(x, self.axes.unique(x)).text) > _LONG
@@ -216,14 +243,10 @@ class Statements:
 
     def _outer_name(self, a: Expr) -> Written:
         if a not in self.writer.names and constant_of(a) is None and not _is_plain(a):
-            self._bases = Counter() if not hasattr(self, "_bases") else self._bases
-            self._counts = Counter() if not hasattr(self, "_counts") else self._counts
             self.writer.names[a] = self._new(_base(a))
         return self.writer.whole(a)
 
     def _loop_base(self, p: Expr, start: Expr) -> Written:
-        self._bases = Counter() if not hasattr(self, "_bases") else self._bases
-        self._counts = Counter() if not hasattr(self, "_counts") else self._counts
         name = p["name"] if not p["name"].startswith("cotangent") else ""
         if name and ts.symbol(name).text not in self._taken:
             self._taken.add(ts.symbol(name).text)
@@ -244,8 +267,8 @@ class Statements:
             self._done.add(x)
             if x.op == "scan":
                 self._loop(section, x, 0)
-            elif x in self.writer.names and x.op != "placeholder":
-                section.lines.append(self._line(x, self.writer.names[x]))
+            elif x in self._turned or (x in self.writer.names and x.op != "placeholder"):
+                section.lines.append(self._named_line(x, 0))
         for x, written in section.roots:
             if x.op == "scan" and x.family not in self._rounds:
                 self._loop(section, x, 0)
@@ -263,6 +286,17 @@ class Statements:
     def _last(self, x: Expr) -> Written:
         inner = self.writer.names.get(x["body"].outputs[x["output"]])
         return inner or self.writer.names[x]
+
+    def _named_line(self, x: Expr, depth: int) -> Line:
+        """A line for x, or for its transpose if that has the name."""
+        w = self._turned.get(x)
+        if w is None:
+            return self._line(x, self.writer.names[x], depth)
+        self._done.add(w)
+        del self.writer.turned[x]
+        line = self._line(w, self.writer.names[w], depth)
+        self.writer.turned[x] = w
+        return line
 
     def _line(self, x: Expr, written: Written, depth: int = 0) -> Line:
         own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
@@ -296,10 +330,12 @@ class Statements:
         section.lines.append(Line(None, Written(head, latex), depth))
         outputs = [body.outputs[k] for k in sorted(live)]
         for x in order(outputs):
-            if x in self._done or x.op == "placeholder" or x not in names:
+            if x in self._done or x.op == "placeholder":
+                continue
+            if x not in names and x not in self._turned:
                 continue
             self._done.add(x)
-            section.lines.append(self._line(x, names[x], depth + 1))
+            section.lines.append(self._named_line(x, depth + 1))
         for k in sorted(live):
             out = body.outputs[k]
             self._tie_output(section, y, k, out, depth + 1)
@@ -386,9 +422,10 @@ def _programs(x: Expr) -> tuple[Program, ...]:
     return tuple(x["branches"]) if x.op == "cond" else ()
 
 
-def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter:
-    """How often each value is read, turned or not."""
+def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> tuple[Counter, Counter]:
+    """How often each value is read, turned or not; and how often as it is, or scaled."""
     count: Counter[Expr] = Counter(roots)
+    direct: Counter[Expr] = Counter(roots)
     for x in values:
         if _is_wrapper(x):
             continue
@@ -396,7 +433,8 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter:
             count[_unturned(a)] += 1
             if _unturned(a) is not a:
                 count[a] += 1
-    return count
+            direct[a] += 1
+    return count, direct
 
 
 def _unturned(x: Expr) -> Expr:
@@ -410,9 +448,10 @@ def _origins(cotangents: Sequence[Mapping[Expr, Expr]]) -> dict[Expr, Expr]:
     found: dict[Expr, Expr] = {}
     for table in cotangents[:1]:
         for v, c in table.items():
-            if _is_wrapper(v) or _is_plain(v) or v.shape != c.shape:
+            if _is_plain(v) or v.shape != c.shape:
                 continue
-            found[c] = v
+            if not (_is_wrapper(v) and v["coefficient"] == 1):
+                found.setdefault(c, v)
     return found
 
 
@@ -420,7 +459,7 @@ _ELEMENTWISE_BASE = {"exp": "e", "sigmoid": "s", "tanh": "h", "relu": "h"}
 _BASES = {
     "softmax": "p",
     "log_softmax": "l",
-    "standardize": "xhat",
+    "standardize": "n",
     "deviation": "sigma",
     "variance": "v",
     "norm": "r",
@@ -438,6 +477,6 @@ def _base(x: Expr) -> str:
     if x.op in ("eigh", "svd", "qr"):
         return {"eigh": "λV", "svd": "UsV", "qr": "QR"}[x.op][x["output"]]
     base = _BASES.get(x.op) or _ELEMENTWISE_BASE.get(x.op) or "T"
-    if base in ("sigma", "pi", "xhat", "T"):
-        return "X̂" if base == "xhat" else base
+    if base in ("sigma", "pi", "T"):
+        return base
     return base.upper() if x.rank > 1 else base

@@ -16,11 +16,38 @@ SUM, BIG, PRODUCT, POWER, ATOM = 1, 2, 3, 4, 5
 
 _SUPERSCRIPTS = str.maketrans("0123456789-+", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺")
 _GREEK = {
-    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "zeta": "ζ",
-    "eta": "η", "theta": "θ", "iota": "ι", "kappa": "κ", "lambda": "λ", "mu": "μ", "nu": "ν",
-    "xi": "ξ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ", "phi": "φ", "chi": "χ",
-    "psi": "ψ", "omega": "ω", "Gamma": "Γ", "Delta": "Δ", "Theta": "Θ", "Lambda": "Λ",
-    "Xi": "Ξ", "Pi": "Π", "Sigma": "Σ", "Phi": "Φ", "Psi": "Ψ", "Omega": "Ω",
+    "alpha": "α",
+    "beta": "β",
+    "gamma": "γ",
+    "delta": "δ",
+    "epsilon": "ε",
+    "zeta": "ζ",
+    "eta": "η",
+    "theta": "θ",
+    "iota": "ι",
+    "kappa": "κ",
+    "lambda": "λ",
+    "mu": "μ",
+    "nu": "ν",
+    "xi": "ξ",
+    "pi": "π",
+    "rho": "ρ",
+    "sigma": "σ",
+    "tau": "τ",
+    "phi": "φ",
+    "chi": "χ",
+    "psi": "ψ",
+    "omega": "ω",
+    "Gamma": "Γ",
+    "Delta": "Δ",
+    "Theta": "Θ",
+    "Lambda": "Λ",
+    "Xi": "Ξ",
+    "Pi": "Π",
+    "Sigma": "Σ",
+    "Phi": "Φ",
+    "Psi": "Ψ",
+    "Omega": "Ω",
 }
 _LOW = str.maketrans("0123456789-+ijklmnoprstuvxaeh'", "₀₁₂₃₄₅₆₇₈₉₋₊ᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓₐₑₕ′")
 _SMALL = set("₀₁₂₃₄₅₆₇₈₉₋₊ᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓₐₑₕ′")
@@ -195,7 +222,7 @@ def _as_root(value: float) -> Written | None:
 
 def negative(x: Written) -> Written:
     """Minus x."""
-    body = x.at(PRODUCT)
+    body = x.at(BIG)
     return Written(f"-{body.text}", f"-{body.latex}", SUM)
 
 

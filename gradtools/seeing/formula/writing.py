@@ -9,7 +9,8 @@ entry with `Writer.entry`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from gradtools.seeing.formula.algebra import conj, constant_of, contracts, power
 from gradtools.seeing.formula.axes import Axes, primed
 from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.functions import FUNCTIONS
-from gradtools.seeing.formula.products import Factors, chain, display_factors
+from gradtools.seeing.formula.products import Factors, chain, display_factors, summed_length
 from gradtools.seeing.formula.typesetting import (
     ATOM,
     BIG,
@@ -48,13 +49,21 @@ class Writer:
     Attributes:
         axes: The letters of axes.
         names: What is written by a name.
+        turned: What is named by its transpose, which has the name.
         notes: What the reader must know about the signs that were used.
     """
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
+        self.turned: dict[Expr, Expr] = {}
         self.notes: dict[str, None] = {}
+        self._as_mean: set[Expr] = set()
+
+    @property
+    def known(self) -> set[Expr]:
+        """What has a name, or a transpose with one."""
+        return {*self.names, *self.turned}
 
     # Whole arrays.
 
@@ -74,6 +83,8 @@ class Writer:
     def _whole(self, x: Expr) -> Written:
         if x in self.names:
             return self.names[x]
+        if x in self.turned:
+            return self._untransposed(x)
         constant = constant_of(x)
         if constant is not None:
             return number(constant)
@@ -81,7 +92,7 @@ class Writer:
             return self._product(x)
         if x.op == "add":
             self._must_align(x)
-            return self.sum_of([self.whole(t) for t in x.args])
+            return self.sum_of([self.whole(t) for t in self._in_order(x.args)])
         if x.op in FUNCTIONS:
             self._must_align(x)
             return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
@@ -89,10 +100,29 @@ class Writer:
             return _PRIMITIVES[x.op](self, x)
         return function(x.op, [self.whole(a) for a in x.args])
 
+    def _untransposed(self, x: Expr) -> Written:
+        """What is named by its transpose."""
+        w = self.turned[x]
+        n = x.rank
+        if w["labels"][0] == (*range(n - 2), n - 1, n - 2):
+            return superscript(self.names[w], "ᵀ", r"\top")
+        raise NeedsIndices
+
     def sum_of(self, terms: list[Written]) -> Written:
         """A sum; the terms without a minus come first."""
         terms = sorted(terms, key=lambda t: t.text.startswith("-"))
         return summed([t if t.level > SUM or _one_term(t) else bracket(t) for t in terms])
+
+    def _in_order(self, terms: Sequence[Expr]) -> list[Expr]:
+        """What is composed first, then names, then numbers."""
+
+        def key(x: Expr) -> int:
+            if constant_of(x) is not None:
+                return 2
+            plain = x.op == "einsum" and len(x.args) == 1 and not contracts(x)
+            return int((x.args[0] if plain else x) in self.names)
+
+        return sorted(terms, key=key)
 
     def _must_align(self, x: Expr) -> None:
         """Arguments with fewer axes align by letters, which must all differ."""
@@ -101,7 +131,7 @@ class Writer:
             return
         for a in x.args:
             if a.op == "einsum" and constant_of(a) is None and a not in self.names:
-                _, _, labels = display_factors(a, self.names)
+                _, _, labels = display_factors(a, self.known)
                 if any(set(names) != set(range(x.rank)) for names in labels):
                     raise NeedsIndices
 
@@ -115,15 +145,36 @@ class Writer:
     # Products.
 
     def _product(self, x: Expr) -> Written:
-        coefficient, factors, labels = display_factors(x, self.names)
+        coefficient, factors, labels = display_factors(x, self.known)
         found = self._as_trace(x, factors, labels)
         f = Factors(coefficient, factors, labels, x)
         if found is None:
             f.apart()
-            found = self._core(f)
+            with self._mean_inside(f):
+                found = self._core(f)
         else:
             f.apart()
         return self._with_scalars(f, found)
+
+    @contextmanager
+    def _mean_inside(self, f: Factors) -> Iterator[None]:
+        """A factor that is a sum, under a coefficient that divides by its length, is a mean."""
+        added = None
+        for a, _ in f.arrays:
+            count = summed_length(a)
+            if a in self.known or count < 2 or added or isinstance(f.coefficient, complex):
+                continue
+            if abs(abs(f.coefficient) * count - 1) < 1e-12:
+                added = a
+        if added is None:
+            yield
+            return
+        f.coefficient = 1.0 if f.coefficient > 0 else -1.0
+        self._as_mean.add(added)
+        try:
+            yield
+        finally:
+            self._as_mean.discard(added)
 
     def _as_trace(self, x: Expr, factors: list[Expr], labels: list) -> Written | None:
         big = [(f, n) for f, n in zip(factors, labels, strict=True) if f.rank]
@@ -136,11 +187,26 @@ class Writer:
         """What has axes; None where nothing has."""
         if not f.arrays and not f.below:
             return None
+        turned = self._as_transpose(f)
+        if turned is not None:
+            return turned
         for attempt in (self._inner_product, self._as_chain, self._aligned):
             found = attempt(f)
             if found is not None:
                 return found
         raise NeedsIndices
+
+    def _as_transpose(self, f: Factors) -> Written | None:
+        """One array as it is, or with its last two axes exchanged."""
+        if len(f.arrays) != 1 or f.below or f.summed:
+            return None
+        ((x, names),) = f.arrays
+        n = f.target.rank
+        if names == tuple(range(n)):
+            return self.whole(x)
+        if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
+            return self.transposed(x)
+        return None
 
     def _inner_product(self, f: Factors) -> Written | None:
         """A full sum over two factors, or over one squared."""
@@ -195,7 +261,7 @@ class Writer:
 
     def _as_chain(self, f: Factors) -> Written | None:
         """Products of matrices and vectors."""
-        if f.below or not f.arrays or any(l not in f.label_letters(self.axes) for l in f.out):
+        if f.below or not f.arrays or (self._is_mean(f) and len(f.out) < 2):
             return None
         found = chain(f, self.axes)
         if found is None:
@@ -215,6 +281,10 @@ class Writer:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
             return superscript(self.whole(x.args[0]), "ᴴ", "H")
+        written = self.whole(x)
+        if written.text.endswith("ᵀ") and written.level == POWER:
+            stem = written.latex.removesuffix(r"^{\top}")
+            return Written(written.text[:-1], stem, ATOM)
         return superscript(self.whole(x), "ᵀ", r"\top")
 
     def _aligned(self, f: Factors) -> Written | None:
@@ -233,7 +303,8 @@ class Writer:
             return top
         name = "".join(letters[l] for l in sorted(f.summed, key=lambda l: letters[l]))
         if self._is_mean(f):
-            f.coefficient = 1.0 if f.coefficient > 0 else -1.0
+            if f.target not in self._as_mean:
+                f.coefficient = 1.0 if f.coefficient > 0 else -1.0
             whole = not f.out
             return function("mean", [top], "" if whole else name)
         inner = top.at(POWER)
@@ -287,13 +358,17 @@ class Writer:
         """The entry of x at these indices."""
         if x in self.names:
             return self._indexed(self.names[x], letters)
+        if x in self.turned:
+            w = self.turned[x]
+            place = dict(zip(w["labels"][0], letters, strict=True))
+            return self._indexed(self.names[w], [place[k] for k in range(x.rank)])
         constant = constant_of(x)
         if constant is not None:
             return number(constant)
         if x.op == "einsum":
             return self._entry_of_product(x, letters)
         if x.op == "add":
-            return self.sum_of([self.entry(t, letters) for t in x.args])
+            return self.sum_of([self.entry(t, letters) for t in self._in_order(x.args)])
         if x.op in FUNCTIONS:
             return self._function(x, [self.entry(a, letters) for a in x.args], False)
         if x.op == "identity":
@@ -306,7 +381,7 @@ class Writer:
         return subscript(x, "".join(letters))
 
     def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
-        coefficient, factors, labels = display_factors(x, self.names, entries=True)
+        coefficient, factors, labels = display_factors(x, self.known, entries=True)
         f = Factors(coefficient, factors, labels, x)
         f.apart()
         names = dict(enumerate(letters))

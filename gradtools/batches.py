@@ -132,7 +132,7 @@ class Batch:
         flat_axes = [a for axes in self.axes for a in axes]
         flat = [leaf for leaves in self.leaves for leaf in leaves]
         batch = [
-            backend.xp.moveaxis(x, a, 0)
+            axis_moved(backend, x, a, 0)
             for x, a in zip(flat, flat_axes, strict=True)
             if a is not None
         ]
@@ -152,6 +152,14 @@ class Batch:
         left = iter(flat)
         pairs = zip(self.treedefs, self.leaves, strict=True)
         return [self.backend.unflatten(t, [next(left) for _ in leaves]) for t, leaves in pairs]
+
+
+def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
+    """x with one axis in another place; PyTorch's moveaxis has no rule under a second vmap."""
+    source, target = source % x.ndim, target % x.ndim
+    order = [i for i in range(x.ndim) if i != source]
+    order.insert(target, source)
+    return backend.xp.permute_dims(x, tuple(order))
 
 
 def shared_unless_named(argnums: Sequence[int], count: int) -> tuple[int | None, ...]:

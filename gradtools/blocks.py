@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from gradtools.backend import Array, Backend, Fun
+from gradtools.batches import axis_moved
 
 
 def blocks(
@@ -65,7 +66,7 @@ def _columns(
             return backend.jvp(fun, leaves, moving)[2]
 
         pushed = [c[: _size(x)] for c in backend.map_batches(push, [basis], chunk_size)]
-        last = [backend.xp.moveaxis(column, 0, -1) for column in pushed]
+        last = [axis_moved(backend, column, 0, -1) for column in pushed]
         columns.append([c.reshape((*c.shape[:-1], *x.shape)) for c in last])
     return [list(row) for row in zip(*columns, strict=True)]
 

@@ -13,8 +13,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +33,7 @@ from gradtools.seeing.graph import Dependence, Graph, Links, Node
 from gradtools.seeing.recording import Run, Vanished
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
+_CALLBACKS = ("pure_callback", "io_callback")
 _UNROLLED = 2000  # so many equations a loop may be when it is written out
 
 
@@ -60,6 +61,8 @@ def _nonzero(closed: Any, leaves: Sequence[Any]) -> list[bool]:
         outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *full)
         return [y for y in outs if is_inexact(y)]
 
+    if tracing.uses_primitive(closed, lambda eqn: eqn.primitive.name in _CALLBACKS):
+        return [True] * len(leaves)  # what leaves JAX has no derivative, and is told as that
     found = [False] * len(leaves)
     for i, g in zip(moving, _pulled(fun, [leaves[i] for i in moving]), strict=True):
         found[i] = _any(g)
@@ -116,20 +119,43 @@ def _at(step: _Step, cts: Sequence[Any]) -> Vanished | None:
     stopped = [i for i, probe in step.operands.items() if not _any(cts[probe])]
     if not stopped:
         return None
-    return Vanished(step.node, underflow=_is_underflow(step, stopped, given))
+    if step.node.mark == "custom rule" and _is_always_zero(step, stopped, given):
+        return Vanished(replace(step.node, loss="rule"))
+    sized = [ct / jnp.max(jnp.abs(ct)) for ct in given.values()]
+    return Vanished(step.node, any(map(_any, _pull(step, step.arrays, stopped, given, sized))))
 
 
-def _is_underflow(step: _Step, stopped: Sequence[int], given: dict[int, Any]) -> bool:
-    """Whether a cotangent of size one would come through."""
+def _pull(
+    step: _Step, arrays: Sequence[Any], stopped: Sequence[int], given: Iterable[int], cts: Any
+) -> Sequence[Any]:
+    """What an operation at these operands hands on to those that got nothing."""
 
     def fun(*moving: Any) -> list[Any]:
-        full = list(step.arrays)
+        full = list(arrays)
         for i, x in zip(stopped, moving, strict=True):
             full[i] = x
-        return [_bind(step.eqn, full)[k] for k in given]
+        outs = _bind(step.eqn, full)
+        return [outs[k] for k in given]
 
-    pullback = jax.vjp(fun, *[step.arrays[i] for i in stopped])[1]
-    return any(map(_any, pullback([ct / jnp.max(jnp.abs(ct)) for ct in given.values()])))
+    return jax.vjp(fun, *[arrays[i] for i in stopped])[1](cts)
+
+
+def _is_always_zero(step: _Step, stopped: Sequence[int], given: dict[int, Any]) -> bool:
+    """Whether a rule hands on nothing elsewhere, too."""
+    rng = np.random.default_rng(0)
+    ones = [jnp.ones_like(ct) for ct in given.values()]
+    for _ in range(3):
+        arrays = [
+            jnp.asarray(rng.normal(size=x.shape), x.dtype) if is_inexact(x) else x
+            for x in step.arrays
+        ]
+        try:
+            found = _pull(step, arrays, stopped, given, ones)
+        except Exception:  # a point outside of its domain tells nothing
+            return False
+        if any(map(_any, found)):
+            return False
+    return True
 
 
 @dataclass(frozen=True)

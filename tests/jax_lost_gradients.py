@@ -1,0 +1,1250 @@
+"""Causes of a lost gradient in JAX, each with its kind and line, and healthy functions.
+
+A cause is a function with comments ``# <- kind`` on the lines at which the gradient of its first
+argument is lost; ``# <- kind, partly`` where only one term is. A healthy function has none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import equinox
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.experimental import io_callback
+
+import gradtools.jax as gt
+
+X = jnp.asarray([0.3, -0.7, 1.1], jnp.float32)
+POSITIVE = jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
+ROWS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+WEIGHTS = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)), jnp.float32)
+SHAPE = jax.ShapeDtypeStruct((3,), np.float32)
+KEY = jax.random.key(0)
+MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+SPEC = jax.sharding.PartitionSpec("i")
+stop = lax.stop_gradient
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, and the arguments at which it is looked at.
+
+    Attributes:
+        f: The function.
+        args: Its arguments.
+        scope: The modules of the first finding, if it is told.
+        written: The function whose source holds the marks; f itself, unless it calls another.
+    """
+
+    f: Callable[..., Any]
+    args: tuple[Any, ...]
+    scope: tuple[str, ...] | None = None
+    written: Any = None
+
+    @property
+    def name(self) -> str:
+        """What the test is called."""
+        return getattr(self.f, "__name__", type(self.f).__name__)
+
+    @property
+    def expected(self) -> set[tuple[str, int | None, bool]]:
+        """The kind and the line of each loss, and whether all is lost. Cancelling has no line."""
+        lines, first = inspect.getsourcelines(self.written or self.f)
+        marks = [(line.partition("# <- ")[2].strip(), first + i) for i, line in enumerate(lines)]
+        return {
+            (kind, None if kind == "cancelled" else line, not partly)
+            for mark, line in marks
+            for kind, _, partly in [mark.partition(", ")]
+            if kind
+        }
+
+
+CAUSES: list[Case] = []
+HEALTHY: list[Case] = []
+
+
+def cause(*args: Any, scope: tuple[str, ...] | None = None, written: Any = None) -> Any:
+    """Registers a function that loses a gradient; without arguments it is looked at X."""
+
+    def register(f: Any) -> Any:
+        CAUSES.append(Case(f, args or (X,), scope, written))
+        return f
+
+    return register
+
+
+def healthy(*args: Any) -> Any:
+    """Registers a function that loses none."""
+
+    def register(f: Any) -> Any:
+        HEALTHY.append(Case(f, args or (X,)))
+        return f
+
+    return register
+
+
+# --- detached ----------------------------------------------------------------------------
+
+
+@cause()
+def stopped(x):
+    y = jnp.sin(x)
+    y = stop(y)  # <- detached
+    return (y * 2).sum()
+
+
+@cause()
+def stopped_by_gradtools(x):
+    return (gt.stop_gradient(x) ** 2).sum()  # <- detached
+
+
+@cause()
+def stopped_in_jit(x):
+    @jax.jit
+    def inner(y):
+        z = y * 2
+        return stop(z)  # <- detached
+
+    return inner(x).sum()
+
+
+@cause()
+def stopped_in_jit_in_jit(x):
+    @jax.jit
+    def inner(y):
+        return stop(y * 3)  # <- detached
+
+    return jax.jit(lambda y: inner(y) + 1)(x).sum()
+
+
+@cause()
+def stopped_in_checkpoint(x):
+    @jax.checkpoint
+    def inner(y):
+        return stop(y) + 1  # <- detached
+
+    return inner(x).sum()
+
+
+@cause()
+def stopped_in_vmap(x):
+    def one(y):
+        return stop(y) + 1  # <- detached
+
+    return jax.vmap(one)(x).sum()
+
+
+@cause()
+def stopped_in_lax_map(x):
+    def one(y):
+        z = jnp.sin(y)
+        return stop(z) + 1  # <- detached
+
+    return lax.map(one, x).sum()
+
+
+@cause()
+def stopped_in_a_carry(x):
+    def body(c, a):
+        return stop(c) + a, None  # <- detached
+
+    return lax.scan(body, x[0], POSITIVE)[0]
+
+
+@cause()
+def stopped_in_a_fori_loop(x):
+    def body(i, c):
+        return stop(c) * 2  # <- detached
+
+    return lax.fori_loop(0, 3, body, x).sum()
+
+
+@cause()
+def stopped_in_both_branches(x):
+    def yes(y):
+        return stop(y).sum()  # <- detached
+
+    def no(y):
+        return stop(y * 2).sum()  # <- detached
+
+    return lax.cond(x[0] > 0, yes, no, x)  # <- discrete
+
+
+@cause()
+def stopped_in_shard_map(x):
+    def body(y):
+        return stop(y) + 1  # <- detached
+
+    return jax.shard_map(body, mesh=MESH, in_specs=SPEC, out_specs=SPEC)(x).sum()
+
+
+@cause(ROWS)
+def stopped_in_chunks(x):
+    def one(y):
+        return stop(y) * 2  # <- detached
+
+    return gt.chunked(one, 2)(x).sum()
+
+
+@cause()
+def stopped_in_a_frozen_function(x):
+    def g(y):
+        return stop(y) * 2  # <- detached
+
+    return gt.frozen(g)(x).sum()
+
+
+@cause()
+def stopped_under_a_python_if(x):
+    if x.sum() > 0:
+        x = stop(x)  # <- detached
+    return x.sum()
+
+
+@cause({"w": X, "b": X})
+def stopped_for_a_whole_tree(params):
+    params = stop(params)  # <- detached
+    return (params["w"] * params["b"]).sum()
+
+
+@cause()
+def stopped_within_a_gradient(x):
+    def inner(y):
+        return (stop(x) * y).sum()  # <- detached
+
+    return gt.grad(inner)(POSITIVE).sum()
+
+
+# --- out of JAX --------------------------------------------------------------------------
+
+
+@cause()
+def through_numpy(x):
+    y = np.asarray(x)  # <- left_framework
+    return jnp.sum(y**2)
+
+
+@cause()
+def through_a_numpy_function(x):
+    return jnp.sum(np.sin(x))  # <- left_framework
+
+
+@cause()
+def binarised_through_numpy(x):
+    image = x * 2
+    mask = np.asarray(image > 0.5)  # <- left_framework
+    return ((image - 1) ** 2).sum() + mask.mean()
+
+
+@cause()
+def through_float(x):
+    scale = float(x[0])  # <- left_framework
+    return scale * 2.0
+
+
+@cause()
+def through_item(x):
+    scale = x[0].item()  # <- left_framework
+    return jnp.float32(scale) * x.sum()
+
+
+@cause()
+def through_tolist(x):
+    values = x.tolist()  # <- left_framework
+    return jnp.asarray(values).sum()
+
+
+@cause()
+def through_int(x):
+    count = int(x[2])  # <- left_framework
+    return jnp.arange(3.0)[count]
+
+
+@cause()
+def through_an_index_of_a_list(x):
+    rates = [0.1, 0.2, 0.3]
+    rate = rates[x.argmax()]  # <- left_framework
+    return jnp.float32(rate) * 2
+
+
+@cause()
+def through_the_math_module(x):
+    return jnp.float32(math.exp(x[0]))  # <- left_framework
+
+
+@cause()
+def through_numbers_in_a_list(x):
+    return jnp.asarray([float(v) ** 2 for v in x]).sum()  # <- left_framework
+
+
+@cause()
+def through_numpy_under_a_python_if(x):
+    if x.sum() > 0:
+        y = np.asarray(x)  # <- left_framework
+        return jnp.sum(y)
+    return x.sum()
+
+
+@cause()
+def through_a_callback(x):
+    y = jax.pure_callback(np.sin, SHAPE, x)  # <- left_framework
+    return y.sum()
+
+
+@cause()
+def through_an_ordered_callback(x):
+    return io_callback(np.sin, SHAPE, x, ordered=True).sum()  # <- left_framework
+
+
+@cause()
+def through_a_callback_in_vmap(x):
+    def one(y):
+        like = jax.ShapeDtypeStruct((), np.float32)
+        return jax.pure_callback(np.sin, like, y, vmap_method="sequential")  # <- left_framework
+
+    return jax.vmap(one)(x).sum()
+
+
+# --- cast --------------------------------------------------------------------------------
+
+
+@cause()
+def cast_to_integer(x):
+    levels = (x * 255).astype(jnp.int32)  # <- integer_cast
+    return (levels / 255).sum()
+
+
+@cause()
+def cast_to_unsigned(x):
+    return (x.astype(jnp.uint8) * 1.0).sum()  # <- integer_cast
+
+
+@cause()
+def cast_to_bool(x):
+    return x.astype(bool).mean()  # <- integer_cast
+
+
+@cause()
+def cast_by_a_call(x):
+    return (jnp.int32(x) + 0.5).sum()  # <- integer_cast
+
+
+@cause()
+def through_bits(x):
+    bits = lax.bitcast_convert_type(x, jnp.int32)  # <- integer_cast
+    return lax.bitcast_convert_type(bits, jnp.float32).sum()
+
+
+# --- discrete ----------------------------------------------------------------------------
+
+
+@cause()
+def binarised(x):
+    return jnp.mean(x > 0.5)  # <- discrete
+
+
+@cause()
+def chosen_by_comparison(x):
+    return jnp.where(x > 0, 1.0, -1.0).sum()  # <- discrete
+
+
+@cause()
+def branch_by_comparison(x):
+    positive = x[0] > 0  # <- discrete
+    return lax.cond(positive, lambda: 1.0, lambda: -1.0)
+
+
+@cause()
+def one_hot_of_argmax(x):
+    best = jnp.argmax(x)  # <- discrete
+    return (jax.nn.one_hot(best, 3) * POSITIVE).sum()
+
+
+@cause()
+def looked_up_at_argmin(x):
+    return POSITIVE[jnp.argmin(x)]  # <- discrete
+
+
+@cause()
+def order_by_argsort(x):
+    return (POSITIVE[jnp.argsort(x)] * POSITIVE).sum()  # <- discrete
+
+
+@cause()
+def order_of_keys(x):
+    return lax.sort((x, POSITIVE), num_keys=1)[1][0]  # <- discrete
+
+
+@cause()
+def places_of_top_k(x):
+    return lax.top_k(x, 2)[1].sum() * 1.0  # <- discrete
+
+
+@cause()
+def counted_by_a_loop(x):
+    def more(c):
+        return c < x[2]  # <- discrete
+
+    return lax.while_loop(more, lambda c: c + 1, jnp.float32(0))
+
+
+@cause()
+def a_bin_of_a_histogram(x):
+    return jnp.searchsorted(POSITIVE, x).sum() * 1.0  # <- discrete
+
+
+@cause()
+def accuracy(logits):
+    labels = jnp.asarray([0, 1, 2, 1])
+    hits = jnp.argmax(jnp.outer(jnp.ones(4), logits), axis=-1) == labels  # <- discrete
+    return hits.mean()
+
+
+@cause()
+def finite_or_not(x):
+    return jnp.isfinite(x).mean()  # <- discrete
+
+
+@cause()
+def comparison_in_a_gradient(x):
+    slope = jax.grad(lambda y: jnp.where(y > 0, y, 2 * y).sum())  # <- discrete
+    return slope(x).sum()
+
+
+@cause()
+def an_index_under_a_python_if(x):
+    if x[0] > 0:
+        return POSITIVE[jnp.argmax(x)]  # <- discrete
+    return x.sum()
+
+
+# --- derivative zero everywhere ----------------------------------------------------------
+
+
+@cause()
+def rounded(x):
+    return jnp.round(x).sum()  # <- zero_derivative
+
+
+@cause()
+def rounded_to_two_places(x):
+    return (jnp.round(x, 2) ** 2).sum()  # <- zero_derivative
+
+
+@cause()
+def floored(x):
+    return jnp.floor(x * 4).sum()  # <- zero_derivative
+
+
+@cause()
+def ceiled(x):
+    return jnp.ceil(x).sum()  # <- zero_derivative
+
+
+@cause()
+def signs(x):
+    return jnp.sign(x).sum()  # <- zero_derivative
+
+
+@cause()
+def the_power_zero(x):
+    return (x**0).sum()  # <- zero_derivative
+
+
+@cause()
+def quantised_under_vmap(x):
+    def one(y):
+        return jnp.round(y * 8) / 8  # <- zero_derivative
+
+    return jax.vmap(one)(x).sum()
+
+
+# --- rules -------------------------------------------------------------------------------
+
+
+@cause()
+def the_scale_of_an_edit(scale):
+    y = gt.scale_gradient(POSITIVE, scale[0])  # <- rule
+    return y.sum()
+
+
+@gt.custom_rule
+def one_sided(x, y):
+    return x * y
+
+
+one_sided.defvjp(lambda x, y: (one_sided(x, y), (x, y)), lambda saved, ct: (None, ct * saved[0]))
+
+
+@cause()
+def a_rule_without_this_cotangent(x):
+    return one_sided(x, POSITIVE).sum()  # <- rule
+
+
+@jax.custom_vjp
+def forgetful(x):
+    return jnp.sin(x)
+
+
+forgetful.defvjp(lambda x: (forgetful(x), None), lambda _, ct: (jnp.zeros_like(ct),))
+
+
+@cause()
+def a_rule_of_jax_that_gives_zero(x):
+    return forgetful(x).sum()  # <- rule
+
+
+# --- never there -------------------------------------------------------------------------
+
+
+@cause()  # <- unused
+def not_read(x):
+    return (POSITIVE**2).sum()
+
+
+@cause()  # <- unused
+def read_for_its_shape(x):
+    return jnp.ones(x.shape).sum() * x.size
+
+
+@cause(X, POSITIVE)  # <- unused
+def overwritten(x, y):
+    x = y * 2
+    return x.sum()
+
+
+@cause()  # <- unused
+def computed_and_dropped(x):
+    jnp.sin(x)
+    return jnp.cos(POSITIVE).sum()
+
+
+@cause()  # <- captured
+def reads_a_global(x):
+    return (X**2).sum()
+
+
+def _closing_over(image: Any) -> Any:
+    @cause()  # <- captured
+    def reads_a_closure(x):
+        return (image**2).sum()
+
+    return reads_a_closure
+
+
+_closing_over(X)
+
+
+class Model:
+    """An object whose method reads an attribute instead of its argument."""
+
+    def __init__(self) -> None:
+        self.weight = X
+
+    def loss(self, weight):  # <- captured
+        return (self.weight**2).sum()
+
+
+CAUSES.append(Case(Model().loss, (X,), written=Model.loss))
+
+
+@cause()  # <- host_number
+def a_number_of_numpy(x):
+    return np.float32(3.0)
+
+
+@cause()  # <- host_number
+def a_number_of_python(x):
+    return 3.0
+
+
+@cause()  # <- host_number
+def a_mean_of_captured_numbers(x):
+    return np.asarray(POSITIVE).mean()
+
+
+# --- zero at these values ----------------------------------------------------------------
+
+
+@cause()
+def times_zero(x):
+    return (jnp.sin(x) * 0.0).sum()  # <- multiplied_by_zero
+
+
+@cause()
+def masked_out(x):
+    mask = jnp.zeros(3)
+    return (jnp.sin(x) * mask).sum()  # <- multiplied_by_zero
+
+
+@cause(WEIGHTS)
+def a_last_layer_of_zeros(w):
+    hidden = jnp.tanh(ROWS @ w)
+    return (hidden @ jnp.zeros((3, 2))).sum()  # <- multiplied_by_zero
+
+
+@cause()
+def dead_relu(x):
+    y = jax.nn.relu(x - 10)  # <- dead
+    return y.sum()
+
+
+@cause()
+def dead_maximum(x):
+    return jnp.maximum(x, 5.0).sum()  # <- dead
+
+
+@cause()
+def clipped_away(x):
+    return jnp.clip(x, 2.0, 3.0).sum()  # <- dead
+
+
+@cause()
+def chosen_away(x):
+    return jnp.where(POSITIVE > 0, POSITIVE, x).sum()  # <- dead
+
+
+@cause()
+def dead_in_a_scan(x):
+    def body(c, a):
+        return c + jax.nn.relu(a - 9), None  # <- dead
+
+    return lax.scan(body, 0.0, x)[0]
+
+
+@cause()
+def dead_in_a_branch(x):
+    def yes(y):
+        return jnp.clip(y, 5, 6).sum()  # <- dead
+
+    return lax.cond(x[0] > 0, yes, jnp.sum, x)
+
+
+@cause()
+def dead_in_jit(x):
+    @jax.jit
+    def inner(y):
+        return jax.nn.relu(y - 9)  # <- dead
+
+    return inner(x).sum()
+
+
+@cause()
+def dead_in_checkpoint(x):
+    @jax.checkpoint
+    def inner(y):
+        return jax.nn.relu(y - 9)  # <- dead
+
+    return inner(x).sum()
+
+
+@cause()
+def dead_under_a_python_if(x):
+    if x.sum() > 0:
+        x = jax.nn.relu(x - 9)  # <- dead
+    return x.sum()
+
+
+@cause(POSITIVE)
+def saturated_sigmoid(x):
+    return jax.nn.sigmoid(x * 1e3).sum()  # <- saturated
+
+
+@cause(POSITIVE)
+def saturated_tanh(x):
+    return jnp.tanh(x * 1e3).sum()  # <- saturated
+
+
+@cause(POSITIVE)
+def saturated_erf(x):
+    return lax.erf(x * 1e3).sum()  # <- saturated
+
+
+@cause(POSITIVE)
+def an_exponential_of_minus_much(x):
+    return jnp.exp(-1e4 * x).sum()  # <- saturated
+
+
+@cause(POSITIVE)
+def underflow_of_products(x):
+    y = x * 1e-30  # <- underflow
+    return (y * 1e-30).sum()
+
+
+@cause()  # <- cancelled
+def taken_from_itself(x):
+    return (x - x).sum()
+
+
+# --- one term of several -----------------------------------------------------------------
+
+
+@cause()
+def a_term_that_is_stopped(x):
+    first = (x**2).sum()
+    second = (stop(x) ** 3).sum()  # <- detached, partly
+    return first + second
+
+
+@cause()
+def a_volume_fraction(x):
+    fraction = jnp.mean(x > 0.5)  # <- discrete, partly
+    return (x**2).sum() + (fraction - 0.4) ** 2
+
+
+@cause()
+def a_term_through_a_callback(x):
+    y = jax.pure_callback(np.sin, SHAPE, x)  # <- left_framework, partly
+    return x.sum() + y.sum()
+
+
+@cause()
+def a_term_that_is_rounded(x):
+    rough = jnp.round(x * 3)  # <- zero_derivative, partly
+    return (x**2 + jnp.sin(rough)).sum()
+
+
+@cause()
+def a_part_that_is_concatenated(x):
+    counts = (x > 0).astype(jnp.float32)  # <- discrete, partly
+    return jnp.concatenate([x * 2, counts]).sum()
+
+
+@cause()
+def a_part_that_is_set(x):
+    level = x.astype(jnp.int32)[0]  # <- integer_cast, partly
+    return jnp.sin(x).at[0].set(level * 1.0).sum()
+
+
+@cause()
+def a_term_in_jit(x):
+    @jax.jit
+    def loss(y):
+        return (y**2).sum() + stop(y).sum()  # <- detached, partly
+
+    return loss(x)
+
+
+@cause()
+def a_term_in_a_scan(x):
+    def body(c, a):
+        return c + a + stop(jnp.sin(a)), None  # <- detached, partly
+
+    return lax.scan(body, 0.0, x)[0]
+
+
+@cause()
+def a_fraction_that_also_scales(x):
+    fraction = jnp.mean(x > 0.5)  # <- discrete, partly
+    return (x * fraction).sum() + fraction
+
+
+@cause()
+def two_terms(x):
+    a = jnp.argmax(x)  # <- discrete, partly
+    b = jnp.floor(x).sum()  # <- zero_derivative, partly
+    return (x**2).sum() + a + b
+
+
+# --- modules -----------------------------------------------------------------------------
+
+
+class StoppedBlock(flax.linen.Module):
+    """A block whose gradient is stopped."""
+
+    @flax.linen.compact
+    def __call__(self, x):
+        y = flax.linen.Dense(3, name="inner")(x)
+        return stop(y)  # <- detached
+
+
+class Outer(flax.linen.Module):
+    """A model with such a block."""
+
+    @flax.linen.compact
+    def __call__(self, x):
+        return StoppedBlock(name="block")(x).sum()
+
+
+_outer = Outer()
+_params = _outer.init(KEY, ROWS)
+CAUSES.append(
+    Case(
+        lambda params: _outer.apply(params, ROWS),
+        (_params,),
+        ("Outer", "block"),
+        StoppedBlock.__call__,
+    )
+)
+
+
+class NnxBlock(nnx.Module):
+    """The same in flax.nnx."""
+
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return jnp.round(self.linear(x)).sum()  # <- zero_derivative
+
+
+CAUSES.append(Case(lambda x: NnxBlock()(x), (ROWS,), ("NnxBlock",), NnxBlock.__call__))
+
+
+class EquinoxBlock(equinox.Module):
+    """The same in equinox."""
+
+    linear: equinox.nn.Linear
+
+    def __call__(self, x):
+        return stop(self.linear(x)).sum()  # <- detached
+
+
+_block = EquinoxBlock(equinox.nn.Linear(3, 3, key=KEY))
+CAUSES.append(Case(lambda x: _block(x), (X,), ("EquinoxBlock",), EquinoxBlock.__call__))
+
+
+# --- healthy -----------------------------------------------------------------------------
+
+
+@healthy()
+def a_sum_of_squares(x):
+    return (x**2).sum()
+
+
+@healthy()
+def a_python_if(x):
+    if x.sum() > 0:
+        return (x**2).sum()
+    return x.sum()
+
+
+@healthy()
+def several_python_ifs(x):
+    total = jnp.float32(0)
+    for v in x:
+        if v > 0 and v < 10:
+            total = total + v
+        elif v < -5:
+            total = total - v
+    return total + x.sum()
+
+
+@healthy()
+def a_python_while(x):
+    y = x
+    while jnp.abs(y).sum() < 20:
+        y = y * 2
+    return y.sum()
+
+
+@healthy()
+def an_assertion_on_values(x):
+    assert jnp.isfinite(x).all()
+    return jnp.cos(x).sum()
+
+
+@healthy(X)
+def a_boolean_index(x):
+    return x[x > 0].sum() + x.sum()
+
+
+@healthy()
+def as_many_as_there_are(x):
+    places = jnp.nonzero(x > 0)[0]
+    return (x[places] ** 2).sum() + x.sum()
+
+
+@healthy()
+def a_python_if_in_gt_grad(x):
+    inner = gt.grad(lambda y: (y**3).sum() if y.sum() > 0 else y.sum())
+    return inner(x).sum()
+
+
+@healthy()
+def a_cond(x):
+    return lax.cond(x[0] > 0, jnp.sin, jnp.cos, x).sum()
+
+
+@healthy()
+def a_switch(x):
+    return lax.switch(1, [jnp.sin, jnp.cos], x).sum()
+
+
+@healthy()
+def a_scan(x):
+    return lax.scan(lambda c, a: (c * a + a, c), x[0], x)[0]
+
+
+@healthy()
+def a_fori_loop(x):
+    return lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + x, x).sum()
+
+
+@healthy()
+def a_relu_by_where(x):
+    return jnp.where(x > 0, x, 0.0).sum()
+
+
+@healthy()
+def activations(x):
+    functions = (jax.nn.relu, jax.nn.gelu, jax.nn.silu, jax.nn.softplus, jax.nn.leaky_relu)
+    return sum(f(x).sum() for f in functions)
+
+
+@healthy()
+def a_softmax(x):
+    return (jax.nn.softmax(x) * POSITIVE).sum()
+
+
+@healthy()
+def a_cross_entropy(x):
+    return -jax.nn.log_softmax(x)[1]
+
+
+@healthy()
+def logsumexp(x):
+    return jax.nn.logsumexp(x)
+
+
+@healthy()
+def absolute_values(x):
+    return jnp.abs(x).sum()
+
+
+@healthy()
+def clipped_partly(x):
+    return jnp.clip(x, -0.5, 2.0).sum()
+
+
+@healthy()
+def a_remainder(x):
+    return (jnp.mod(x, 0.25) * POSITIVE).sum()
+
+
+@healthy()
+def a_fractional_part(x):
+    return (x - jnp.floor(x)).sum()
+
+
+@healthy()
+def straight_through_by_hand(x):
+    return (x + stop(jnp.round(x) - x)).sum()
+
+
+@healthy()
+def straight_through(x):
+    return (gt.straight_through(jnp.round)(x) * POSITIVE).sum()
+
+
+@healthy()
+def straight_through_a_comparison(x):
+    hard = gt.straight_through(lambda y: y > 0.5, jax.nn.sigmoid)
+    return hard(x).mean()
+
+
+@healthy(ROWS)
+def dropout(x):
+    mask = jax.random.bernoulli(KEY, 0.5, x.shape)
+    return (jnp.where(mask, x / 0.5, 0.0) ** 2).sum()
+
+
+@healthy()
+def a_random_draw(x):
+    return (x * jax.random.normal(KEY, (3,))).sum()
+
+
+@healthy(POSITIVE)
+def a_reparameterised_gamma(x):
+    return jax.random.gamma(KEY, x).sum()
+
+
+@healthy()
+def batch_normalised_by_hand(x):
+    rows = jnp.outer(POSITIVE, x) ** 2
+    centred = (rows - rows.mean(0)) / jnp.sqrt(rows.var(0) + 1e-5)
+    return (centred * WEIGHTS).sum()
+
+
+class LinenNet(flax.linen.Module):
+    """A network with batch normalisation and dropout."""
+
+    @flax.linen.compact
+    def __call__(self, x, train: bool):
+        x = flax.linen.Dense(5)(x)
+        x = flax.linen.BatchNorm(use_running_average=not train)(x)
+        x = flax.linen.Dropout(0.2, deterministic=not train)(jax.nn.gelu(x))
+        return flax.linen.Dense(1)(x)
+
+
+_linen = LinenNet()
+_variables = _linen.init(KEY, ROWS, train=False)
+
+
+@healthy(_variables["params"])
+def flax_linen_in_training(params):
+    variables = {"params": params, "batch_stats": _variables["batch_stats"]}
+    out, state = _linen.apply(
+        variables, ROWS, train=True, mutable=["batch_stats"], rngs={"dropout": KEY}
+    )
+    return ((out * jnp.arange(4.0)[:, None]) ** 2).sum(), state
+
+
+class NnxNet(nnx.Module):
+    """A network with batch normalisation and dropout."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(3, 5, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.out = nnx.Linear(5, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.drop(jax.nn.gelu(self.norm(self.linear(x)))))
+
+
+_apply, _nnx_params, _nnx_state = gt.functionalize(NnxNet(), train=True)
+
+
+@healthy(_nnx_params)
+def flax_nnx_in_training(params):
+    out, state = _apply(params, _nnx_state, ROWS, key=KEY)
+    return ((out * jnp.arange(4.0)[:, None]) ** 2).sum(), state
+
+
+_mlp = equinox.nn.MLP(3, 1, 4, 2, activation=jax.nn.tanh, key=KEY)
+_arrays, _static = equinox.partition(_mlp, equinox.is_array)
+
+
+@healthy(_arrays)
+def an_equinox_model(arrays):
+    model = equinox.combine(arrays, _static)
+    return jax.vmap(model)(ROWS).sum()
+
+
+@healthy(ROWS)
+def attention(x):
+    scores = x @ x.T / jnp.sqrt(3.0)
+    masked = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), scores, -jnp.inf)
+    return ((jax.nn.softmax(masked) @ x) ** 2).sum()
+
+
+@healthy()
+def metrics_beside_the_loss(logits):
+    loss = -jax.nn.log_softmax(logits)[0]
+    return loss, {"accuracy": (jnp.argmax(logits) == 0).mean(), "norm": stop(logits).sum()}
+
+
+@healthy()
+def a_number_beside_the_loss(x):
+    return (x**2).sum(), 3
+
+
+@jax.custom_jvp
+def hard_step(x):
+    return (x > 0).astype(x.dtype)
+
+
+hard_step.defjvp(lambda primals, tangents: (hard_step(*primals), tangents[0]))
+
+
+@healthy()
+def a_custom_jvp(x):
+    return hard_step(x).sum()
+
+
+@jax.custom_vjp
+def on_the_host(x):
+    return jax.pure_callback(np.sin, SHAPE, x)
+
+
+on_the_host.defvjp(lambda x: (on_the_host(x), x), lambda x, ct: (ct * jnp.cos(x),))
+
+
+@healthy()
+def a_custom_vjp(x):
+    return on_the_host(x).sum()
+
+
+@gt.custom_rule
+def ruled(x):
+    return jnp.round(x)
+
+
+ruled.defvjp(lambda x: (ruled(x), None), lambda _, ct: (ct,))
+
+
+@healthy()
+def a_custom_rule(x):
+    return ruled(x).sum()
+
+
+def _cube(x):
+    return np.asarray(x) ** 3
+
+
+cube = gt.host_function(_cube)
+cube.defvjp(lambda x: (cube(x), x), lambda x, ct: (3 * x**2 * ct,))
+
+
+@healthy()
+def a_host_function(x):
+    return cube(x).sum()
+
+
+@healthy()
+def edited_gradients(x):
+    y = gt.scale_gradient(gt.reverse_gradient(x), 0.5)
+    return gt.clip_gradient(y, max_norm=1.0).sum()
+
+
+@healthy()
+def a_known_gradient(x):
+    return gt.known_gradient(x, POSITIVE).sum()
+
+
+@healthy()
+def checkpointed(x):
+    return jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)))(x).sum()
+
+
+@healthy(ROWS)
+def chunks(x):
+    return (gt.chunked(jnp.tanh, 2)(x) ** 2).sum()
+
+
+@healthy()
+def frozen(x):
+    return gt.frozen(jnp.sin)(x).sum()
+
+
+@healthy()
+def a_gradient_inside(x):
+    return (gt.grad(lambda y: (y**3).sum())(x) ** 2).sum()
+
+
+@healthy()
+def a_hessian_product(x):
+    return gt.hvp(lambda y: (y**4).sum(), (x,), (POSITIVE,))[1][0].sum()
+
+
+@healthy()
+def an_entry_that_is_set(x):
+    return (jnp.zeros(5).at[1:4].set(x).at[0].set(3.0) ** 2).sum()
+
+
+@healthy(WEIGHTS)
+def an_embedding(table):
+    return (table[jnp.asarray([0, 2, 2])] ** 2).sum()
+
+
+@healthy()
+def sorted_values(x):
+    return (jnp.sort(x) * POSITIVE).sum()
+
+
+@healthy()
+def the_best_values(x):
+    return lax.top_k(x, 2)[0].sum()
+
+
+@healthy(ROWS)
+def max_pooling(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID").sum()
+
+
+@healthy()
+def a_cumulative_sum(x):
+    return (jnp.cumsum(x) ** 2).sum()
+
+
+@healthy()
+def a_complex_number(x):
+    return jnp.abs(lax.complex(x, 2 * x) * (1 + 2j)).sum()
+
+
+@healthy()
+def a_fourier_transform(x):
+    return jnp.abs(jnp.fft.fft(x) + 1).sum()
+
+
+@healthy(WEIGHTS)
+def linear_algebra(w):
+    a = w @ w.T + jnp.eye(3)
+    return jnp.linalg.slogdet(a)[1] + jnp.linalg.solve(a, X).sum() + jnp.linalg.norm(a)
+
+
+@healthy()
+def vmap_and_jit(x):
+    return jax.jit(jax.vmap(lambda y: y * jnp.sin(y)))(x).sum()
+
+
+@healthy()
+def shard_map(x):
+    body = lambda y: lax.psum(jnp.sin(y), "i") + y
+    return jax.shard_map(body, mesh=MESH, in_specs=SPEC, out_specs=SPEC)(x).sum()
+
+
+@healthy()
+def constants_by_numpy(x):
+    scale = np.linspace(0, 1, 3).astype(np.float32) * float(np.asarray(POSITIVE).mean())
+    return (x * np.sin(scale)).sum() + np.float32(2).item()
+
+
+@healthy()
+def a_mean_by_numpy(x):
+    """NumPy calls the array's own method, which stays in JAX."""
+    return np.mean(x) * np.sum(x)
+
+
+@healthy()
+def logsumexp_by_hand(x):
+    largest = stop(x.max())
+    return largest + jnp.log(jnp.exp(x - largest).sum())
+
+
+@healthy()
+def a_gather_at_argmax(x):
+    return x[jnp.argmax(x)]
+
+
+@healthy()
+def a_median(x):
+    return jnp.median(x)
+
+
+@healthy()
+def a_precision_in_between(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32).sum()
+
+
+@healthy({"w": X, "b": POSITIVE})
+def a_tree(params):
+    return (params["w"] * params["b"]).sum()
+
+
+@healthy()
+def a_partial_function(x):
+    return partial(jnp.multiply, POSITIVE)(x).sum()
+
+
+@healthy()
+def printing(x):
+    jax.debug.print("{x}", x=x)
+    return jnp.sin(x).sum()
+
+
+@healthy(X, POSITIVE)
+def a_baseline_that_is_stopped(x, y):
+    return ((x * y) * stop(jnp.sin(x))).sum()

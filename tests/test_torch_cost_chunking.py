@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from live_bytes import peak_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
+from gradtools.torch.measures import peak_bytes
 
 CHUNK = 8
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from live_bytes import LiveBytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
 from gradtools.torch.frozen import _products_of_zero_cost_nothing
+from gradtools.torch.measures import LiveBytes
 
 ROWS, WIDTH = 8, 64
 

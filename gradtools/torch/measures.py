@@ -107,11 +107,27 @@ def _eager() -> Iterator[None]:
 
 
 def _is_compiled(f: Any) -> bool:
-    while f is not None:
-        if hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule":
+    """Whether f is compiled code, or a function that names some, over a few steps."""
+    near = [f]
+    for _ in range(3):
+        if any(map(_is_compilers, near)):
             return True
-        f = getattr(f, "__wrapped__", None)
+        near = [x for g in near for x in _named_by(g) if callable(x)]
     return False
+
+
+def _is_compilers(f: Any) -> bool:
+    return hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule"
+
+
+def _named_by(f: Any) -> Iterator[Any]:
+    for cell in getattr(f, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    code, space = getattr(f, "__code__", None), getattr(f, "__globals__", {})
+    yield from (space[name] for name in getattr(code, "co_names", ()) if name in space)
 
 
 # --- bytes -------------------------------------------------------------------------------

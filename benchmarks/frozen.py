@@ -5,6 +5,7 @@ dense network, a convolutional decoder or a transformer. PyTorch's bytes are tho
 JAX's are what the compiled program needs beside its inputs and outputs, with the layers in a scan
 and the z_i in `jax.lax.map`. Loops are counted times their trips.
 
+Each framework's models run in processes of their own, two at a time, or as many as --jobs=... says.
 --quick: small sizes, few rounds, and nothing is written.
 """
 
@@ -18,9 +19,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from typing import Any
 
 import jax
@@ -44,6 +47,7 @@ from live_bytes import LiveBytes  # noqa: E402, the tests' own counter
 
 QUICK = "--quick" in sys.argv
 ROUNDS = 3 if QUICK else 5
+JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
 TIMED = USES[:-1]  # the last one would take as long as all others
@@ -366,30 +370,42 @@ def seconds(run: Callable[[], Any]) -> float:
     return max(time.process_time() - start, 1e-9)
 
 
-MEASURE = {"PyTorch": torch_ways, "JAX": jax_ways}
-
-
 @dataclass(frozen=True)
 class Cell:
-    """One framework, one model, one size: its ways, and their times where they were taken."""
+    """What was measured of one framework, model and size: numbers for each way.
+
+    Attributes:
+        over_uses: Whether it is one of those in which the number of uses changes.
+        peaks: Bytes.
+        passes: The work, in forward passes; of the largest number of uses alone.
+        times: Those over double backward's; empty where they were not taken.
+    """
 
     framework: str
     model: str
     depth: int
     uses: int
-    ways: Ways
     over_uses: bool
+    peaks: dict[str, int]
+    passes: dict[str, float]
     times: dict[str, float]
 
 
-def measured() -> Iterator[Cell]:
+def measured(framework: str, model: str) -> list[Cell]:
+    one_thread()
     sizes = [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
-    for framework, measure in MEASURE.items():
-        for model in MODELS:
-            for depth, uses, over_uses in sizes:
-                ways = measure(model, depth, uses)
-                found = ratios(ways) if over_uses and uses in TIMED else {}
-                yield Cell(framework, model, depth, uses, ways, over_uses, found)
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no second derivative
+        return [measured_at(framework, model, *size) for size in sizes]
+
+
+def measured_at(framework: str, model: str, depth: int, uses: int, over_uses: bool) -> Cell:
+    ways = {"PyTorch": torch_ways, "JAX": jax_ways}[framework](model, depth, uses)
+    peaks = {name: way.peak for name, way in ways.items()}
+    largest = over_uses and uses == USES[-1]
+    passes = {name: way.passes() for name, way in ways.items()} if largest else {}
+    times = ratios(ways) if over_uses and uses in TIMED else {}
+    print(f"{framework}, {model}: {depth} layers, {uses} uses", file=sys.stderr)
+    return Cell(framework, model, depth, uses, over_uses, peaks, passes, times)
 
 
 # --- tables and the picture --------------------------------------------------------------
@@ -403,11 +419,11 @@ def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[
     heads = [f"N = {c.uses}" if many else f"{c.depth} layers" for c in first]
     yield f"| framework | G | way | {' | '.join(heads)} |"
     yield "|---" * (3 + len(heads)) + "|"
-    for framework in MEASURE:
+    for framework in CHECKPOINT:
         for model in MODELS:
             own = [c for c in cells if (c.framework, c.model) == (framework, model)]
             row = [next(c for c in own if same(c, head)) for head in first]
-            for name in row[0].ways:
+            for name in row[0].peaks:
                 yield (
                     f"| {framework} | {model} | {name} | "
                     f"{' | '.join(value(c, name) for c in row)} |"
@@ -415,11 +431,11 @@ def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[
 
 
 def flops(cell: Cell, name: str) -> str:
-    return f"{cell.ways[name].passes():.2f}"
+    return f"{cell.passes[name]:.2f}"
 
 
 def megabytes(cell: Cell, name: str) -> str:
-    return f"{cell.ways[name].peak / 1e6:.2f}"
+    return f"{cell.peaks[name] / 1e6:.2f}"
 
 
 def times(cell: Cell, name: str) -> str:
@@ -463,11 +479,11 @@ def picture(cells: list[Cell]) -> None:
 
     plt.rcParams |= {"svg.hashsalt": "frozen", "font.size": 9}
     figure, axes = plt.subplots(2, len(MODELS), figsize=(12, 7.5), layout="constrained")
-    for row, framework in zip(axes, MEASURE, strict=True):
+    for row, framework in zip(axes, CHECKPOINT, strict=True):
         for panel, model in zip(row, MODELS, strict=True):
             own = [c for c in cells if (c.framework, c.model) == (framework, model) and c.over_uses]
-            for name, marker in zip(own[0].ways, "osvDP", strict=True):
-                sizes = [c.ways[name].peak / 1e6 for c in own]
+            for name, marker in zip(own[0].peaks, "osvDP", strict=True):
+                sizes = [c.peaks[name] / 1e6 for c in own]
                 colour = {OURS: "tab:red", BUDGET: "tab:orange"}.get(name)
                 panel.plot(USES, sizes, marker=marker, label=name, color=colour, alpha=0.8)
             panel.set(xscale="log", yscale="log", xlabel="uses of G", ylabel="peak, MB")
@@ -485,9 +501,10 @@ def one_thread() -> None:
 
 
 def main() -> None:
-    one_thread()
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no second derivative
-        cells = list(measured())
+    jobs = [(framework, model) for framework in CHECKPOINT for model in MODELS]
+    with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:
+        futures = [pool.submit(measured, *job) for job in jobs]
+        cells = [cell for future in futures for cell in future.result()]
     text = report(cells)
     print(text)
     if QUICK:

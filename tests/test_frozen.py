@@ -201,6 +201,22 @@ def test_the_derivative_of_a_gradient_along_z(gt, case, mode, budget):
 
 
 @pytest.mark.parametrize("budget", [None, LARGE])
+def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case, budget):
+    """Of J u, which is linear in u and depends on z."""
+    G, z, whole, read = case
+
+    def third(G):
+        def size(y, z):
+            g = gt.grad(lambda z: scalar(gt, y * read(G(whole(z)))))(z)
+            return sum((x.real * x.real * (1 + k)).sum() for k, x in enumerate(leaves(g)))
+
+        y = number(gt, 0.7)
+        return gt.grad(lambda z: gt.grad(lambda y: size(y, z))(y) ** 2)(z)
+
+    close(gt, third(gt.frozen(G, budget)), third(G))
+
+
+@pytest.mark.parametrize("budget", [None, LARGE])
 def test_third_derivatives(gt, case, budget):
     G, z, whole, read = case
 

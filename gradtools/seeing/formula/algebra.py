@@ -202,13 +202,12 @@ def _private_ones(p: _Product, factor: Expr, names: Labels) -> Labels:
 def _flatten(p: _Product) -> None:
     """Open the products among the factors, where that reads better."""
     before = p.labels()
-    alone = len(p.factors) == 1
     sums = bool(before - set(p.out))
     flat: list[tuple[Expr, Labels]] = []
     queue = list(p.factors)
     while queue:
         factor, names = queue.pop(0)
-        if not _opens(factor, alone, len(flat) + len(queue)):
+        if not _opens(factor, len(flat) + len(queue)):
             flat.append((factor, names))
         elif sums and _stays_whole(factor):
             p.coefficient *= factor["coefficient"]
@@ -253,14 +252,14 @@ def _without_coefficient(x: Expr) -> Expr:
     return product(x.args, x["labels"], range(x.rank), x.shape)
 
 
-def _opens(factor: Expr, alone: bool, others: int) -> bool:
+def _opens(factor: Expr, others: int) -> bool:
     if factor.op == "number":
         return True
     if factor.op != "einsum" or len(factor.args) + others > _MOST_FACTORS:
         return False
     if not contracts(factor):
         return True
-    return alone and len(factor.args) == 1
+    return not others and len(factor.args) == 1
 
 
 def _contract_identities(p: _Product) -> None:

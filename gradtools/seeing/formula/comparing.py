@@ -1,4 +1,4 @@
-"""Holding a derivation made by hand against the formula."""
+"""Holding a derivation made by hand against the formula, and the formula against a framework."""
 
 from __future__ import annotations
 
@@ -8,6 +8,115 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.seeing.formula.expressions import BOOLEAN, COMPLEX, INTEGER, Expr
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formula.formula import Agreement, Formula
+    from gradtools.seeing.formula.formula import Agreement, Formula, Values
+
+Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
+
+
+def draw(rng: np.random.Generator, p: Expr) -> np.ndarray:
+    """A random value for a placeholder: standard normal, or zeros and ones."""
+    if p.kind in (INTEGER, BOOLEAN):
+        return rng.integers(0, 2, p.shape).astype(bool if p.kind == BOOLEAN else np.int64)
+    x = rng.normal(size=p.shape)
+    return x + 1j * rng.normal(size=p.shape) if p.kind == COMPLEX else x
+
+
+def relative_error(a: Any, b: Any) -> float:
+    """The greatest distance of two arrays over the greatest modulus of either."""
+    a, b = np.asarray(a), np.asarray(b)
+    if a.size == 0:
+        return 0.0
+    both = np.isnan(a) & np.isnan(b)
+    distance = np.where(both | (a == b), 0, np.abs(a - b))
+    size = max(np.max(np.abs(a), initial=0), np.max(np.abs(b), initial=0))
+    if not np.isfinite(distance).all():
+        return float("inf")
+    return float(np.max(distance) / size) if size else 0.0
+
+
+def compare(
+    formula: Formula,
+    derivation: Callable[..., Any],
+    points: Sequence[Point],
+    tolerance: float,
+    captured: Mapping[int, Any] | Sequence[Any],
+    convert: Callable[[np.ndarray], Any] | None,
+) -> Agreement:
+    """The derivation at each point beside the formula's own numbers."""
+    from gradtools.seeing.formula.formula import Agreement
+
+    worst = 0.0
+    for inputs, cotangents, directions in points:
+        mine = formula.evaluate(inputs, cotangents, directions, captured=captured)
+        expected = _expected(formula, mine)
+        arrays = [*inputs, *cotangents, *directions]
+        given = derivation(*(arrays if convert is None else map(convert, arrays)))
+        found = _found(given, formula, mine)
+        for (name, a), b in zip(expected, found, strict=True):
+            if a is None:
+                continue
+            difference = _difference(name, a, b, tolerance)
+            if difference is not None:
+                return difference
+            worst = max(worst, relative_error(a, _array(b, a)))
+    message = f"yes: agrees at {len(points)} random points (greatest relative error {worst:.1e})"
+    return Agreement(True, worst, message=message)
+
+
+def _expected(formula: Formula, values: Values) -> list[tuple[str, np.ndarray | None]]:
+    if formula.order == 1:
+        return list(zip(formula.gradients, values.gradients, strict=True))
+    return list(zip(formula.second, values.second, strict=True))
+
+
+def _found(given: Any, formula: Formula, mine: Values) -> list[Any]:
+    """One entry for each input, or only for those that can have a derivative."""
+    expected = _expected(formula, mine)
+    found = list(given) if isinstance(given, (tuple, list)) else [given]
+    can = [k for k, (_, a) in enumerate(expected) if a is not None]
+    if len(found) == len(expected):
+        return found
+    if len(found) == len(can):
+        place = dict(zip(can, found, strict=True))
+        return [place.get(k) for k in range(len(expected))]
+    names = ", ".join(name for name, _ in expected)
+    raise GradtoolsError(
+        f"formula.agrees_with: the derivation returned {len(found)} values; "
+        f"one is expected for each of {names}, in this order (None where it is zero)"
+    )
+
+
+def _array(b: Any, like: np.ndarray) -> np.ndarray:
+    if b is None:
+        return np.zeros_like(like)
+    b = b.detach() if hasattr(b, "detach") else b
+    return np.asarray(b.resolve_conj() if hasattr(b, "resolve_conj") else b)
+
+
+def _difference(name: str, a: np.ndarray, b: Any, tolerance: float) -> Agreement | None:
+    from gradtools.seeing.formula.formula import Agreement
+
+    found = _array(b, a)
+    if found.shape != a.shape:
+        message = f"no: {name} has shape {a.shape}, the derivation gives {found.shape}"
+        return Agreement(False, float("inf"), name, a.shape, found.shape, message)
+    error = relative_error(a, found)
+    if error <= tolerance:
+        return None
+    at = _first(a, found, tolerance)
+    where = name + (str(list(map(int, at))) if at else "")
+    message = (
+        f"no: {where} is {a[at]:.10g} by the formula, {found[at]:.10g} by the derivation "
+        f"(relative error {error:.1e} over {name})"
+    )
+    return Agreement(False, error, where, a[at].item(), found[at].item(), message)
+
+
+def _first(a: np.ndarray, b: np.ndarray, tolerance: float) -> tuple:
+    """The first entry that differs by more than is allowed."""
+    size = max(np.max(np.abs(a), initial=0), np.max(np.abs(b), initial=0))
+    differs = ~(np.abs(a - b) <= tolerance * size) & (a != b)
+    return tuple(np.argwhere(differs)[0]) if differs.any() else (0,) * a.ndim

@@ -8,7 +8,7 @@ its own numbers in NumPy, so that it can be compared with a framework before it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control
 from gradtools.seeing.formula import typesetting as ts
-from gradtools.seeing.formula.evaluation import DTYPES, evaluate
+from gradtools.seeing.formula.comparing import compare, draw
+from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, order, placeholder, substitute
 from gradtools.seeing.formula.lowering import Lowered, lower
 from gradtools.seeing.formula.naming import leaf_names
@@ -83,6 +84,8 @@ class Formula:
         outputs: The names of the outputs.
         cotangents: The names of the outputs' cotangents.
         directions: At order 2, the names of the cotangents of the inputs' cotangents.
+        gradients: The names of the inputs' cotangents.
+        second: At order 2, the names of what the last section lists.
         order: 1, or 2 with the double backward.
         marked: The native names of operations without a translation; empty if there are none.
         check: The comparison with automatic differentiation, or None before there was one.
@@ -99,6 +102,8 @@ class Formula:
         self.outputs = tuple(w.text for w in derived.output_names)
         self.cotangents = tuple(names[p].text for p in derived.cotangents)
         self.directions = tuple(names[p].text for p in derived.directions)
+        self.gradients = tuple(w.text for w in derived.gradient_names)
+        self.second = tuple(w.text for w in derived.second_names)
 
     # Reading.
 
@@ -114,6 +119,10 @@ class Formula:
 
     def __repr__(self) -> str:
         return str(self)
+
+    def lines(self, section: int) -> list[str]:
+        """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
+        return [line.strip() for line in _aligned_text(self._written()[section].lines)]
 
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part."""
@@ -193,11 +202,17 @@ class Formula:
         Returns:
             Yes, or the first entry that differs, with both values.
         """
-        from gradtools.seeing.formula.comparing import compare
+        rng = np.random.default_rng(seed)
+        chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
+        plain = [tuple([np.asarray(x) for x in part] for part in p) for p in chosen]
+        return compare(self, derivation, plain, tolerance, captured, convert)
 
-        return compare(
-            self, self._derived, derivation, points, tolerance, seed, sample, captured, convert
-        )
+    def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
+        """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""
+        d = self._derived
+        groups = (d.lowered.program.inputs, d.cotangents, d.directions)
+        inputs, cotangents, directions = ([draw(rng, p) for p in group] for group in groups)
+        return inputs, cotangents, directions
 
 
 @dataclass(frozen=True)
@@ -353,7 +368,7 @@ def derive(
         >>> from gradtools.seeing.formula.builder import Builder
         >>> b = Builder()
         >>> w, x = b.input("W", (3, 4)), b.input("x", (4,))
-        >>> print(derive(b.graph(b("matmul", w, x))).gradient_lines()[0])
+        >>> print(derive(b.graph(b("matmul", w, x))).lines(1)[0])
         W̄ = ȳ xᵀ
     """
     if order not in (1, 2):
@@ -501,4 +516,4 @@ def _latex_row(line: Line) -> str:
     return rf"&{indent}{line.left.latex} = {line.right.latex}"
 
 
-__all__ = ["DTYPES", "Agreement", "Check", "Formula", "Values", "derive", "replace"]
+__all__ = ["Agreement", "Check", "Formula", "Values", "derive"]

@@ -252,12 +252,13 @@ class Writer:
         return Written(f"‖{base.text}‖²", rf"\left\| {base.latex} \right\|^{{2}}", POWER)
 
     def _is_mean(self, f: Factors) -> bool:
+        """Whether a sum of one array is written as its mean."""
+        if f.target in self._as_mean:
+            return True
+        if not f.is_plain_sum or isinstance(f.coefficient, complex):
+            return False
         count = prod(f.size[l] for l in f.summed)
-        return (
-            count > 1
-            and not isinstance(f.coefficient, complex)
-            and (abs(abs(f.coefficient) * count - 1) < 1e-12)
-        )
+        return count > 1 and abs(abs(f.coefficient) * count - 1) < 1e-12
 
     def _as_chain(self, f: Factors) -> Written | None:
         """Products of matrices and vectors."""

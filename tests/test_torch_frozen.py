@@ -279,7 +279,7 @@ ONE_TANGENT = {
     "convolution": lambda z: nn.functional.conv1d(z[:, None], W[:, None], W[:, 0], padding=1),
     "product": lambda z: (2 * z * W[:, 0] + z * z) @ W,
     "product from the left": lambda z: torch.mm(W[:3, :2], z) * (W[0] @ W.T),
-    "quotients": lambda z: z / 3 + z / W[:, 0] + 2 / (z + 3) + z / (z + 3),
+    "quotients": lambda z: z / 3 + z / W[:, 0] + 2 / (z + 3) + z / (z + 3) + W[:, 0] / (z + 3),
     "sums": lambda z: 1 - (z - 2) + (W[:, 0] - z) * z + (z + W[:, 2]) + (3 + z),
     "a sum that widens": lambda z: z[0] + torch.ones(2, 4, dtype=D),
     "a sum changed in place": lambda z: (z + 1).mul_(2) + z,

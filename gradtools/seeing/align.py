@@ -1,0 +1,391 @@
+"""Two graphs laid beside each other: which operation of one is which of the other.
+
+The two frameworks say the same in other words: one has softmax, the other its five steps; they
+reshape and transpose at other places. So the programs are read as sequences of *steps*, without
+those that only arrange data, and aligned in four passes, the surest first:
+
+1. the common subsequence of most weight, where a pair of one name weighs more when its shapes,
+   dtypes and modules agree as well (sequence alignment, after Needleman and Wunsch, 1970);
+2. in the gaps between, an operation and the steps that it is made of elsewhere (`PARTS`);
+3. what is left of one name and shape and reads what is already paired: parts that stand in another
+   order;
+4. what is left at the same place in a gap, of the same shape under another name: a change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from gradtools.seeing.graph import Graph, Node, Value
+
+ARRANGING = frozenset(
+    {"reshape", "transpose", "broadcast", "squeeze", "expand_dims", "unsqueeze", "expand"}
+    | {"identity", "copy", "call", "optimization_barrier", "constant", "iota"}
+)
+NAMES = {
+    "dot_general": "matmul",
+    "einsum": "matmul",
+    "linear": "matmul",
+    "addmm": "matmul",
+    "relu": "maximum",
+    "square": "power",
+    "cube": "power",
+    "select": "where",
+    "stop_gradient": "stop",
+    "embedding": "index",
+    "take": "index",
+    "gather": "index",
+    "slice": "index",
+    "dynamic_slice": "index",
+    "conv_general_dilated": "convolution",
+}
+_MEAN = "sum divide multiply"
+_NORM = f"mean variance {_MEAN} subtract power add rsqrt sqrt reciprocal maximum stop compare where"
+_SOFT = "max maximum stop subtract exp sum divide where is_finite"
+PARTS: Mapping[str, frozenset[str]] = {
+    name: frozenset(parts.split())
+    for name, parts in {
+        "mean": _MEAN,
+        "variance": f"mean {_MEAN} subtract power maximum where compare abs real conj",
+        "deviation": f"mean variance {_MEAN} subtract power sqrt maximum where compare",
+        "softmax": _SOFT,
+        "log_softmax": f"{_SOFT} log logsumexp",
+        "logsumexp": f"{_SOFT} log add",
+        "cross_entropy": f"{_SOFT} log logsumexp log_softmax negate index mean where compare clip "
+        "add take_along one_hot multiply scatter concatenate",
+        "layer_norm": _NORM,
+        "batch_norm": f"{_NORM} update",
+        "group_norm": _NORM,
+        "rms_norm": _NORM,
+        "standardize": _NORM,
+        "norm": "power sum sqrt abs multiply conj real",
+        "gelu": "multiply power add tanh erf erfc divide negate",
+        "silu": "sigmoid multiply",
+        "sigmoid": "negate exp add divide reciprocal",
+        "softplus": "logaddexp exp log1p maximum abs negate add compare where subtract",
+        "elu": "compare where expm1 multiply minimum maximum",
+        "leaky_relu": "compare where multiply maximum",
+        "matmul": "add multiply sum",
+        "convolution": "add",
+        "attention": f"{_SOFT} matmul multiply add softmax compare where",
+        "scaled_dot_product_attention": f"{_SOFT} matmul multiply add softmax compare where",
+        "dropout": "multiply divide where compare random_bits random_bernoulli bernoulli",
+        "clip": "maximum minimum",
+        "one_hot": "compare cast",
+        "mse_loss": f"subtract power {_MEAN} mean",
+        "reciprocal": "divide power",
+        "rsqrt": "sqrt divide reciprocal power",
+        "index": "compare add where clip dynamic_slice slice concatenate cast",
+        "sigmoid_backward": "multiply subtract",
+        "tanh_backward": "multiply subtract power",
+        "threshold_backward": "where compare multiply",
+        "native_layer_norm_backward": f"{_NORM} multiply",
+    }.items()
+}
+_CELLS = 16_000_000  # of the table of weights; longer programs are cut where they surely agree
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation that computes something.
+
+    Attributes:
+        node: It.
+        name: Its name in the words of both.
+        outputs: What it makes.
+        reads: The steps that it reads, through all that only arranges data, by number.
+        number: Its place in the sequence.
+    """
+
+    node: Node
+    name: str
+    outputs: tuple[Value, ...]
+    reads: frozenset[int]
+    number: int
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its first output's shape, whatever the layout: sorted, without ones."""
+        shape = self.outputs[0].shape if self.outputs else ()
+        return tuple(sorted(n for n in shape if n != 1))
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Pairs of groups of steps, each with the numbers of one side's and the other's steps."""
+
+    first: tuple[Step, ...]
+    second: tuple[Step, ...]
+    pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    def left(self, side: int) -> list[int]:
+        """The steps of one side that are in no pair."""
+        paired = {number for pair in self.pairs for number in pair[side]}
+        steps = (self.first, self.second)[side]
+        return [step.number for step in steps if step.number not in paired]
+
+
+def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[Step, ...]:
+    """The steps of a graph, those of its bodies too.
+
+    Args:
+        graph: The graph.
+        whole: The names of calls that stay one step although they have a program inside.
+    """
+    steps: list[Step] = []
+    _collect(graph, {}, whole, steps)
+    return tuple(steps)
+
+
+def _collect(
+    graph: Graph, made: dict[int, frozenset[int]], whole: frozenset[str], steps: list[Step]
+) -> None:
+    for node in graph.nodes:
+        reads = frozenset[int]().union(*(made.get(v, frozenset()) for v in node.inputs))
+        name = common_name(node)
+        if node.bodies and name not in whole:
+            found = reads
+            for body in node.bodies:
+                inner = {
+                    value: made.get(node.inputs[i], frozenset())
+                    for value, i in zip(body.graph.inputs, body.inputs, strict=True)
+                }
+                _collect(body.graph, inner, whole, steps)
+                found = found.union(*(inner.get(out, frozenset()) for out in body.graph.outputs))
+        elif not node.bodies and is_arranging(graph, node):
+            found = reads
+        else:
+            outputs = tuple(graph.values[v] for v in node.outputs)
+            steps.append(Step(node, name, outputs, reads, len(steps)))
+            found = frozenset({steps[-1].number})
+        made.update(dict.fromkeys(node.outputs, found))
+
+
+def is_arranging(graph: Graph, node: Node) -> bool:
+    """Whether a node only arranges data; a cast does if it keeps the dtype."""
+    if node.operation == "cast" and node.inputs:
+        return graph.values[node.inputs[0]].dtype == graph.values[node.outputs[0]].dtype
+    return node.operation in ARRANGING and not node.mark
+
+
+def common_name(node: Node) -> str:
+    """An operation's name in the words of both frameworks; a call's is its function's."""
+    name = node.operation
+    if name == "call":
+        name = str(node.attributes.get("name", name))
+    name = name.removeprefix("aten.").removeprefix("_").split(".")[0]
+    return NAMES.get(name, name)
+
+
+def names_in(graph: Graph) -> frozenset[str]:
+    """The names of all operations without a program inside."""
+    return frozenset(common_name(node) for _, node in graph.walk() if not node.bodies)
+
+
+def aligned(a: Graph, b: Graph) -> Alignment:
+    """Two graphs, aligned."""
+    first, second = steps_of(a, names_in(b)), steps_of(b, names_in(a))
+    pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for phase in sorted({step.node.phase for step in (*first, *second)}):
+        one = [step for step in first if step.node.phase == phase]
+        two = [step for step in second if step.node.phase == phase]
+        pairs += _of_one_pass(one, two)
+    _in_another_order(first, second, pairs)
+    pairs += _renamed(first, second, pairs)
+    return Alignment(first, second, tuple(sorted(pairs)))
+
+
+# --- by weight ---------------------------------------------------------------------------
+
+_Pairs = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _of_one_pass(first: Sequence[Step], second: Sequence[Step]) -> _Pairs:
+    found: _Pairs = []
+    matched = [*_matched(first, second)]
+    ends = [(-1, -1), *matched, (len(first), len(second))]
+    for (i, j), (next_i, next_j) in pairwise(ends):
+        if i >= 0:
+            found.append(((first[i].number,), (second[j].number,)))
+        gap = first[i + 1 : next_i], second[j + 1 : next_j]
+        found += _made_of(*gap)
+    return found
+
+
+def _matched(first: Sequence[Step], second: Sequence[Step]) -> Iterator[tuple[int, int]]:
+    """The common subsequence of most weight."""
+    if len(first) * len(second) <= _CELLS:
+        yield from _by_table(first, second)
+        return
+    half = _CELLS // max(1, len(second)) or 1
+    cut, other = _sure_pair(first, second, half)
+    yield from _matched(first[:cut], second[:other])
+    for i, j in _matched(first[cut:], second[other:]):
+        yield i + cut, j + other
+
+
+def _sure_pair(first: Sequence[Step], second: Sequence[Step], near: int) -> tuple[int, int]:
+    """Where to cut two long programs: at steps that exist once in each; else in proportion."""
+    once = [_once(steps) for steps in (first, second)]
+    shared = [(i, once[1][key]) for key, i in once[0].items() if key in once[1]]
+    inner = [(i, j) for i, j in shared if i and j]
+    if inner:
+        return min(inner, key=lambda pair: abs(pair[0] - near))
+    cut = max(1, min(near, len(first) // 2))
+    return cut, cut * len(second) // len(first)
+
+
+def _once(steps: Sequence[Step]) -> dict[tuple[object, ...], int]:
+    found: dict[tuple[object, ...], list[int]] = {}
+    for i, step in enumerate(steps):
+        found.setdefault((step.name, step.size, _scope(step)), []).append(i)
+    return {key: places[0] for key, places in found.items() if len(places) == 1}
+
+
+def _by_table(first: Sequence[Step], second: Sequence[Step]) -> list[tuple[int, int]]:
+    weights = _weights(first, second)
+    best = np.zeros((len(first) + 1, len(second) + 1), np.float32)
+    for i in range(len(first)):
+        diagonal = best[i, :-1] + weights[i]
+        np.maximum.accumulate(np.maximum(best[i, 1:], diagonal), out=best[i + 1, 1:])
+    pairs, i, j = [], len(first), len(second)
+    while i and j:
+        if best[i, j] == best[i - 1, j]:
+            i -= 1
+        elif best[i, j] == best[i, j - 1]:
+            j -= 1
+        else:
+            i, j = i - 1, j - 1
+            pairs.append((i, j))
+    return pairs[::-1]
+
+
+def _weights(first: Sequence[Step], second: Sequence[Step]) -> np.ndarray:
+    """What a pair weighs: 2 for the name, 1 each for size, dtype and modules; 0: no pair."""
+    names, sizes, dtypes, scopes = (
+        _numbered([key(s) for s in first], [key(s) for s in second])
+        for key in (lambda s: s.name, lambda s: s.size, _dtypes, _scope)
+    )
+    same = [np.equal.outer(*pair).astype(np.float32) for pair in (names, sizes, dtypes, scopes)]
+    return same[0] * (2.0 + same[1] + 0.5 * same[2] + 0.75 * same[3])
+
+
+def _numbered(first: Sequence[object], second: Sequence[object]) -> tuple[np.ndarray, np.ndarray]:
+    numbers: dict[object, int] = {}
+    one, two = (
+        np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+        for keys in (first, second)
+    )
+    return one, two
+
+
+def _dtypes(step: Step) -> tuple[str, ...]:
+    return tuple(value.dtype for value in step.outputs)
+
+
+def _scope(step: Step) -> str:
+    """The modules around a step, in letters that both frameworks' names share."""
+    return "/".join(re.sub(r"[^a-z0-9]", "", name.lower()) for name in step.node.scope)
+
+
+# --- what is made of what ----------------------------------------------------------------
+
+
+def _made_of(first: Sequence[Step], second: Sequence[Step]) -> _Pairs:
+    """Operations of a gap, with the steps on the other side that they are made of."""
+    found = [(a, b) for a, b in _wholes(first, second)]
+    taken = {number for _, parts in found for number in parts}
+    left = [step for step in second if step.number not in taken]
+    used = {number for whole, _ in found for number in whole}
+    rest = [step for step in first if step.number not in used]
+    return found + [(parts, whole) for whole, parts in _wholes(left, rest)]
+
+
+def _wholes(
+    wholes: Sequence[Step], others: Sequence[Step]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Each operation that is made of parts, with the consecutive ones that end in its result."""
+    start = 0
+    for whole in wholes:
+        parts = PARTS.get(whole.name)
+        if parts is None:
+            continue
+        stretch = _stretch(whole, parts, others, start)
+        if stretch:
+            start = stretch[-1] + 1
+            yield (whole.number,), tuple(others[i].number for i in stretch)
+
+
+def _stretch(whole: Step, parts: frozenset[str], others: Sequence[Step], start: int) -> list[int]:
+    """The longest run of parts from `start` on that ends in something of the whole's size."""
+    while start < len(others) and others[start].name not in parts:
+        start += 1
+    stop = start
+    while stop < len(others) and others[stop].name in parts:
+        stop += 1
+    while stop > start and others[stop - 1].size != whole.size:
+        stop -= 1
+    return list(range(start, stop))
+
+
+# --- what is left ------------------------------------------------------------------------
+
+
+def _in_another_order(first: Sequence[Step], second: Sequence[Step], pairs: _Pairs) -> None:
+    """Pairs steps of one name and size that read what is paired already, until none is left."""
+    partner = {a: set(two) for one, two in pairs for a in one}
+    changed = True
+    while changed:
+        changed = False
+        left = Alignment(tuple(first), tuple(second), tuple(pairs))
+        others = [second[j] for j in left.left(1)]
+        for i in left.left(0):
+            step = first[i]
+            expected = {j for read in step.reads for j in partner.get(read, ())}
+            for other in others:
+                alike = (step.name, step.size, step.node.phase) == (
+                    *(other.name, other.size),
+                    other.node.phase,
+                )
+                if alike and (expected & other.reads or not step.reads | other.reads):
+                    pairs.append(((step.number,), (other.number,)))
+                    partner[step.number] = {other.number}
+                    others.remove(other)
+                    changed = True
+                    break
+
+
+def _renamed(first: Sequence[Step], second: Sequence[Step], pairs: _Pairs) -> _Pairs:
+    """What stands between the same neighbours, of one size, under two names."""
+    left = Alignment(tuple(first), tuple(second), tuple(pairs))
+    ones, twos = left.left(0), left.left(1)
+    partner = {a: set(two) for one, two in pairs for a in one}
+    found: _Pairs = []
+    for i in ones:
+        step = first[i]
+        expected = {j for read in step.reads for j in partner.get(read, ())}
+        for j in twos:
+            other = second[j]
+            if (step.size, step.node.phase) == (other.size, other.node.phase) and (
+                expected & other.reads or not step.reads | other.reads
+            ):
+                found.append(((i,), (j,)))
+                partner[i] = {j}
+                twos.remove(j)
+                break
+    return found
+
+
+def share(alignment: Alignment) -> float:
+    """How much of both programs is paired, from 0 to 1."""
+    total = len(alignment.first) + len(alignment.second)
+    paired = sum(len(one) + len(two) for one, two in alignment.pairs)
+    return paired / total if total else 1.0
+
+
+__all__ = ["Alignment", "Step", "aligned", "common_name", "share", "steps_of"]

@@ -1,0 +1,341 @@
+"""Two graphs compared: the same model in both frameworks, or before and after a change.
+
+`align.py` says which operations belong together; here each pair is held against the other: the
+name, the size and dtype of what comes out, whether a derivative flows, what it is marked with.
+Layouts, reshapes and how an operation is made of smaller ones are no difference.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.align import Alignment, Step, aligned
+from gradtools.seeing.collapse import outline_of
+from gradtools.seeing.edges import reason, strengths_of
+from gradtools.seeing.graph import Dependence, Graph, Node
+from gradtools.seeing.outline import Arrow, Block, Outline, counted, size_text, value_text
+
+
+@dataclass(frozen=True)
+class Change:
+    """An operation of both graphs that is not the same in both.
+
+    Attributes:
+        first: It in the first graph.
+        second: It in the second.
+        what: What differs, each as "dtype: float32 ≠ float64".
+    """
+
+    first: Node
+    second: Node
+    what: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GraphDifference:
+    """How two graphs differ; true if they do.
+
+    Attributes:
+        first: The first graph.
+        second: The second.
+        names: What they are called.
+        matched: Pairs of groups of operations that are the same: one of one graph may be made of
+            several of the other.
+        changed: The operations of both that are not the same.
+        only_a: Those of the first graph alone.
+        only_b: Those of the second alone.
+    """
+
+    first: Graph
+    second: Graph
+    names: tuple[str, str]
+    matched: tuple[tuple[tuple[Node, ...], tuple[Node, ...]], ...]
+    changed: tuple[Change, ...]
+    only_a: tuple[Node, ...]
+    only_b: tuple[Node, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.only_a or self.only_b)
+
+    def __repr__(self) -> str:
+        return f"GraphDifference({self.headline()})"
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline(), *self._kept(), *self._told()])
+
+    def headline(self) -> str:
+        """One line: how much is alike, and how much is not."""
+        if not self:
+            return f"{counted(len(self.matched), 'step')} matched, no difference"
+        one, two = self.names
+        parts = [f"{counted(len(self.matched), 'step')} matched"]
+        parts += [f"{len(self.changed)} changed"] if self.changed else []
+        parts += [f"{len(self.only_a)} only in {one}"] if self.only_a else []
+        parts += [f"{len(self.only_b)} only in {two}"] if self.only_b else []
+        return ", ".join(parts)
+
+    def _kept(self) -> list[str]:
+        kept = [kept_bytes(graph) for graph in (self.first, self.second)]
+        if not any(kept):
+            return []
+        pairs = zip(self.names, kept, strict=True)
+        return ["kept for backward: " + ", ".join(f"{name} {size_text(n)}" for name, n in pairs)]
+
+    def _told(self) -> list[str]:
+        lines = []
+        for change in self.changed:
+            lines.append(f"≠ {_place(change.first)}: {'; '.join(change.what)}")
+        for sign, nodes, name in (("-", self.only_a, 0), ("+", self.only_b, 1)):
+            lines += [f"{sign} {_place(node)} (only in {self.names[name]})" for node in nodes]
+        return lines
+
+    def to_svg(self, **view: Any) -> str:
+        """Both graphs beside each other, what differs marked; `view` as in `Graph.to_svg`.
+
+        Blocks with a difference are open, others closed, unless depth or expand say otherwise.
+        """
+        from gradtools.seeing.drawing import drawn, svg_of
+        from gradtools.seeing.picture import fitted
+
+        theme, depth, expand = _view(view, "to_svg")
+        outline = self._outline(expand)
+        opened = self._opened(outline, depth, expand)
+        if opened is None:
+            return drawn(fitted(outline, expand), theme)
+        return svg_of(outline, opened, theme)
+
+    def to_html(self, **view: Any) -> str:
+        """The same as a page in which blocks open and close."""
+        from gradtools.seeing.page import page_of
+
+        theme, depth, expand = _view(view, "to_html")
+        outline = self._outline(expand)
+        return page_of(outline, self._opened(outline, depth, expand), expand, theme)
+
+    def save(self, path: str | os.PathLike[str], **view: Any) -> None:
+        """Writes a picture (.svg), a page (.html) or the text (.txt), by the suffix."""
+        text = os.fspath(path)
+        if text.endswith(".svg"):
+            content = self.to_svg(**view)
+        elif text.endswith((".html", ".htm")):
+            content = self.to_html(**view)
+        elif text.endswith(".txt"):
+            content = f"{self}\n"
+        else:
+            raise GradtoolsError(
+                f"save: no form of a difference is known for {text!r}; "
+                "expected .svg, .html or .txt."
+            )
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(content)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+    def _repr_html_(self) -> str:
+        from gradtools.seeing.page import framed
+
+        return framed(self.to_html())
+
+    def _notes(self, side: int) -> dict[int, tuple[str, str]]:
+        alone = f"only in {self.names[side]}"
+        notes = {id(node): (("first", "second")[side], alone) for node in self._alone(side)}
+        for change in self.changed:
+            node = (change.first, change.second)[side]
+            notes[id(node)] = ("changed", "; ".join(change.what))
+        return notes
+
+    def _alone(self, side: int) -> tuple[Node, ...]:
+        return (self.only_a, self.only_b)[side]
+
+    def _outline(self, expand: str | Iterable[str]) -> Outline:
+        sides = [
+            outline_of(graph, expand=expand, notes=self._notes(side))
+            for side, graph in enumerate((self.first, self.second))
+        ]
+        return beside(sides[0], sides[1], self.names, self.headline())
+
+    def _opened(
+        self, outline: Outline, depth: int | None, expand: str | Iterable[str]
+    ) -> frozenset[int] | None:
+        """The blocks around what differs; None, as many as fit, where nothing does."""
+        if depth is not None:
+            return outline.opened(depth, expand)
+        marked = [box.key for column in outline.columns for box in column.boxes if box.tint]
+        if not marked:
+            return None
+        around = {block.key for key in marked for block in outline.around(key)}
+        return frozenset(around) | outline.opened(0, expand)
+
+
+def graph_diff(a: Any, b: Any, names: tuple[str, str] = ("first", "second")) -> GraphDifference:
+    """Two graphs aligned, with what differs.
+
+    Args:
+        a: A `Graph`, such as `gradient_graph` of a model in one framework.
+        b: Another, such as that of the same model in the other framework.
+        names: What they are called.
+
+    Returns:
+        A `GraphDifference`: false where nothing differs. ``str()`` lists what does, ``to_svg()``
+        and ``to_html()`` draw both beside each other; ``matched, changed, only_a, only_b`` hold it.
+
+    Raises:
+        GradtoolsError: a or b is no `Graph`.
+    """
+    for name, graph in (("a", a), ("b", b)):
+        if not isinstance(graph, Graph):
+            raise GradtoolsError(
+                f"graph_diff: {name} must be a Graph, got {type(graph).__name__}. Mend: pass "
+                "gradient_graph(f, *args) of each."
+            )
+    alignment = aligned(a, b)
+    of = _owners(a), _owners(b)
+    matched, changed = [], []
+    for one, two in alignment.pairs:
+        steps = [alignment.first[i] for i in one], [alignment.second[j] for j in two]
+        what = _differences(alignment, steps[0][0], steps[1][0], of) if _single(one, two) else ()
+        if what:
+            changed.append(Change(steps[0][0].node, steps[1][0].node, what))
+        else:
+            groups = tuple(tuple(step.node for step in side) for side in steps)
+            matched.append((groups[0], groups[1]))
+    only_a = tuple(alignment.first[i].node for i in alignment.left(0))
+    only_b = tuple(alignment.second[j].node for j in alignment.left(1))
+    return GraphDifference(a, b, names, tuple(matched), tuple(changed), only_a, only_b)
+
+
+def _single(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
+    return len(one) == len(two) == 1
+
+
+def _owners(graph: Graph) -> dict[int, Graph]:
+    return {id(node): owner for owner, node in graph.walk()}
+
+
+def _differences(
+    alignment: Alignment, one: Step, two: Step, owners: tuple[Mapping[int, Graph], ...]
+) -> tuple[str, ...]:
+    found = []
+    if one.name != two.name:
+        found.append(f"{one.node.operation} ≠ {two.node.operation}")
+    if one.size != two.size:
+        found.append(f"shape: {_first(one)} ≠ {_first(two)}")
+    dtypes = [tuple(v.dtype for v in step.outputs[:1]) for step in (one, two)]
+    if dtypes[0] != dtypes[1]:
+        found.append(f"dtype: {' '.join(dtypes[0])} ≠ {' '.join(dtypes[1])}")
+    if one.node.mark != two.node.mark:
+        found.append(f"{one.node.mark or 'no mark'} ≠ {two.node.mark or 'no mark'}")
+    flows = [_flow(owners[side][id(step.node)], step) for side, step in enumerate((one, two))]
+    if flows[0] != flows[1]:
+        found.append(f"derivative: {flows[0]} ≠ {flows[1]}")
+    found += _axes(one, two)
+    if not found and _reads_differ(alignment, one, two):
+        found.append("reads something else")
+    return tuple(found)
+
+
+def _first(step: Step) -> str:
+    return value_text(step.outputs[0]) if step.outputs else "nothing"
+
+
+def _flow(graph: Graph, step: Step) -> str:
+    """How a derivative flows through a step: the strongest of its links."""
+    if not any(value.is_inexact for value in step.outputs):
+        return "none"
+    strengths = strengths_of(graph, step.node)
+    inexact = [
+        strength
+        for value, strength in zip(step.node.inputs, strengths, strict=True)
+        if graph.values[value].is_inexact
+    ]
+    strongest = max(inexact, default=None)
+    if strongest is None:
+        return "none"
+    cut = strongest == Dependence.CUT and step.node.loss
+    return reason(step.node.loss) if cut else str(strongest)
+
+
+def _axes(one: Step, two: Step) -> list[str]:
+    """Attributes that both name and that are not the same: axes, where shapes are."""
+    found: list[str] = []
+    if [v.shape for v in one.outputs] != [v.shape for v in two.outputs]:
+        return found
+    for name in ("axis", "axes"):
+        values = [step.node.attributes.get(name) for step in (one, two)]
+        if None not in values and values[0] != values[1]:
+            found.append(f"{name}: {values[0]} ≠ {values[1]}")
+    return found
+
+
+def _reads_differ(alignment: Alignment, one: Step, two: Step) -> bool:
+    """Whether both read only paired steps, and not the same ones."""
+    partner = {i: pair[1] for pair in alignment.pairs for i in pair[0]}
+    back = {j for pair in alignment.pairs for j in pair[1]}
+    if not one.reads <= partner.keys() or not two.reads <= back:
+        return False
+    expected = [set(partner[i]) for i in one.reads]
+    covered = set().union(*expected)
+    return any(not group & two.reads for group in expected) or not two.reads <= covered
+
+
+def kept_bytes(graph: Graph) -> int:
+    """The bytes that the forward pass keeps for later ones."""
+    kept = {edge.value for edge in graph.edges if edge.saved}
+    kept |= {value for node in graph.nodes if not node.phase for value in node.saved}
+    return sum(graph.values[value].bytes for value in kept)
+
+
+def _place(node: Node) -> str:
+    where = f" at {node.source}" if node.source else ""
+    scope = f" in {'.'.join(node.scope)}" if node.scope else ""
+    return f"{node.operation}{scope}{where}"
+
+
+def _view(view: dict[str, Any], name: str) -> tuple[str, int | None, str | Iterable[str]]:
+    unknown = sorted(view.keys() - {"theme", "depth", "expand"})
+    if unknown:
+        raise GradtoolsError(
+            f"{name}: a difference is drawn with theme, depth and expand; got {unknown[0]!r}."
+        )
+    return view.get("theme", "auto"), view.get("depth"), view.get("expand", ())
+
+
+# --- both beside each other --------------------------------------------------------------
+
+
+def beside(one: Outline, two: Outline, names: tuple[str, str], title: str) -> Outline:
+    """Two outlines as one, the columns of the second after those of the first."""
+    shift = 1 + max((block.key for block in (*one.columns, *one.blocks)), default=0)
+    values = len(one.values)
+    columns = [_named(column, names[0], 0) for column in one.columns]
+    columns += [_named(column, names[1], shift) for column in two.columns]
+    arrows = [*one.arrows, *(_moved(arrow, shift, values) for arrow in two.arrows)]
+    all_values = {**one.values, **{key + values: value for key, value in two.values.items()}}
+    return Outline(tuple(columns), tuple(arrows), all_values, title)
+
+
+def _named(column: Block, name: str, shift: int) -> Block:
+    return replace(_shifted(column, shift), title=f"{name}: {column.title}")
+
+
+def _shifted(block: Block, shift: int) -> Block:
+    children = tuple(
+        _shifted(child, shift)
+        if isinstance(child, Block)
+        else replace(child, key=child.key + shift)
+        for child in block.children
+    )
+    return replace(block, key=block.key + shift, children=children)
+
+
+def _moved(arrow: Arrow, shift: int, values: int) -> Arrow:
+    moved = frozenset(value + values for value in arrow.values)
+    return replace(arrow, source=arrow.source + shift, target=arrow.target + shift, values=moved)
+
+
+__all__ = ["Change", "GraphDifference", "graph_diff"]

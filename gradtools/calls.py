@@ -178,25 +178,27 @@ class Call:
         )
 
 
-def normalized_argnums(asked: str, argnums: Any, count: int) -> tuple[int, ...]:
+def normalized_argnums(
+    asked: str, argnums: Any, count: int, name: str = "argnums"
+) -> tuple[int, ...]:
     """argnums as a tuple of positions from 0, each checked against the number of arguments."""
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     positions = []
     for i in given:
         if isinstance(i, bool) or not hasattr(i, "__index__"):
-            raise GradtoolsError(f"{asked}: argnums must hold integers, got {i!r}.")
+            raise GradtoolsError(f"{asked}: {name} must hold integers, got {i!r}.")
         i = operator.index(i)
         if not -count <= i < count:
             raise GradtoolsError(
-                f"{asked}: argnums holds {i}, but f was called with {count} positional "
+                f"{asked}: {name} holds {i}, but f was called with {count} positional "
                 f"arguments (0 to {count - 1}). Keyword arguments are not differentiated; pass "
                 "what is to be differentiated by position."
             )
         positions.append(i % count)
     if len(set(positions)) < len(positions):
-        raise GradtoolsError(f"{asked}: argnums {given} names an argument twice.")
+        raise GradtoolsError(f"{asked}: {name} {given} names an argument twice.")
     if not positions:
-        raise GradtoolsError(f"{asked}: argnums is empty; name at least one argument.")
+        raise GradtoolsError(f"{asked}: {name} is empty; name at least one argument.")
     return tuple(positions)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.seeing.findings import KINDS, Finding
-from gradtools.seeing.flow import Loss, forward, losses, losses_of
+from gradtools.seeing.flow import Loss, backward, dependence_matrix, forward, losses, losses_of
 from gradtools.seeing.graph import Dependence, Graph, Node, Source
 from gradtools.seeing.program import Program
 from gradtools.seeing.recording import Recording, Refusal, Vanished
@@ -39,13 +39,11 @@ def diagnosed(backend: Backend, program: Program, recording: Recording) -> list[
     """The findings for each leaf that is asked about."""
     if recording.refusal is not None:
         return [_refused(program, recording.refusal)]
-    graph = recording.graph
+    graph, matrix = recording.graph, dependence_matrix(recording.graph)
     findings: list[Finding] = []
     for index in program.wrt:
         name = program.names[index]
-        reached = forward(graph, {graph.inputs[index]: Dependence.DIFFERENTIABLE})
-        strengths = [reached.get(out, Dependence.NONE) for out in graph.outputs]
-        best = max(strengths, default=Dependence.NONE)
+        best = max((row[index] for row in matrix), default=Dependence.NONE)
         findings += from_losses(name, graph, losses(graph, index))
         if best < Dependence.DIFFERENTIABLE:
             findings += _from_ends(program, recording, index, best)
@@ -90,8 +88,14 @@ def _led_to(graph: Graph, loss: Loss) -> list[Node]:
     if loss.node.loss not in ("detached", "no_grad"):
         return [loss.node]
     reached = forward(graph, {loss.value: Dependence.DIFFERENTIABLE})
-    readers = [node for node in graph.nodes if any(reached.get(v) for v in node.inputs)]
-    leaving = [node for node in readers if node.loss == "left_framework"]
+    matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
+    leaving = [
+        node
+        for node in graph.nodes
+        if node.loss == "left_framework"
+        and any(reached.get(v) for v in node.inputs)
+        and any(matters.get(v) for v in node.outputs)
+    ]
     if not leaving:
         return [loss.node]
     same_line = [node for node in leaving if node.source == loss.node.source]

@@ -151,9 +151,7 @@ class Seeing(Operators):
         Source: asked for in jax#10867.
         """
         if not callable(f):
-            raise GradtoolsError(
-                f"guard_gradients: f is a {type(f).__name__}; expected a function."
-            )
+            raise GradtoolsError(f"guard_gradients: f is {f!r}; expected a function.")
         first = [True]
 
         @functools.wraps(f)
@@ -166,7 +164,7 @@ class Seeing(Operators):
         return guarded
 
     def _guard(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> None:
-        program = Program(self._backend, "guard_gradients", f, args, kwargs, argnums)
+        program = Program(self._backend, "guard_gradients", f, args, kwargs, argnums, "argnums")
         recording = self._recorded(program)
         lost = unreached(program, recording)
         if lost:

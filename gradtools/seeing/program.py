@@ -36,11 +36,12 @@ class Program:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         wrt: Any = (),
+        name: str = "wrt",
     ) -> None:
         if not callable(f):
-            raise GradtoolsError(f"{asked}: f is a {type(f).__name__}; expected a function.")
+            raise GradtoolsError(f"{asked}: f is {f!r}; expected a function.")
         self.backend, self.asked, self.f = backend, asked, f
-        self.argnums = normalized_argnums(asked, wrt, len(args)) if wrt != () else ()
+        self.argnums = normalized_argnums(asked, wrt, len(args), name) if wrt != () else ()
         self.out_names: list[str] = []
         self.leaves: list[Any] = []
         self.names: list[str] = []

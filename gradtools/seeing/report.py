@@ -128,14 +128,22 @@ def _headline(findings: Sequence[Finding]) -> str:
 
 
 def _lines(finding: Finding, paint: Any) -> list[str]:
-    where = str(finding.source) if finding.source else "somewhere in f"
-    scope = f"  in {'.'.join(finding.scope)}" if finding.scope else ""
-    lines = [f"  {paint(_RED, where)}{scope}  {finding.kind} ({finding.operation})"]
+    lines = [f"  {paint(_RED, _where(finding))}: {finding.kind} ({finding.operation})"]
     if finding.source and finding.source.text:
         lines.append(f"      {finding.source.text}")
-    lines.append(f"    {finding.reason}" + (f": {finding.detail}" if finding.detail else "") + ".")
+    detail = f": {finding.detail.rstrip('.')}" if finding.detail else ""
+    lines.append(f"    {finding.reason[0].upper()}{finding.reason[1:]}{detail}.")
     lines.append(f"    {paint(_DIM, 'Mend:')} {finding.mend}.")
     return lines
+
+
+def _where(finding: Finding) -> str:
+    if finding.source is None:
+        where = "somewhere in f"
+    else:
+        where = str(finding.source)
+        where += f" in {finding.source.function}" if finding.source.function else ""
+    return where + (f", module {'.'.join(finding.scope)}" if finding.scope else "")
 
 
 def _listed(names: Sequence[str]) -> str:

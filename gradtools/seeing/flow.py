@@ -223,6 +223,9 @@ def losses(graph: Graph, index: int) -> list[Loss]:
 
     When some of the input reaches an output with its derivative, only lost terms are listed.
     """
+    best = max((row[index] for row in dependence_matrix(graph)), default=_NONE)
+    if best == _FULL and not _suspects(graph) >> index & 1:
+        return []
     return losses_of(graph, graph.inputs[index])
 
 
@@ -310,6 +313,57 @@ def _leaving_body(body: Body, node: Node, leaving: Sequence[Dependence]) -> Stre
 
 
 # --- lost terms --------------------------------------------------------------------------
+
+_suspected: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
+
+
+def _suspects(graph: Graph) -> int:
+    """The inputs, one bit each, of which a term may be lost: all are looked at in one pass."""
+    if graph not in _suspected:
+        bits = dict.fromkeys(graph.inputs, 0)
+        for i, value in enumerate(graph.inputs):
+            bits[value] |= 1 << i
+        _suspected[graph] = _suspects_within(graph, bits, dict(bits))
+    return _suspected[graph]
+
+
+def _suspects_within(graph: Graph, full: dict[int, int], some: dict[int, int]) -> int:
+    """`full` and `some`: on which inputs a value depends with its derivative, and at all."""
+    if graph.outside:  # what leaves the framework may come back anywhere
+        return _any([*full.values(), *some.values()])
+    found = 0
+    for node in graph.nodes:
+        flowing, data = ([of.get(v, 0) for v in node.inputs] for of in (full, some))
+        if not any(data):
+            continue
+        if node.operation in ADDITIVE:
+            found |= _any(flowing) & _any([b & ~a for a, b in zip(flowing, data, strict=True)])
+        for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+            full[value] = full.get(value, 0) | _union(row, flowing, _FULL)
+            some[value] = some.get(value, 0) | _union(row, data, _CUT)
+        if node.links is None:
+            for body in node.bodies:
+                found |= _suspects_in(body, node, full, some)
+    return found
+
+
+def _suspects_in(body: Body, node: Node, full: dict[int, int], some: dict[int, int]) -> int:
+    ends = []
+    for of in (full, some):
+        start = dict.fromkeys(body.graph.inputs, 0)
+        for value, i in zip(body.graph.inputs, body.inputs, strict=True):
+            start[value] |= of.get(node.inputs[i], 0)
+        for k, i in body.carries:
+            start[body.graph.inputs[i]] |= of.get(node.outputs[k], 0)
+        ends.append(start)
+    return _suspects_within(body.graph, *ends)
+
+
+def _any(masks: Iterable[int]) -> int:
+    total = 0
+    for mask in masks:
+        total |= mask
+    return total
 
 
 def _terms(

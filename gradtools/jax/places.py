@@ -29,10 +29,14 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
     for frame in frames(eqn):
         kind = _kind(frame.file_name)
         if kind == _USER:
-            return Source(frame.file_name, frame.line_num, frame.function_name)
+            return _line(frame)
         if kind == _PACKAGE and package is None:
-            package = Source(frame.file_name, frame.line_num, frame.function_name)
+            package = _line(frame)
     return site or package
+
+
+def _line(frame: Any) -> Source:
+    return Source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
 
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:

@@ -8,9 +8,10 @@ is too small is told by giving the same node a cotangent of far greater size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,25 +29,62 @@ Cotangents = Sequence[Tensor | None]
 
 
 def vanishing(run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero; None if its gradient is not zero everywhere."""
+    """Where the cotangent of a leaf becomes zero; None if its gradient is not zero everywhere.
+
+    One run answers for all leaves, and is remembered as long as the program that `run` belongs to.
+    """
+    program = getattr(run, "__self__", None)
+    if program is None:
+        return _of_all(run, leaves)[index]
+    if program not in _KNOWN:
+        _KNOWN[program] = _of_all(run, leaves)
+    return _KNOWN[program][index]
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, list[list[Vanished] | None]] = weakref.WeakKeyDictionary()
+
+
+def _of_all(run: Run, leaves: Sequence[Any]) -> list[list[Vanished] | None]:
     with observed(run, leaves, [""] * len(leaves)) as seen:
-        leaf = seen.aliases[index]
         outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
-        if not outs:
-            return []
-        cts = _cotangents(outs)
-        grad = _gradient(outs, leaf, cts)
-        if grad is None:
-            return []
-        if bool(grad.ne(0).any()):
-            return None
-        with _watched(outs, leaf) as stops:
-            _gradient(outs, leaf, cts)
-        found = [
-            Vanished(_named(seen.recorder, node), _underflows(node, given)) for node, given in stops
-        ]
-        order = {id(node): k for k, node in enumerate(seen.recorder.nodes)}
-        return sorted(found, key=lambda v: order.get(id(v.node), len(order)))
+        asked = [k for k, x in enumerate(seen.aliases) if isinstance(x, Tensor) and is_inexact(x)]
+        found: list[list[Vanished] | None] = [[] for _ in leaves]
+        if not (outs and asked):
+            return found
+        grads = _gradients(outs, [seen.aliases[k] for k in asked])
+        for k, grad in zip(asked, grads, strict=True):
+            if grad is not None and _moves(grad):
+                found[k] = None
+        zero = [k for k, grad in zip(asked, grads, strict=True) if grad is not None]
+        zero = [k for k in zero if found[k] is not None]
+        if zero:
+            with _watched(outs) as passed:
+                _gradients(outs, [seen.aliases[k] for k in zero])
+            for k in zero:
+                found[k] = _stops(seen.recorder, outs, seen.aliases[k], passed)
+        return found
+
+
+def _stops(
+    recorder: Recorder, outs: Sequence[Tensor], leaf: Tensor, passed: Mapping[Any, _Passed]
+) -> list[Vanished]:
+    """The nodes at which what goes to one leaf becomes zero, in the order of the program."""
+    leading = _leading_to(outs, leaf)
+    found = []
+    for node, at in passed.items():
+        path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
+        if path and not any(at.on[k] for k in path):
+            found.append(Vanished(_named(recorder, node), _underflows(node, at.given)))
+    places = {id(node): k for k, node in enumerate(recorder.nodes)}
+    return sorted(found, key=lambda v: places.get(id(v.node), len(places)))
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """What a node of autograd was given, not all zero, and which of what it gave on is not zero."""
+
+    given: Cotangents
+    on: list[bool]
 
 
 def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
@@ -57,27 +95,25 @@ def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn(y.shape, dtype=y.dtype, generator=generator).to(y.device) for y in outs]
 
 
-def _gradient(outs: Sequence[Tensor], leaf: Tensor, cts: Sequence[Tensor]) -> Tensor | None:
-    return torch.autograd.grad(outs, [leaf], cts, retain_graph=True, allow_unused=True)[0]
+def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    cts = _cotangents(outs)
+    return torch.autograd.grad(outs, leaves, cts, retain_graph=True, allow_unused=True)
 
 
 @contextmanager
-def _watched(outs: Sequence[Tensor], leaf: Tensor) -> Iterator[list[tuple[Any, Cotangents]]]:
-    """Collects the nodes at which a cotangent on its way to the leaf becomes zero."""
-    found: list[tuple[Any, Cotangents]] = []
-    leading = _leading_to(outs, leaf)
+def _watched(outs: Sequence[Tensor]) -> Iterator[dict[Any, _Passed]]:
+    """Collects what passes the nodes of autograd, where some of it becomes zero."""
+    found: dict[Any, _Passed] = {}
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
-        path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
-
         def note(given_on: Any, given: Any) -> None:
-            if any(map(_moves, given)) and not any(_moves(given_on[k]) for k in path):
-                found.append((node, given))
+            on = [_moves(ct) for ct in given_on]
+            if not all(on) and any(map(_moves, given)):
+                found[node] = _Passed(given, on)
 
         return note
 
-    inner = [node for node in leading if node.next_functions]
-    handles = [node.register_hook(watch(node)) for node in inner]
+    handles = [node.register_hook(watch(node)) for node in nodes_of(outs) if node.next_functions]
     try:
         yield found
     finally:

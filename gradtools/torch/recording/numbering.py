@@ -56,6 +56,7 @@ class Numbering:
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an id is worth something as long as its owner lives
         self._edges: dict[tuple[Any, int], int] = {}
+        self._held: dict[int, tuple[Any, int]] = {}
         self._storages: dict[int, list[Tensor]] = {}
 
     def new(self, x: Any, name: str = "") -> int:
@@ -90,8 +91,13 @@ class Numbering:
             if key is not None:
                 self._storages.setdefault(key, []).append(base)
         self._numbers[id(base)] = number
+        self._held[id(base)] = edge_of(base)
         if base.grad_fn is not None:
             self._edges[edge_of(base)] = number
+
+    def was_reconnected(self, x: Tensor) -> bool:
+        """Whether autograd has another graph for a known tensor than when it got its number."""
+        return x.requires_grad and edge_of(x) != self._held[id(x)]
 
     # --- tensors that nobody was seen to make
 
@@ -100,6 +106,7 @@ class Numbering:
         if known is not None:  # another object for a tensor that is known
             self._kept.append(base)
             self._numbers[id(base)] = known
+            self._held[id(base)] = edge_of(base)
             return known
         number = self.new(x)
         joined = self._join_by_graph if base.grad_fn is not None else self._join_by_memory

@@ -24,7 +24,7 @@ from gradtools.seeing.recording import Refusal
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.kept import Kept
 from gradtools.torch.recording.links import links_of
-from gradtools.torch.recording.numbering import Numbering, base_of, edge_of, version_of
+from gradtools.torch.recording.numbering import Numbering, base_of, version_of
 from gradtools.torch.recording.places import Scopes, is_managed, line_of_error, place
 from gradtools.torch.recording.refusals import refusal_of
 from gradtools.torch.recording.tags import fingerprint, hosts_in, plain_hosts, tagged, tags_in
@@ -233,7 +233,6 @@ class Recorder(TorchFunctionMode):
         hosts = self._come_back((call.args, call.kwargs))
         reached = [values for values, _ in walks]
         found = links_of(call, outs, reached, hosts, dropped, is_managed())
-        edges = {id(s): edge_of(s) for x in changed for s in numbering.sharing(x)}
         numbers = [numbering.new(y) for y in outs]
         node = self.add(
             found.operation, call.name, found.inputs, numbers, found.links, found.loss, call.mark
@@ -245,16 +244,14 @@ class Recorder(TorchFunctionMode):
         for y, number in zip(outs, numbers, strict=True):
             numbering.hold(y, number)
         for x in changed:
-            self._update_beside(call, x, edges)
+            self._update_beside(call, x, {id(t) for t in changed})
 
-    def _update_beside(self, call: RecordedCall, x: Tensor, edges: dict[int, Any]) -> None:
+    def _update_beside(self, call: RecordedCall, x: Tensor, changed: set[int]) -> None:
         """The other tensors that share memory with one that was changed."""
-        changed = {id(t) for t in call.changed()}
         for other in self.numbering.sharing(x):
             if id(other) in changed:
                 continue
-            follows = other.requires_grad and edge_of(other) != edges[id(other)]
-            behind = x.requires_grad and not follows
+            behind = x.requires_grad and not self.numbering.was_reconnected(other)
             loss = ("in_place_data" if call.grad else "no_grad") if behind else None
             inputs = [self.numbering.of(other), self.numbering.of(x)]
             number = self.numbering.new(other)

@@ -1,0 +1,154 @@
+"""Snapshots that are taken from an earlier one: whatever changed in between is seen."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradtools.torch.state import Snapshot
+
+seed_numpy, draw_numpy, get_numpy_state = np.random.seed, np.random.randn, np.random.get_state
+SCALE = 1
+LIST = [1]
+
+
+def helper(z):
+    return z * SCALE
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+
+class Model(nn.Module):
+    count = 0
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.register_buffer("b", torch.zeros(2))
+        self.plain, self.table, self.seen = 1.5, {"a": None, "b": None}, [1]
+        self.array, self.slotted, self.inner = np.zeros(2), Slotted(), nn.Linear(1, 1)
+        self.generator = torch.Generator()
+
+    def forward(self, z):
+        return helper(z) * self.b * type(self).count * len(LIST)
+
+
+def renamed(model):
+    model.table["c"] = model.table.pop("a")
+
+
+def in_class(model):
+    Model.count += 1
+
+
+def in_globals(model):
+    globals()["SCALE"] += 1
+
+
+CHANGES = {
+    "an attribute": lambda m: setattr(m, "plain", 2.5),
+    "a new attribute": lambda m: setattr(m, "more", None),
+    "a key": renamed,
+    "a list": lambda m: m.seen.append(2),
+    "a buffer": lambda m: m.b.add_(1),
+    "a buffer, uncounted": lambda m: m.b.data.add_(1),
+    "the sign of zero": lambda m: m.b.data.neg_(),
+    "a buffer's shape": lambda m: m.b.resize_(3).fill_(1),
+    "a parameter, by another": lambda m: setattr(m, "w", nn.Parameter(torch.zeros(2))),
+    "an array": lambda m: m.array.__iadd__(1),
+    "a slot": lambda m: setattr(m.slotted, "x", 1),
+    "a hook": lambda m: m.inner.register_forward_hook(lambda *_: None),
+    "a generator": lambda m: torch.rand(1, generator=m.generator),
+    "a class": in_class,
+    "a global": in_globals,
+    "a global list": lambda m: LIST.append(1),
+    "the random stream": lambda m: torch.rand(1),
+    "python's random stream": lambda m: random.random(),
+    "NumPy's random stream": lambda m: draw_numpy(),
+}
+
+
+@pytest.fixture
+def model():
+    yield Model()
+    Model.count, globals()["SCALE"], LIST[:] = 0, 1, [1]
+
+
+def everything(model):
+    """All that stands behind the model, in a form that can be compared."""
+    state = lambda x: x.tobytes() if isinstance(x, np.ndarray) else x
+    numpy = [state(x) for x in get_numpy_state()]
+    buffers = [(k, tuple(x.shape), x.clone().numpy().tobytes()) for k, x in model.named_buffers()]
+    streams = [torch.get_rng_state(), model.generator.get_state()]
+    return [
+        *(model.plain, sorted(vars(model)), list(model.table), list(model.seen), buffers),
+        *(id(model.w), model.array.tolist(), getattr(model.slotted, "x", None), Model.count),
+        *(SCALE, list(LIST), [x.numpy().tobytes() for x in streams], random.getstate(), numpy),
+    ]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_snapshot_like_an_earlier_one_holds_what_changed(model, change):
+    first = Snapshot.of([model], [])
+    assert Snapshot.of([model], [], first).reached is first.reached
+    CHANGES[change](model)
+    then = everything(model)
+    later = Snapshot.of([model], [], first)
+    for other in ("an attribute", "a list", "a buffer", "an array", "a global"):
+        CHANGES[other](model)
+    random.random(), draw_numpy(), torch.rand(1), torch.rand(1, generator=model.generator)
+    later.restore()
+    assert everything(model) == then
+
+
+@pytest.mark.parametrize("change", [c for c in CHANGES if c not in ("a new attribute", "a hook")])
+def test_an_earlier_snapshot_puts_back_what_changed(model, change):
+    model.slotted.x = 0
+    before = everything(model)
+    first = Snapshot.of([model], [])
+    CHANGES[change](model)
+    assert everything(model) != before
+    now = first.now()
+    changed = everything(model)
+    first.restore()
+    assert everything(model) == before
+    now.restore()
+    assert everything(model) == changed
+
+
+def test_what_did_not_change_is_shared():
+    model = Model()
+    first = Snapshot.of([model], []).without_unused_streams()
+    del model.generator
+    first = Snapshot.of([model], []).without_unused_streams()
+    assert first.now() is first
+    model.b.add_(1)
+    later = first.now()
+    assert later is not first and later.reached is first.reached
+
+
+def test_streams_that_were_drawn_from_are_kept():
+    for draw, kept in ((random.random, (True, False)), (draw_numpy, (False, True))):
+        before = Snapshot.of([], [])
+        draw()
+        streams = before.without_unused_streams().streams
+        assert (streams.python is not None, streams.numpy is not None) == kept
+    seed_numpy(0)
+    draw_numpy()  # one number is left over, which takes nothing more from the stream
+    before = Snapshot.of([], [])
+    draw_numpy()
+    assert before.without_unused_streams().streams.numpy is not None
+
+
+def test_a_container_that_was_empty_is_walked_once_it_is_not(model):
+    first = Snapshot.of([model], [])
+    state = nn.Parameter(torch.zeros(1))
+    model.inner.register_forward_hook(lambda *_: state.add_(0))
+    later = Snapshot.of([model], [], first)
+    assert any(x is state for x, _ in later.reached.watched)

@@ -42,7 +42,7 @@ def graph_of(case):
 
 
 def outputs_of(formula, xs):
-    return [o for o in formula.evaluate(xs, None, *_directions(formula, xs)).outputs]
+    return list(formula.evaluate(xs, None, *_directions(formula, xs)).outputs)
 
 
 def _directions(formula, xs):

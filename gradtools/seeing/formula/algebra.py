@@ -714,15 +714,23 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
 
 def _common_factors(split: list) -> list:
     """The factors with the same labels in each term; none with labels that are summed over."""
-    common = None
-    for _, factors, labels, out in split:
-        here = {
-            (f, names)
-            for f, names in zip(factors, labels, strict=True)
-            if all(l in out for l in names)
-        }
-        common = here if common is None else common & here
-    return sorted(common or (), key=lambda f: f[0].serial)
+    terms = [list(zip(factors, labels, strict=True)) for _, factors, labels, _ in split]
+    out = split[0][3]
+    shared = set(terms[0]).intersection(*terms[1:])
+    chosen: list = []
+    for entry in sorted(shared, key=lambda f: f[0].serial):
+        if all(l in out for l in entry[1]) and all(
+            _can_leave([*chosen, entry], term) for term in terms
+        ):
+            chosen.append(entry)
+    return chosen
+
+
+def _can_leave(entries: list, term: list) -> bool:
+    """Whether what is left of a product has all axes of what is taken out, or is a number."""
+    rest = [e for e in term if e not in entries]
+    axes = {l for _, names in rest for l in names}
+    return not rest or {l for _, names in entries for l in names} <= axes
 
 
 def _common_coefficient(coefficients: list) -> Any:

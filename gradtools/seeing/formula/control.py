@@ -22,6 +22,7 @@ from gradtools.seeing.formula.algebra import (
     conj,
     elementwise,
     imag,
+    is_zero,
     power,
     product,
     real,
@@ -74,9 +75,19 @@ def inline(program: Program, args: Sequence[Expr]) -> list[Expr]:
 
 
 def scan(
-    body: Program, args: Sequence[Expr], consts: int, carries: int, length: int, reverse: bool
+    body: Program,
+    args: Sequence[Expr],
+    consts: int,
+    carries: int,
+    length: int,
+    reverse: bool,
+    tells: Sequence[Expr] = (),
 ) -> list[Expr]:
-    """A loop: final carries, and what each round gives, stacked."""
+    """A loop: final carries, and what each round gives, stacked.
+
+    In an adjoint loop ``tells`` says of which inputs of the loop the stacked outputs are the
+    cotangents.
+    """
     shapes = [
         (o.shape if k < carries else (length, *o.shape), o.kind) for k, o in enumerate(body.outputs)
     ]
@@ -89,6 +100,7 @@ def scan(
         carries=carries,
         length=length,
         reverse=reverse,
+        tells=tuple(tells),
     )
 
 
@@ -98,9 +110,11 @@ def _scan_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list
     length, reverse = y["length"], y["reverse"]
     history = _history(y)
     xs = y.args[consts + carries :]
-    given = [placeholder(f"cotangent {k}", o.shape, o.kind) for k, o in enumerate(body.outputs)]
+    given = _given(body, consts, carries)
     wrt = [p for p in body.inputs if p.is_inexact]
-    found = dict(zip(wrt, adjoint_of(body.outputs, given, wrt), strict=True))
+    silent = [k >= carries and is_zero(g) for k, g in enumerate(cotangents)]
+    known = [zeros(g.shape) if s else g for g, s in zip(given, silent, strict=True)]
+    found = dict(zip(wrt, adjoint_of(body.outputs, known, wrt), strict=True))
     c_in, h_in, x_in = _split(body.inputs, consts, carries)
     outputs = [found[p] if p in found else zeros(p.shape) for p in h_in]
     outputs += [found[p] for p in (*c_in, *x_in) if p in found]
@@ -108,10 +122,21 @@ def _scan_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list
     program = Program(tuple(inputs), tuple(outputs))
     args = [*y.args[:consts], *cotangents[:carries], *history, *xs, *cotangents[carries:]]
     program, args, kept = _pruned(program, args, consts, carries)
-    results = iter(scan(program, args, kept, carries, length, not reverse))
-    carried = dict(zip(h_in, results, strict=False))
-    stacked = {p: next(results) for p in (*c_in, *x_in) if p in found}
+    told = [p for p in (*c_in, *x_in) if p in found]
+    results = scan(program, args, kept, carries, length, not reverse, told)
+    carried = dict(zip(h_in, results[:carries], strict=True))
+    stacked = dict(zip(told, results[carries:], strict=True))
     return [_finish(p, carried, stacked, summed=k < consts) for k, p in enumerate(body.inputs)]
+
+
+def _given(body: Program, consts: int, carries: int) -> list[Expr]:
+    """A placeholder for the cotangent of each output; that of a carry belongs to the carry."""
+    entering = body.inputs[consts : consts + carries]
+    owners = (*entering, *body.outputs[carries:])
+    return [
+        placeholder("", o.shape, o.kind, role="cotangent", of=owner)
+        for o, owner in zip(body.outputs, owners, strict=True)
+    ]
 
 
 def _finish(p: Expr, carried: dict, stacked: dict, summed: bool) -> Expr | None:
@@ -131,7 +156,7 @@ def _history(y: Expr) -> list[Expr]:
     body, consts, carries = y["body"], y["consts"], y["carries"]
     entering = body.inputs[consts : consts + carries]
     longer = _with_history(body, entering)
-    outputs = scan(longer, y.args, consts, carries, y["length"], y["reverse"])
+    outputs = scan(longer, y.args, consts, carries, y["length"], y["reverse"], y["tells"])
     return outputs[len(outputs) - len(entering) :]
 
 

@@ -150,9 +150,15 @@ class Held:
 _fresh = itertools.count()
 
 
-def placeholder(name: str, shape: Iterable[int], kind: str = REAL, role: str = "input") -> Expr:
-    """A new input; never the same as another, whatever its name."""
-    return expr("placeholder", (), shape, kind, name=name, role=role, number=next(_fresh))
+def placeholder(
+    name: str,
+    shape: Iterable[int],
+    kind: str = REAL,
+    role: str = "input",
+    of: Expr | None = None,
+) -> Expr:
+    """A new input; never the same as another, whatever its name; maybe the cotangent of one."""
+    return expr("placeholder", (), shape, kind, name=name, role=role, number=next(_fresh), of=of)
 
 
 @dataclass(frozen=True, eq=False)

@@ -398,6 +398,7 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Derive
     sources = [program.inputs[k] for k in active]
     found, table = adjoint(inexact, cotangents, sources)
     tables = [table]
+    outputs, found = _with_one_loop_each(outputs, found)
     directions, second, second_names = [], [], []
     if order_ == 2:
         directions = [placeholder(f"u {p['name']}", p.shape, p.kind) for p in sources]
@@ -466,7 +467,8 @@ def _with_one_loop_each(*groups: list[Expr]) -> list[list[Expr]]:
         if x.op != "scan":
             return control.rebuild(x, args)
         body = longest[_loop_key(x)]["body"]
-        made = control.scan(body, args, x["consts"], x["carries"], x["length"], x["reverse"])
+        given = (x["consts"], x["carries"], x["length"], x["reverse"], x["tells"])
+        made = control.scan(body, args, *given)
         return made[x["output"]]
 
     if not longest:

@@ -18,12 +18,15 @@ Entry = tuple[Expr, tuple[int, ...]]
 
 
 def display_factors(
-    x: Expr, named: Collection[Expr], entries: bool = False
+    x: Expr,
+    named: Collection[Expr],
+    entries: bool = False,
+    defined: Collection[Expr] = (),
 ) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
     """Coefficient, factors and labels of x, with the products among them written out.
 
     Products that have a name stay; so do sums inside of elementwise products, unless single
-    entries are written.
+    entries are written. What is defined already may stand for several factors.
     """
     coefficient = x["coefficient"]
     fresh = x.rank + 1000
@@ -50,16 +53,16 @@ def display_factors(
             opened.append((f, tuple(inner[l] for l in ls)))
         sums = sums or contracts(factor)
         queue = opened + queue
-    found = _with_named(found, named, x)
+    found = _with_named(found, defined, x)
     return coefficient, [f for f, _ in found], [n for _, n in found]
 
 
-def _with_named(found: list[Entry], named: Collection[Expr], x: Expr) -> list[Entry]:
+def _with_named(found: list[Entry], defined: Collection[Expr], x: Expr) -> list[Entry]:
     """Several factors that are a named elementwise product are written by its name."""
     if len(found) < 2:
         return found
     here = {f for f, _ in found}
-    for p in named:
+    for p in defined:
         inside = p is not x and p.op == "einsum" and len(p.args) > 1 and p["coefficient"] == 1
         if inside and not contracts(p) and here >= set(p.args):
             found = _replaced(found, p) or found

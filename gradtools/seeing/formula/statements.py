@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtools.seeing.formula import typesetting as ts
-from gradtools.seeing.formula.algebra import FIRST_ORDER, constant_of, contracts, transpose
+from gradtools.seeing.formula.algebra import (
+    FIRST_ORDER,
+    constant_of,
+    contracts,
+    drop_axes,
+    parts,
+    transpose,
+)
 from gradtools.seeing.formula.axes import Axes
 from gradtools.seeing.formula.expressions import Expr, Program, order
 from gradtools.seeing.formula.functions import FUNCTIONS
@@ -72,7 +79,8 @@ class Statements:
         self.axes.learn(self.values)
         self._taken = {w.text for w in leaves.values()}
         self._done: set[Expr] = set()
-        self._rounds: dict[tuple, int] = {}
+        self._told: set[tuple] = set()
+        self._stems: dict[Expr, Written] = {}
         roots = [x for s in sections for x, _ in s.roots]
         self._uses, self._direct = _uses(self.values, roots)
         self._bases: Counter[str] = Counter()
@@ -95,9 +103,10 @@ class Statements:
         for x, written in roots:
             if x not in names and not _is_plain(x):
                 names[x] = written
-        self._loops_named = self._name_loops()
+            if x.op == "ruled" and not _is_plain(x.args[x["output"]]):
+                names.setdefault(x.args[x["output"]], written)
         self._forward = set(_everything([x for x, _ in self.sections[0].roots]))
-        self._chosen: set[Expr] = set()
+        self._name_loops()
         for x in self.values:
             if self._deserves(x):
                 self._chosen.add(x)
@@ -204,88 +213,161 @@ class Statements:
 
     # Loops.
 
-    def _name_loops(self) -> set[Expr]:
-        """Names for what goes round in each loop."""
+    def _name_loops(self) -> None:
+        """Names for what goes round in each loop, and for what it leaves."""
         seen: set[tuple] = set()
         for x in self.values:
             if x.op == "scan" and x.family not in seen:
                 seen.add(x.family)
                 self._name_loop(x)
-        return set()
 
     def _name_loop(self, y: Expr) -> None:
         body, consts, carries = y["body"], y["consts"], y["carries"]
-        names = self.writer.names
-        outer = self._outputs(y)
-        for p, a in zip(body.inputs[:consts], y.args[:consts], strict=True):
-            names.setdefault(p, self._outer_name(a))
-        before, after = ("t", "t-1") if y["reverse"] else ("t-1", "t")
+        names, outer = self.writer.names, self._outputs(y)
+        for k, (p, a) in enumerate(zip(body.inputs, y.args, strict=True)):
+            if k < consts:
+                names.setdefault(p, self._outer_name(a))
+            elif k >= consts + carries:
+                self._time_axis(a)
+                names.setdefault(p, self._at_time(a))
         for k in range(carries):
-            p, out = body.inputs[consts + k], body.outputs[k]
-            base = self._loop_base(p, y.args[consts + k])
-            names.setdefault(p, ts.subscript(base, before))
-            if not _is_plain(out) or out.op == "placeholder":
-                names.setdefault(out, ts.subscript(base, after))
-            if k in outer:
-                names.setdefault(outer[k], ts.subscript(base, "0" if y["reverse"] else "T"))
-        for p, a in zip(body.inputs[consts + carries :], y.args[consts + carries :], strict=True):
-            if p not in names:
-                names[p] = ts.subscript(self._outer_name(a), "t")
-        for k, out in list(outer.items()):
+            self._name_carry(y, k, outer.get(k))
+        for k, out in outer.items():
             if k >= carries:
-                inner = body.outputs[k]
-                names.setdefault(out, self._stacked_name(inner, out))
-                if not _is_plain(inner):
-                    names.setdefault(inner, ts.subscript(names[out], "t"))
+                self._time_axis(out)
+                self._name_stacked(y, k, out)
+
+    def _at_time(self, a: Expr) -> Written:
+        """One slice of what a loop goes over."""
+        used = {l for names in parts(a)[2] for l in names}
+        if 0 not in used and a.rank:
+            return self._outer_name(drop_axes(a, range(1, a.rank)))
+        name = self._outer_name(a)
+        return name if ts.low("t") in name.text else ts.subscript(name, "t")
+
+    def _time_axis(self, x: Expr) -> None:
+        self.axes.fix(x, 0, "t")
+
+    def _name_carry(self, y: Expr, k: int, out: Expr | None) -> None:
+        body, names = y["body"], self.writer.names
+        p, after = body.inputs[y["consts"] + k], body.outputs[k]
+        base = self._carry_base(p)
+        self._stems[p] = base
+        early, late = ("t", "t-1") if y["reverse"] else ("t-1", "t")
+        names.setdefault(p, ts.subscript(base, early))
+        if not _is_plain(after):
+            names.setdefault(after, ts.subscript(base, late))
+        if out is not None:
+            names.setdefault(out, ts.subscript(base, _last(y)))
+
+    def _carry_base(self, p: Expr) -> Written:
+        """The name of what goes round: the program's own, or that of which it is the cotangent."""
+        owner = p["of"]
+        if owner is not None and owner in self._stems:
+            return self._free(ts.bar(self._stems[owner]))
+        name = ts.symbol(p["name"]) if p["name"] else None
+        if name is not None and name.text not in self._taken:
+            self._taken.add(name.text)
+            return name
+        return self._new("g" if owner is not None else "h")
+
+    def _name_stacked(self, y: Expr, k: int, out: Expr) -> None:
+        """What each round gives: called as a whole and, within the loop, at its time."""
+        names, inner = self.writer.names, y["body"].outputs[k]
+        if inner in y["body"].inputs:
+            return
+        told = y["tells"][k - y["carries"]] if k - y["carries"] < len(y["tells"]) else None
+        carried = y["body"].outputs.index(inner)
+        if out in names:
+            stem = names[out]
+        elif carried < y["carries"]:
+            stem = self._stems[y["body"].inputs[y["consts"] + carried]]
+        elif told is not None and told in names:
+            timed = ts.low("t") in names[told].text
+            stem = names[told] if timed else ts.subscript(names[told], "t")
+            stem = ts.bar(stem)
+            if stem.text in self._taken | {w.text for w in names.values()}:
+                stem = ts.subscript(self._new("T"), "t")
+            self._taken.add(stem.text)
+            names[out] = names[inner] = stem
+            return
+        else:
+            stem = self._new("y")
+        names.setdefault(out, stem)
+        if not _is_plain(inner):
+            names.setdefault(inner, ts.subscript(stem, "t"))
 
     def _outputs(self, y: Expr) -> dict[int, Expr]:
         return {x["output"]: x for x in self.values if x.op == y.op and x.family == y.family}
 
     def _outer_name(self, a: Expr) -> Written:
-        if a not in self.writer.names and constant_of(a) is None and not _is_plain(a):
-            self.writer.names[a] = self._new(_base(a))
-        return self.writer.whole(a)
-
-    def _loop_base(self, p: Expr, start: Expr) -> Written:
-        name = p["name"] if not p["name"].startswith("cotangent") else ""
-        if name and ts.symbol(name).text not in self._taken:
-            self._taken.add(ts.symbol(name).text)
-            return ts.symbol(name)
-        return self._new("h" if not p["name"].startswith("cotangent") else "g")
-
-    def _stacked_name(self, inner: Expr, out: Expr) -> Written:
-        return self._new("y")
+        names = self.writer.names
+        if a not in names and not _is_plain(a):
+            names[a] = self._new(self._base(a))
+        try:
+            return self.writer.whole(a)
+        except NeedsIndices:
+            names[a] = self._new("T")
+            return names[a]
 
     # Lines.
 
     def _section(self, section: Section) -> None:
         roots = {x for x, _ in section.roots}
+        roots |= {x.args[x["output"]] for x in roots if x.op == "ruled"}
         wanted = order([x for x, _ in section.roots])
         for x in wanted:
             if x in self._done or x in roots:
                 continue
-            self._done.add(x)
             if x.op == "scan":
+                self._done.add(x)
                 self._loop(section, x, 0)
-            elif x in self._turned or (x in self.writer.names and x.op != "placeholder"):
+            elif self._is_named(x):
                 section.lines.append(self._named_line(x, 0))
-        for x, written in section.roots:
-            if x.op == "scan" and x.family not in self._rounds:
-                self._loop(section, x, 0)
-            section.lines.append(self._root(x, written))
-            self._done.add(x)
+                self._define(x)
+        self._roots(section)
 
-    def _root(self, x: Expr, written: Written, depth: int = 0) -> Line:
-        own = self.writer.names.get(x)
-        if own is not None and own.text != written.text:
-            return Line(written, own, depth)
+    def _roots(self, section: Section) -> None:
+        """The results in order, but none before what it is written with."""
+        left = list(section.roots)
+        while left:
+            waiting = {x for x, _ in left}
+            free = (e for e in left if not self._needs(e[0], waiting - {e[0]}))
+            entry = next(free, left[0])
+            left.remove(entry)
+            self._emit(section, *entry)
+
+    def _needs(self, x: Expr, others: set[Expr]) -> bool:
+        named = {y for y in others if y in self.writer.names}
+        return bool(named) and any(y in named for y in order([x]))
+
+    def _emit(self, section: Section, x: Expr, written: Written) -> None:
         if x.op == "scan":
-            return Line(written, self._last(x), depth)
-        return self._line(x, written, depth)
+            self._loop(section, x, 0)
+        line = self._root(x, written)
+        told = x.op == "scan" and line.right.text in (written.text, written.text + ts.low("t"))
+        if not told and line.left is not None and line.left.text != line.right.text:
+            section.lines.append(line)
+        self._define(x)
 
-    def _last(self, x: Expr) -> Written:
-        inner = self.writer.names.get(x["body"].outputs[x["output"]])
-        return inner or self.writer.names[x]
+    def _define(self, x: Expr) -> None:
+        self._done.add(x)
+        if x in self.writer.names:
+            self.writer.defined[x] = None
+
+    def _root(self, x: Expr, written: Written) -> Line:
+        own = self.writer.names.get(x)
+        if x.op == "scan" and x["output"] < x["carries"]:
+            stem = self._stems[x["body"].inputs[x["consts"] + x["output"]]]
+            return Line(written, ts.subscript(stem, _last(x)))
+        if x.op == "ruled" and x not in self._done:
+            inner = x.args[x["output"]]
+            if self.writer.names.get(inner) is own and inner not in self._done:
+                self._done.add(inner)
+                return self._line(inner, written)
+        if own is not None and (own.text != written.text or x.op == "scan"):
+            return Line(written, own)
+        return self._line(x, written)
 
     def _named_line(self, x: Expr, depth: int) -> Line:
         """A line for x, or for its transpose if that has the name."""
@@ -311,46 +393,40 @@ class Statements:
                 self.writer.names[x] = own
 
     def _loop(self, section: Section, y: Expr, depth: int) -> None:
-        """A loop: its start, its head, one line for each value, what is left at the end."""
-        if y.family in self._rounds:
+        """A loop: its start, its head, and one line for each value."""
+        if y.family in self._told:
             return
-        self._rounds[y.family] = 1
+        self._told.add(y.family)
         body, consts, carries = y["body"], y["consts"], y["carries"]
-        names, length = self.writer.names, y["length"]
         live = self._live(y)
-        first = str(length) if y["reverse"] else "0"
-        for k in range(carries):
-            if k not in live:
-                continue
-            base = names[body.inputs[consts + k]]
-            left = _retime(base, "T" if y["reverse"] else "0")
-            section.lines.append(Line(left, self.writer.whole(y.args[consts + k]), depth))
-        head = f"for t = {length}, …, 1:" if y["reverse"] else f"for t = 1, …, {length}:"
-        latex = head.replace("for", r"\text{for }").replace("…", r"\dots")
-        section.lines.append(Line(None, Written(head, latex), depth))
-        outputs = [body.outputs[k] for k in sorted(live)]
-        for x in order(outputs):
-            if x in self._done or x.op == "placeholder":
-                continue
-            if x not in names and x not in self._turned:
-                continue
-            self._done.add(x)
-            section.lines.append(self._named_line(x, depth + 1))
         for k in sorted(live):
-            out = body.outputs[k]
-            self._tie_output(section, y, k, out, depth + 1)
-        assert first
+            if k < carries:
+                stem = self._stems[body.inputs[consts + k]]
+                left = ts.subscript(stem, str(y["length"]) if y["reverse"] else "0")
+                start = self.writer.whole(y.args[consts + k])
+                if left.text != start.text:
+                    section.lines.append(Line(left, start, depth))
+        section.lines.append(Line(None, _head(y), depth))
+        for x in order([body.outputs[k] for k in sorted(live)]):
+            if x not in self._done and self._is_named(x):
+                self._done.add(x)
+                section.lines.append(self._named_line(x, depth + 1))
+        for k in sorted(live):
+            self._tie_output(section, y, k, depth + 1)
 
-    def _tie_output(self, section: Section, y: Expr, k: int, out: Expr, depth: int) -> None:
+    def _is_named(self, x: Expr) -> bool:
+        return x in self._turned or (x in self.writer.names and x.op != "placeholder")
+
+    def _tie_output(self, section: Section, y: Expr, k: int, depth: int) -> None:
         """An output that is called otherwise inside gets a line that says so."""
-        outer = self._outputs(y)
-        names = self.writer.names
-        carries, consts = y["carries"], y["consts"]
+        out, carries = y["body"].outputs[k], y["carries"]
         if k < carries:
-            base = names[y["body"].inputs[consts + k]]
-            wanted = _retime(base, "t-1" if y["reverse"] else "t")
+            stem = self._stems[y["body"].inputs[y["consts"] + k]]
+            wanted = ts.subscript(stem, "t-1" if y["reverse"] else "t")
         else:
-            wanted = ts.subscript(names[outer[k]], "t")
+            outer = self.writer.names[self._outputs(y)[k]]
+            timed = outer.text.endswith(ts.low("t"))
+            wanted = outer if timed else ts.subscript(outer, "t")
         found = self.writer.whole(out)
         if found.text != wanted.text:
             section.lines.append(Line(wanted, found, depth))
@@ -370,17 +446,15 @@ class Statements:
         return live - history
 
 
-def _retime(x: Written, time: str) -> Written:
-    """The same name at another time."""
-    text = x.text
-    for old in ("t-1", "t"):
-        if text.endswith(ts.low(old)):
-            text = text[: -len(ts.low(old))]
-            stem = x.latex[: -len(old) - 3] if x.latex.endswith(f"_{{{old}}}") else x.latex
-            if stem == x.latex:
-                stem = x.latex[: -len(old) - 2] + "}"
-            return ts.subscript(Written(text, stem), time)
-    return ts.subscript(x, time)
+def _last(y: Expr) -> str:
+    """The time at which a carry leaves a loop."""
+    return "0" if y["reverse"] else str(y["length"])
+
+
+def _head(y: Expr) -> Written:
+    n = y["length"]
+    first, last = (n, 1) if y["reverse"] else (1, n)
+    return Written(f"for t = {first}, …, {last}:", rf"\text{{for }} t = {first}, \dots, {last}:")
 
 
 _LIGHT = {

@@ -84,21 +84,22 @@ def join(pieces: Sequence[Written], text: str, latex: str, level: int) -> Writte
 
 
 def symbol(name: str) -> Written:
-    """A name: Greek words become letters, a number at the end a subscript."""
-    match = re.fullmatch(r"(.*?[^\d_])_?(\d+)", name)
-    base, number = match.groups() if match else (name, "")
+    """A name: Greek words become letters; a number, or what follows _, becomes a subscript."""
+    match = re.fullmatch(r"([^\W\d_]+)_?(\d+)", name) or re.fullmatch(r"([^\W\d_])_(\w+)", name)
+    base, index = match.groups() if match else (name, "")
     letter = _GREEK.get(base, base)
     latex = _TO_LATEX.get(letter, letter)
     if len(letter) > 1:
         latex = r"\mathrm{" + letter.replace("_", r"\_") + "}"
-    if not number:
+    if not index:
         return Written(letter, latex)
-    return Written(letter + number.translate(_LOW), f"{latex}_{{{number}}}")
+    shown = index if index.isdigit() else r"\mathrm{" + index.replace("_", r"\_") + "}"
+    return Written(letter + below(index), f"{latex}_{{{shown}}}")
 
 
 def accent(x: Written, mark: str, command: str) -> Written:
     """A combining mark over the letters of a name."""
-    head = re.match(r"[^\W\d_](?:[^\W\d₀-₉]|_(?=\w))*", x.text)
+    head = re.match(r"[A-Za-zα-ωΑ-Ω]+", x.text)
     base = head.group() if head else x.text[:1]
     over = "\u0305" if len(base) > 1 and mark == "\u0304" else mark
     marked = "".join(c + over for c in base) + x.text[len(base) :]

@@ -50,6 +50,7 @@ class Writer:
         axes: The letters of axes.
         names: What is written by a name.
         turned: What is named by its transpose, which has the name.
+        defined: What has been said already, by name.
         notes: What the reader must know about the signs that were used.
     """
 
@@ -57,6 +58,7 @@ class Writer:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
         self.turned: dict[Expr, Expr] = {}
+        self.defined: dict[Expr, None] = {}
         self.notes: dict[str, None] = {}
         self._as_mean: set[Expr] = set()
 
@@ -145,7 +147,7 @@ class Writer:
     # Products.
 
     def _product(self, x: Expr) -> Written:
-        coefficient, factors, labels = display_factors(x, self.known)
+        coefficient, factors, labels = display_factors(x, self.known, False, self.defined)
         found = self._as_trace(x, factors, labels)
         f = Factors(coefficient, factors, labels, x)
         if found is None:
@@ -291,7 +293,7 @@ class Writer:
     def _aligned(self, f: Factors) -> Written | None:
         """Elementwise products, summed over axes by their letters."""
         letters = f.label_letters(self.axes)
-        if len(set(letters.values())) < len(letters):
+        if len(set(letters.values())) < len(letters) and not _keeps_order(f, letters):
             return None
         if any(len(set(n)) < len(n) for _, n in (*f.arrays, *f.below)):
             return None
@@ -313,7 +315,8 @@ class Writer:
 
     def _oriented(self, a: Expr, names: Sequence[int], f: Factors) -> Written:
         reference = f.reference()
-        places = [reference.index(l) for l in names]
+        alone = len(f.arrays) == 1 and not f.below
+        places = [reference.index(l) for l in names if l in f.out or not alone]
         if places == sorted(places):
             return self.whole(a)
         if a.rank == 2:
@@ -382,7 +385,7 @@ class Writer:
         return subscript(x, "".join(letters))
 
     def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
-        coefficient, factors, labels = display_factors(x, self.known, entries=True)
+        coefficient, factors, labels = display_factors(x, self.known, True, self.defined)
         f = Factors(coefficient, factors, labels, x)
         f.apart()
         names = dict(enumerate(letters))
@@ -413,6 +416,16 @@ class Writer:
     def note(self, text: str) -> None:
         """Something that the reader must know."""
         self.notes[text] = None
+
+
+def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:
+    """Whether one array is summed over axes that are not mistaken for those that are left."""
+    if len(f.arrays) != 1 or f.below or f.out != list(range(f.target.rank)):
+        return False
+    gone = [letters[l] for l in f.summed]
+    left = [l for l in f.arrays[0][1] if l not in f.summed]
+    clear = len(set(gone)) == len(gone) and not {letters[l] for l in f.out} & set(gone)
+    return left == f.out and clear
 
 
 def _one_term(x: Written) -> bool:
@@ -834,6 +847,25 @@ def _ruled(w: Writer, x: Expr) -> Written:
     return w.whole(x.args[x["output"]])
 
 
+def _cond(w: Writer, x: Expr) -> Written:
+    """One case for each branch, the operands written in."""
+    cases = []
+    for branch in x["branches"]:
+        w.names.update(zip(branch.inputs, [w.whole(a) for a in x.args[1:]], strict=True))
+        cases.append(w.whole(branch.outputs[x["output"]]))
+    index = w.whole(x.args[0])
+    boolean = x.args[0].kind == "boolean"
+    shown = list(enumerate(cases))[::-1] if boolean else list(enumerate(cases))
+    said = [index.text if boolean else f"{index.text} = {k}" for k, _ in shown[:-1]]
+    text = "; ".join(f"{c.text} if {s}" for (_, c), s in zip(shown, said, strict=False))
+    rows = [rf"{c.latex} & {s}" for (_, c), s in zip(shown, said, strict=False)]
+    rows.append(rf"{shown[-1][1].latex} & \text{{otherwise}}")
+    return Written(
+        f"{{{text}; {shown[-1][1].text} otherwise}}",
+        r"\begin{cases} " + r" \\ ".join(rows) + r" \end{cases}",
+    )
+
+
 def _iota(w: Writer, x: Expr) -> Written:
     n = x.shape[x["axis"]]
     return Written(f"(0..{n - 1})", rf"(0, \dots, {n - 1})")
@@ -887,6 +919,7 @@ _PRIMITIVES: dict[str, Callable[[Writer, Expr], Written]] = {
     "solve": _solve,
     "fourier": _fourier,
     "opaque": _opaque,
+    "cond": _cond,
     "ruled": _ruled,
 }
 

@@ -121,6 +121,8 @@ def _recurrence(gt: Any, h: Any, w: Any) -> Any:
 def _all() -> Iterator[Scenario]:
     yield from _elementwise()
     yield from _of_shapes()
+    yield from _rearranged()
+    yield from _factored()
     yield from _scales()
     yield from _kinks()
     yield from _complex()
@@ -227,6 +229,67 @@ def _of_shapes() -> Iterator[Scenario]:
         "vector",
         tags=several,
     )
+
+
+def _rearranged() -> Iterator[Scenario]:
+    """Programs that move entries about, add them up or choose among them."""
+    x, v = _draw(3, 4), _draw(5)
+    apart = np.array([1.2, -2.1, 0.1, 2.3, -1.1])  # far from kinks and from each other
+    made: dict[str, tuple[Program, Any]] = {
+        "transposed and reshaped": (lambda gt, x: gt.xp.reshape(x.T**2, (2, 6)), x),
+        "slices of a matrix": (lambda gt, x: gt.xp.sin(x[1:, ::2]) * x[0, 1], x),
+        "rolled and flipped": (lambda gt, x: gt.xp.roll(x, 1) * gt.xp.flip(x, axis=0), v),
+        "joined with itself": (lambda gt, x: gt.xp.concat([x, x**2]), v),
+        "stacked": (lambda gt, x: gt.xp.stack([x, gt.xp.exp(x)], axis=1), v),
+        "broadcast": (lambda gt, x: gt.xp.broadcast_to(x, (2, 5)) * x, v),
+        "cumulative sum": (lambda gt, x: gt.xp.cumulative_sum(x**2, axis=0), v),
+        "outer product": (lambda gt, x: gt.xp.tensordot(x, x**2, axes=0), v),
+        "lower triangle": (lambda gt, x: gt.xp.tril(x[:, :3]) ** 2, x),
+        "sorted": (lambda gt, x: gt.xp.sort(x) * gt.xp.sin(x), apart),
+        "largest of each row": (lambda gt, x: gt.xp.max(x, axis=1) ** 2, x + 3 * np.eye(3, 4)),
+        "clipped, both sides": (lambda gt, x: gt.xp.clip(x, -0.6, 0.6) * x, apart),
+        "chosen by sign": (lambda gt, x: gt.xp.where(x > 0.6, gt.xp.exp(x), x**3), apart),
+        "product of entries": (lambda gt, x: gt.xp.prod(x + 2), v),
+        "variance of columns": (lambda gt, x: gt.xp.var(x, axis=0), x),
+        "picked by integers": (
+            lambda gt, x: gt.xp.take(x, gt.asarray(np.array([4, 0, 0])), axis=0) ** 2,
+            v,
+        ),
+        "differences": (lambda gt, x: (x[1:] - x[:-1]) ** 3, v),
+        "convolved by hand": (lambda gt, x: x[:-2] * 0.5 + x[1:-1] ** 2 - x[2:], v),
+    }
+    for name, (f, at) in made.items():
+        yield Scenario(name, f, (at,), "matrix" if at.ndim == 2 else "vector")
+    several = frozenset({"several"})
+    tree = {"a": [_draw(2), _draw(2, seed=3)], "b": (_draw(2, 2),)}
+    nested = lambda gt, p: {"y": (p["b"][0] @ p["a"][0], gt.xp.sin(p["a"][1]) * p["a"][0])}
+    yield Scenario("nested tree in and out", nested, (tree,), "pytree", tags=several)
+    power = lambda gt, x, a: x**a + a**x
+    args = (np.abs(_draw(3)) + 0.5, np.abs(_draw(3, seed=4)) + 0.5)
+    yield Scenario("power of two arrays", power, args, "vector", tags=several)
+    angle = lambda gt, x, y: gt.xp.atan2(x, y) * gt.xp.hypot(x, y)
+    yield Scenario("angle and length", angle, args, "vector", tags=several)
+    bilinear = lambda gt, x, a, y: gt.xp.sum(x @ a * y, axis=-1)
+    args = (_draw(2, 3), _draw(3, 4, seed=5), _draw(2, 4, seed=6))
+    yield Scenario("bilinear form", bilinear, args, "matrix", tags=several)
+    yield Scenario("a number without axes", lambda gt, x: gt.xp.exp(x) * x, (_draw(),), "number")
+
+
+def _factored() -> Iterator[Scenario]:
+    """Linear algebra beyond products."""
+    linalg = frozenset({"linear algebra"})
+    x = _draw(3, 3) / 2 + np.diag([3.0, 0.5, -1.5])
+    positive = lambda gt, a: a @ a.T + 3 * gt.xp.eye(3, dtype=a.dtype)
+
+    made: dict[str, Program] = {
+        "log determinant": lambda gt, a: gt.xp.linalg.slogdet(positive(gt, a))[1],
+        "Cholesky factor": lambda gt, a: gt.xp.linalg.cholesky(positive(gt, a)),
+        "eigenvalues": lambda gt, a: gt.xp.linalg.eigvalsh(positive(gt, a)),
+        "trace of a cube": lambda gt, a: gt.xp.linalg.trace(a @ a @ a),
+        "singular values": lambda gt, a: gt.xp.linalg.svdvals(a),
+    }
+    for name, f in made.items():
+        yield Scenario(name, f, (x,), "matrix", tags=linalg)
 
 
 def _scales() -> Iterator[Scenario]:
@@ -359,6 +422,10 @@ def _complex() -> Iterator[Scenario]:
         yield Scenario(name, f, (z,), "vector", "complex128", tags=tags)
     w, x = _draw(2, 3, dtype="complex128"), _draw(3)
     affine = lambda gt, w, z, x: w @ (z * x)
+    phase = lambda gt, z: gt.xp.abs(z) * gt.xp.sin(gt.xp.imag(z))
+    yield Scenario("modulus and phase", phase, (z,), "vector", "complex128", tags=tags)
+    spectrum = lambda gt, z: gt.xp.fft.fft(z) * z
+    yield Scenario("Fourier transform", spectrum, (z,), "vector", "complex128", tags=tags)
     yield Scenario(
         "complex affine", affine, (w, z, x), "matrix", "complex128", tags=tags | {"several"}
     )

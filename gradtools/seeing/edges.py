@@ -23,18 +23,28 @@ _MOST_STEPS = 200_000
 def edges_of(graph: Graph) -> tuple[Edge, ...]:
     """Every edge of one graph, without those of its bodies."""
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
+    phases = _phases(graph)
     lost = lost_links(graph)
     edges = []
     for i, node in enumerate(graph.nodes):
         strengths = strengths_of(graph, node)
         for k, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
             maker = makers.get(value)
-            saved = node.phase > (graph.nodes[maker].phase if maker is not None else 0)
+            saved = node.phase > phases[value]
             cut = cut_reason(lost, node, k, strength)
             edges.append(Edge(maker, i, value, graph.values[value].bytes, saved, strength, cut))
     edges += _outside(graph, makers)
     edges += [Edge(makers.get(v), None, v, graph.values[v].bytes) for v in graph.outputs]
     return tuple(edges)
+
+
+def _phases(graph: Graph) -> dict[int, int]:
+    """In which pass each value is made, or, if it is given, first read."""
+    phases: dict[int, int] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            phases[value] = min(node.phase, phases.get(value, node.phase))
+    return phases | {value: node.phase for node in graph.nodes for value in node.outputs}
 
 
 def strengths_of(graph: Graph, node: Node) -> tuple[Dependence, ...]:

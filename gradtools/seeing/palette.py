@@ -1,9 +1,9 @@
 """The colours of the pictures, for light and for dark backgrounds.
 
-The passes are blue, orange and a dark or light reddish purple: the colours of Okabe and Ito (2008)
-set a little darker or lighter, which people of every kind of colour vision tell apart. Nothing is
-told by colour alone: passes stand in columns of their own under their names, cuts carry a cross
-and their reason, residuals are dashed, marks are words.
+The passes are blue, orange and a purple of another lightness than both: after Okabe and Ito (2008),
+chosen so that people of every kind of colour vision tell them apart (a test simulates them).
+Nothing is told by colour alone: passes stand in columns of their own under their names, cuts carry
+a cross and their reason, residuals are dashed, marks are words.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIGHT = Colours(
     line="#8a949e",
     cut="#c4001a",
     changed="#7a5c00",
-    passes=(("#0a5fa8", "#e6f0fa"), ("#b35900", "#fff0dc"), ("#a0307c", "#fbe8f4")),
+    passes=(("#0f69c4", "#e6f0fa"), ("#b35900", "#fff0dc"), ("#551a5b", "#f4e7f5")),
 )
 DARK = Colours(
     paper="#0e1116",
@@ -43,7 +43,7 @@ DARK = Colours(
     line="#76818c",
     cut="#ff5c63",
     changed="#e3c34d",
-    passes=(("#5db0f5", "#112a42"), ("#f2a23a", "#38260d"), ("#e78bc8", "#3b1530")),
+    passes=(("#4a95ff", "#10263f"), ("#f59a23", "#38260d"), ("#f7cdf0", "#382037")),
 )
 FONT = (
     "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', "

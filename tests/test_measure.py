@@ -23,7 +23,7 @@ def arrays(gt, *shapes, dtype=F32):
 
 def flops(gt, f, *args):
     found = gt.measure(f, *args)
-    assert found.notes == ()
+    assert not [note for note in found.notes if not note.startswith("peak bytes leave out")]
     return found.flops
 
 

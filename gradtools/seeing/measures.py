@@ -130,8 +130,9 @@ class Measures(Operators):
         JAX: the call is measured as `jax.jit` compiles it, the arguments' arrays traced and all
         else constant. Operations are counted in its jaxpr without what no result needs, and as
         written: what XLA then merges or simplifies is counted all the same. ``peak_bytes`` is XLA's
-        temporary plus output bytes, after its fusions. Loops of unknown
-        length are run once to count their trips. ``saved_bytes`` is what `jax.vjp` keeps.
+        temporary plus output bytes, after its fusions; where it leaves a part to a library's
+        kernel, a note says that its memory is not in it. Loops of unknown length are run once to
+        count their trips. ``saved_bytes`` is what `jax.vjp` keeps.
 
         Args:
             f: Takes and returns pytrees of arrays.

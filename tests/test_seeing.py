@@ -261,3 +261,16 @@ def test_the_guard_looks_at_the_arguments_it_is_given(gt, x):
 def test_the_guard_refuses_a_position_that_is_not_there(gt, x):
     with pytest.raises(GradtoolsError, match="guard_gradients: argnums holds 4"):
         gt.guard_gradients(lambda x: x, argnums=4)(x)
+
+
+# --- the page ----------------------------------------------------------------------------
+
+
+def test_the_page_lists_every_kind_with_its_reason_and_mend():
+    from pathlib import Path
+
+    from gradtools.seeing.findings import KINDS
+
+    page = (Path(__file__).parents[1] / "docs" / "lost-gradients.md").read_text(encoding="utf-8")
+    rows = [f"| {name} | {kind.reason} | {kind.mend} |" for name, kind in KINDS.items()]
+    assert "\n".join(rows) in page

@@ -20,12 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
+
+
+class _Reached(Protocol):
+    def get(self, value: int, default: Dependence, /) -> Dependence: ...
+
 
 ADDITIVE = frozenset(
     {"add", "subtract", "sum", "mean", "concatenate", "stack", "scatter", "scatter_add", "update"}
@@ -55,17 +61,24 @@ class Loss:
 
 def dependence_matrix(graph: Graph) -> list[list[Dependence]]:
     """``matrix[output][input]``: how each output depends on each input."""
-    if graph not in _matrices:
-        reached = [_at_least(graph, strength) for strength in (_CUT, _ZERO, _FULL)]
-        _matrices[graph] = [
-            [Dependence(sum(r.get(out, 0) >> i & 1 for r in reached)) for i in range(count)]
-            for count in [len(graph.inputs)]
-            for out in graph.outputs
-        ]
-    return [list(row) for row in _matrices[graph]]
+    columns = [_Column(graph, i) for i in range(len(graph.inputs))]
+    return [[column.get(out, _NONE) for column in columns] for out in graph.outputs]
 
 
-_matrices: WeakKeyDictionary[Graph, list[list[Dependence]]] = WeakKeyDictionary()
+class _Column:
+    """How strongly each value depends on one input; all inputs are followed in one pass."""
+
+    def __init__(self, graph: Graph, index: int) -> None:
+        if graph not in _levels:
+            _levels[graph] = [_at_least(graph, strength) for strength in (_CUT, _ZERO, _FULL)]
+        self._found, self._index = _levels[graph], index
+
+    def get(self, value: int, default: Dependence) -> Dependence:
+        found = sum(masks.get(value, 0) >> self._index & 1 for masks in self._found)
+        return Dependence(found) if found else default
+
+
+_levels: WeakKeyDictionary[Graph, list[dict[int, int]]] = WeakKeyDictionary()
 
 
 def _at_least(graph: Graph, strength: Dependence) -> dict[int, int]:
@@ -223,10 +236,12 @@ def losses(graph: Graph, index: int) -> list[Loss]:
 
     When some of the input reaches an output with its derivative, only lost terms are listed.
     """
-    best = max((row[index] for row in dependence_matrix(graph)), default=_NONE)
-    if best == _FULL and not _suspects(graph) >> index & 1:
+    reached = _Column(graph, index)
+    if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) < _FULL:
+        return losses_of(graph, graph.inputs[index])
+    if not _suspects(graph) >> index & 1:
         return []
-    return losses_of(graph, graph.inputs[index])
+    return [*_terms(graph, {graph.inputs[index]: _FULL}, reached, graph.outputs, None)]
 
 
 def losses_of(graph: Graph, value: int) -> list[Loss]:
@@ -234,7 +249,7 @@ def losses_of(graph: Graph, value: int) -> list[Loss]:
     start = {value: _FULL}
     reached = forward(graph, start)
     if max((reached.get(out, _NONE) for out in graph.outputs), default=_NONE) == _FULL:
-        return [*_terms(graph, start, graph.outputs, None)]
+        return [*_terms(graph, start, reached, graph.outputs, None)]
     return [*_whole(graph, start, dict.fromkeys(graph.outputs, _FULL), None)]
 
 
@@ -337,13 +352,24 @@ def _suspects_within(graph: Graph, full: dict[int, int], some: dict[int, int]) -
         if not any(data):
             continue
         if node.operation in ADDITIVE:
-            found |= _any(flowing) & _any([b & ~a for a, b in zip(flowing, data, strict=True)])
+            found |= _suspects_at(graph, node, flowing, data)
         for value, row in zip(node.outputs, links_of(graph, node), strict=True):
             full[value] = full.get(value, 0) | _union(row, flowing, _FULL)
             some[value] = some.get(value, 0) | _union(row, data, _CUT)
         if node.links is None:
             for body in node.bodies:
                 found |= _suspects_in(body, node, full, some)
+    return found
+
+
+def _suspects_at(graph: Graph, node: Node, flowing: list[int], data: list[int]) -> int:
+    found = 0
+    for value, full, some in zip(node.inputs, flowing, data, strict=True):
+        lost = some & ~full & _any(flowing)
+        if lost:
+            above = ancestors(graph, value)
+            beside = (m for v, m in zip(node.inputs, flowing, strict=True) if v in above)
+            found |= lost & ~_any(beside)
     return found
 
 
@@ -367,11 +393,10 @@ def _any(masks: Iterable[int]) -> int:
 
 
 def _terms(
-    graph: Graph, start: Strengths, outputs: Iterable[int], call: Node | None
+    graph: Graph, start: Strengths, reached: _Reached, outputs: Iterable[int], call: Node | None
 ) -> Iterator[Loss]:
     """The losses behind every term that has no derivative and is added to one that has."""
-    reached = forward(graph, start)
-    matters = backward(graph, dict.fromkeys(outputs, _FULL))
+    matters = _behind(graph, tuple(outputs))
     for node in graph.nodes:
         if max((matters.get(value, _NONE) for value in node.outputs), default=_NONE) < _FULL:
             continue
@@ -382,7 +407,7 @@ def _terms(
 
 
 def _behind_terms(
-    graph: Graph, node: Node, start: Strengths, reached: Strengths, call: Node | None
+    graph: Graph, node: Node, start: Strengths, reached: _Reached, call: Node | None
 ) -> Iterator[Loss]:
     """The losses behind the lost terms of an additive node."""
     flowing, lost = _parts(node, reached)
@@ -390,22 +415,24 @@ def _behind_terms(
     if not terms:
         return
     before = _taken_before(graph, flowing, reached)
+    if all(_first_lost(graph, v, reached) <= before for v in terms):
+        return
     for loss in _whole(graph, start, dict.fromkeys(terms, _FULL), call):
         outside = call is None and loss.call is not None
         if not before.intersection(loss.call.outputs if outside and loss.call else [loss.value]):
             yield Loss(loss.node, loss.output, loss.input, False, loss.value, loss.call)
 
 
-def _parts(node: Node, reached: Strengths) -> tuple[set[int], list[int]]:
+def _parts(node: Node, reached: _Reached) -> tuple[set[int], list[int]]:
     """What flows into a node with its derivative, and what without."""
     strengths = [reached.get(value, _NONE) for value in node.inputs]
     flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
     return flowing, [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
 
 
-def _taken_before(graph: Graph, flowing: set[int], reached: Strengths) -> set[int]:
+def _taken_before(graph: Graph, flowing: set[int], reached: _Reached) -> set[int]:
     """What stands behind the lost values that were added on the way to these values."""
-    behind = set(backward(graph, dict.fromkeys(flowing, _FULL)))
+    behind = flowing.union(*(ancestors(graph, v) for v in flowing))
     before: set[int] = set()
     for node in graph.nodes:
         if node.operation in ADDITIVE and behind.intersection(node.outputs):
@@ -417,15 +444,38 @@ def _taken_before(graph: Graph, flowing: set[int], reached: Strengths) -> set[in
     return before
 
 
-def _terms_in_bodies(node: Node, reached: Strengths, call: Node | None) -> Iterator[Loss]:
+def _first_lost(graph: Graph, value: int, reached: _Reached) -> set[int]:
+    """Behind a lost value those at which the derivative was lost."""
+    lost = {v for v in (value, *ancestors(graph, value)) if reached.get(v, _NONE) < _FULL}
+    return {
+        v
+        for node in graph.nodes
+        if any(reached.get(entering, _NONE) == _FULL for entering in node.inputs)
+        for v in lost.intersection(node.outputs)
+    }
+
+
+def _terms_in_bodies(node: Node, reached: _Reached, call: Node | None) -> Iterator[Loss]:
     entering = [reached.get(value, _NONE) for value in node.inputs]
     after = [reached.get(value, _NONE) for value in node.outputs]
     for body in node.bodies:
         if not body.gate:
             start = _entering_body(body, entering, after)
-            yield from _terms(body.graph, start, body.graph.outputs, call or node)
+            inner = forward(body.graph, start)
+            yield from _terms(body.graph, start, inner, body.graph.outputs, call or node)
 
 
 def ancestors(graph: Graph, value: int) -> set[int]:
     """Every value from which data flows to this one."""
-    return set(backward(graph, {value: _FULL})) - {value}
+    return set(_behind(graph, (value,))) - {value}
+
+
+def _behind(graph: Graph, values: tuple[int, ...]) -> Strengths:
+    """How strongly these values depend on each value, kept for the next time."""
+    known = _backwards.setdefault(graph, {})
+    if values not in known:
+        known[values] = backward(graph, dict.fromkeys(values, _FULL))
+    return known[values]
+
+
+_backwards: WeakKeyDictionary[Graph, dict[tuple[int, ...], Strengths]] = WeakKeyDictionary()

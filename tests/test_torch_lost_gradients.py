@@ -7,7 +7,6 @@ import torch
 from torch_lost_gradients import CAUSES, HEALTHY, Cause
 
 import gradtools.torch as gt
-from gradtools.seeing.findings import KINDS
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -133,8 +133,19 @@ def inner_gradient_without_a_graph(x):
 
 @lost("detached")
 def gradient_read_from_dot_grad(x):
-    (x**3).sum().backward()
-    return (x.grad**2).sum()  # <- here
+    (x**3).sum().backward()  # <- here
+    return (x.grad**2).sum()
+
+
+@lost("detached")
+def fitted_by_an_optimiser_inside(x):
+    w = torch.zeros(3, dtype=x.dtype, requires_grad=True)
+    optimiser = torch.optim.Adam([w], lr=0.1)
+    for _ in range(2):
+        optimiser.zero_grad()
+        ((w - x) ** 2).sum().backward()  # <- here
+        optimiser.step()
+    return (w * 2).sum()
 
 
 @lost("detached")
@@ -597,6 +608,16 @@ def times_zero(x):
 @lost("multiplied_by_zero")
 def weights_of_zero(x):
     return (torch.zeros(2, 3, dtype=x.dtype) @ x).sum()  # <- here
+
+
+@lost("multiplied_by_zero")
+def gradient_scaled_to_zero(x):
+    return gt.scale_gradient(x, 0.0).sum()  # <- here
+
+
+@lost("rule")
+def rule_that_gives_zeros(x):
+    return gt.transform_gradient(x, torch.zeros_like).sum()  # <- here
 
 
 @lost("dead")

@@ -53,7 +53,7 @@ def _of_all(run: Run, leaves: Sequence[Any]) -> list[list[Vanished] | None]:
             return found
         grads = _gradients(outs, [seen.aliases[k] for k in asked])
         for k, grad in zip(asked, grads, strict=True):
-            if grad is not None and _moves(grad):
+            if grad is not None and (_moves(grad) or not grad.numel()):
                 found[k] = None
         zero = [k for k, grad in zip(asked, grads, strict=True) if grad is not None]
         zero = [k for k in zero if found[k] is not None]
@@ -71,12 +71,12 @@ def _stops(
     """The nodes at which what goes to one leaf becomes zero, in the order of the program."""
     leading = _leading_to(outs, leaf)
     found = []
-    for node, at in passed.items():
+    made = recorder.numbering.made
+    for node, at in sorted(passed.items(), key=lambda pair: made.get(pair[0], len(made))):
         path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
         if path and not any(at.on[k] for k in path):
             found.append(Vanished(_named(recorder, node), _underflows(node, at.given)))
-    places = {id(node): k for k, node in enumerate(recorder.nodes)}
-    return sorted(found, key=lambda v: places.get(id(v.node), len(places)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,11 @@ def _named(recorder: Recorder, node: Any) -> Node:
     if at is None:
         return Node(operation, (), (), type(node).__name__)
     recorded = recorder.nodes[at]
-    single = recorded.mark or operation == recorded.operation
-    return recorded if single else replace(recorded, operation=operation)
+    if recorded.operation == "scale_gradient":
+        return replace(recorded, operation="multiply")
+    if recorded.mark in ("custom rule", "edited gradient"):
+        return replace(recorded, loss="rule")
+    return recorded if operation == recorded.operation else replace(recorded, operation=operation)
 
 
 # --- underflow ---------------------------------------------------------------------------

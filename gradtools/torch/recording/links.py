@@ -50,10 +50,10 @@ def links_of(
         reached: For each of these the known values that autograd leads to.
         hosts: The numbers of what came back from outside of the framework.
         dropped: The ids of tensors that it overwrites without reading.
-        managed: Whether gradtools itself calls, to run a chunk apart: what it detaches then is
-            connected again by other means.
+        managed: Whether gradtools itself detaches, to run a chunk apart: it connects by other
+            means what it detached.
     """
-    if managed and call.name in ("detach", "data"):
+    if managed:
         links = tuple([(_FULL,) * len(call.numbers) for _ in outs])
         return FoundLinks("identity", call.numbers, links, None)
     read = _read(call, dropped)
@@ -82,6 +82,8 @@ def links_of(
 def _read(call: RecordedCall, dropped: set[int]) -> list[int]:
     """The positions of the tensors whose numbers matter."""
     kept = [k for k, x in enumerate(call.tensors) if id(x) not in dropped]
+    if call.raw == "__get__" and call.name == "grad":
+        return []
     if call.name in operations.FIRST_ALONE:
         return kept[:1]
     form = call.args[0] if call.name in operations.NO_DATA and call.args else None

@@ -126,6 +126,7 @@ ZERO_DERIVATIVE = frozenset(
 DRAWS = frozenset({"bernoulli", "normal", "poisson", "binomial"})
 _DISCRETE = DRAWS | {"histc", "histogram", "histogramdd", "unique", "unique_consecutive"}
 _STOPS = frozenset({"detach", "data", "deepcopy", "Parameter", "grad", "set_requires_grad"})
+APART = frozenset({"detach", "data"})
 _COPIES = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "full", "new_full"})
 
 # The backward pass of these is missing, though they say that there is one.

@@ -128,6 +128,7 @@ class Recorder(TorchFunctionMode):
         self.scopes = Scopes()
         self._end, self._replace = end, replace
         self.quiet = False
+        self._gradients: Numbers = []  # what stands in `.grad` after each backward pass
 
     # --- the mode
 
@@ -188,8 +189,10 @@ class Recorder(TorchFunctionMode):
             return self._branches(call, out)
         if call.raw == "__array_wrap__":
             self._wraps(call, out)
-            return out
-        self.write(call, out)
+        elif call.raw == "backward":
+            self._goes_back(call)
+        else:
+            self.write(call, out)
         return out
 
     # --- nodes
@@ -231,8 +234,11 @@ class Recorder(TorchFunctionMode):
         walks = [numbering.walk(base_of(y)) for y in outs]
         dropped = {id(x) for x in changed} if call.overwritten() else set()
         hosts = self._come_back((call.args, call.kwargs))
+        if call.raw == "__get__" and call.name == "grad":
+            hosts += self._gradients
         reached = [values for values, _ in walks]
-        found = links_of(call, outs, reached, hosts, dropped, is_managed())
+        managed = call.name in operations.APART and is_managed()
+        found = links_of(call, outs, reached, hosts, dropped, managed)
         numbers = [numbering.new(y) for y in outs]
         node = self.add(
             found.operation, call.name, found.inputs, numbers, found.links, found.loss, call.mark
@@ -260,6 +266,13 @@ class Recorder(TorchFunctionMode):
             node = self.add("update", call.name, inputs, [number], links, loss)
             self.numbering.made.update(dict.fromkeys(nodes, node))
             self.numbering.hold(other, number)
+
+    def _goes_back(self, call: RecordedCall) -> None:
+        """What is left in `.grad` depends on the loss, and has no graph."""
+        value = self.numbering.new(0.0)
+        links = ((_CUT,) * len(call.numbers),)
+        self.add("stop", call.name, call.numbers, [value], links, "detached")
+        self._gradients.append(value)
 
     # --- what leaves, and what comes back
 

@@ -207,11 +207,9 @@ def _flatten(p: _Product) -> None:
     queue = list(p.factors)
     while queue:
         factor, names = queue.pop(0)
-        if not _opens(factor, len(flat) + len(queue)):
+        closed = not _opens(factor, len(flat) + len(queue))
+        if closed or (sums and _stays_whole(factor)):
             flat.append((factor, names))
-        elif sums and _stays_whole(factor):
-            p.coefficient *= factor["coefficient"]
-            flat.append((_without_coefficient(factor), names))
         else:
             sums = sums or contracts(factor)
             queue = _opened(p, factor, names) + queue
@@ -246,10 +244,6 @@ def _stays_whole(x: Expr) -> bool:
     if len(arrays) == 1 and arrays[0].op == "placeholder":
         return False
     return len(labels) > len(set(labels)) or any(not f.rank for f in x.args)
-
-
-def _without_coefficient(x: Expr) -> Expr:
-    return product(x.args, x["labels"], range(x.rank), x.shape)
 
 
 def _opens(factor: Expr, others: int) -> bool:
@@ -336,8 +330,8 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
         return _einsum([(core, kept)], p.out, shape, coefficient)
     kept = _own_order(factors)
     if len(factors) > 1 and set(kept) == set(p.out) and kept != p.out:
-        core = _einsum(factors, kept, tuple(p.size[n] for n in kept), coefficient)
-        return _einsum([(core, kept)], p.out, shape, 1.0)
+        core = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
+        return _einsum([(core, kept)], p.out, shape, coefficient)
     return _einsum(factors, p.out, shape, coefficient)
 
 
@@ -759,9 +753,6 @@ def _plain_sum(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
     moved = _sum_of_reshapes(terms, shape)
     if moved is not None:
         return moved
-    permuted = _sum_of_transposes(terms, shape)
-    if permuted is not None:
-        return permuted
     terms = sorted(terms, key=lambda t: t.serial)
     return expr("add", terms, shape, widest(*(t.kind for t in terms)))
 
@@ -796,22 +787,6 @@ def _reshape_if_plain(x: Expr, shape: tuple[int, ...]) -> Expr | None:
     _, factors, _, _ = parts(result)
     stuck = any(f.op == "reshape" and f.args[0].shape == x.shape for f in factors)
     return None if stuck else result
-
-
-def _sum_of_transposes(terms: list[Expr], shape: tuple[int, ...]) -> Expr | None:
-    """Terms that are all transposed alike are added before."""
-    permutations = set()
-    for t in terms:
-        _, factors, labels, out = parts(t)
-        if len(factors) != 1 or labels[0] == out or set(labels[0]) != set(out):
-            return None
-        permutations.add(labels[0])
-    if len(permutations) != 1:
-        return None
-    (labels,) = permutations
-    sizes = [shape[a] for a in labels]
-    inner = [product([t], [out], labels, sizes) for t in terms]
-    return product([add(inner)], [labels], out, shape)
 
 
 def subtract(a: Expr, b: Expr) -> Expr:

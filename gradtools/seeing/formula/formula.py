@@ -21,6 +21,7 @@ from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, order, placeholder, substitute
 from gradtools.seeing.formula.lowering import Lowered, lower
 from gradtools.seeing.formula.naming import leaf_names
+from gradtools.seeing.formula.pairs import Pair, find_pairs, pair, together
 from gradtools.seeing.formula.recognition import recognise
 from gradtools.seeing.formula.reverse import adjoint
 from gradtools.seeing.formula.statements import Line, Section, Statements
@@ -204,7 +205,8 @@ class Formula:
         """
         rng = np.random.default_rng(seed)
         chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
-        plain = [tuple([np.asarray(x) for x in part] for part in p) for p in chosen]
+        arrays = lambda xs: [np.asarray(x) for x in xs]
+        plain = [(arrays(xs), arrays(gs), arrays(us)) for xs, gs, us in chosen]
         return compare(self, derivation, plain, tolerance, captured, convert)
 
     def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
@@ -226,7 +228,7 @@ class Values:
             cotangent; None where there is none.
     """
 
-    outputs: tuple[np.ndarray, ...]
+    outputs: tuple[np.ndarray | None, ...]
     gradients: tuple[np.ndarray | None, ...]
     second: tuple[np.ndarray | None, ...] = ()
 
@@ -247,6 +249,19 @@ class _Derived:
     output_names: list[Written]
     gradient_names: list[Written]
     second_names: list[Written]
+    pairs: list[Pair]
+    whole: list[tuple[Expr, Written]]
+
+    def _whole_title(self) -> Written:
+        sums = [
+            Written(
+                f"{self.names[p.whole].text} = {a.text} + i {b.text}",
+                f"{self.names[p.whole].latex} = {a.latex} + i\\, {b.latex}",
+            )
+            for p in self.pairs
+            for a, b in [(self.names[p.real], self.names[p.imaginary])]
+        ]
+        return _title("that is, with", ts.join(sums, ", ", ",\\; ", ts.SUM))
 
     def statements(self) -> Statements:
         found = Statements(self._sections(), self.names, self.tables)
@@ -262,6 +277,8 @@ class _Derived:
         sections.append(
             Section(_title("its adjoint, from", given), [(g, n) for g, n in pairs if g is not None])
         )
+        if self.whole:
+            sections.append(Section(self._whole_title(), self.whole))
         if self.order == 2:
             pairs = zip(self.second, self.second_names, strict=True)
             sections.append(
@@ -399,7 +416,9 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Derive
     found, table = adjoint(inexact, cotangents, sources)
     tables = [table]
     outputs, found = _with_one_loop_each(outputs, found)
-    directions, second, second_names = [], [], []
+    directions: list[Expr] = []
+    second: list[Expr] = []
+    second_names: list[Written] = []
     if order_ == 2:
         directions = [placeholder(f"u {p['name']}", p.shape, p.kind) for p in sources]
         for u, p in zip(directions, sources, strict=True):
@@ -420,6 +439,7 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Derive
         if order_ == 2
         else []
     )
+    pairs, whole = _in_complex_numbers(program.inputs, cotangents, gradients, output_names, names)
     return _Derived(
         lowered,
         order_,
@@ -433,7 +453,36 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Derive
         output_names,
         gradient_names,
         full_names,
+        pairs,
+        whole,
     )
+
+
+def _in_complex_numbers(
+    inputs: Sequence[Expr],
+    cotangents: Sequence[Expr],
+    gradients: Sequence[Expr | None],
+    output_names: Sequence[Written],
+    names: dict[Expr, Written],
+) -> tuple[list[Pair], list[tuple[Expr, Written]]]:
+    """The adjoint of separate real and imaginary parts, where it can be said of both together."""
+    pairs = find_pairs(inputs)
+    if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
+        return [], []
+    base = "O" if "O" not in {p.name for p in pairs} else "out"
+    result = pair(base, *cotangents)
+    all_pairs = [*pairs, result]
+    place = dict(zip(inputs, gradients, strict=True))
+    found = []
+    for p in pairs:
+        a, b = place[p.real], place[p.imaginary]
+        joined = None if a is None or b is None else together(a, b, all_pairs)
+        if joined is None:
+            return [], []
+        names[p.whole] = ts.symbol(p.name)
+        found.append((joined, ts.bar(names[p.whole])))
+    names[result.whole] = ts.bar(ts.symbol(base))
+    return all_pairs, found
 
 
 def _spread(second: list, active: list[int], inputs: int, cotangents: int) -> list:

@@ -366,6 +366,8 @@ def _standardize(x: Expr) -> Expr | None:
         if found is None:
             continue
         z, axes, eps = found
+        if z.is_complex:
+            continue
         rest = [(g, n) for j, (g, n) in enumerate(zip(factors, labels, strict=True)) if j != k]
         for g, n in rest:
             same = g.shape == z.shape and tuple(

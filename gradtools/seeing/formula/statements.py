@@ -338,7 +338,7 @@ class Statements:
             self._emit(section, *entry)
 
     def _needs(self, x: Expr, others: set[Expr]) -> bool:
-        named = {y for y in others if y in self.writer.names}
+        named = {y for y in others if y in self.writer.names and y.op != "placeholder"}
         return bool(named) and any(y in named for y in order([x]))
 
     def _emit(self, section: Section, x: Expr, written: Written) -> None:
@@ -524,7 +524,7 @@ def _origins(cotangents: Sequence[Mapping[Expr, Expr]]) -> dict[Expr, Expr]:
         for v, c in table.items():
             if _is_plain(v) or v.shape != c.shape:
                 continue
-            if not (_is_wrapper(v) and v["coefficient"] == 1):
+            if not _is_wrapper(v) or v["coefficient"] != 1 or contracts(v.args[0]):
                 found.setdefault(c, v)
     return found
 

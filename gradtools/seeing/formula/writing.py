@@ -113,7 +113,7 @@ class Writer:
     def sum_of(self, terms: list[Written]) -> Written:
         """A sum; the terms without a minus come first."""
         terms = sorted(terms, key=lambda t: t.text.startswith("-"))
-        return summed([t if t.level > SUM or _one_term(t) else bracket(t) for t in terms])
+        return summed(terms)
 
     def _in_order(self, terms: Sequence[Expr]) -> list[Expr]:
         """What is composed first, then names, then numbers."""
@@ -284,6 +284,8 @@ class Writer:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
             return superscript(self.whole(x.args[0]), "ᴴ", "H")
+        if x.op == "inverse" and x not in self.names:
+            return superscript(self.whole(x.args[0]), "⁻ᵀ", r"-\top")
         written = self.whole(x)
         if written.text.endswith("ᵀ") and written.level == POWER:
             stem = written.latex.removesuffix(r"^{\top}")
@@ -296,6 +298,8 @@ class Writer:
         if len(set(letters.values())) < len(letters) and not _keeps_order(f, letters):
             return None
         if any(len(set(n)) < len(n) for _, n in (*f.arrays, *f.below)):
+            return None
+        if f.summed and not any(set(n) == set(f.size) for _, n in f.arrays):
             return None
         up = [self._oriented(a, n, f) for a, n in self._sorted(f.arrays)]
         down = [self._oriented(a, n, f) for a, n in f.below]
@@ -426,16 +430,6 @@ def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:
     left = [l for l in f.arrays[0][1] if l not in f.summed]
     clear = len(set(gone)) == len(gone) and not {letters[l] for l in f.out} & set(gone)
     return left == f.out and clear
-
-
-def _one_term(x: Written) -> bool:
-    """Whether what binds like a sum is one term with a minus, or one number."""
-    depth = 0
-    for c in x.text[1:]:
-        depth += (c in "([{⟨") - (c in ")]}⟩")
-        if depth == 0 and c in "+-":
-            return False
-    return True
 
 
 def _apart(coefficient: Any) -> tuple[Any, Written | None]:
@@ -731,7 +725,13 @@ def _ranges(x: Expr, lows: Sequence[int], highs: Sequence[int], strides=None) ->
 def _slice(w: Writer, x: Expr) -> Written:
     a = x.args[0]
     where = _ranges(a, x["start"], x["limit"], x["stride"])
-    return subscript(w.whole(a), where)
+    return _part(w.whole(a), Written(where, where))
+
+
+def _part(x: Written, where: Written) -> Written:
+    """Entries of x, in square brackets."""
+    x = x.at(ATOM)
+    return Written(f"{x.text}[{where.text}]", rf"{x.latex}\left[{where.latex}\right]")
 
 
 def _pad(w: Writer, x: Expr) -> Written:
@@ -768,7 +768,7 @@ def _places(w: Writer, x: Expr, whole_rank: int, indices: Sequence[Expr]) -> Wri
 
 def _index(w: Writer, x: Expr) -> Written:
     where = _places(w, x, x.args[0].rank, x.args[1:])
-    return subscript(w.whole(x.args[0]), where.text, where.latex)
+    return _part(w.whole(x.args[0]), where)
 
 
 def _index_add(w: Writer, x: Expr) -> Written:
@@ -794,7 +794,7 @@ def _at(name: str, where: Written, args: list[Written]) -> Written:
 
 def _take_along(w: Writer, x: Expr) -> Written:
     where = w.whole(x.args[1])
-    return subscript(w.whole(x.args[0]), where.text, where.latex)
+    return _part(w.whole(x.args[0]), where)
 
 
 def _put_along(w: Writer, x: Expr) -> Written:
@@ -816,6 +816,8 @@ def _window(name: str, arrays: int) -> Callable[[Writer, Expr], Written]:
 
 
 def _reshape(w: Writer, x: Expr) -> Written:
+    if x.shape == tuple(n for n in x.args[0].shape if n != 1):
+        return w.whole(x.args[0])
     shape = "x".join(map(str, x.shape))
     inner = w.whole(x.args[0])
     w.note("reshape: row-major")
@@ -829,6 +831,11 @@ def _triangle(w: Writer, x: Expr) -> Written:
 
 def _array(w: Writer, x: Expr) -> Written:
     return Written("c", "c")
+
+
+def _log_determinant(w: Writer, x: Expr) -> Written:
+    a = w.whole(x.args[0]).at(POWER)
+    return Written(f"log |det {a.text}|", rf"\log\left|\det {a.latex}\right|", POWER)
 
 
 def _opaque(w: Writer, x: Expr) -> Written:
@@ -913,7 +920,7 @@ _PRIMITIVES: dict[str, Callable[[Writer, Expr], Written]] = {
     "sum_unpool": _pool("sumpoolᵀ", "sumpoolᵀ: its adjoint"),
     "triangle": _triangle,
     "det": lambda w, x: function("det", [w.whole(x.args[0])]),
-    "logabsdet": lambda w, x: function("log |det|", [w.whole(x.args[0])], latex=r"\log|\det|"),
+    "logabsdet": _log_determinant,
     "sign_det": lambda w, x: function("sgn det", [w.whole(x.args[0])]),
     "inverse": _inverse,
     "solve": _solve,

@@ -1,0 +1,445 @@
+"""A jaxpr as a graph: operations, lines, modules, marks, bodies; programs that decide on values."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402  (only where JAX is installed)
+from jax import lax  # noqa: E402
+
+import gradtools.jax as gt  # noqa: E402
+from gradtools.errors import GradtoolsError  # noqa: E402
+from gradtools.jax.deciding import jaxpr_with_answers  # noqa: E402
+from gradtools.jax.graphs import graph_of  # noqa: E402
+from gradtools.jax.seeing import captured_arrays, record  # noqa: E402
+from gradtools.jax.vanishing import vanishing  # noqa: E402
+from gradtools.seeing.flow import dependence_matrix, losses  # noqa: E402
+from gradtools.seeing.graph import Dependence  # noqa: E402
+
+X = jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
+W = jnp.asarray(np.arange(9.0).reshape(3, 3), jnp.float32)
+FULL, ZERO, CUT, NONE = (
+    Dependence.DIFFERENTIABLE,
+    Dependence.ZERO_DERIVATIVE,
+    Dependence.CUT,
+    Dependence.NONE,
+)
+
+
+def graph(f, *args, **options):
+    return graph_of(jax.make_jaxpr(f)(*(args or (X,))), **options)
+
+
+def operations(g):
+    return [node.operation for _, node in g.walk()]
+
+
+def node_of(g, operation):
+    return next(node for _, node in g.walk() if node.operation == operation)
+
+
+def marked_line(f):
+    lines, first = inspect.getsourcelines(f)
+    return next(first + i for i, line in enumerate(lines) if "# <- here" in line)
+
+
+# --- operations and values ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "operation"),
+    [
+        (lambda x: x + 1, "add"),
+        (lambda x: x - 1, "subtract"),
+        (lambda x: x * x, "multiply"),
+        (lambda x: x / 2, "divide"),
+        (lambda x: -x, "negate"),
+        (lambda x: x**3, "power"),
+        (lambda x: x @ W, "dot_general"),
+        (lambda x: x.sum(), "sum"),
+        (lambda x: jnp.concatenate([x, x]), "concatenate"),
+        (lambda x: jnp.maximum(x, 0), "maximum"),
+        (lambda x: jnp.minimum(x, 0), "minimum"),
+        (lambda x: lax.clamp(x - 1, x, x + 1), "clip"),
+        (lambda x: lax.select(x > 0, x, -x), "select"),
+        (lambda x: x > 0, "compare"),
+        (jnp.argmax, "argmax"),
+        (jnp.round, "round"),
+        (jnp.floor, "floor"),
+        (jnp.ceil, "ceil"),
+        (jnp.sign, "sign"),
+        (lambda x: x.astype(int), "cast"),
+        (lambda x: x.reshape(1, 3), "reshape"),
+        (lambda x: jnp.broadcast_to(x, (2, 3)), "broadcast"),
+        (lambda x: W.at[0].set(x).T, "transpose"),
+        (lambda x: x[1:], "slice"),
+        (lambda x: x[jnp.asarray([0, 2])], "gather"),
+        (lambda x: x.at[jnp.asarray([0])].set(1.0), "scatter"),
+        (lambda x: x.at[jnp.asarray([0])].add(1.0), "scatter_add"),
+        (lambda x: lax.dynamic_update_slice(x, x[:1], (1,)), "update"),
+        (lax.stop_gradient, "stop"),
+        (jax.nn.sigmoid, "sigmoid"),
+        (jax.nn.relu, "relu"),
+        (jax.jit(lambda x: x * 2), "call"),
+        (jax.checkpoint(jnp.sin), "checkpoint"),
+        (lambda x: lax.scan(lambda c, a: (c + a, a), 0.0, x), "scan"),
+        (lambda x: lax.cond(True, jnp.sin, jnp.cos, x), "cond"),
+        (gt.reverse_gradient, "scale_gradient"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_operations_have_neutral_names(f, operation):
+    assert operation in operations(graph(f))
+
+
+def test_values_have_shapes_dtypes_and_names():
+    g = graph(
+        lambda p, x: p["w"] @ x + 2.5, {"w": W}, X, names=["argument 0['w']", "argument 1"],
+        outputs=["output"],
+    )  # fmt: skip
+    named = [g.values[v] for v in g.inputs]
+    assert [(v.name, v.shape, v.dtype) for v in named] == [
+        ("argument 0['w']", (3, 3), "float32"),
+        ("argument 1", (3,), "float32"),
+    ]
+    assert g.values[g.outputs[0]].name == "output"
+    assert "2.5" in [g.values[v].name for v in g.captured]
+
+
+def test_what_a_program_reads_from_outside_is_captured_by_name():
+    g = graph(lambda x: W @ x, captured={id(W): "W"})
+    assert [g.values[v].name for v in g.captured] == ["W"]
+
+
+def test_an_output_may_be_an_input_or_come_twice():
+    g = graph(lambda x, y: (x, x, y * 2), X, X)
+    assert g.outputs[:2] == (g.inputs[0], g.inputs[0])
+    assert dependence_matrix(g) == [[FULL, NONE], [FULL, NONE], [NONE, FULL]]
+
+
+def test_a_reference_that_is_written_is_a_new_value():
+    def f(x):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[0] = x[1]
+        return ref[...]
+
+    assert dependence_matrix(graph(f)) == [[FULL]]
+
+
+def test_attributes_are_the_parameters():
+    assert node_of(graph(lambda x: W.sum(axis=0) * x.sum(axis=0)), "sum").attributes["axes"] == (0,)
+
+
+# --- links -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "strength", "loss"),
+    [
+        (lax.stop_gradient, CUT, "detached"),
+        (lambda x: x.astype(int), CUT, "integer_cast"),
+        (lambda x: x > 0, CUT, "discrete"),
+        (jnp.round, ZERO, "zero_derivative"),
+        (lambda x: x**0, ZERO, "zero_derivative"),
+        (lambda x: jax.pure_callback(np.sin, x, x), CUT, "left_framework"),
+        (lambda x: gt.scale_gradient(X, x[0]), ZERO, "rule"),
+        (lambda x: x**2, FULL, None),
+    ],
+)
+def test_an_operation_says_what_it_carries_and_why_not(f, strength, loss):
+    g = graph(f)
+    assert dependence_matrix(g) == [[strength]]
+    assert [found.node.loss for found in losses(g, 0)] == ([loss] if loss else [])
+
+
+def test_a_custom_rule_replaces_what_its_function_does_inside():
+    @jax.custom_jvp
+    def step(x, y):
+        return (x > 0) * 1.0
+
+    step.defjvp(lambda primals, tangents: (step(*primals), tangents[0]))
+    g = graph(step, X, X)
+    assert dependence_matrix(g) == [[FULL, NONE]]
+    assert node_of(g, "custom_rule").mark == "custom rule"
+
+
+def test_carries_of_a_loop_are_followed_over_rounds():
+    def f(x, y):
+        return lax.fori_loop(0, 3, lambda i, c: (c[0] * 2, c[1] + jnp.round(c[0])), (x, y))
+
+    assert dependence_matrix(graph(f, X, X)) == [[FULL, NONE], [ZERO, FULL]]
+
+
+# --- places ------------------------------------------------------------------------------
+
+
+def test_the_line_is_the_innermost_of_the_users_own():
+    def inner(x):
+        return jnp.sin(x)  # <- here
+
+    node = node_of(graph(lambda x: inner(x) * 2), "sin")
+    assert (node.source.line, node.source.function) == (marked_line(inner), "inner")
+    assert node.source.file == __file__
+    assert node.source.text.startswith("return jnp.sin(x)")
+
+
+def test_the_line_inside_a_loop_of_jax_is_that_of_its_body():
+    def body(x):
+        y = x * 2
+        return jnp.sin(y)  # <- here
+
+    assert node_of(graph(lambda x: lax.map(body, x)), "sin").source.line == marked_line(body)
+
+
+def test_a_function_of_jax_has_the_line_of_each_call():
+    def f(x):
+        a = jnp.clip(x, 0, 1)
+        return a + jnp.clip(x, 0, 1)  # <- here
+
+    lines = {node.source.line for _, node in graph(f).walk() if node.operation == "maximum"}
+    assert lines == {marked_line(f) - 1, marked_line(f)}
+
+
+def test_scopes_reach_into_calls():
+    def f(x):
+        with jax.named_scope("outer"):
+            return jax.jit(lambda y: jax.named_call(jnp.sin, name="inner")(y))(x)
+
+    assert node_of(graph(f), "sin").scope == ("outer", "inner")
+
+
+def test_the_backward_pass_is_of_another_phase():
+    g = graph(jax.grad(lambda x: jnp.sin(x).sum()))
+    assert {node.phase for node in g.nodes} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("f", "mark"),
+    [
+        (gt.reverse_gradient, "edited gradient"),
+        (lambda x: gt.clip_gradient(x, max_norm=1.0), "edited gradient"),
+        (gt.frozen(jnp.sin), "frozen"),
+        (gt.chunked(jnp.sin, 1), "chunked"),
+        (jax.checkpoint(jnp.sin), "checkpoint"),
+        (jax.nn.relu, ""),
+    ],
+)
+def test_marks_tell_what_is_special(f, mark):
+    assert {node.mark for _, node in graph(f).walk()} - {""} >= ({mark} - {""})
+    if not mark:
+        assert {node.mark for _, node in graph(f).walk()} == {""}
+
+
+# --- programs that decide on values ------------------------------------------------------
+
+
+def decided(f, *leaves, shapes_too=False):
+    return jaxpr_with_answers(f, leaves, shapes_too)[0]
+
+
+def test_a_branch_that_python_takes_is_traced():
+    def f(x):
+        return jnp.sin(x) if x.sum() > 0 else jnp.cos(x)
+
+    assert "sin" in operations(graph_of(decided(f, X)))
+    assert "cos" in operations(graph_of(decided(f, -X)))
+
+
+def test_a_program_with_answers_gives_the_programs_values():
+    @jax.custom_jvp
+    def ruled(x):
+        return jnp.tanh(x)
+
+    ruled.defjvp(lambda primals, tangents: (ruled(*primals), tangents[0]))
+
+    def f(x):
+        y = jax.jit(lambda a: a * x.sum())(x)
+        while y.sum() < 200:
+            y = jax.vmap(lambda a: ruled(a) + a * 2)(y)
+        z = lax.scan(lambda c, a: (c + a * x[0], a), 0.0, y)[0]
+        return z if (y > 1).all() else -z
+
+    closed = decided(f, X)
+    (found,) = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, X)
+    np.testing.assert_array_equal(found, f(X))
+
+
+def test_a_closure_within_a_custom_rule_stays_connected():
+    def f(x):
+        rule = jax.custom_jvp(lambda y: y * x.sum())
+        rule.defjvp(lambda primals, tangents: (rule(*primals), tangents[0]))
+        return rule(X) if x[0] > 0 else x
+
+    closed = decided(f, X)
+    assert not closed.consts or not any(isinstance(c, jax.core.Tracer) for c in closed.consts)
+    assert dependence_matrix(graph_of(closed)) == [[FULL]]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x[x > 1],
+        lambda x: x[jnp.nonzero(x > 1)[0]],
+        lambda x: x * jnp.arange(x[1]).sum(),
+        lambda x: jnp.where(x > 1)[0].sum() * x,
+    ],
+)
+def test_shapes_may_depend_on_values(f):
+    closed = decided(f, X, shapes_too=True)
+    (found,) = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, X)
+    np.testing.assert_array_equal(found, f(X))
+
+
+def test_a_question_is_not_caught_by_the_users_own_except():
+    def f(x):
+        try:
+            return x if x[0] > 0 else -x
+        except Exception:
+            return x * 100
+
+    closed = decided(f, X)
+    np.testing.assert_array_equal(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, X)[0], X)
+
+
+# --- recordings --------------------------------------------------------------------------
+
+
+def run_of(f):
+    return lambda leaves: [f(*leaves)]
+
+
+@pytest.mark.parametrize(
+    ("f", "operation"),
+    [
+        (lambda x: np.asarray(x), "numpy"),
+        (lambda x: float(x[0]), "float"),
+        (lambda x: int(x[0]), "int"),
+        (lambda x: x[0].item(), "item"),
+        (lambda x: x.tolist(), "tolist"),
+        (lambda x: [1, 2, 3][x[0].astype(int)], "int"),
+        (lambda x: x.sum() if x[0] > 0 and float(x[0]) else x, "float"),
+        (lambda x: x[x > 0] * x[0].item(), "item"),
+    ],
+)
+def test_what_leaves_the_framework_is_refused_by_name(f, operation):
+    recording = record(run_of(f), [X], ["argument 0"])
+    assert recording.refusal.kind == "left_framework"
+    assert recording.refusal.operation == operation
+    assert recording.refusal.source.line == f.__code__.co_firstlineno
+    assert recording.graph.outputs == ()
+
+
+def test_a_branch_within_jit_is_the_functions_own_error():
+    f = jax.jit(lambda x: x if x.sum() > 0 else -x)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        record(run_of(f), [X], ["argument 0"])
+
+
+def test_an_error_of_the_function_itself_comes_through():
+    def f(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        record(run_of(f), [X], ["argument 0"])
+
+
+def test_numbers_of_the_host_are_told():
+    recording = record(lambda leaves: [leaves[0].sum(), 3.0, np.ones(2)], [X], ["argument 0"])
+    assert recording.host_outputs == (1, 2)
+    assert len(recording.graph.outputs) == 3
+
+
+def test_what_stands_in_for_a_leaf_is_named():
+    recording = record(lambda leaves: [X.sum() + leaves[1].sum()], [X, W], ["a", "b"])
+    assert recording.stand_ins == ("X", "")
+
+
+def test_captured_arrays_are_named_as_their_author_calls_them():
+    class Model:
+        def __init__(self):
+            self.layers = [{"w": W}]
+
+        def __call__(self, x):
+            return self.layers[0]["w"] @ x
+
+    found = captured_arrays(Model())
+    assert found[id(W)] == "self.layers[0]['w']"
+
+
+def test_a_reverse_loop_without_a_known_count_is_the_functions_own_error():
+    def f(x):
+        return lax.while_loop(lambda c: c.sum() < 99, lambda c: c * 2, x).sum()
+
+    with pytest.raises(GradtoolsError, match="Reverse-mode differentiation does not work"):
+        gt.why_zero(f, X)
+
+
+# --- where a cotangent becomes zero ------------------------------------------------------
+
+
+def vanished(f, x=X):
+    return vanishing(run_of(f), [x], 0)
+
+
+def test_a_gradient_that_is_not_zero_has_not_vanished():
+    assert vanished(lambda x: (x**2).sum()) is None
+    assert vanished(lambda x: jax.nn.relu(x - 2).sum()) is None
+
+
+def test_an_empty_leaf_has_not_vanished():
+    assert vanished(lambda x: x.sum(), jnp.zeros((0,))) is None
+
+
+def test_only_the_operation_that_hands_on_nothing_is_named():
+    (found,) = vanished(lambda x: jnp.exp(jax.nn.relu(jnp.sin(x) - 5)).sum())
+    assert (found.node.operation, found.underflow) == ("relu", False)
+
+
+def test_both_of_two_dead_paths_are_named():
+    found = vanished(lambda x: jax.nn.relu(x - 9).sum() + (x * 0.0).sum())
+    assert [v.node.operation for v in found] == ["relu", "multiply"]
+
+
+def test_an_underflow_is_told_from_a_zero_factor():
+    (found,) = vanished(lambda x: (x * 1e-30 * 1e-30).sum())
+    assert (found.node.operation, found.underflow) == ("multiply", True)
+    (found,) = vanished(lambda x: (x * 0.0 * 1e-30).sum())
+    assert (found.node.operation, found.underflow) == ("multiply", False)
+
+
+def test_values_that_cancel_vanish_nowhere():
+    assert vanished(lambda x: (x - x).sum()) == []
+
+
+def test_loops_run_backwards_and_their_columns_are_written_out():
+    def f(x):
+        def body(c, a):
+            return c + jax.nn.relu(a - 9), a * 0.0
+
+        last, rows = lax.scan(body, 0.0, x, reverse=True)
+        return last + (rows * jnp.arange(3.0)).sum()
+
+    assert {v.node.operation for v in vanished(f)} == {"relu", "multiply"}
+
+
+def test_a_vector_is_pulled_back_at_more_than_zero():
+    assert vanished(lambda x: x) is None
+    (found,) = vanished(lambda x: jnp.stack([x, x]) * 0.0)
+    assert found.node.operation == "multiply"
+
+
+# --- the cost ----------------------------------------------------------------------------
+
+
+def test_a_program_is_traced_once_for_its_recording_and_its_gradient():
+    calls = []
+
+    def f(params):
+        calls.append(1)
+        return sum((w**2).sum() for w in params.values())
+
+    assert not gt.why_zero(f, {str(k): X for k in range(5)})
+    assert calls == [1]

@@ -713,9 +713,8 @@ def _common_factors(split: list) -> list:
     shared = set(terms[0]).intersection(*terms[1:])
     chosen: list = []
     for entry in sorted(shared, key=lambda f: f[0].serial):
-        if all(l in out for l in entry[1]) and all(
-            _can_leave([*chosen, entry], term) for term in terms
-        ):
+        inside = all(l in out for l in entry[1]) and _is_worth_it(entry, terms, len(out))
+        if inside and all(_can_leave([*chosen, entry], term) for term in terms):
             chosen.append(entry)
     return chosen
 
@@ -725,6 +724,14 @@ def _can_leave(entries: list, term: list) -> bool:
     rest = [e for e in term if e not in entries]
     axes = {l for _, names in rest for l in names}
     return not rest or {l for _, names in entries for l in names} <= axes
+
+
+def _is_worth_it(entry: tuple[Expr, Labels], terms: list, rank: int) -> bool:
+    """Whether it is a number, has all axes, or divides something that has more axes."""
+    own = set(entry[1])
+    if not own or len(own) == rank:
+        return True
+    return any(own < set(names) for term in terms for _, names in term)
 
 
 def _common_coefficient(coefficients: list) -> Any:

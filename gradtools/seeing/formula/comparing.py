@@ -37,6 +37,52 @@ def relative_error(a: Any, b: Any) -> float:
     return float(np.max(distance) / size) if size else 0.0
 
 
+def verify(
+    formula: Formula,
+    reference: Callable[[list, list, list], tuple],
+    *,
+    points: Sequence[Point],
+    tolerance: float,
+    captured: Mapping[int, Any] | Sequence[Any] = (),
+) -> float:
+    """Compare the formula with a framework's automatic differentiation.
+
+    Args:
+        formula: What is compared.
+        reference: A function of (inputs, cotangents, directions) that returns NumPy's
+            (outputs, gradients) or, at order 2, (outputs, gradients, second), each one entry
+            for each name that the formula has there; None is not compared.
+        points: Where.
+        tolerance: The relative error that is allowed.
+        captured: The captured values.
+
+    Returns:
+        The greatest relative error.
+
+    Raises:
+        GradtoolsError: They differ; it says where, with both values.
+    """
+    worst = 0.0
+    for inputs, cotangents, directions in points:
+        mine = formula.evaluate(inputs, cotangents, directions, captured=captured)
+        theirs = reference(inputs, cotangents, directions)
+        groups = [(formula.outputs, mine.outputs), (formula.gradients, mine.gradients)]
+        groups += [(formula.second, mine.second)] if formula.order == 2 else []
+        for (names, ours), others in zip(groups, theirs, strict=True):
+            for name, a, b in zip(names, ours, others, strict=True):
+                if a is None or b is None:
+                    continue
+                difference = _difference(name, a, b, tolerance)
+                if difference is not None:
+                    raise GradtoolsError(
+                        f"formula: {difference.where} is {difference.formula} by the formula and "
+                        f"{difference.derivation} by automatic differentiation; the formula is "
+                        "not shown. Please report the function"
+                    )
+                worst = max(worst, relative_error(a, _array(b, a)))
+    return worst
+
+
 def compare(
     formula: Formula,
     derivation: Callable[..., Any],

@@ -16,7 +16,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control
 from gradtools.seeing.formula import typesetting as ts
-from gradtools.seeing.formula.comparing import compare, draw
+from gradtools.seeing.formula.comparing import compare, draw, verify
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, order, placeholder, substitute
 from gradtools.seeing.formula.lowering import Lowered, lower
@@ -172,9 +172,36 @@ class Formula:
         """
         return self._derived.evaluate(inputs, cotangents, directions, captured, draws)
 
-    def checked(self, check: Check) -> Formula:
-        """The same formula, with the record of its comparison."""
-        return Formula(self._derived, check)
+    def verified(
+        self,
+        reference: Callable[[list, list, list], tuple],
+        *,
+        points: int = 3,
+        tolerance: float = 1e-9,
+        seed: int = 0,
+        sample: Callable[[np.random.Generator], tuple] | None = None,
+        captured: Mapping[int, Any] | Sequence[Any] = (),
+    ) -> Formula:
+        """The same formula, compared with a framework's automatic differentiation.
+
+        Args:
+            reference: A function of lists (inputs, cotangents, directions) of NumPy arrays. It
+                returns what the framework computes: (outputs, gradients) or, at order 2,
+                (outputs, gradients, second), one entry for each name in ``outputs``,
+                ``gradients`` and ``second``; None is not compared.
+            points: At how many random points.
+            tolerance: The relative error that is allowed.
+            seed: Of the random points.
+            sample: Draws (inputs, cotangents, directions); standard normal by default.
+            captured: The captured values.
+
+        Raises:
+            GradtoolsError: They differ; it says where, with both values.
+        """
+        rng = np.random.default_rng(seed)
+        chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
+        worst = verify(self, reference, points=chosen, tolerance=tolerance, captured=captured)
+        return Formula(self._derived, Check(points, worst, tolerance))
 
     def agrees_with(
         self,

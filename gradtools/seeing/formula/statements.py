@@ -409,8 +409,8 @@ class Statements:
         section.lines.append(Line(None, _head(y), depth))
         for x in order([body.outputs[k] for k in sorted(live)]):
             if x not in self._done and self._is_named(x):
-                self._done.add(x)
                 section.lines.append(self._named_line(x, depth + 1))
+                self._define(x)
         for k in sorted(live):
             self._tie_output(section, y, k, depth + 1)
 

@@ -133,8 +133,8 @@ class Writer:
             return
         for a in x.args:
             if a.op == "einsum" and constant_of(a) is None and a not in self.names:
-                _, _, labels = display_factors(a, self.known)
-                if any(set(names) != set(range(x.rank)) for names in labels):
+                _, _, labels = display_factors(a, self.known, False, self.defined)
+                if not {l for names in labels for l in names} >= set(range(x.rank)):
                     raise NeedsIndices
 
     # Functions of each place.

@@ -157,6 +157,18 @@ def rounded(point: tuple[float, ...]) -> tuple[int, int]:
     return round(10 * point[0]), round(10 * point[1])
 
 
+def test_arrowheads_come_from_outside(picture):
+    boxes = rectangles(picture)
+    for line in picture.lines:
+        (x, y), (before_x, before_y) = line.end
+        assert abs(x - before_x) + abs(y - before_y) > 1
+        if line.head:
+            target = [box for box in boxes.values() if overlap(box, (x, y, x, y), 0.1)]
+            assert len(target) == 1
+            left, top, right, bottom = target[0]
+            assert before_x < left or before_x > right or before_y < top or before_y > bottom
+
+
 def test_labels_lie_free(picture):
     labels = [
         (label.x, label.y - LABEL / 2, label.x + text_width(label.text, LINE), label.y + LABEL / 2)

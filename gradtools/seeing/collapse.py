@@ -51,7 +51,8 @@ def outline_of(
         alias, copies = {}, {}
     numbers = iter(range(len(flat.units), 10**9))
     columns = tuple(_frozen(flat, block, numbers) for block in blocks)
-    return Outline(columns, _arrows(flat, alias, copies), dict(enumerate(flat.values)), title)
+    keys = {id(unit.node): _stand_in(alias, unit.key) for unit in flat.units if unit.node}
+    return Outline(columns, _arrows(flat, alias, copies), dict(enumerate(flat.values)), title, keys)
 
 
 def _frozen(flat: Flat, group: Group, numbers: Iterator[int]) -> Block:

@@ -157,7 +157,12 @@ class GraphDifference:
             outline_of(graph, expand=expand, notes=self._notes(side))
             for side, graph in enumerate((self.first, self.second))
         ]
-        return beside(sides[0], sides[1], self.names, self.headline())
+        return beside(sides[0], sides[1], self.names, self.headline(), self._pairs())
+
+    def _pairs(self) -> list[tuple[Node, Node]]:
+        """What should stand beside each other: the last of what was matched, what was changed."""
+        pairs = [(one[-1], two[-1]) for one, two in self.matched]
+        return pairs + [(change.first, change.second) for change in self.changed]
 
     def _opened(
         self, outline: Outline, depth: int | None, expand: str | Iterable[str]
@@ -308,7 +313,13 @@ def _view(view: dict[str, Any], name: str) -> tuple[str, int | None, str | Itera
 # --- both beside each other --------------------------------------------------------------
 
 
-def beside(one: Outline, two: Outline, names: tuple[str, str], title: str) -> Outline:
+def beside(
+    one: Outline,
+    two: Outline,
+    names: tuple[str, str],
+    title: str,
+    pairs: Iterable[tuple[Node, Node]] = (),
+) -> Outline:
     """Two outlines as one, the columns of the second after those of the first."""
     shift = 1 + max((block.key for block in (*one.columns, *one.blocks)), default=0)
     values = len(one.values)
@@ -316,7 +327,12 @@ def beside(one: Outline, two: Outline, names: tuple[str, str], title: str) -> Ou
     columns += [_named(column, names[1], shift) for column in two.columns]
     arrows = [*one.arrows, *(_moved(arrow, shift, values) for arrow in two.arrows)]
     all_values = {**one.values, **{key + values: value for key, value in two.values.items()}}
-    return Outline(tuple(columns), tuple(arrows), all_values, title)
+    ties = tuple(
+        (one.keys[id(a)], two.keys[id(b)] + shift)
+        for a, b in pairs
+        if id(a) in one.keys and id(b) in two.keys
+    )
+    return Outline(tuple(columns), tuple(arrows), all_values, title, ties=ties)
 
 
 def _named(column: Block, name: str, shift: int) -> Block:

@@ -273,7 +273,7 @@ def _legend(picture: Picture) -> Iterator[tuple[str, str, str]]:
     if any(isinstance(item, Block) and item.count > 1 for item in boxes) or any(
         frame.block.count > 1 for frame in picture.frames
     ):
-        yield "", "", "×12: repeated, drawn once"
+        yield "", "", "×n: n alike in a row, drawn once"
 
 
 _WORDS = (

@@ -13,7 +13,7 @@ that flows one way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -144,12 +144,16 @@ class Outline:
         arrows: What joins the boxes.
         values: The values on the arrows, by a number that is theirs in the whole outline.
         title: What is above all.
+        keys: The key of the box that stands for a node, by the node's ``id``.
+        ties: Pairs of boxes in two columns that should stand beside each other.
     """
 
     columns: tuple[Block, ...]
     arrows: tuple[Arrow, ...]
     values: Mapping[int, Value]
     title: str = ""
+    keys: Mapping[int, int] = field(default_factory=dict)
+    ties: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def parents(self) -> dict[int, Block]:

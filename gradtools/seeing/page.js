@@ -8,7 +8,7 @@
   const GAP = 34, SIDE = 26, BESIDE = 16, LINES = 11, PAD = 16, HEAD = 30;
   const MARGIN = 24, COLUMN_HEAD = 34, LABEL = 14, TRACK = 7, GUTTER = 30, SPREAD = 13;
   const MOST_TRACKS = 40, MOST_LABELS = 300, SWEEPS = 7, LINE = 11, ADVANCE = 0.615, LEGIBLE = 0.62,
-    STILL = 0.2;
+    STILL = 0.2, NOTHING = 0.05;
   const parent = new Map(), columnOf = new Map();
   const opened = new Set(G.opened);
   const item = (key) => G.items[key];
@@ -289,28 +289,44 @@
         }
       }
     };
-    let x = MARGIN;
-    G.columns.forEach((column, number) => {
+    const columns = G.columns.map((column) => {
       const flips = item(column).phase % 2 === 1;
-      const inside = insideOf(column, flips);
-      x = gutter(number, x);
-      const stage = stageOf(inside, x, MARGIN + COLUMN_HEAD, flips, null);
-      if (number) {
-        const local = new Map(), pulls = [];
-        for (const [key, place] of inside.placeOf) {
-          heightsIn(inside, key, stage, place, local, inside.rowOf[place]);
-        }
-        for (const t of threads) {
-          const [a, b] = local.has(t.target) ? [t.source, t.target] : [t.target, t.source];
-          if (spots.has(a) && local.has(b)) {
-            const [row, y] = local.get(b), spot = spots.get(a);
-            pulls.push([row, spot.y + spot.height / 2 - y]);
-          }
-        }
-        if (pulls.length) moveRows(stage, pulls);
+      return stageOf(insideOf(column, flips), 0, MARGIN + COLUMN_HEAD, flips, null);
+    });
+    const middlesOf = (stage) => {
+      const found = new Map(), inside = stage.inside;
+      for (const [key, place] of inside.placeOf) {
+        heightsIn(inside, key, stage, place, found, inside.rowOf[place]);
       }
+      return found;
+    };
+    const middles = columns.map(middlesOf);
+    const ties = threads.map((t) => [t.source, t.target]).concat(
+      G.ties.map(([one, two]) => [standing(one), standing(two)]));
+    const align = (number, others) => {
+      const own = middles[number], known = new Map(), pulls = [];
+      for (const k of others) {
+        if (k !== number) for (const [key, [, y]] of middles[k]) known.set(key, y);
+      }
+      for (const [one, two] of ties) {
+        if (own.has(one) && known.has(two)) {
+          pulls.push([own.get(one)[0], known.get(two) - own.get(one)[1]]);
+        } else if (own.has(two) && known.has(one)) {
+          pulls.push([own.get(two)[0], known.get(one) - own.get(two)[1]]);
+        }
+      }
+      if (!pulls.length) return;
+      moveRows(columns[number], pulls);
+      middles[number] = middlesOf(columns[number]);
+    };
+    const all = columns.map((_, number) => number);
+    for (const number of all.slice(1)) align(number, all.slice(0, number));
+    if (G.ties.length) for (const number of all) align(number, all);
+    let x = MARGIN;
+    columns.forEach((stage, number) => {
+      stage.x = x = gutter(number, x);
       put(stage, number, 0);
-      x += Math.max(inside.width, textWidth(item(column).name, LINE) + 30);
+      x += Math.max(stage.inside.width, textWidth(item(stage.inside.key).name, LINE) + 30);
     });
     gutter(G.columns.length, x);
 
@@ -479,12 +495,12 @@
   const smooth = (points) => {
     let [x, top, bottom] = points[0];
     const steps = [["M", [x, top]]];
-    if (top !== bottom) steps.push(["L", [x, bottom]]);
+    if (Math.abs(top - bottom) > NOTHING) steps.push(["L", [x, bottom]]);
     for (const [nextX, nextTop, nextBottom] of points.slice(1)) {
       const middle = (bottom + nextTop) / 2;
-      if (Math.abs(nextX - x) < 0.05) steps.push(["L", [nextX, nextTop]]);
+      if (Math.abs(nextX - x) < NOTHING) steps.push(["L", [nextX, nextTop]]);
       else steps.push(["C", [x, middle, nextX, middle, nextX, nextTop]]);
-      if (nextBottom !== nextTop) steps.push(["L", [nextX, nextBottom]]);
+      if (Math.abs(nextBottom - nextTop) > NOTHING) steps.push(["L", [nextX, nextBottom]]);
       x = nextX; bottom = nextBottom;
     }
     return steps;
@@ -496,7 +512,7 @@
       return [a[0] + (b[0] - a[0]) * reach / length, a[1] + (b[1] - a[1]) * reach / length];
     };
     const kept = [points[0]];
-    for (const p of points) if (far(p, kept[kept.length - 1]) > 0.05) kept.push(p);
+    for (const p of points) if (far(p, kept[kept.length - 1]) > NOTHING) kept.push(p);
     const steps = [["M", kept[0]]];
     for (let i = 1; i + 1 < kept.length; i++) {
       const [before, corner, after] = kept.slice(i - 1, i + 2);

@@ -131,6 +131,7 @@ def _data(arrangement: Arrangement, opened: frozenset[int]) -> dict[str, Any]:
         "levels": {key: _level(level) for key, level in arrangement.levels.items()},
         "arrows": [_arrow(arrow) for arrow in outline.arrows],
         "threads": list(arrangement.threads),
+        "ties": outline.ties,
         "bytes": [outline.values[v].bytes for v in range(len(outline.values))],
         "texts": [value_text(outline.values[v]) for v in range(len(outline.values))],
         "opened": sorted(opened),

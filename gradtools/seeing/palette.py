@@ -110,7 +110,7 @@ def _coloured(c: Colours) -> str:
             f"{p} rect.behind {{ fill: {fill}; stroke: {edge}; stroke-opacity: 0.55; }}",
             f"{p} rect.around {{ fill: {edge}; fill-opacity: 0.045; stroke: {edge}; "
             "stroke-opacity: 0.45; }",
-            f".gt .e{number} {{ stroke: {edge}; stroke-opacity: 0.72; }}",
+            f".gt .e{number} {{ stroke: {edge}; stroke-opacity: 0.8; }}",
             f".gt .a{number} {{ fill: {edge}; }}",
             f".gt text.h{number} {{ fill: {edge}; }}",
         ]

@@ -6,21 +6,22 @@ from collections.abc import Sequence
 
 Point = tuple[float, float]
 Step = tuple[str, tuple[float, ...]]  # "M", "L" or "C" with its coordinates
+_NOTHING = 0.05  # a step so short has no direction
 
 
 def smooth(points: Sequence[tuple[float, float, float]]) -> tuple[Step, ...]:
     """A line through (x, top, bottom) of each place: straight in the rows, curved between."""
     x, top, bottom = points[0]
     steps: list[Step] = [("M", (x, top))]
-    if top != bottom:
+    if abs(top - bottom) > _NOTHING:
         steps.append(("L", (x, bottom)))
     for next_x, next_top, next_bottom in points[1:]:
-        if abs(next_x - x) < 0.05:
+        if abs(next_x - x) < _NOTHING:
             steps.append(("L", (next_x, next_top)))
         else:
             middle = (bottom + next_top) / 2
             steps.append(("C", (x, middle, next_x, middle, next_x, next_top)))
-        if next_bottom != next_top:
+        if abs(next_bottom - next_top) > _NOTHING:
             steps.append(("L", (next_x, next_bottom)))
         x, bottom = next_x, next_bottom
     return tuple(steps)
@@ -30,7 +31,7 @@ def rounded(points: Sequence[Point], radius: float = 6.0) -> tuple[Step, ...]:
     """A line of level and upright stretches with round corners."""
     kept = [points[0]]
     for point in points[1:]:
-        if abs(point[0] - kept[-1][0]) + abs(point[1] - kept[-1][1]) > 0.05:
+        if abs(point[0] - kept[-1][0]) + abs(point[1] - kept[-1][1]) > _NOTHING:
             kept.append(point)
     steps: list[Step] = [("M", kept[0])]
     for before, corner, after in zip(kept, kept[1:], kept[2:], strict=False):

@@ -64,37 +64,61 @@ class _Drafting:
     # --- columns
 
     def _columns(self) -> None:
+        stages = [self._column(column) for column in self.outline.columns]
+        middles = [self._middles(stage) for stage in stages]
+        ties = self._ties()
+        for number in range(1, len(stages)):
+            self._align(number, stages, middles, ties, range(number))
+        for number in range(len(stages)) if self.outline.ties else ():
+            self._align(number, stages, middles, ties, range(len(stages)))
         x = MARGIN
-        for number, column in enumerate(self.outline.columns):
-            flips = column.phase % 2 == 1
-            inside = inside_of(self.arrangement, column, self.opened, self.cards, flips)
-            x = self.threads.gutter(number, x)
-            stage = self._beside(number, inside, x, flips)
+        for number, stage in enumerate(stages):
+            stage.x = x = self.threads.gutter(number, x)
             self._put(stage, number, 0)
-            name = text_width(column.title, LINE) + 30
-            x += max(inside.width, name)
-        self.threads.gutter(len(self.outline.columns), x)
+            name = text_width(stage.inside.block.title, LINE) + 30
+            x += max(stage.inside.width, name)
+        self.threads.gutter(len(stages), x)
 
-    def _beside(self, number: int, inside: Inside, x: float, flips: bool) -> Stage:
-        """A column's stage, its rows near to those that its threads come from."""
-        stage = Stage(inside, x, MARGIN + COLUMN_HEAD, flips, None)
+    def _column(self, column: Block) -> Stage:
+        flips = column.phase % 2 == 1
+        inside = inside_of(self.arrangement, column, self.opened, self.cards, flips)
+        return Stage(inside, 0.0, MARGIN + COLUMN_HEAD, flips, None)
+
+    def _ties(self) -> list[tuple[int, int]]:
+        """What should stand beside each other: the ends of threads, and what was found alike."""
+        seen = self.outline.seen_as(self.opened)
+        ties = [(thread.source, thread.target) for thread in self.threads.threads]
+        return ties + [(seen[one], seen[two]) for one, two in self.outline.ties]
+
+    def _middles(self, stage: Stage) -> dict[int, tuple[int, float]]:
+        """The row and the middle, on the page, of everything in a column."""
+        inside = stage.inside
+        return {
+            inner: (inside.row_of[place], y)
+            for key, place in inside.place_of.items()
+            for inner, y in self._heights(inside, key, stage, place)
+        }
+
+    def _align(
+        self,
+        number: int,
+        stages: Sequence[Stage],
+        middles: list[dict[int, tuple[int, float]]],
+        ties: Iterable[tuple[int, int]],
+        others: Iterable[int],
+    ) -> None:
+        """Moves a column's rows near to what they are tied to in other columns."""
+        own = middles[number]
+        known = {key: y for k in others if k != number for key, (_, y) in middles[k].items()}
         pulls = []
-        if number:
-            local: dict[int, tuple[int, float]] = {}
-            for key, place in inside.place_of.items():
-                row = inside.row_of[place]
-                for inner, y in self._heights(inside, key, stage, place):
-                    local[inner] = (row, y)
-            for thread in self.threads.threads:
-                ends = [thread.source, thread.target]
-                ends = ends if ends[1] in local else ends[::-1]
-                if ends[0] in self.spots and ends[1] in local:
-                    spot = self.spots[ends[0]]
-                    row, y = local[ends[1]]
-                    pulls.append((row, spot.y + spot.height / 2 - y))
+        for one, two in ties:
+            if one in own and two in known:
+                pulls.append((own[one][0], known[two] - own[one][1]))
+            elif two in own and one in known:
+                pulls.append((own[two][0], known[one] - own[two][1]))
         if pulls:
-            self._move_rows(stage, pulls)
-        return stage
+            self._move_rows(stages[number], pulls)
+            middles[number] = self._middles(stages[number])
 
     def _heights(
         self, inside: Inside, key: int, stage: Stage, place: int

@@ -40,7 +40,9 @@ class Freezing(Operators):
 
         The derivative of a first derivative along the arguments themselves, where they depend on
         something that is differentiated, is exact too, and is computed only if it is asked for.
-        Third derivatives are exact, and keep the graph of one use at a time.
+        Third derivatives are exact, and keep the graph of one use at a time; those of layer norm,
+        and of batch norm in training mode, PyTorch computes without one of their terms
+        (torch#175754), so they are refused.
 
         PyTorch: G is a module, or any function, as in `chunked`: random streams, buffers and
         attributes are for each computation what they were for the first. A kernel without forward

@@ -246,10 +246,25 @@ def third(G, z, y):
     return [g.detach(), h.detach(), k.detach(), *last]
 
 
+class PlainNorm(nn.Module):
+    """Layer normalisation by plain operations, which PyTorch differentiates rightly thrice."""
+
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def encoder_with_plain_norms():
+    model = nn.TransformerEncoder(encoder(), 2)
+    for layer in model.layers:
+        layer.norm1, layer.norm2 = PlainNorm(), PlainNorm()
+    return model
+
+
 DEEP = {
     "perceptron": NETWORKS["perceptron"],
     "conv decoder": NETWORKS["decoder"],
-    "transformer encoder": (lambda: nn.TransformerEncoder(encoder(), 2), (2, 3, 8)),
+    "transformer encoder": (encoder_with_plain_norms, (2, 3, 8)),
     "LSTM": NETWORKS["recurrent"],
 }
 
@@ -263,6 +278,19 @@ def test_third_derivatives_are_double_backwards(name, tracked):
     (z,), y = inputs(*shape, count=1)
     with sdpa_kernel(SDPBackend.MATH):
         same(third(gt.frozen(model), z, y), third(model, z, y), 1e-9)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_third_derivative_that_pytorch_gets_wrong_is_refused(tracked):
+    """Its layer norm loses a term at third order, torch#175754."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(encoder(), 2).to(D).requires_grad_(tracked)
+    (z,), y = inputs(2, 3, 8, count=1)
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        pytest.raises(GradtoolsError, match="a third derivative is taken of layer_norm"),
+    ):
+        third(gt.frozen(model), z, y)
 
 
 # --- tangents by hand -------------------------------------------------------------------------

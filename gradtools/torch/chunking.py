@@ -38,6 +38,7 @@ from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact
 from gradtools.torch.state import Snapshot
+from gradtools.torch.terms import guarded_gradients
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]  # tensors, or None
@@ -586,6 +587,8 @@ def _pulled(outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bo
         create_graph=create,
         allow_unused=True,
     )
+    if create:
+        grads = guarded_gradients("chunked or frozen", [y for y, _ in pairs], grads)
     return spread(grads, asked)
 
 

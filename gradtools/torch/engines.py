@@ -24,8 +24,15 @@ import torch.autograd.forward_ad as forward_ad
 from gradtools.backend import Evaluation, Fun
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
-from gradtools.torch.compiling import is_compiling, leaves_of, nodes_of, refuse_lost
+from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.rules import evaluated_to_push, is_inexact
+from gradtools.torch.terms import (
+    NORMALISATIONS,
+    first_of,
+    guarded_gradients,
+    guarded_tangents,
+    third,
+)
 
 Tensor = torch.Tensor
 _SPENT = "gradtools_spent"
@@ -86,7 +93,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
                 create_graph=create or forward_ad._current_level >= 0,  # else tangents go wrong
                 allow_unused=True,
             )
-        guarded = _guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
+        guarded = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
         return [g if g is None or create else _free(g) for g in guarded]
 
     def where_lost(i: int) -> list[str]:
@@ -135,7 +142,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
                     create_graph=create or forward_ad._current_level >= 0,
                     allow_unused=True,
                 )
-            found = _guarded_gradients(asked_of(fun), [p for p, _ in moved], found)
+            found = guarded_gradients(asked_of(fun), [p for p, _ in moved], found)
             found = [v if v is None or create else _free(v) for v in found]
         pushed = spread(found, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
@@ -231,105 +238,8 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     primals = [y.primal for y in unpacked]
     pushed = [torch.zeros_like(y) if t is None else t for y, t in unpacked]
     if torch.is_grad_enabled():
-        return primals, extras, _guarded_tangents(asked_of(fun), primals, pushed)
+        return primals, extras, guarded_tangents(asked_of(fun), primals, pushed)
     return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
-
-
-# --- derivatives that PyTorch would differentiate wrongly --------------------------------
-
-# Operations whose tangent may not be differentiated again: PyTorch's rules leave a term out, in
-# silence. The umbrella is torch#198017; test_torch_engine.py tells when one is mended.
-_TANGENT_IS_A_CONSTANT = {
-    "NativeLayerNormBackward0": "layer_norm (torch#196700)",
-    "NativeBatchNormBackward0": "batch_norm in training mode (torch#196699)",
-    "CudnnBatchNormBackward0": "batch_norm in training mode (torch#196699)",
-    "LinalgDetBackward0": "linalg.det (torch#192540)",
-    "LinalgSlogdetBackward0": "linalg.slogdet (torch#192540)",
-    "LinalgSolveExBackward0": "linalg.solve (torch#192540)",
-    "LinalgHouseholderProductBackward0": "linalg.householder_product (torch#198017)",
-}
-# The same in reverse mode: second derivatives are right, third ones are not.
-_TWICE_AT_MOST = {
-    "NativeLayerNormBackwardBackward0": "layer_norm (torch#175754)",
-    "NativeBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
-    "CudnnBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
-}
-_NORMALISATIONS = {k: v for k, v in _TANGENT_IS_A_CONSTANT.items() if "norm (" in v or "mode" in v}
-
-
-class _Once(torch.autograd.Function):
-    """A derivative that may be read, and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, message: str) -> Tensor:
-        ctx.message = message
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Any:
-        raise GradtoolsError(ctx.message)
-
-
-def _guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) -> list[Tensor]:
-    """The tangents; those that PyTorch would differentiate wrongly refuse it."""
-    wrong = _first_of(_TANGENT_IS_A_CONSTANT, primals) if _tracked(pushed) else None
-    if wrong is None:
-        return pushed
-    mend = (
-        "Write it by plain operations (mean, var, sqrt)"
-        if "norm" in wrong
-        else "Use linearize(f, *primals)[1], which pushes by transposing the pullback"
-    )
-    return _refusing(
-        pushed,
-        f"{asked}: the tangent is differentiated once more, but f holds {wrong}, of whose "
-        f"forward-mode rule PyTorch then leaves a term out. {mend}.",
-    )
-
-
-def _guarded_gradients(
-    asked: str, outs: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
-    """The cotangents; those of second order that PyTorch would differentiate wrongly refuse it."""
-    pushed = [g for g in grads if g is not None and _unpacked(g)[1] is not None]
-    if not pushed and not _tracked(grads):
-        return grads
-    wrong = _first_of(_TWICE_AT_MOST, outs)
-    if wrong is None:
-        return grads
-    if pushed:
-        raise GradtoolsError(_third(asked, wrong))
-    return _refusing(grads, _third(asked, wrong))
-
-
-def _third(asked: str, wrong: str) -> str:
-    return (
-        f"{asked}: a third derivative is taken of {wrong}, which PyTorch computes without one of "
-        "its terms. Write it by plain operations (mean, var, sqrt)."
-    )
-
-
-def _refusing(xs: Sequence[Tensor | None], message: str) -> Any:
-    tracked = lambda x: x is not None and x.requires_grad
-    return [_Once.apply(x, message) if tracked(x) else x for x in xs]
-
-
-def _tracked(xs: Sequence[Tensor | None]) -> list[Tensor]:
-    return [x for x in xs if x is not None and x.requires_grad]
-
-
-def _first_of(names: dict[str, str], outs: Sequence[Tensor]) -> str | None:
-    """What the graph of outs holds of these operations."""
-    for node in nodes_of(_tracked(outs)):
-        name = names.get(type(node).__name__)
-        if name is not None and _trains(node):
-            return name
-    return None
-
-
-def _trains(node: Any) -> bool:
-    """Whether a normalisation takes its statistics from its input; all others do."""
-    return bool(getattr(node, "_saved_training", getattr(node, "_saved_train", True)))
 
 
 # --- what was asked ----------------------------------------------------------------------
@@ -493,13 +403,13 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
     def paired(*xs: Tensor) -> Any:
         outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
-        found = _first_of(_NORMALISATIONS, outs) if _is_differentiated_again() else None
+        found = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
         wrong[:] = [found] if found else []
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     if wrong:
-        raise GradtoolsError(_third(asked_of(fun), wrong[0]))
+        raise GradtoolsError(third(asked_of(fun), wrong[0]))
     zeros = tuple(torch.zeros_like(y) for y in outs)
     _, push = torch.func.vjp(pull, zeros)  # type: ignore[misc]
     return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])

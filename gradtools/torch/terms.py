@@ -1,0 +1,117 @@
+"""Derivatives that PyTorch computes without one of their terms.
+
+Some of its rules may not be differentiated again: a term is left out, in silence. What they give
+is right and may be read; here it is made to refuse the derivative that would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from gradtools.errors import GradtoolsError
+from gradtools.torch.compiling import nodes_of
+
+Tensor = torch.Tensor
+
+# Operations whose tangent may not be differentiated again: PyTorch's rules leave a term out, in
+# silence. The umbrella is torch#198017; test_torch_engine.py tells when one is mended.
+_TANGENT_IS_A_CONSTANT = {
+    "NativeLayerNormBackward0": "layer_norm (torch#196700)",
+    "NativeBatchNormBackward0": "batch_norm in training mode (torch#196699)",
+    "CudnnBatchNormBackward0": "batch_norm in training mode (torch#196699)",
+    "LinalgDetBackward0": "linalg.det (torch#192540)",
+    "LinalgSlogdetBackward0": "linalg.slogdet (torch#192540)",
+    "LinalgSolveExBackward0": "linalg.solve (torch#192540)",
+    "LinalgHouseholderProductBackward0": "linalg.householder_product (torch#198017)",
+}
+# The same in reverse mode: second derivatives are right, third ones are not.
+_TWICE_AT_MOST = {
+    "NativeLayerNormBackwardBackward0": "layer_norm (torch#175754)",
+    "NativeBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
+    "CudnnBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
+}
+NORMALISATIONS = {k: v for k, v in _TANGENT_IS_A_CONSTANT.items() if "norm (" in v or "mode" in v}
+
+
+class _Once(torch.autograd.Function):
+    """A derivative that may be read, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, message: str) -> Tensor:
+        ctx.message = message
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        raise GradtoolsError(ctx.message)
+
+
+def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) -> list[Tensor]:
+    """The tangents; those that PyTorch would differentiate wrongly refuse it."""
+    wrong = first_of(_TANGENT_IS_A_CONSTANT, primals) if _tracked(pushed) else None
+    if wrong is None:
+        return pushed
+    mend = (
+        "Write it by plain operations (mean, var, sqrt)"
+        if "norm" in wrong
+        else "Use linearize(f, *primals)[1], which pushes by transposing the pullback"
+    )
+    return _refusing(
+        pushed,
+        f"{asked}: the tangent is differentiated once more, but f holds {wrong}, of whose "
+        f"forward-mode rule PyTorch then leaves a term out. {mend}.",
+    )
+
+
+def guarded_gradients(
+    asked: str, outs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """The cotangents; those of second order that PyTorch would differentiate wrongly refuse it."""
+    pushed = [g for g in grads if g is not None and _has_tangent(g)]
+    if not pushed and not _tracked(grads):
+        return grads
+    wrong = first_of(_TWICE_AT_MOST, outs)
+    if wrong is None:
+        return grads
+    if pushed:
+        raise GradtoolsError(third(asked, wrong))
+    return _refusing(grads, third(asked, wrong))
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def third(asked: str, wrong: str) -> str:
+    """What is said of a third derivative that would be wrong."""
+    return (
+        f"{asked}: a third derivative is taken of {wrong}, which PyTorch computes without one of "
+        "its terms. Write it by plain operations (mean, var, sqrt)."
+    )
+
+
+def _refusing(xs: Sequence[Tensor | None], message: str) -> Any:
+    tracked = lambda x: x is not None and x.requires_grad
+    return [_Once.apply(x, message) if tracked(x) else x for x in xs]
+
+
+def _tracked(xs: Sequence[Tensor | None]) -> list[Tensor]:
+    return [x for x in xs if x is not None and x.requires_grad]
+
+
+def first_of(names: dict[str, str], outs: Sequence[Tensor]) -> str | None:
+    """What the graph of outs holds of these operations."""
+    for node in nodes_of(_tracked(outs)):
+        name = names.get(type(node).__name__)
+        if name is not None and _trains(node):
+            return name
+    return None
+
+
+def _trains(node: Any) -> bool:
+    """Whether a normalisation takes its statistics from its input; all others do."""
+    return bool(getattr(node, "_saved_training", getattr(node, "_saved_train", True)))

@@ -286,12 +286,13 @@ def test_chunked_keeps_no_more_when_there_are_more_chunks(gt):
 def test_what_frozen_keeps_does_not_grow_with_depth(gt):
     def kept(G_of, layers):
         net, ws = network(gt, layers)
-        y, z = arrays(gt, (16,), (8, 16))
+        y, z = arrays(gt, (16,), (64, 16))
         G = G_of(lambda z: net(z, *ws))
         return saved(gt, lambda y: gt.grad(lambda z: ((y * G(z)) ** 2).sum())(z), y)
 
-    assert kept(gt.frozen, 12) == kept(gt.frozen, 2) > 0
-    assert kept(lambda G: G, 12) >= 4 * kept(lambda G: G, 2)
+    layer, weights = 64 * 16 * 4, 16 * 16 * 4  # PyTorch keeps copies of small captured arrays
+    assert 0 <= kept(gt.frozen, 12) - kept(gt.frozen, 2) <= 10 * weights
+    assert kept(lambda G: G, 12) - kept(lambda G: G, 2) >= 10 * layer
 
 
 # --- the record, and what is refused -------------------------------------------------------

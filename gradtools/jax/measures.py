@@ -138,10 +138,10 @@ class _Program:
 
         try:
             closed = jax.make_jaxpr(kept)(*self.leaves)
+            own = dict(zip(_origins(closed.jaxpr), closed.jaxpr.outvars, strict=True))
         except Exception as error:  # whatever stands in the way of a derivative is the answer
             first = str(error).strip().partition("\n")[0]
             return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
-        own = dict(zip(_origins(closed.jaxpr), closed.jaxpr.outvars, strict=True))
         made = [var for origin, var in own.items() if not isinstance(origin, int)]
         return sum(_nbytes(var.aval) for var in made), []
 

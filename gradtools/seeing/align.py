@@ -80,7 +80,7 @@ PARTS: Mapping[str, frozenset[str]] = {
         "mse_loss": f"subtract power {_MEAN} mean",
         "reciprocal": "divide power",
         "rsqrt": "sqrt divide reciprocal power",
-        "index": "compare add where clip dynamic_slice slice concatenate cast",
+        "index": "compare add where clip concatenate cast",
         "sigmoid_backward": "multiply subtract",
         "tanh_backward": "multiply subtract power",
         "threshold_backward": "where compare multiply",

@@ -51,7 +51,8 @@ def outline_of(
         alias, copies = {}, {}
     numbers = iter(range(len(flat.units), 10**9))
     columns = tuple(_frozen(flat, block, numbers) for block in blocks)
-    keys = {id(unit.node): _stand_in(alias, unit.key) for unit in flat.units if unit.node}
+    boxes = {id(unit.node): unit.key for unit in flat.units if unit.node}
+    keys = {node: _stand_in(alias, key) for node, key in (flat.ends | boxes).items()}
     return Outline(columns, _arrows(flat, alias, copies), dict(enumerate(flat.values)), title, keys)
 
 

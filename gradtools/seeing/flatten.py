@@ -69,6 +69,7 @@ class Flat:
 
     def __init__(self, graph: Graph, notes: Notes = MappingProxyType({})) -> None:
         self.notes = notes
+        self.ends: dict[int, int] = {}  # by the id of a call: the unit that ends it
         self.units: list[Unit] = []
         self.links: list[Link] = []
         self.values: list[Value] = []
@@ -202,7 +203,15 @@ class Flat:
                 for v, out in zip(node.outputs, body.graph.outputs, strict=True):
                     leaving[v] |= dict.fromkeys(inner.get(out, ()))
         made.update({v: tuple(makers) for v, makers in leaving.items()})
+        self._end(node, group)
         return group
+
+    def _end(self, node: Node, group: Group) -> None:
+        """Remembers which unit ends a call, and tells there how the call compares."""
+        units = units_of(group.children)
+        if units:
+            self.ends[id(node)] = units[-1].key
+            units[-1].note = self.notes.get(id(node), units[-1].note)
 
     @staticmethod
     def _ties(body: Body) -> list[tuple[int, int]]:

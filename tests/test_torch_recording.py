@@ -60,6 +60,7 @@ class _Busy(nn.Module):
             self.other.data.add_(1.0)
             self.large.add_(random.random() + np.random.default_rng().random())
         self.history.append(y.sum().item())
+        self.other.requires_grad_(False)
         if self.raises:
             raise ValueError("of its own")
         return y.square().sum()
@@ -67,7 +68,14 @@ class _Busy(nn.Module):
 
 def _state(net):
     tensors = [x.clone() for x in (*net.state_dict().values(), net.large)]
-    numbers = [random.getstate(), torch.get_rng_state().tolist(), net.calls, list(net.history)]
+    flags = [p.requires_grad for p in net.parameters()]
+    numbers = [
+        flags,
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+        net.calls,
+        list(net.history),
+    ]
     return tensors, numbers, net.weight.grad if net.weight.grad is None else net.weight.grad.clone()
 
 
@@ -109,6 +117,20 @@ def test_nothing_stays_watched():
     assert [dict(h) for h in hooks] == before
     assert "apply" not in vars(function._SingleLevelFunction)
     assert "__call__" not in vars(type(nn.Parameter))
+
+
+def test_runs_in_several_threads_wait_for_each_other():
+    found = {}
+
+    def look(k):
+        found[k] = [f.kind for f in gt.why_zero(lambda x: x.detach().sum() * k, X).findings]
+
+    threads = [threading.Thread(target=look, args=(k,)) for k in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {k: ["detached"] for k in range(1, 5)}
 
 
 def test_other_threads_are_not_seen():
@@ -215,8 +237,22 @@ def test_compiled_functions_are_run_as_they_are():
 
 
 def test_scripted_modules_are_joined_by_their_graph():
-    net = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.ReLU()).double())
+    net = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double())
     assert not gt.why_zero(lambda x: net(x + 3).sum(), X).findings
+
+
+def test_nodes_are_marked():
+    net = nn.Linear(3, 2).double()
+    for mark, f in {
+        "chunked": lambda x: gt.chunked(torch.sin, 2)(x),
+        "frozen": lambda x: gt.frozen(net)(x),
+        "checkpoint": lambda x: gt.checkpoint(torch.sin)(x),
+        "edited gradient": lambda x: gt.clip_gradient(x, max_norm=1.0),
+        "custom rule": lambda x: gt.straight_through(torch.round)(x),
+    }.items():
+        graph = recorded(f, X).graph
+        assert mark in {node.mark for node in graph.nodes}
+        assert dependence_matrix(graph) == [[Dependence.DIFFERENTIABLE]]
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])

@@ -1,4 +1,4 @@
-"""What a run may change besides what a snapshot holds: parameters, large tensors, `.grad`.
+"""What a run may change besides what a snapshot holds: parameters and their flags, `.grad`.
 
 They are copied when a call is about to change them, and not before: most runs change none.
 """
@@ -25,11 +25,14 @@ class Kept:
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
         self._contents: dict[int, tuple[Tensor, Tensor]] = {}
+        self._flags: list[tuple[Tensor, bool]] = []
         self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
 
     def before(self, call: RecordedCall) -> None:
         """Keeps what a call may change."""
-        if call.raw == "backward":
+        if call.raw == "requires_grad_" or call.name == "set_requires_grad":
+            self._flags += [(x, x.requires_grad) for x in call.tensors if x.is_leaf]
+        elif call.raw == "backward":
             self._keep_grads()
         elif operations.changes_in_place(call.raw, call.kwargs):
             for x in call.tensors:
@@ -48,6 +51,9 @@ class Kept:
 
     def put_back(self) -> None:
         """All of it, as it stood."""
+        for x, flag in reversed(self._flags):
+            if x.requires_grad != flag:
+                x.requires_grad_(flag)
         with torch.no_grad():
             for x, contents in self._contents.values():
                 with _unsafe_preserve_version_counter(x):

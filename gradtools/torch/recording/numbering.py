@@ -7,7 +7,7 @@ with a known tensor; else it was there before, and is captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,12 @@ class Numbering:
         """Whether autograd has another graph for a known tensor than when it got its number."""
         return x.requires_grad and edge_of(x) != self._held[id(x)]
 
+    def refresh(self, xs: Iterable[Tensor]) -> None:
+        """Known tensors whose graph autograd made anew, as it does for views of what changed."""
+        for x in xs:
+            if self.was_reconnected(x):
+                self.hold(x, self._numbers[id(x)])
+
     # --- tensors that nobody was seen to make
 
     def _meet(self, base: Tensor, x: Tensor) -> int:
@@ -122,13 +128,18 @@ class Numbering:
             self.outside += [(tag, number) for tag in sorted(tags_at(base.data_ptr()))]
 
     def _join_by_graph(self, base: Tensor, number: int) -> bool:
-        found = self.reached(base)
+        found, nodes = self.walk(base)
         if not found:
             return False
-        operation = operations.neutral_of_node(base.grad_fn)
-        name = type(base.grad_fn).__name__.partition("Backward")[0]
-        self._add(operation, name, found, [number], ((_FULL,) * len(found),), None)
+        operation, name = operations.neutral_of_node(base.grad_fn), operations.word_of(base.grad_fn)
+        node = self._add(operation, name, found, [number], ((_FULL,) * len(found),), None)
+        self.note_made(nodes, node)
         return True
+
+    def note_made(self, nodes: Iterable[Any], node: int) -> None:
+        """Notes which recorded node made nodes of autograd."""
+        for made in nodes:
+            self.made.setdefault(made, node)
 
     def _join_by_memory(self, base: Tensor, number: int) -> bool:
         """A Parameter that was made of a known tensor, or a view that was taken elsewhere."""
@@ -141,10 +152,6 @@ class Numbering:
         operation, loss = ("stop", "detached") if stopped else ("identity", None)
         self._add(operation, name, [self.of(source)], [number], ((link,),), loss)
         return True
-
-    def reached(self, out: Tensor) -> list[int]:
-        """The known values from which autograd leads to a tensor."""
-        return self.walk(out)[0]
 
     def walk(self, out: Tensor) -> tuple[list[int], list[Any]]:
         """The known values from which autograd leads to a tensor, and its nodes on the way."""

@@ -200,5 +200,10 @@ _BACKWARD = {
 
 def neutral_of_node(node: Any) -> str:
     """The neutral name of a node of autograd, such as "multiply" of MulBackward0."""
-    words = _WORDS.sub("_", type(node).__name__.partition("Backward")[0]).lower()
+    words = _WORDS.sub("_", word_of(node)).lower()
     return _BACKWARD.get(words) or neutral(words)
+
+
+def word_of(node: Any) -> str:
+    """The name of a node of autograd without what all of them have in theirs."""
+    return node.name().rpartition("::")[2].partition("Backward")[0]

@@ -78,17 +78,20 @@ class RecordedCall:
     mark: str = ""
     unruled: set[int] = field(default_factory=set)
 
-    def changed(self) -> list[Tensor]:
-        """The tensors that are other than they were."""
+    def rewritten(self) -> list[Tensor]:
+        """The tensors with other contents than they had."""
         if self.name == "set_data":
             return self.tensors[:1]
-        before = zip(self.tensors, self.versions, self.tracked, strict=True)
-        found = {
-            id(x): x
-            for x, version, tracked in before
-            if version != version_of(x) or tracked > x.requires_grad
-        }
-        return list(found.values())
+        pairs = zip(self.tensors, self.versions, strict=True)
+        return _unlike([x for x, version in pairs if version != version_of(x)])
+
+    def changed(self, numbering: Numbering) -> list[Tensor]:
+        """Those, and the tensors that have another graph than they had, or none any more."""
+        pairs = zip(self.tensors, self.tracked, strict=True)
+        others = [
+            x for x, tracked in pairs if tracked > x.requires_grad or numbering.was_reconnected(x)
+        ]
+        return _unlike([*self.rewritten(), *others])
 
     def overwritten(self) -> bool:
         """Whether what it changed was not read."""
@@ -160,6 +163,7 @@ class Recorder(TorchFunctionMode):
         with self.silent():
             raw, given = getattr(fun, "__name__", ""), list(tensors_in((args, kwargs)))
             numbers, tensors = [self.numbering.of(x) for x in given], [base_of(x) for x in given]
+            self.numbering.refresh(tensors)
             return RecordedCall(
                 raw,
                 operations.name_of(fun),
@@ -226,7 +230,7 @@ class Recorder(TorchFunctionMode):
     def write(self, call: RecordedCall, out: Any) -> None:
         """A call that makes or changes tensors."""
         numbering = self.numbering
-        changed = call.changed()
+        changed = call.changed(numbering)
         fresh = [x for x in tensors_in(out) if numbering.find(x) is None]
         if not (changed or fresh):
             return
@@ -246,10 +250,10 @@ class Recorder(TorchFunctionMode):
         if self.leavings:
             self.entries[node] = [fingerprint(x) for x in plain_hosts((call.args, call.kwargs))]
         for _, nodes in walks:
-            numbering.made.update({n: node for n in nodes if n not in numbering.made})
+            numbering.note_made(nodes, node)
         for y, number in zip(outs, numbers, strict=True):
             numbering.hold(y, number)
-        for x in changed:
+        for x in call.rewritten():
             self._update_beside(call, x, {id(t) for t in changed})
 
     def _update_beside(self, call: RecordedCall, x: Tensor, changed: set[int]) -> None:
@@ -264,7 +268,7 @@ class Recorder(TorchFunctionMode):
             nodes = self.numbering.walk(other)[1]
             links = ((_FULL, _CUT if behind else _FULL),)
             node = self.add("update", call.name, inputs, [number], links, loss)
-            self.numbering.made.update(dict.fromkeys(nodes, node))
+            self.numbering.note_made(nodes, node)
             self.numbering.hold(other, number)
 
     def _goes_back(self, call: RecordedCall) -> None:

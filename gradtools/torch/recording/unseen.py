@@ -80,17 +80,18 @@ def _ruled(recorder: Recorder, kind: Any, original: Any, args: Any, kwargs: Any)
 
 _EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")
 _MARKS = {"chunked": "chunked", "frozen": "frozen", **dict.fromkeys(_EDITS, "edited gradient")}
+_ROOMS = {"chunking": "chunked", "frozen": "frozen"}
 _OWN, _RULES = "gradtools.torch.", "gradtools.torch.rules"
 
 
 def _rule_of(kind: Any, args: Any) -> tuple[str, str]:
     """The name of a function with its own rule, and its mark."""
-    if kind.__module__ == _RULES:
-        name = getattr(getattr(args[0], "rule", None), "name", kind.__name__)
-    elif kind.__module__.startswith(_OWN):
-        name = kind.__module__.removeprefix(_OWN).replace("chunking", "chunked")
-    else:
-        name = kind.__name__
+    if not kind.__module__.startswith(_OWN):
+        return kind.__name__, "custom rule"
+    if kind.__module__ != _RULES:
+        name = _ROOMS.get(kind.__module__.removeprefix(_OWN), kind.__name__.strip("_").lower())
+        return name, _MARKS.get(name, "")
+    name = getattr(getattr(args[0], "rule", None), "name", kind.__name__)
     return name, _MARKS.get(name, "custom rule")
 
 

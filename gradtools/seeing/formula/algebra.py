@@ -210,6 +210,8 @@ def _flatten(p: _Product) -> None:
         closed = not _opens(factor, len(flat) + len(queue))
         if closed or (sums and _stays_whole(factor)):
             flat.append((factor, names))
+        elif sums and _is_scaled_whole(factor):
+            flat.append(_scale_inside(factor, names))
         else:
             sums = sums or contracts(factor)
             queue = _opened(p, factor, names) + queue
@@ -244,6 +246,20 @@ def _stays_whole(x: Expr) -> bool:
     if len(arrays) == 1 and arrays[0].op == "placeholder":
         return False
     return len(labels) > len(set(labels)) or any(not f.rank for f in x.args)
+
+
+def _is_scaled_whole(x: Expr) -> bool:
+    """Whether x is a multiple of an elementwise product that stays one matrix, maybe turned."""
+    turned = x.op == "einsum" and len(x.args) == 1 and x["coefficient"] != 1
+    return turned and _stays_whole(x.args[0])
+
+
+def _scale_inside(x: Expr, names: Labels) -> tuple[Expr, Labels]:
+    """The same with the number inside, and the axes as the inner product has them."""
+    core = x.args[0]
+    coefficient = x["coefficient"] * core["coefficient"]
+    scaled = product(core.args, core["labels"], range(core.rank), core.shape, coefficient)
+    return scaled, tuple(names[l] for l in x["labels"][0])
 
 
 def _opens(factor: Expr, others: int) -> bool:
@@ -281,6 +297,7 @@ def _gather_powers(p: _Product) -> None:
             (factor.args[0], factor["exponent"]) if factor.op == "power" else (factor, 1)
         )
         powers[base, names] = powers.get((base, names), 0) + exponent
+    _modulus_times_sign(powers)
     p.factors = []
     for (base, names), exponent in powers.items():
         if exponent == 0:
@@ -296,6 +313,21 @@ def _gather_powers(p: _Product) -> None:
         else:
             p.factors.append((raised, names))
     p.drop_sums_over_nothing(before)
+
+
+def _modulus_times_sign(powers: dict[tuple[Expr, Labels], Any]) -> None:
+    """|x| sgn(x) is x."""
+    for base, names in list(powers):
+        if base.op != "sign" or powers[base, names] != 1:
+            continue
+        size = next(
+            (b for b, n in powers if b.op == "abs" and b.args == base.args and n == names), None
+        )
+        if size is not None and powers[size, names] >= 1:
+            powers[size, names] -= 1
+            del powers[base, names]
+            x = base.args[0]
+            powers[x, names] = powers.get((x, names), 0) + 1
 
 
 def _drop_one_hots(p: _Product) -> None:

@@ -232,10 +232,17 @@ def _walk(groups: list, out: list[int]) -> list[Link] | None:
     else:
         start = next((g for g in left if len(g[1]) == 1), None)
         if start is None:
-            return None
+            return _around(left)
         left.remove(start)
         links = [(start[0], True), *_follow(left, start[1][0])]
     return links if not left else None
+
+
+def _around(left: list) -> list[Link] | None:
+    """A closed chain: the trace of a product of matrices."""
+    first = left.pop(0)
+    links = [(first[0], False), *_follow(left, first[1][1])]
+    return links if not left and len(links) > 1 else None
 
 
 def _follow(left: list, label: int) -> list[Link]:

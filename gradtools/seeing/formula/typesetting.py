@@ -7,6 +7,7 @@ where they are needed.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -97,12 +98,21 @@ def symbol(name: str) -> Written:
     return Written(letter + below(index), f"{latex}_{{{shown}}}")
 
 
+BAR = "\u0304"
+
+
+def has_bar(x: Written) -> bool:
+    """Whether a name has a bar, as cotangents have."""
+    return BAR in unicodedata.normalize("NFD", x.text)
+
+
 def accent(x: Written, mark: str, command: str) -> Written:
     """A combining mark over the letters of a name."""
-    head = re.match(r"[A-Za-zα-ωΑ-Ω]+", x.text)
-    base = head.group() if head else x.text[:1]
-    over = "\u0305" if len(base) > 1 and mark == "\u0304" else mark
-    marked = "".join(c + over for c in base) + x.text[len(base) :]
+    text = unicodedata.normalize("NFD", x.text)
+    head = re.match(r"[A-Za-zα-ωΑ-Ω]+", text)
+    base = head.group() if head else text[:1]
+    over = "\u0305" if len(base) > 1 and mark == BAR else mark
+    marked = unicodedata.normalize("NFC", "".join(c + over for c in base) + text[len(base) :])
     split = re.fullmatch(r"(.*?)((?:_\{.*\})?)", x.latex)
     stem, rest = split.groups() if split else (x.latex, "")
     return Written(marked, f"{command}{{{stem}}}{rest}")
@@ -110,7 +120,7 @@ def accent(x: Written, mark: str, command: str) -> Written:
 
 def bar(x: Written) -> Written:
     """The cotangent of x."""
-    return accent(x, "\u0304", r"\bar" if len(x.latex.split("_")[0]) < 9 else r"\overline")
+    return accent(x, BAR, r"\bar" if len(x.latex.split("_")[0]) < 9 else r"\overline")
 
 
 def low(text: str) -> str:

@@ -148,6 +148,7 @@ class Writer:
 
     def _product(self, x: Expr) -> Written:
         coefficient, factors, labels = display_factors(x, self.known, False, self.defined)
+        factors, labels = self._as_named(factors, labels)
         found = self._as_trace(x, factors, labels)
         f = Factors(coefficient, factors, labels, x)
         if found is None:
@@ -177,6 +178,17 @@ class Writer:
             yield
         finally:
             self._as_mean.discard(added)
+
+    def _as_named(self, factors: list[Expr], labels: list) -> tuple[list[Expr], list]:
+        """What is named by its transpose is read as that, its axes in that order."""
+        turned = list(factors), list(labels)
+        for k, (f, names) in enumerate(zip(factors, labels, strict=True)):
+            if f in self.turned:
+                w = self.turned[f]
+                place = dict(zip(w["labels"][0], names, strict=True))
+                turned[0][k] = w
+                turned[1][k] = tuple(place[a] for a in range(w.rank))
+        return turned
 
     def _as_trace(self, x: Expr, factors: list[Expr], labels: list) -> Written | None:
         big = [(f, n) for f, n in zip(factors, labels, strict=True) if f.rank]
@@ -270,6 +282,8 @@ class Writer:
         if found is None:
             return None
         pieces = [self._link(group, flipped) for group, flipped in found]
+        if not f.out and found[0][0][0].rank == 2:
+            return function("tr", [join(pieces, " ", " ", PRODUCT)])
         return join(pieces, " ", " ", PRODUCT)
 
     def _link(self, group: list[Expr], flipped: bool) -> Written:
@@ -332,7 +346,7 @@ class Writer:
 
         def key(entry: tuple[Expr, Any]) -> tuple:
             written = self.names.get(entry[0])
-            return (written is None, written is not None and "\u0304" not in written.text)
+            return (written is None, written is not None and not ts.has_bar(written))
 
         return sorted(arrays, key=key)
 

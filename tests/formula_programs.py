@@ -1,0 +1,199 @@
+"""Programs of which the formula is read: what people differentiate by hand, as graphs."""
+
+import numpy as np
+
+from gradtools.seeing.formula.builder import Builder
+
+
+def linear():
+    b = Builder()
+    w, x, c = b.input("W", (3, 4)), b.input("x", (4,)), b.input("b", (3,))
+    return b.graph(b("add", b("matmul", w, x), c))
+
+
+def layer():
+    b = Builder()
+    w, x, c = b.input("W", (3, 4)), b.input("X", (5, 4)), b.input("b", (3,))
+    y = b("add", b("matmul", x, b("transpose", w, permutation=(1, 0))), c)
+    return b.graph(b("sum", b("tanh", y)))
+
+
+def perceptron():
+    b = Builder()
+    x, w, c, v = b.input("X", (5, 4)), b.input("W", (4, 3)), b.input("b", (3,)), b.input("v", (3,))
+    h = b("gelu", b("add", b("matmul", x, w), c))
+    return b.graph(b("mean", b("square", b("matmul", h, v))))
+
+
+def linear_over_time():
+    """As PyTorch runs it: the leading axes are merged and split again."""
+    b = Builder()
+    x, w, c = b.input("X", (2, 5, 4)), b.input("W", (3, 4)), b.input("b", (3,))
+    flat = b("reshape", x, shape=(10, 4))
+    y = b("add", c, b("matmul", flat, b("transpose", w, permutation=(1, 0))))
+    return b.graph(b("relu", b("reshape", y, shape=(2, 5, 3))))
+
+
+def cross_entropy():
+    b = Builder()
+    z, y = b.input("Z", (5, 3)), b.input("y", (5,), "int64")
+    return b.graph(b("cross_entropy", z, y, axis=1))
+
+
+def cross_entropy_of_probabilities():
+    b = Builder()
+    z, t = b.input("z", (3,)), b.input("t", (3,))
+    return b.graph(b("negate", b("sum", b("multiply", t, b("log_softmax", z, axis=0)))))
+
+
+def squared_error():
+    b = Builder()
+    w, x, y = b.input("W", (3, 4)), b.input("X", (5, 4)), b.input("Y", (5, 3))
+    r = b("subtract", b("matmul", x, b("transpose", w, permutation=(1, 0))), y)
+    return b.graph(b("mean", b("square", r)))
+
+
+def complex_affine():
+    b = Builder()
+    w, i, c = (b.input(n, s, "complex128") for n, s in (("W", (3, 4)), ("I", (4,)), ("b", (3,))))
+    return b.graph(b("add", b("matmul", w, i), c))
+
+
+def affine_in_parts():
+    b = Builder()
+    w1, w2 = b.input("W_re", (3, 4)), b.input("W_im", (3, 4))
+    i1, i2 = b.input("I_re", (4,)), b.input("I_im", (4,))
+    c1, c2 = b.input("b_re", (3,)), b.input("b_im", (3,))
+    re = b("add", b("subtract", b("matmul", w1, i1), b("matmul", w2, i2)), c1)
+    im = b("add", b("add", b("matmul", w1, i2), b("matmul", w2, i1)), c2)
+    return b.graph(re, im)
+
+
+def modulus():
+    b = Builder()
+    z = b.input("z", (4,), "complex128")
+    return b.graph(b("sum", b("square", b("abs", z))))
+
+
+def tutorial(operation):
+    def program():
+        b = Builder()
+        x = b.input("x", (4,))
+        if operation == "cube":
+            return b.graph(b("power", x, b.number(3.0)))
+        return b.graph(b(operation, x))
+
+    return program
+
+
+def convolution():
+    b = Builder()
+    x, w = b.input("X", (2, 3, 6, 6)), b.input("W", (4, 3, 3, 3))
+    return b.graph(b("relu", b("convolution", x, w, padding=1, stride=2)))
+
+
+def layer_norm():
+    b = Builder()
+    x, g, c = b.input("X", (5, 4)), b.input("gamma", (4,)), b.input("beta", (4,))
+    return b.graph(b("layer_norm", x, g, c, axes=(1,), eps=1e-5))
+
+
+def batch_norm():
+    b = Builder()
+    x, g, c = b.input("X", (6, 4)), b.input("gamma", (4,)), b.input("beta", (4,))
+    return b.graph(b("batch_norm", x, g, c, training=True, eps=1e-5))
+
+
+def attention(*lead):
+    def program():
+        b = Builder()
+        q, k, v = (b.input(n, (*lead, 5, 4)) for n in "QKV")
+        return b.graph(b("attention", q, k, v))
+
+    return program
+
+
+def quadratic():
+    b = Builder()
+    a, x = b.input("A", (4, 4)), b.input("x", (4,))
+    return b.graph(b("multiply", b.number(0.5), b("matmul", x, b("matmul", a, x))))
+
+
+def solve():
+    b = Builder()
+    a, x = b.input("A", (3, 3)), b.input("X", (3, 2))
+    return b.graph(b("add", b("logdet", a), b("sum", b("multiply", x, b("solve", a, x)))))
+
+
+def powers():
+    b = Builder()
+    a = b.input("A", (3, 3))
+    return b.graph(b("trace", b("matmul", a, b("matmul", a, a))))
+
+
+def spectral_product():
+    b = Builder()
+    x, h = b.input("x", (8,)), b.input("h", (8,))
+    y = b("ifft", b("multiply", b("fft", x), b("fft", h)))
+    return b.graph(b("real", y))
+
+
+def cumulative():
+    b = Builder()
+    x = b.input("x", (5,))
+    return b.graph(b("sum", b("square", b("cumsum", x, axis=0))))
+
+
+def branches():
+    b = Builder()
+    x = b.input("x", (5,))
+    above = b("compare", x, b.number(0.0), relation=">")
+    return b.graph(b("where", above, b("exp", x), b("multiply", x, x)))
+
+
+def contraction():
+    b = Builder()
+    a, c, d = b.input("A", (2, 3, 4)), b.input("B", (4, 3)), b.input("d", (2,))
+    return b.graph(b("einsum", a, c, d, subscripts="ijk,kj,i->j"))
+
+
+def distances():
+    """Squared distances of all pairs of rows."""
+    b = Builder()
+    x, y = b.input("X", (5, 4)), b.input("Y", (3, 4))
+    d = b("subtract", b("reshape", x, shape=(5, 1, 4)), b("reshape", y, shape=(1, 3, 4)))
+    return b.graph(b("exp", b("negate", b("sum", b("square", d), axes=(2,)))))
+
+
+PROGRAMS = {
+    "linear": linear,
+    "layer": layer,
+    "perceptron": perceptron,
+    "linear over time": linear_over_time,
+    "cross entropy": cross_entropy,
+    "cross entropy of probabilities": cross_entropy_of_probabilities,
+    "squared error": squared_error,
+    "complex affine": complex_affine,
+    "affine in parts": affine_in_parts,
+    "modulus": modulus,
+    **{name: tutorial(name) for name in ("square", "exp", "sinh", "cube", "silu", "softplus")},
+    "layer norm": layer_norm,
+    "batch norm": batch_norm,
+    "attention": attention(),
+    "attention of heads": attention(2, 3),
+    "quadratic": quadratic,
+    "solve": solve,
+    "powers": powers,
+    "spectral product": spectral_product,
+    "cumulative": cumulative,
+    "branches": branches,
+    "contraction": contraction,
+    "distances": distances,
+}
+READING = {
+    "layer norm": {"eps": 1e-5},
+    "batch norm": {"eps": 1e-5},
+    "cross entropy": {"sizes": {"onehot": ("j", 3)}},
+}
+
+__all__ = ["PROGRAMS", "READING", "np"]

@@ -32,7 +32,7 @@ def outline_of(
     Args:
         graph: The graph.
         fold: Whether repeated parts are drawn once; None: where there are many boxes.
-        expand: Names of blocks; a repeated part that one of them names is not folded.
+        expand: Names of blocks; repeated parts one of which is named without ``*`` are not folded.
         title: What stands above the picture.
         notes: For a node, by its ``id``: how it compares with another graph's, as a tint and words.
 

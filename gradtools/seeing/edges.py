@@ -2,8 +2,8 @@
 
 A value that a later pass reads was *saved* for it. A cut is told with its reason where something
 is lost by it, as `flow.py` finds: a comparison that only makes a mask loses nothing, nor does a
-maximum that is stopped and taken off again, as inside of softmax. What is stopped on purpose in the
-user's own program is always told.
+maximum that is stopped and taken off again, as inside of softmax. Whatever else is stopped on
+purpose is told.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gradtools.seeing.graph import Dependence, Edge, Graph, Node
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _ON_PURPOSE = ("detached", "no_grad", "left_framework", "in_place_data", "rule")
+_PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squeeze")
 _MOST_STEPS = 200_000
 
 
@@ -60,12 +61,22 @@ def lost_links(graph: Graph) -> frozenset[tuple[int, int]]:
     found = set()
     for value in _asked(forward):
         found |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
+    makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:
-        if node.loss in _ON_PURPOSE and not node.bodies:
+        if node.loss in _ON_PURPOSE and not node.bodies and not _is_shift(node, makers):
             for i, strength in enumerate(strengths_of(forward, node)):
                 if strength == _CUT and graph.values[node.inputs[i]].is_inexact:
                     found.add((id(node), i))
     return frozenset(found)
+
+
+def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
+    """Whether it stops a maximum, which softmax takes off for safety and which has no effect."""
+    before: Node | None = node
+    while before is not None and len(before.inputs) and before.operation != "max":
+        through = before is node or before.operation in _PASSING
+        before = makers.get(before.inputs[0]) if through else None
+    return before is not None and before.operation == "max"
 
 
 def _forward(graph: Graph) -> Graph:

@@ -258,7 +258,9 @@ def _kind(node: Node) -> str:
 def _called(node: Node) -> str:
     """What a call is called: by the name of its function where it has one."""
     name = node.attributes.get("name")
-    return name if node.operation in _CALLS and isinstance(name, str) else node.operation
+    if node.operation in _CALLS and isinstance(name, str):
+        return name.lstrip("_") or node.operation
+    return node.operation
 
 
 def _body_name(node: Node, number: int) -> str:

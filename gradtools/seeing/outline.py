@@ -12,10 +12,10 @@ that flows one way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from gradtools.seeing.graph import Dependence, Value
 
@@ -216,8 +216,8 @@ class Outline:
 
         Args:
             depth: How many levels of blocks are open; None: as many as fit.
-            expand: Names of blocks to open in any case, and what is around them: a title or a
-                whole path such as "encoder.layers", with ``*`` for anything.
+            expand: Names of blocks to open in any case, and what is around them: a title, a path
+                such as "encoder.layers.3" or an end of it, with ``*`` for anything but a dot.
             limit: How many boxes fit, where depth is None.
 
         Returns:
@@ -226,7 +226,7 @@ class Outline:
         patterns = (expand,) if isinstance(expand, str) else tuple(expand)
         found = set(self._by_depth(depth) if depth is not None else self._fitting(limit))
         for block in self.blocks:
-            if any(matches(block, pattern) for pattern in patterns):
+            if any(_names(block, pattern) for pattern in patterns):
                 found |= {block.key, *(around.key for around in self.around(block.key))}
         return frozenset(found)
 
@@ -271,9 +271,22 @@ def _merged(key: tuple[int, int, bool], arrows: list[Arrow]) -> Arrow:
     return Arrow(key[0], key[1], values, key[2], strength, None if None in cuts else cuts[0])
 
 
-def matches(block: Block, pattern: str) -> bool:
-    """Whether a pattern names this block by its title or its path."""
-    return any(fnmatchcase(name, pattern) for name in (block.title, block.path))
+def _names(block: Block, pattern: str) -> bool:
+    return matches(block.path, pattern) or matches(block.title, pattern)
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a pattern names a path or an end of it.
+
+    ``*`` stands for anything but a dot, so "layers.*" names each layer and nothing in it.
+    """
+    ends = [path, *(path[i + 1 :] for i, letter in enumerate(path) if letter == ".")]
+    return any(_pattern(pattern).fullmatch(end) for end in ends)
+
+
+@lru_cache(maxsize=256)
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile("[^.]*".join(re.escape(part) for part in text.split("*")), re.DOTALL)
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,13 +9,13 @@ are folded only where that saves much: the query, key and value of an attention 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from gradtools.seeing.flatten import Entry, Flat, Group, Unit, units_of
+from gradtools.seeing.outline import matches
 
 _LONGEST_PERIOD = 400
 _WORTH_ALONE = 40  # boxes that must be saved where alike parts stand beside each other
@@ -105,7 +105,8 @@ class Folding:
 
     def _is_named(self, part: list[Entry]) -> bool:
         paths = {".".join(item.scope) for item in part if isinstance(item, Group)}
-        return any(fnmatchcase(path, p) for path in paths for p in self._patterns if p != "*")
+        plain = [pattern for pattern in self._patterns if "*" not in pattern]
+        return any(matches(path, pattern) for path in paths for pattern in plain)
 
     def _signature(self, item: Entry) -> int:
         if isinstance(item, Unit):

@@ -32,7 +32,10 @@ NAMES = {
         *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
     ],
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
-    "seeing": ["dependence", "why_zero", "guard_gradients", "measure"],
+    "seeing": [
+        *("dependence", "why_zero", "guard_gradients", "measure"),
+        *("gradient_graph", "graph_diff"),
+    ],
 }
 ALL = [name for names in NAMES.values() for name in names]
 FUNCTIONS = [name for name in ALL if name != "xp"]
@@ -118,6 +121,9 @@ ALONE = {
     ("torch", "kernels.py"): "fused kernels without forward mode; JAX has none",
     ("torch", "nn.py"): "the reversal layer of torch.nn",
     ("jax", "linen.py"): "the reversal layer of flax.linen",
+    ("torch", "modes.py"): "flags that choose kernels; JAX has none",
+    ("torch", "onetangent.py"): "tangents by hand where PyTorch's rules are slow",
+    ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",
     ("torch", "randomness.py"): "generators with a state; JAX has keys",
     ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",

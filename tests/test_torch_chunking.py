@@ -929,8 +929,20 @@ def test_lists_and_batches_that_f_changes_in_place(interleaved, retain):
 # --- higher orders -------------------------------------------------------------------------
 
 
-def stateful():
-    return network(nn.Dropout(0.4), nn.BatchNorm1d(4), nn.Softplus())
+def stateful(norm=nn.BatchNorm1d):
+    return network(nn.Dropout(0.4), norm(4), nn.Softplus())
+
+
+class PlainBatchNorm(nn.BatchNorm1d):
+    """By plain operations, which PyTorch differentiates rightly thrice."""
+
+    def forward(self, x):
+        mean, var = x.mean(0), x.var(0, unbiased=False)
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(x.var(0), self.momentum)
+        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
 
 
 def first_to_third(call, model, x, order):
@@ -945,16 +957,25 @@ def first_to_third(call, model, x, order):
 
 
 @pytest.mark.parametrize("retain", [0, 1, 4])
-@pytest.mark.parametrize("order", [2, 3])
-def test_double_and_third_backward_through_dropout_and_batch_norm(retain, order):
+@pytest.mark.parametrize(("order", "norm"), [(2, nn.BatchNorm1d), (3, PlainBatchNorm)])
+def test_double_and_third_backward_through_dropout_and_batch_norm(retain, order, norm):
     found = []
     for call in (plain, lambda f, x: gt.chunked(f, CHUNK, retain=retain)(x)):
-        model, x = stateful(), X.clone().requires_grad_()
+        model, x = stateful(norm), X.clone().requires_grad_()
         torch.manual_seed(1)
         grads = first_to_third(lambda x, m=model, c=call: c(m, x), model, x, order)
         found.append(([*grads, *state_of(model).values()], streams()))
     assert len(found[0][0]) > 8 * order
     assert all_same(found[1][0], found[0][0], 1e-11) and found[1][1] == found[0][1]
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+def test_a_third_derivative_of_batch_norm_is_refused(retain):
+    """PyTorch's own lacks a term, torch#186256."""
+    model, x = stateful(), X.clone().requires_grad_()
+    chunked = gt.chunked(model, CHUNK, retain=retain)
+    with pytest.raises(GradtoolsError, match="a third derivative is taken of batch_norm"):
+        first_to_third(chunked, model, x, 3)
 
 
 def test_gradgradcheck():

@@ -139,6 +139,7 @@ class Seeing(Operators):
             GradtoolsError: argnums is out of range; (on the first call) f returns no array.
 
         Example:
+            >>> import warnings
             >>> loss = gt.guard_gradients(lambda p: (p["w"] ** 2).sum())
             >>> p = {"w": gt.asarray(np.float32([3.0])), "b": gt.asarray(np.float32([1.0]))}
             >>> with warnings.catch_warnings(record=True) as caught:

@@ -83,7 +83,10 @@ def guarded_gradients(
 
 
 def _has_tangent(x: Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    beneath = torch._C._functorch.peek_interpreter_stack() is not None  # its levels are hidden
+    if beneath or forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def third(asked: str, wrong: str) -> str:

@@ -15,6 +15,8 @@ from gradtools.seeing.program import Program
 from gradtools.seeing.recording import Recording
 from gradtools.seeing.report import DependenceTable, Report
 
+_MOVED = 8  # so many leaves are moved to see whether the output depends on them: each costs runs
+
 
 class Seeing(Operators):
     """The operators that say what differentiation does, bound to one backend."""
@@ -111,7 +113,7 @@ class Seeing(Operators):
         for index in program.wrt:
             name = program.names[index]
             if any(finding.argument == name and finding.whole for finding in findings):
-                tried = recording.refusal is None
+                tried = recording.refusal is None and len(depends) < _MOVED
                 depends[name] = moves(self._backend, program, index) if tried else None
         return Report(tuple(findings), tuple(program.names[k] for k in program.wrt), depends)
 

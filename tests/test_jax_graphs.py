@@ -431,6 +431,37 @@ def test_a_vector_is_pulled_back_at_more_than_zero():
     assert found.node.operation == "multiply"
 
 
+def test_a_callback_within_a_rule_does_not_hide_a_dead_path():
+    @jax.custom_vjp
+    def ruled(x):
+        return jax.pure_callback(np.sin, x, x)
+
+    ruled.defvjp(lambda x: (ruled(x), x), lambda x, ct: (ct * jnp.cos(x),))
+    (found,) = vanished(lambda x: ruled(jax.nn.relu(x - 9)).sum())
+    assert found.node.operation == "relu"
+
+
+def test_a_leaf_beside_one_that_leaves_jax_is_looked_at_all_the_same():
+    def run(leaves):
+        x, y = leaves
+        return [jax.pure_callback(np.sin, x, x).sum() + jax.nn.relu(y - 9).sum()]
+
+    (found,) = vanishing(run, [X, X + 1], 1)
+    assert found.node.operation == "relu"
+    assert vanishing(run, [X, X + 1], 0) is None
+
+
+def test_each_leaf_has_its_own_dead_paths():
+    def run(leaves):
+        x, y, z = leaves
+        return [(jax.nn.relu(x - 9) * y).sum() * 0.0 + jnp.tanh(z * 1e4).sum()]
+
+    def found(index):
+        return [v.node.operation for v in vanishing(run, [X, X + 1, X + 2], index)]
+
+    assert (found(0), found(1), found(2)) == (["multiply"], ["multiply"], ["tanh"])
+
+
 # --- the cost ----------------------------------------------------------------------------
 
 

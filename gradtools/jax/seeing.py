@@ -82,12 +82,11 @@ _traces: WeakKeyDictionary[Any, tuple[list[Any], Traced]] = WeakKeyDictionary()
 def trace(run: Run, leaves: Sequence[Any]) -> Traced:
     """The jaxpr of a run; of the same program at the same leaves it is made once."""
     owner = getattr(run, "__self__", None)
-    if owner in _traces if owner is not None else False:
-        known, traced = _traces[owner]
-        if len(known) == len(leaves) and all(map(_is, known, leaves)):
-            return traced
-    traced = _trace(run, leaves)
-    if owner is not None:
+    if owner is None:
+        return _trace(run, leaves)
+    known, traced = _traces.get(owner, ([], None))
+    if traced is None or len(known) != len(leaves) or not all(map(_is, known, leaves)):
+        traced = _trace(run, leaves)
         _traces[owner] = list(leaves), traced
     return traced
 

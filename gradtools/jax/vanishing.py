@@ -32,8 +32,7 @@ from gradtools.seeing.flow import links_of
 from gradtools.seeing.graph import Dependence, Graph, Links, Node
 from gradtools.seeing.recording import Run, Vanished
 
-_NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
-_CALLBACKS = ("pure_callback", "io_callback")
+_NO_JVP = "callbacks do not support JVP"
 _UNROLLED = 2000  # so many equations a loop may be when it is written out
 
 
@@ -44,16 +43,34 @@ def vanishing(run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | N
         _gradients[traced] = _nonzero(traced.closed, leaves)
     if _gradients[traced][index] or not leaves[index].size:
         return None
-    return _vanished(traced.closed, leaves, index)
+    if traced not in _walks:
+        _walks[traced] = _walked(traced.closed, leaves, _gradients[traced])
+    steps, alive = _walks[traced]
+    return [found for step in steps if (found := _at(step, alive, 1 << index))]
 
 
 _gradients: WeakKeyDictionary[Traced, list[bool]] = WeakKeyDictionary()
+_walks: WeakKeyDictionary[Traced, tuple[list[_Step], list[bool]]] = WeakKeyDictionary()
 
 
 def _nonzero(closed: Any, leaves: Sequence[Any]) -> list[bool]:
     """For each leaf, whether its gradient is anything else than zeros."""
     moving = [i for i, x in enumerate(leaves) if is_inexact(x)]
+    found = [False] * len(leaves)
+    try:
+        gradients = _gradient(closed, leaves, moving)
+    except GradtoolsError as error:
+        if _NO_JVP not in str(error):
+            raise
+        for i in moving:
+            found[i] = _is_nonzero_alone(closed, leaves, i)
+        return found
+    for i, g in zip(moving, gradients, strict=True):
+        found[i] = _any(g)
+    return found
 
+
+def _gradient(closed: Any, leaves: Sequence[Any], moving: Sequence[int]) -> Sequence[Any]:
     def fun(*xs: Any) -> list[Any]:
         full = list(leaves)
         for i, x in zip(moving, xs, strict=True):
@@ -61,12 +78,17 @@ def _nonzero(closed: Any, leaves: Sequence[Any]) -> list[bool]:
         outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *full)
         return [y for y in outs if is_inexact(y)]
 
-    if tracing.uses_primitive(closed, lambda eqn: eqn.primitive.name in _CALLBACKS):
-        return [True] * len(leaves)  # what leaves JAX has no derivative, and is told as that
-    found = [False] * len(leaves)
-    for i, g in zip(moving, _pulled(fun, [leaves[i] for i in moving]), strict=True):
-        found[i] = _any(g)
-    return found
+    return _pulled(fun, [leaves[i] for i in moving])
+
+
+def _is_nonzero_alone(closed: Any, leaves: Sequence[Any], index: int) -> bool:
+    """The same of one leaf; of one that leaves JAX that is told already, and no number."""
+    try:
+        return _any(_gradient(closed, leaves, [index])[0])
+    except GradtoolsError as error:
+        if _NO_JVP not in str(error):
+            raise
+        return True
 
 
 def _pulled(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> Sequence[Any]:
@@ -97,9 +119,13 @@ def _any(x: Any) -> bool:
 # --- which operation ---------------------------------------------------------------------
 
 
-def _vanished(closed: Any, leaves: Sequence[Any], index: int) -> list[Vanished]:
+def _walked(
+    closed: Any, leaves: Sequence[Any], gradients: Sequence[bool]
+) -> tuple[list[_Step], list[bool]]:
+    """The operations on the paths of all leaves without a gradient, and which probes have one."""
     graph = graph_of(closed)
-    marked = [_Marked(x, _FULL if i == index else _NONE) for i, x in enumerate(leaves)]
+    lost = [is_inexact(x) and not found for x, found in zip(leaves, gradients, strict=True)]
+    marked = [_Marked(x, (1 << i) * lost[i]) for i, x in enumerate(leaves)]
     plan = _Walk()
     plan.run(closed, graph, marked)
 
@@ -108,16 +134,19 @@ def _vanished(closed: Any, leaves: Sequence[Any], index: int) -> list[Vanished]:
         return [y for y in outs if is_inexact(y)]
 
     cts = _pulled(fun, [jnp.zeros(x.shape, x.dtype) for x in plan.probed])
-    return [found for step in plan.steps if (found := _at(step, cts))]
+    for step in plan.steps:
+        step.given.update({k: cts[probe] for k, (probe, _) in step.results.items()})
+    alive = jnp.stack([jnp.any(ct != 0) for ct in cts]) if cts else jnp.zeros(0)
+    return plan.steps, [bool(x) for x in np.asarray(alive)]
 
 
-def _at(step: _Step, cts: Sequence[Any]) -> Vanished | None:
-    """An operation that is handed a cotangent and hands none to one of its operands."""
-    given = {k: cts[probe] for k, probe in step.results.items() if _any(cts[probe])}
-    if not given:
-        return None
-    stopped = [i for i, probe in step.operands.items() if not _any(cts[probe])]
-    if not stopped:
+def _at(step: _Step, alive: Sequence[bool], leaf: int) -> Vanished | None:
+    """An operation that is handed a cotangent and hands none to an operand on the leaf's path."""
+    given = {
+        k: step.given[k] for k, (probe, on) in step.results.items() if on & leaf and alive[probe]
+    }
+    stopped = [i for i, (probe, on) in step.operands.items() if on & leaf and not alive[probe]]
+    if not given or not stopped:
         return None
     if step.node.mark == "custom rule" and _is_always_zero(step, stopped, given):
         return Vanished(replace(step.node, loss="rule"))
@@ -160,30 +189,40 @@ def _is_always_zero(step: _Step, stopped: Sequence[int], given: dict[int, Any]) 
 
 @dataclass(frozen=True)
 class _Marked:
-    """An array, and how strongly it depends on the leaf."""
+    """An array, and the leaves, one bit each, in which it is differentiable."""
 
     array: Any
-    strength: Dependence = _NONE
+    leaves: int = 0
 
     @property
     def moves(self) -> bool:
-        return self.strength == _FULL and is_inexact(self.array)
+        return bool(self.leaves) and is_inexact(self.array)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation as it ran: its operands, and the numbers of its probes by position."""
+    """One operation as it ran.
+
+    Attributes:
+        node: Its node.
+        eqn: Its equation.
+        arrays: Its operands.
+        operands: By position the number of a probe, and the leaves on whose path it lies.
+        results: The same of its results.
+        given: The cotangents of its results.
+    """
 
     node: Node
     eqn: Any
     arrays: tuple[Any, ...]
-    operands: dict[int, int]
-    results: dict[int, int]
+    operands: dict[int, tuple[int, int]]
+    results: dict[int, tuple[int, int]]
+    given: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
 class _Walk:
-    """Runs a jaxpr beside its graph, adding probes to what depends on the leaf.
+    """Runs a jaxpr beside its graph, adding probes to what depends on one of the leaves.
 
     The first walk has none: it counts them, and remembers the operands and the branches taken.
     """
@@ -213,22 +252,25 @@ class _Walk:
     def operation(
         self, eqn: Any, node: Node, operands: Sequence[_Marked], links: Links
     ) -> list[_Marked]:
-        before = len(self.probed)
-        arrays = [self.with_probe(x) for x in operands]
-        places = [i for i, x in enumerate(operands) if x.moves]
-        positions = dict(zip(places, range(before, len(self.probed)), strict=True))
+        operands_at, arrays = self.with_probes(operands)
         outs = [
-            _Marked(y, max(map(min, row, [x.strength for x in operands]), default=_NONE))
+            _Marked(y, _leaves(row, operands))
             for y, row in zip(_bind(eqn, arrays), links, strict=False)
         ]
-        before = len(self.probed)
-        probed = [_Marked(self.with_probe(y), y.strength) for y in outs]
-        places = [k for k, y in enumerate(outs) if y.moves]
-        results = dict(zip(places, range(before, len(self.probed)), strict=True))
-        if self.probes is None and positions and results:
+        results_at, probed = self.with_probes(outs)
+        if self.probes is None and operands_at and results_at:
             kept = tuple(x.array for x in operands)
-            self.steps.append(_Step(node, eqn, kept, positions, results))
-        return probed
+            self.steps.append(_Step(node, eqn, kept, operands_at, results_at))
+        return [_Marked(y, out.leaves) for y, out in zip(probed, outs, strict=True)]
+
+    def with_probes(self, xs: Sequence[_Marked]) -> tuple[dict[int, tuple[int, int]], list[Any]]:
+        places = {}
+        arrays = []
+        for i, x in enumerate(xs):
+            if x.moves:
+                places[i] = len(self.probed), x.leaves
+            arrays.append(self.with_probe(x))
+        return places, arrays
 
     def with_probe(self, x: _Marked) -> Any:
         if not x.moves:
@@ -272,7 +314,7 @@ class _Walk:
         rounds = []
         order = range(length)[::-1] if eqn.params["reverse"] else range(length)
         for i in order:
-            rows = [_Marked(x.array[i], x.strength) for x in operands[consts + carried :]]
+            rows = [_Marked(x.array[i], x.leaves) for x in operands[consts + carried :]]
             outs = self.body(node, 0, inner, [*first, *carry, *rows])
             carry = outs[:carried]
             rounds.append(outs[carried:])
@@ -284,7 +326,18 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpo
 
 
 def _stacked(rows: Sequence[_Marked]) -> _Marked:
-    return _Marked(jnp.stack([x.array for x in rows]), max(x.strength for x in rows))
+    leaves = 0
+    for x in rows:
+        leaves |= x.leaves
+    return _Marked(jnp.stack([x.array for x in rows]), leaves)
+
+
+def _leaves(links: Sequence[Dependence], operands: Sequence[_Marked]) -> int:
+    found = 0
+    for link, x in zip(links, operands, strict=True):
+        if link == Dependence.DIFFERENTIABLE:
+            found |= x.leaves
+    return found
 
 
 def _read(env: dict[Any, _Marked], atom: Any) -> _Marked:

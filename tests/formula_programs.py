@@ -1,7 +1,5 @@
 """Programs of which the formula is read: what people differentiate by hand, as graphs."""
 
-import numpy as np
-
 from gradtools.seeing.formula.builder import Builder
 
 
@@ -165,6 +163,49 @@ def distances():
     return b.graph(b("exp", b("negate", b("sum", b("square", d), axes=(2,)))))
 
 
+def block(layers=1):
+    """Transformer blocks as PyTorch runs them: views, transposes and batched products."""
+    n, t, h, d = 2, 5, 2, 4
+    e = h * d
+    b = Builder()
+
+    def affine(x, w, size):
+        flat = b("reshape", x, shape=(n * t, b.shape(x)[-1]))
+        y = b("matmul", flat, b("transpose", w, permutation=(1, 0)))
+        return b("reshape", y, shape=(n, t, size))
+
+    def heads(x):
+        split = b("reshape", x, shape=(n, t, h, d))
+        turned = b("transpose", split, permutation=(0, 2, 1, 3))
+        return b("reshape", turned, shape=(n * h, t, d))
+
+    x = b.input("X", (n, t, e))
+    for k in range(layers):
+        wq, wk, wv, wo = (b.input(f"W{c}{k}", (e, e)) for c in "qkvo")
+        g, c = b.input(f"g{k}", (e,)), b.input(f"c{k}", (e,))
+        up, down = b.input(f"A{k}", (3 * e, e)), b.input(f"B{k}", (e, 3 * e))
+        y = b("layer_norm", x, g, c, axes=(2,), eps=1e-5)
+        q, key, v = (heads(affine(y, w, e)) for w in (wq, wk, wv))
+        s = b("matmul", q, b("transpose", key, permutation=(0, 2, 1)))
+        p = b("softmax", b("divide", s, b.number(2.0)), axis=2)
+        o = b("reshape", b("matmul", p, v), shape=(n, h, t, d))
+        o = b("reshape", b("transpose", o, permutation=(0, 2, 1, 3)), shape=(n, t, e))
+        x = b("add", x, affine(o, wo, e))
+        x = b("add", x, affine(b("gelu", affine(x, up, 3 * e)), down, e))
+    return b.graph(b("mean", b("square", x)))
+
+
+def small_convnet():
+    b = Builder()
+    x, k = b.input("X", (2, 1, 8, 8)), b.input("K", (3, 1, 3, 3))
+    c, w, t = b.input("c", (3,)), b.input("W", (4, 27)), b.input("t", (2,), "int64")
+    z = b("add", b("convolution", x, k), b("reshape", c, shape=(3, 1, 1)))
+    h = b("reshape", b("max_pool", b("relu", z), window=(2, 2)), shape=(2, 27))
+    s = b("matmul", h, b("transpose", w, permutation=(1, 0)))
+    return b.graph(b("cross_entropy", s, t, axis=1))
+
+
+LARGER = {"block": block, "two blocks": lambda: block(2), "convnet": small_convnet}
 PROGRAMS = {
     "linear": linear,
     "layer": layer,
@@ -196,4 +237,4 @@ READING = {
     "cross entropy": {"sizes": {"onehot": ("j", 3)}},
 }
 
-__all__ = ["PROGRAMS", "READING", "np"]
+__all__ = ["LARGER", "PROGRAMS", "READING", "block"]

@@ -8,6 +8,7 @@ with that of the expression it stands for. Loops are read by eye.
 
 import math
 import re
+import unicodedata
 
 import numpy as np
 
@@ -409,3 +410,25 @@ def _check_line(line, names, reading):
         assert len(set(letters)) == len(letters), f"{left}: axes {found.letters}, {letters}"
         found = Named(np.broadcast_to(_laid(found, letters), array.shape), letters)
     np.testing.assert_allclose(found.array, array, rtol=1e-9, atol=1e-11, err_msg=str(left))
+
+
+def undefined(formula):
+    """The names that are read before a line has said what they are."""
+    str(formula)
+    derived, names = formula._derived, formula._statements.writer.names
+    known = {w.text for w in derived.names.values()}
+    generated = re.compile(r"[A-Zλ]\u0304?[₀-₉]*(?![a-z])")
+    said, missing = set(known), []
+    for section in formula._statements.sections:
+        for line in section.lines:
+            text = unicodedata.normalize("NFD", line.right.text)
+            for found in map(str, generated.findall(text)):
+                name = unicodedata.normalize("NFC", found)
+                if name in {w.text for w in names.values()} and name not in said:
+                    missing.append((name, line.right.text))
+            if line.left is not None:
+                said.add(line.left.text)
+                said.update(
+                    n for n in (w.text for w in names.values()) if line.left.text.startswith(n)
+                )
+    return missing

@@ -1,9 +1,12 @@
 """What stands on the page is what is computed: the written lines are parsed and evaluated."""
 
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from formula_programs import PROGRAMS, READING
-from formula_reading import check_page
+from formula_programs import LARGER, PROGRAMS, READING, block
+from formula_reading import check_page, undefined
 
 from gradtools.seeing.formula.formula import derive
 
@@ -14,3 +17,44 @@ def test_every_written_line_has_the_value_of_what_it_stands_for(name, order):
     formula = derive(PROGRAMS[name](), order)
     point = formula.point(np.random.default_rng(1))
     assert check_page(formula, point, **READING.get(name, {})) >= 2
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", sorted({**PROGRAMS, **LARGER}))
+def test_no_name_is_read_before_it_is_said_what_it_is(name, order):
+    assert undefined(derive({**PROGRAMS, **LARGER}[name](), order)) == []
+
+
+@pytest.mark.parametrize("name", sorted(LARGER))
+def test_larger_programs_have_the_gradient_of_finite_differences(name):
+    formula = derive(LARGER[name]())
+    xs, gs, _ = formula.point(np.random.default_rng(2))
+    xs = [0.3 * x if x.dtype.kind == "f" else x for x in xs]
+    us = [np.random.default_rng(k).normal(size=x.shape) for k, x in enumerate(xs)]
+    moved = lambda h: [x + h * u if x.dtype.kind == "f" else x for x, u in zip(xs, us, strict=True)]
+    value = lambda h: formula.evaluate(moved(h), gs).outputs[0]
+    along = (value(1e-5) - value(-1e-5)) / 2e-5 * gs[0]
+    found = formula.evaluate(xs, gs).gradients
+    inner = sum(np.vdot(g, u) for g, u in zip(found, us, strict=True) if g is not None)
+    np.testing.assert_allclose(inner, along, rtol=1e-6)
+
+
+def test_twelve_blocks_are_written_in_a_few_seconds():
+    start = time.process_time()
+    text = str(derive(block(12)))
+    assert time.process_time() - start < 10
+    assert text.count("softmax") == 12
+
+
+def test_the_reader_finds_a_line_that_is_missing_and_one_that_is_wrong():
+    formula = derive(PROGRAMS["attention"]())
+    point = formula.point(np.random.default_rng(1))
+    lines = formula._written()[1].lines
+    first = lines.pop(0)
+    assert undefined(formula) != []
+    lines.insert(0, first)
+    right = lines[0].right
+    wrong = replace(right, text=right.text.replace("Vᵀ", "Kᵀ"))
+    lines[0] = replace(first, right=wrong)
+    with pytest.raises(AssertionError):
+        check_page(formula, point)

@@ -356,7 +356,6 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
     factors = sorted(factors, key=lambda f: (f[0].serial, [str(n) for n in f[1]]))
     if _has_sum(p):
         core, kept = _core(factors, p)
-        FIRST_ORDER.setdefault(core, tuple(kept.index(n) for n in p.out if n in kept))
         if coefficient == 1 and kept == p.out:
             return core
         return _einsum([(core, kept)], p.out, shape, coefficient)
@@ -367,8 +366,10 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
     return _einsum(factors, p.out, shape, coefficient)
 
 
-# The order of axes in which a contraction was first asked for: that in which it reads best.
-FIRST_ORDER: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
+# The order of axes of each contraction, by the contraction in the order of its factors, which
+# lives as long as the contraction does.
+_first_order: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_keys: weakref.WeakKeyDictionary[Expr, Expr] = weakref.WeakKeyDictionary()
 
 
 def _own_order(factors: list) -> Labels:
@@ -382,9 +383,18 @@ def _has_sum(p: _Product) -> bool:
 
 
 def _core(factors: list, p: _Product) -> tuple[Expr, Labels]:
-    """The contraction itself: no coefficient, no broadcast, its axes in order of appearance."""
+    """The contraction itself: no coefficient, no broadcast.
+
+    Its axes are in the order in which it was first asked for, which is how it reads best.
+    """
     kept = tuple(dict.fromkeys(n for _, names in factors for n in names if n in p.out))
-    return _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0), kept
+    key = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
+    wanted = tuple(kept.index(n) for n in p.out if n in kept)
+    kept = tuple(kept[a] for a in _first_order.setdefault(key, wanted))
+    core = _einsum(factors, kept, tuple(p.size[n] for n in kept), 1.0)
+    if core is not key:
+        _keys[core] = key
+    return core, kept
 
 
 def _einsum(factors: list, out: Labels, shape: tuple[int, ...], coefficient: Any) -> Expr:
@@ -873,7 +883,8 @@ def _outside(op, args, kind, attributes) -> Expr | None:
     """Transposes of one argument and reshapes of all move out of a function."""
     if len(args) == 1:
         c, factors, labels, out = parts(args[0])
-        if len(factors) == 1 and c == 1 and labels[0] != out and sorted(labels[0]) == list(out):
+        leaf = len(factors) == 1 and factors[0].op == "placeholder"
+        if leaf and c == 1 and labels[0] != out and sorted(labels[0]) == list(out):
             inner = expr(op, factors, factors[0].shape, kind, **attributes)
             return product([inner], [labels[0]], out, args[0].shape)
     plain = [a for a in args if constant_of(a) is None]

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula import control
 from gradtools.seeing.formula.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formula.lowering import LOWERINGS
 from gradtools.seeing.graph import Body, Graph, Node, Value
@@ -74,6 +73,10 @@ class Builder:
         if isinstance(x, int) and not isinstance(x, bool) and x in self._values:
             return x
         raise TypeError(f"{x!r} is no value of this builder; write a number as b.number({x!r})")
+
+    def shape(self, v: int) -> tuple[int, ...]:
+        """The shape of a value."""
+        return self._values[v].shape
 
     def number(self, value: Any) -> int:
         """A constant, of a number or an array."""
@@ -148,6 +151,3 @@ class Builder:
 def _results(graph: Graph) -> list[Expr]:
     values = [graph.values[v] for v in graph.outputs]
     return [placeholder("", v.shape, kind_of(v.dtype)) for v in values]
-
-
-__all__ = ["Builder", "control"]

@@ -21,7 +21,7 @@ def display_factors(
     x: Expr,
     named: Collection[Expr],
     entries: bool = False,
-    defined: Collection[Expr] = (),
+    defined: Defined | None = None,
 ) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
     """Coefficient, factors and labels of x, with the products among them written out.
 
@@ -57,14 +57,29 @@ def display_factors(
     return coefficient, [f for f, _ in found], [n for _, n in found]
 
 
-def _with_named(found: list[Entry], defined: Collection[Expr], x: Expr) -> list[Entry]:
-    """Several factors that are a named elementwise product are written by its name."""
-    if len(found) < 2:
+class Defined:
+    """Elementwise products that have been told, found by their factors."""
+
+    def __init__(self) -> None:
+        self._by_factor: dict[Expr, list[Expr]] = {}
+
+    def add(self, p: Expr) -> None:
+        """Keep p, if it is such a product."""
+        if p.op == "einsum" and len(p.args) > 1 and p["coefficient"] == 1 and not contracts(p):
+            self._by_factor.setdefault(p.args[0], []).append(p)
+
+    def within(self, factors: set[Expr]) -> list[Expr]:
+        """The products all factors of which are among these."""
+        found = [p for f in factors for p in self._by_factor.get(f, ())]
+        return sorted((p for p in found if factors >= set(p.args)), key=lambda p: p.serial)
+
+
+def _with_named(found: list[Entry], defined: Defined | None, x: Expr) -> list[Entry]:
+    """Several factors that are a product with a name are written by the name."""
+    if len(found) < 2 or defined is None:
         return found
-    here = {f for f, _ in found}
-    for p in defined:
-        inside = p is not x and p.op == "einsum" and len(p.args) > 1 and p["coefficient"] == 1
-        if inside and not contracts(p) and here >= set(p.args):
+    for p in defined.within({f for f, _ in found}):
+        if p is not x:
             found = _replaced(found, p) or found
     return found
 

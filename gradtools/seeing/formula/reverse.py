@@ -40,6 +40,7 @@ def adjoint(
         gathered.setdefault(out, []).append(g)
     summed: dict[Expr, Expr] = {}
     waiting = _families(values)
+    leaves = set(wrt)
     for y in reversed(values):
         if y not in active:
             continue
@@ -50,7 +51,7 @@ def adjoint(
             family.discard(y)
             if family:
                 continue
-        if y not in wrt:
+        if y not in leaves:
             _hand_on(y, summed, gathered, active)
     found = [summed[x] if x in summed else zeros(x.shape) for x in wrt]
     return found, summed

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 
 from gradtools.seeing.formula import typesetting as ts
 from gradtools.seeing.formula.algebra import (
-    FIRST_ORDER,
     constant_of,
     contracts,
     drop_axes,
     parts,
-    transpose,
 )
 from gradtools.seeing.formula.axes import Axes
 from gradtools.seeing.formula.expressions import Expr, Program, order
@@ -86,7 +84,7 @@ class Statements:
         self._bases: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._chosen: set[Expr] = set()
-        self._turned: dict[Expr, Expr] = {}
+        self._weights: dict[Expr, float] = {}
         self._name(cotangents)
 
     def write(self) -> None:
@@ -110,10 +108,7 @@ class Statements:
         for x in self.values:
             if self._deserves(x):
                 self._chosen.add(x)
-        self._turn_cores()
-        wanted = [w for x in self.values for w in (x, self._turned.get(x, x)) if w in self._chosen]
-        wanted = list(dict.fromkeys(wanted))
-        self.axes.learn(self._turned.values())
+        wanted = [x for x in self.values if x in self._chosen]
         wanted = self._with_origins(wanted, cotangents)
         origin = _origins(cotangents)
         self._bases.update(self._base(x) for x in wanted if x not in origin)
@@ -123,7 +118,6 @@ class Statements:
                 names[x] = self._free(ts.bar(names[v]))
             else:
                 names[x] = self._new(self._base(x))
-        self.writer.turned.update(self._turned)
         self._name_long()
 
     def _base(self, x: Expr) -> str:
@@ -133,30 +127,26 @@ class Statements:
         forward = x in self._forward or any(a in self._forward for a in x.args if _is_wrapper(x))
         return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"
 
-    def _turn_cores(self) -> None:
-        """A product that is only used transposed is named as it is used."""
-        for core in [x for x in self.values if x in self._chosen and x.rank > 1]:
-            order_ = FIRST_ORDER.get(core, ())
-            if len(order_) == core.rank and order_ != tuple(range(core.rank)):
-                self._turned[core] = transpose(core, order_)
-                self._chosen.remove(core)
-                self._chosen.add(self._turned[core])
-
     def _deserves(self, x: Expr) -> bool:
+        weight = self._weight(x)
         if x in self.writer.names or _is_plain(x):
             return False
-        if x.op in _SEVERAL:
-            return True
-        return self._uses[x] > 1 and self._weight(x) >= 2
+        return x.op in _SEVERAL or (self._uses[x] > 1 and weight >= 2)
 
     def _weight(self, x: Expr) -> float:
-        """How much there is to read in x, up to what has a name."""
-        if x in self.writer.names or x in self._chosen or not x.args:
-            return 0
-        inner = sum(self._weight(a) for a in x.args) if len(x.args) < 9 else 9
+        """How much there is to read in x, up to what has a name; its arguments come first."""
+        inner = sum(self._inner_weight(a) for a in x.args)
         if x.op in _LIGHT or (x.op == "einsum" and len(x.args) == 1 and not contracts(x)):
-            return inner + (0.5 if x.op in _LIGHT else 0)
-        return inner + (1 if x.op == "add" else 2)
+            found = inner + (0.5 if x.op in _LIGHT else 0)
+        else:
+            found = inner + (1 if x.op == "add" else 2) if x.args else 0
+        self._weights[x] = found
+        return found
+
+    def _inner_weight(self, a: Expr) -> float:
+        if a in self.writer.names or a in self._chosen:
+            return 0
+        return self._weights.get(a, 0)
 
     def _with_origins(self, wanted: list[Expr], cotangents: Sequence[Mapping]) -> list[Expr]:
         """What a named cotangent belongs to gets a name as well."""
@@ -195,7 +185,7 @@ class Statements:
         names = self.writer.names
         parents_whole = {a for x in self.values if _is_whole_only(x) for a in x.args}
         for x in self.values:
-            if x in names or x in self._turned or _is_plain(x):
+            if x in names or _is_plain(x):
                 continue
             try:
                 too_long = len(self.writer.whole(x).text) > _LONG
@@ -323,23 +313,29 @@ class Statements:
                 self._done.add(x)
                 self._loop(section, x, 0)
             elif self._is_named(x):
-                section.lines.append(self._named_line(x, 0))
+                section.lines.append(self._line(x, self.writer.names[x]))
                 self._define(x)
         self._roots(section)
 
     def _roots(self, section: Section) -> None:
         """The results in order, but none before what it is written with."""
-        left = list(section.roots)
+        left, needs = list(section.roots), self._needs(section)
         while left:
             waiting = {x for x, _ in left}
-            free = (e for e in left if not self._needs(e[0], waiting - {e[0]}))
+            free = (e for e in left if not needs[e[0]] & (waiting - {e[0]}))
             entry = next(free, left[0])
             left.remove(entry)
             self._emit(section, *entry)
 
-    def _needs(self, x: Expr, others: set[Expr]) -> bool:
-        named = {y for y in others if y in self.writer.names and y.op != "placeholder"}
-        return bool(named) and any(y in named for y in order([x]))
+    def _needs(self, section: Section) -> dict[Expr, frozenset[Expr]]:
+        """The named results that each result is made of."""
+        roots = {x for x, _ in section.roots}
+        reach: dict[Expr, frozenset[Expr]] = {}
+        for x in order(roots):
+            below = frozenset().union(*(reach[a] for a in x.args))
+            named = x in roots and x in self.writer.names and x.op != "placeholder"
+            reach[x] = below | {x} if named else below
+        return reach
 
     def _emit(self, section: Section, x: Expr, written: Written) -> None:
         if x.op == "scan":
@@ -353,7 +349,7 @@ class Statements:
     def _define(self, x: Expr) -> None:
         self._done.add(x)
         if x in self.writer.names:
-            self.writer.defined[x] = None
+            self.writer.define(x)
 
     def _root(self, x: Expr, written: Written) -> Line:
         own = self.writer.names.get(x)
@@ -368,17 +364,6 @@ class Statements:
         if own is not None and (own.text != written.text or x.op == "scan"):
             return Line(written, own)
         return self._line(x, written)
-
-    def _named_line(self, x: Expr, depth: int) -> Line:
-        """A line for x, or for its transpose if that has the name."""
-        w = self._turned.get(x)
-        if w is None:
-            return self._line(x, self.writer.names[x], depth)
-        self._done.add(w)
-        del self.writer.turned[x]
-        line = self._line(w, self.writer.names[w], depth)
-        self.writer.turned[x] = w
-        return line
 
     def _line(self, x: Expr, written: Written, depth: int = 0) -> Line:
         own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
@@ -409,13 +394,13 @@ class Statements:
         section.lines.append(Line(None, _head(y), depth))
         for x in order([body.outputs[k] for k in sorted(live)]):
             if x not in self._done and self._is_named(x):
-                section.lines.append(self._named_line(x, depth + 1))
+                section.lines.append(self._line(x, self.writer.names[x], depth + 1))
                 self._define(x)
         for k in sorted(live):
             self._tie_output(section, y, k, depth + 1)
 
     def _is_named(self, x: Expr) -> bool:
-        return x in self._turned or (x in self.writer.names and x.op != "placeholder")
+        return x in self.writer.names and x.op != "placeholder"
 
     def _tie_output(self, section: Section, y: Expr, k: int, depth: int) -> None:
         """An output that is called otherwise inside gets a line that says so."""

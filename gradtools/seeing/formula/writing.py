@@ -19,7 +19,13 @@ from gradtools.seeing.formula.algebra import conj, constant_of, contracts, power
 from gradtools.seeing.formula.axes import Axes, primed
 from gradtools.seeing.formula.expressions import Expr
 from gradtools.seeing.formula.functions import FUNCTIONS
-from gradtools.seeing.formula.products import Factors, chain, display_factors, summed_length
+from gradtools.seeing.formula.products import (
+    Defined,
+    Factors,
+    chain,
+    display_factors,
+    summed_length,
+)
 from gradtools.seeing.formula.typesetting import (
     ATOM,
     BIG,
@@ -49,7 +55,6 @@ class Writer:
     Attributes:
         axes: The letters of axes.
         names: What is written by a name.
-        turned: What is named by its transpose, which has the name.
         defined: What has been said already, by name.
         notes: What the reader must know about the signs that were used.
     """
@@ -57,15 +62,13 @@ class Writer:
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
-        self.turned: dict[Expr, Expr] = {}
-        self.defined: dict[Expr, None] = {}
+        self.defined = Defined()
         self.notes: dict[str, None] = {}
         self._as_mean: set[Expr] = set()
 
-    @property
-    def known(self) -> set[Expr]:
-        """What has a name, or a transpose with one."""
-        return {*self.names, *self.turned}
+    def define(self, x: Expr) -> None:
+        """Say that a line has told what x is: from here on it may stand for several factors."""
+        self.defined.add(x)
 
     # Whole arrays.
 
@@ -85,8 +88,6 @@ class Writer:
     def _whole(self, x: Expr) -> Written:
         if x in self.names:
             return self.names[x]
-        if x in self.turned:
-            return self._untransposed(x)
         constant = constant_of(x)
         if constant is not None:
             return number(constant)
@@ -101,14 +102,6 @@ class Writer:
         if x.op in _PRIMITIVES:
             return _PRIMITIVES[x.op](self, x)
         return function(x.op, [self.whole(a) for a in x.args])
-
-    def _untransposed(self, x: Expr) -> Written:
-        """What is named by its transpose."""
-        w = self.turned[x]
-        n = x.rank
-        if w["labels"][0] == (*range(n - 2), n - 1, n - 2):
-            return superscript(self.names[w], "ᵀ", r"\top")
-        raise NeedsIndices
 
     def sum_of(self, terms: list[Written]) -> Written:
         """A sum; the terms without a minus come first."""
@@ -133,7 +126,7 @@ class Writer:
             return
         for a in x.args:
             if a.op == "einsum" and constant_of(a) is None and a not in self.names:
-                _, _, labels = display_factors(a, self.known, False, self.defined)
+                _, _, labels = display_factors(a, self.names, False, self.defined)
                 if not {l for names in labels for l in names} >= set(range(x.rank)):
                     raise NeedsIndices
 
@@ -147,8 +140,7 @@ class Writer:
     # Products.
 
     def _product(self, x: Expr) -> Written:
-        coefficient, factors, labels = display_factors(x, self.known, False, self.defined)
-        factors, labels = self._as_named(factors, labels)
+        coefficient, factors, labels = display_factors(x, self.names, False, self.defined)
         found = self._as_trace(x, factors, labels)
         f = Factors(coefficient, factors, labels, x)
         if found is None:
@@ -165,7 +157,7 @@ class Writer:
         added = None
         for a, _ in f.arrays:
             count = summed_length(a)
-            if a in self.known or count < 2 or added or isinstance(f.coefficient, complex):
+            if a in self.names or count < 2 or added or isinstance(f.coefficient, complex):
                 continue
             if abs(abs(f.coefficient) * count - 1) < 1e-12:
                 added = a
@@ -178,17 +170,6 @@ class Writer:
             yield
         finally:
             self._as_mean.discard(added)
-
-    def _as_named(self, factors: list[Expr], labels: list) -> tuple[list[Expr], list]:
-        """What is named by its transpose is read as that, its axes in that order."""
-        turned = list(factors), list(labels)
-        for k, (f, names) in enumerate(zip(factors, labels, strict=True)):
-            if f in self.turned:
-                w = self.turned[f]
-                place = dict(zip(w["labels"][0], names, strict=True))
-                turned[0][k] = w
-                turned[1][k] = tuple(place[a] for a in range(w.rank))
-        return turned
 
     def _as_trace(self, x: Expr, factors: list[Expr], labels: list) -> Written | None:
         big = [(f, n) for f, n in zip(factors, labels, strict=True) if f.rank]
@@ -380,10 +361,6 @@ class Writer:
         """The entry of x at these indices."""
         if x in self.names:
             return self._indexed(self.names[x], letters)
-        if x in self.turned:
-            w = self.turned[x]
-            place = dict(zip(w["labels"][0], letters, strict=True))
-            return self._indexed(self.names[w], [place[k] for k in range(x.rank)])
         constant = constant_of(x)
         if constant is not None:
             return number(constant)
@@ -403,7 +380,7 @@ class Writer:
         return subscript(x, "".join(letters))
 
     def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
-        coefficient, factors, labels = display_factors(x, self.known, True, self.defined)
+        coefficient, factors, labels = display_factors(x, self.names, True, self.defined)
         f = Factors(coefficient, factors, labels, x)
         f.apart()
         names = dict(enumerate(letters))

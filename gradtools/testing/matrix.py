@@ -1,10 +1,10 @@
 """The scenario matrix: which operator is tried on which function, in which dtype and transform.
 
 A `Cell` is data: one operator, one program, one dtype, one transform around it, one way of passing
-arguments. All combinations would be hundreds of thousands; `cells` takes every program with every
-operator as it is, and then each further choice (dtype, transform, arguments) with every operator
-and every program, in rotation, so that each pair of choices meets. The rotation is fixed: the
-matrix is the same on every machine.
+arguments. All combinations would be hundreds of thousands. `cells` takes every program with every
+family of operators, the operators of a family by turns; then every operator with each further
+choice (dtype, transform, arguments), and each two of these choices with each other, the programs
+by turns. The turns are fixed: the matrix is the same on every machine.
 
 A combination that cannot be is not dropped in silence: it is a cell with a `reason`.
 What a cell computes, and what it is held against, stands in `trial.py`.
@@ -12,10 +12,11 @@ What a cell computes, and what it is held against, stands in `trial.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import cycle
+from itertools import count, product, zip_longest
+from typing import Any
 
 from gradtools.testing.records import Scenario, scenarios
 
@@ -30,6 +31,7 @@ class Operator:
 
     Attributes:
         name: As in the namespaces; with the mode or order in words where there are several.
+        family: Operators of one kind, which take turns over the programs.
         order: How many derivatives it takes.
         aux: Whether it knows has_aux.
         real: Whether it refuses complex arguments.
@@ -37,6 +39,7 @@ class Operator:
     """
 
     name: str
+    family: str
     order: int = 1
     aux: bool = False
     real: bool = False
@@ -44,41 +47,52 @@ class Operator:
 
 
 OPERATORS = (
-    Operator("grad", aux=True),
-    Operator("value_and_grad", aux=True),
-    Operator("vjp", aux=True),
-    Operator("jvp", aux=True),
-    Operator("linearize"),
-    Operator("jacobian, forward", real=True),
-    Operator("jacobian, reverse", real=True),
-    Operator("hvp, forward over reverse", 2),
-    Operator("hvp, reverse over reverse", 2),
-    Operator("grad of jvp", 2),
-    Operator("hessian", 2, real=True),
-    Operator("per_example_grad", batched=True),
-    Operator("minimax_value_and_grad"),
-    Operator("mixed_partial", 2),
-    Operator("reverse_gradient"),
-    Operator("reverse_gradient, twice", 2),
-    Operator("scale_gradient"),
-    Operator("scale_gradient, forward"),
-    Operator("stop_gradient"),
-    Operator("clip_gradient"),
-    Operator("transform_gradient"),
-    Operator("known_gradient"),
-    Operator("straight_through"),
-    Operator("straight_through, twice", 2),
-    Operator("custom_rule"),
-    Operator("custom_rule, twice", 2),
-    Operator("custom_rule, forward"),
-    Operator("chunked", batched=True),
-    Operator("chunked, twice", 2, batched=True),
-    Operator("microbatched", batched=True),
-    Operator("frozen"),
-    Operator("frozen, twice", 2),
-    Operator("checkpoint"),
-    Operator("checkpoint, twice", 2),
+    Operator("grad", "gradient", aux=True),
+    Operator("value_and_grad", "gradient", aux=True),
+    Operator("vjp", "gradient", aux=True),
+    Operator("jvp", "forward", aux=True),
+    Operator("linearize", "forward"),
+    Operator("jacobian, forward", "jacobian", real=True),
+    Operator("jacobian, reverse", "jacobian", real=True),
+    Operator("hvp, forward over reverse", "second order", 2),
+    Operator("hvp, reverse over reverse", "second order", 2),
+    Operator("grad of jvp", "second order", 2),
+    Operator("hessian", "second order", 2, real=True),
+    Operator("per_example_grad", "per example", batched=True),
+    Operator("minimax_value_and_grad", "game"),
+    Operator("mixed_partial", "mixed partial", 2),
+    Operator("reverse_gradient", "scaled"),
+    Operator("reverse_gradient, twice", "scaled", 2),
+    Operator("scale_gradient", "scaled"),
+    Operator("scale_gradient, forward", "scaled"),
+    Operator("stop_gradient", "scaled"),
+    Operator("clip_gradient", "edited cotangent"),
+    Operator("transform_gradient", "edited cotangent"),
+    Operator("known_gradient", "edited cotangent"),
+    Operator("straight_through", "straight through"),
+    Operator("straight_through, twice", "straight through", 2),
+    Operator("custom_rule", "own rule"),
+    Operator("custom_rule, twice", "own rule", 2),
+    Operator("custom_rule, forward", "own rule"),
+    Operator("host_function", "host function"),
+    Operator("host_function, twice", "host function", 2),
+    Operator("host_function, forward", "host function"),
+    Operator("chunked", "chunked", batched=True),
+    Operator("chunked, twice", "chunked", 2, batched=True),
+    Operator("microbatched", "accumulated", batched=True),
+    Operator("GradientAccumulator", "accumulated"),
+    Operator("frozen", "frozen"),
+    Operator("frozen, twice", "frozen", 2),
+    Operator("checkpoint", "checkpoint"),
+    Operator("checkpoint, twice", "checkpoint", 2),
 )
+GATHER = Operator("gather", "gather")
+
+
+def families() -> dict[str, tuple[Operator, ...]]:
+    """The operators by family."""
+    names = dict.fromkeys(operator.family for operator in OPERATORS)
+    return {name: tuple(o for o in OPERATORS if o.family == name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -129,31 +143,54 @@ def cells(backend: str) -> Iterator[Cell]:
 
 
 def _chosen() -> Iterator[Cell]:
-    every = programs()
-    for operator in OPERATORS:
-        for program in every:
-            yield Cell(operator, program, _own_dtype(program))
-    turns = cycle(range(len(every)))
-    for operator in OPERATORS:
-        for dtype in DTYPES[1:]:
-            for _ in range(3):
-                yield Cell(operator, _with_dtype(every, dtype, next(turns)), dtype)
-        for transform in TRANSFORMS[1:]:
-            for _ in range(4):
-                program = every[next(turns)]
-                yield Cell(operator, program, _own_dtype(program), transform)
-        for arguments in ARGUMENTS[1:]:
-            for k in range(3):
-                program = every[next(turns)]
-                transform = TRANSFORMS[0] if k else TRANSFORMS[2]
-                yield Cell(operator, program, _own_dtype(program), transform, arguments)
-    for program, operator in zip(every, cycle(OPERATORS), strict=False):
-        for transform in TRANSFORMS[1:]:
-            yield Cell(operator, program, _own_dtype(program), transform)
+    yield from _every_program_with_every_family()
+    yield from _every_operator_with_every_choice()
+    yield from _every_choice_with_every_other()
+    yield Cell(GATHER, programs()[0])
 
 
-def _own_dtype(program: Scenario) -> str:
-    return program.dtype
+def _every_program_with_every_family() -> Iterator[Cell]:
+    for i, program in enumerate(programs()):
+        for j, members in enumerate(families().values()):
+            yield Cell(members[(i + j) % len(members)], program, program.dtype)
+
+
+def _every_operator_with_every_choice() -> Iterator[Cell]:
+    turns = count()
+    for operator in OPERATORS:
+        for transform in TRANSFORMS[1:]:
+            yield _cell(operator, next(turns), transform=transform)
+        for dtype, arguments in zip_longest(DTYPES[1:], ARGUMENTS[1:], fillvalue=""):
+            yield _cell(operator, next(turns), dtype, arguments=arguments)
+
+
+def _every_choice_with_every_other() -> Iterator[Cell]:
+    """The operators that know has_aux have their turn where it is asked for."""
+    turns, aux = count(7), tuple(o for o in OPERATORS if o.aux)
+    for dtype, transform in product(DTYPES, TRANSFORMS[1:]):
+        yield _cell(_turn(OPERATORS, next(turns)), next(turns), dtype, transform)
+    for dtype, arguments in product(DTYPES, ARGUMENTS[1:]):
+        able = aux if arguments == "aux" else OPERATORS
+        yield _cell(_turn(able, next(turns)), next(turns), dtype, arguments=arguments)
+    for transform, arguments in product(TRANSFORMS[1:], ARGUMENTS[1:]):
+        able = aux if arguments == "aux" else OPERATORS
+        yield _cell(_turn(able, next(turns)), next(turns), "float64", transform, arguments)
+
+
+def _turn(among: Sequence[Any], number: int) -> Any:
+    return among[number % len(among)]
+
+
+def _cell(
+    operator: Operator,
+    number: int,
+    dtype: str = "",
+    transform: str = "eager",
+    arguments: str = "plain",
+) -> Cell:
+    """A cell whose program is next; in its own dtype unless one is asked for."""
+    program = _with_dtype(programs(), dtype, number) if dtype else _turn(programs(), number)
+    return Cell(operator, program, dtype or program.dtype, transform, arguments)
 
 
 def _with_dtype(every: tuple[Scenario, ...], dtype: str, turn: int) -> Scenario:
@@ -169,12 +206,18 @@ _LINALG = "the framework has no linear algebra in bfloat16"
 _COMPLEX = "a Jacobian of a complex function is no complex matrix; refused by name"
 
 
+_NOT_COMPILED = {
+    "frozen, twice": "PyTorch has no compiled double backward, torch#91469",
+    "chunked, twice": "dynamo loses count of functorch's levels in a compiled second derivative",
+}
 _LOSE_A_TERM = ("solve", "determinant", "log determinant")
 
 
 def _reason(cell: Cell, backend: str) -> str:
     """Why a cell cannot be, or an empty string."""
     operator, program = cell.operator, cell.program
+    if operator == GATHER:
+        return "gather needs several processes or devices; its tests start them"
     is_complex = cell.dtype.startswith("complex")
     if operator.real and is_complex:
         return _COMPLEX
@@ -182,12 +225,18 @@ def _reason(cell: Cell, backend: str) -> str:
         return "the operator has no has_aux"
     if cell.dtype == "bfloat16" and "linear algebra" in program.tags:
         return _LINALG
-    if backend == "torch" and cell.transform == "vmap" and "checkpoint" in operator.name:
+    if (
+        backend == "torch"
+        and cell.transform in ("vmap", "compile")
+        and "checkpoint" in operator.name
+    ):
         return "torch.func does not support the saved-tensor hooks of checkpoint"
     if backend == "torch" and cell.transform == "checkpoint" and operator.batched:
         return "torch.func.vmap cannot map a checkpoint (its saved-tensor hooks)"
     if backend == "torch" and cell.transform == "checkpoint" and operator.name == "grad of jvp":
         return "PyTorch's checkpoint computes again without the tangents, and says so"
+    if backend == "torch" and cell.transform == "compile" and operator.name in _NOT_COMPILED:
+        return _NOT_COMPILED[operator.name]
     if backend == "torch" and operator.name == "grad of jvp" and program.name in _LOSE_A_TERM:
         return "refused: PyTorch's forward rule loses a term when differentiated, torch#192540"
     if operator.batched and program.shape == "empty":

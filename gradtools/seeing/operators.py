@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gradtools
 from gradtools.backend import Operators
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.seeing.doctor import diagnosed, differentiated, moves, unreached
@@ -128,7 +131,8 @@ class Seeing(Operators):
 
         What is differentiated: in PyTorch every tensor that requires grad, among the arguments
         and among the parameters of the modules that f holds; where there is none, and in JAX, the
-        leaves of the arguments in argnums.
+        leaves of the arguments in argnums. Inside PyTorch's own function transforms and in
+        compiled code nothing can be observed: the check waits for the first plain call.
 
         Args:
             f: A loss; takes and returns pytrees of arrays.
@@ -177,7 +181,7 @@ class Seeing(Operators):
                 f"guard_gradients: {len(lost)} of {count} leaves {verb} not reach the output of "
                 "f:\n" + "\n".join(f"  {name}: {why}" for name, why in lost),
                 GradtoolsWarning,
-                stacklevel=3,
+                stacklevel=_frames_to_the_user(),
             )
 
     def _recorded(self, program: Program) -> Recording:
@@ -190,3 +194,12 @@ class Seeing(Operators):
                 f"{program.asked}: f raised {type(error).__name__}: {error}. It must run at the "
                 "arguments at which it is looked at."
             ) from error
+
+
+def _frames_to_the_user() -> int:
+    """How many frames above the caller the first one stands that is not gradtools' own."""
+    here = os.path.dirname(gradtools.__file__) + os.sep
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        depth, frame = depth + 1, frame.f_back
+    return depth

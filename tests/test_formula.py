@@ -394,3 +394,89 @@ def test_a_formula_that_differs_from_the_framework_is_not_shown():
     wrong = lambda xs, gs, us: ([xs[0] ** 2], [2.001 * xs[0] * gs[0]])
     with pytest.raises(GradtoolsError, match=r"x̄\[0\] is .* by automatic differentiation"):
         formula.verified(wrong)
+
+
+def counted():
+    """As JAX writes a loop with an index: the counter goes round, and reads a slice."""
+    b = Builder()
+    xs, i, a = b.input("xs", (4, 2)), b.input("i", (), "int64"), b.input("a", (2,))
+    x = b("reshape", b("dynamic_slice", xs, i, b.number(0), sizes=(1, 2)), shape=(2,))
+    return b.graph(b("add", i, b.number(1)), b("sin", b("multiply", a, x)))
+
+
+def test_a_counter_goes_round_in_a_loop_without_a_derivative():
+    b = Builder()
+    xs, a = b.input("X", (4, 2)), b.input("a0", (2,))
+    start = b("constant", value=np.int64(0))
+    _, last = b.scan(counted(), [xs], [start, a], [], 4)
+    formula = derive(b.graph(b("sum", last)), order=2)
+    values, a0 = RNG.normal(size=(4, 2)), RNG.normal(size=2)
+
+    def run(xv):
+        h = a0
+        for t in range(4):
+            h = np.sin(h * xv[t])
+        return h.sum()
+
+    u = [RNG.normal(size=(4, 2)), np.zeros(2)]
+    found = formula.evaluate([values, a0], [1.0], u)
+    np.testing.assert_allclose(found.outputs[0], run(values), rtol=1e-12)
+    slope = (run(values + 1e-5 * u[0]) - run(values - 1e-5 * u[0])) / 2e-5
+    np.testing.assert_allclose(np.vdot(found.gradients[0], u[0]), slope, rtol=1e-7)
+    assert "for t = 4, …, 1:" in str(formula)
+
+
+def test_a_loop_inside_of_a_loop_is_told_and_computed():
+    inner = cell()
+    o = Builder()
+    w, u = o.input("W", (3, 3)), o.input("U", (3, 2))
+    h, x = o.input("h", (3,)), o.input("X", (4, 2))
+    last, _ = o.scan(inner, [w, u], [h], [x], 4)
+    outer = o.graph(last)
+    b = Builder()
+    w, u = b.input("W", (3, 3)), b.input("U", (3, 2))
+    h, x = b.input("h0", (3,)), b.input("X", (2, 4, 2))
+    (last,) = b.scan(outer, [w, u], [h], [x], 2)
+    formula = derive(b.graph(last))
+    xs, gs, _ = formula.point(RNG)
+
+    def run(w, u, h, x):
+        for t in range(8):
+            h = np.tanh(w @ h + u @ x.reshape(8, 2)[t])
+        return h
+
+    us = [RNG.normal(size=v.shape) for v in xs]
+    moved = lambda s: run(*(v + s * d for v, d in zip(xs, us, strict=True)))
+    along = np.vdot(gs[0], (moved(1e-5) - moved(-1e-5)) / 2e-5)
+    found = formula.evaluate(xs, gs).gradients
+    np.testing.assert_allclose(
+        sum(np.vdot(g, d) for g, d in zip(found, us, strict=True)), along, rtol=1e-7
+    )
+    assert str(formula).count("for t =") == 2 and str(formula).count("for s =") >= 2
+
+
+def condition():
+    b = Builder()
+    n, x = b.input("n", (), "int64"), b.input("x", (2,))
+    return b.graph(b("compare", n, b.number(3), relation="<")), b.graph(
+        b("add", n, b.number(1)), b("multiply", x, b.number(2.0))
+    )
+
+
+def test_a_loop_whose_rounds_depend_on_values_is_computed_but_has_no_adjoint():
+    test, body = condition()
+    b = Builder()
+    x = b.input("x", (2,))
+    _, last = b.loop(test, body, [], [], [b("constant", value=np.int64(0)), x])
+    with pytest.raises(GradtoolsError, match="has no adjoint program"):
+        derive(b.graph(last))
+    formula = derive(b.graph(last), wrt=())
+    np.testing.assert_allclose(formula.evaluate([np.ones(2)]).outputs[0], [8.0, 8.0])
+
+
+def test_a_call_is_written_out():
+    i = Builder()
+    inner = i.graph(i("sin", i.input("x", (3,))))
+    b = Builder()
+    (y,) = b.call(inner, b.input("z", (3,)))
+    assert derive(b.graph(y)).lines(0) == ["y = sin(z)"]

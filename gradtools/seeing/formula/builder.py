@@ -127,6 +127,30 @@ class Builder:
         inner = [Body(g, tuple(range(1, len(operands) + 1))) for g in branches]
         return self._node("cond", (index, *operands), _results(branches[0]), {}, inner)
 
+    def loop(
+        self,
+        condition: Graph,
+        body: Graph,
+        condition_consts: Sequence[int],
+        body_consts: Sequence[int],
+        carries: Sequence[int],
+    ) -> tuple[int, ...]:
+        """Rounds for as long as a condition holds."""
+        first, second = len(condition_consts), len(body_consts)
+        attributes = {"condition_consts": first, "body_consts": second}
+        places = tuple(range(first + second + len(carries)))
+        inner = [
+            Body(condition, (*places[:first], *places[first + second :]), gate=True),
+            Body(body, places[first:]),
+        ]
+        inputs = (*condition_consts, *body_consts, *carries)
+        return self._node("while", inputs, _results(body), attributes, inner)
+
+    def call(self, graph: Graph, *operands: int) -> tuple[int, ...]:
+        """A program as one operation."""
+        inner = [Body(graph, tuple(range(len(operands))))]
+        return self._node("call", operands, _results(graph), {}, inner)
+
     def custom_rule(
         self, name: str, *operands: int, forward: Graph, backward: Graph, residuals: int
     ) -> tuple[int, ...]:

@@ -73,12 +73,14 @@ class Statements:
         self.writer.names.update(leaves)
         self.values = _everything([x for s in sections for x, _ in s.roots])
         self.axes.forbid(w.text for w in leaves.values() if len(w.text) == 1)
-        self.axes.forbid("t")
+        self.axes.forbid("tsrq")
         self.axes.learn(self.values)
         self._taken = {w.text for w in leaves.values()}
         self._done: set[Expr] = set()
         self._told: set[tuple] = set()
         self._stems: dict[Expr, Written] = {}
+        self._clocks: dict[tuple, str] = {}
+        self._loops: list[Expr] = []  # outer ones before those inside of them
         roots = [x for s in sections for x, _ in s.roots]
         self._uses, self._direct = _uses(self.values, roots)
         self._bases: Counter[str] = Counter()
@@ -205,11 +207,22 @@ class Statements:
 
     def _name_loops(self) -> None:
         """Names for what goes round in each loop, and for what it leaves."""
-        seen: set[tuple] = set()
-        for x in self.values:
-            if x.op == "scan" and x.family not in seen:
-                seen.add(x.family)
-                self._name_loop(x)
+        self._set_clocks([x for s in self.sections for x, _ in s.roots], "tsrq")
+        for y in self._loops:
+            self._name_loop(y)
+
+    def _set_clocks(self, roots: Sequence[Expr], letters: str) -> None:
+        """The letter of each loop's time: another one for a loop inside of a loop."""
+        for x in order(roots):
+            if x.op == "scan" and x.family not in self._clocks:
+                self._clocks[x.family] = letters[0]
+                self._loops.append(x)
+            for program in _programs(x):
+                inside = letters[1:] if x.op == "scan" and len(letters) > 1 else letters
+                self._set_clocks(program.outputs, inside)
+
+    def _clock(self, y: Expr) -> str:
+        return self._clocks[y.family]
 
     def _name_loop(self, y: Expr) -> None:
         body, consts, carries = y["body"], y["consts"], y["carries"]
@@ -218,32 +231,33 @@ class Statements:
             if k < consts:
                 names.setdefault(p, self._outer_name(a))
             elif k >= consts + carries:
-                self._time_axis(a)
-                names.setdefault(p, self._at_time(a))
+                self._time_axis(a, self._clock(y))
+                names.setdefault(p, self._at_time(a, self._clock(y)))
         for k in range(carries):
             self._name_carry(y, k, outer.get(k))
         for k, out in outer.items():
             if k >= carries:
-                self._time_axis(out)
+                self._time_axis(out, self._clock(y))
                 self._name_stacked(y, k, out)
 
-    def _at_time(self, a: Expr) -> Written:
+    def _at_time(self, a: Expr, t: str) -> Written:
         """One slice of what a loop goes over."""
         used = {l for names in parts(a)[2] for l in names}
         if 0 not in used and a.rank:
             return self._outer_name(drop_axes(a, range(1, a.rank)))
         name = self._outer_name(a)
-        return name if ts.low("t") in name.text else ts.subscript(name, "t")
+        return name if ts.low(t) in name.text else ts.subscript(name, t)
 
-    def _time_axis(self, x: Expr) -> None:
-        self.axes.fix(x, 0, "t")
+    def _time_axis(self, x: Expr, t: str) -> None:
+        self.axes.fix(x, 0, t)
 
     def _name_carry(self, y: Expr, k: int, out: Expr | None) -> None:
         body, names = y["body"], self.writer.names
         p, after = body.inputs[y["consts"] + k], body.outputs[k]
         base = self._carry_base(p)
         self._stems[p] = base
-        early, late = ("t", "t-1") if y["reverse"] else ("t-1", "t")
+        t = self._clock(y)
+        early, late = (t, f"{t}-1") if y["reverse"] else (f"{t}-1", t)
         names.setdefault(p, ts.subscript(base, early))
         if not _is_plain(after):
             names.setdefault(after, ts.subscript(base, late))
@@ -258,12 +272,13 @@ class Statements:
         name = ts.symbol(p["name"]) if p["name"] else None
         if name is not None and name.text not in self._taken:
             self._taken.add(name.text)
+            self.axes.forbid([name.text])
             return name
         return self._new("g" if owner is not None else "h")
 
     def _name_stacked(self, y: Expr, k: int, out: Expr) -> None:
         """What each round gives: called as a whole and, within the loop, at its time."""
-        names, inner = self.writer.names, y["body"].outputs[k]
+        names, inner, t = self.writer.names, y["body"].outputs[k], self._clock(y)
         if inner in y["body"].inputs:
             return
         told = y["tells"][k - y["carries"]] if k - y["carries"] < len(y["tells"]) else None
@@ -273,11 +288,11 @@ class Statements:
         elif carried < y["carries"]:
             stem = self._stems[y["body"].inputs[y["consts"] + carried]]
         elif told is not None and told in names:
-            timed = ts.low("t") in names[told].text
-            stem = names[told] if timed else ts.subscript(names[told], "t")
+            timed = ts.low(t) in names[told].text
+            stem = names[told] if timed else ts.subscript(names[told], t)
             stem = ts.bar(stem)
             if stem.text in self._taken | {w.text for w in names.values()}:
-                stem = ts.subscript(self._new("T"), "t")
+                stem = ts.subscript(self._new("T"), t)
             self._taken.add(stem.text)
             names[out] = names[inner] = stem
             return
@@ -285,7 +300,7 @@ class Statements:
             stem = self._new("y")
         names.setdefault(out, stem)
         if not _is_plain(inner):
-            names.setdefault(inner, ts.subscript(stem, "t"))
+            names.setdefault(inner, ts.subscript(stem, t))
 
     def _outputs(self, y: Expr) -> dict[int, Expr]:
         return {x["output"]: x for x in self.values if x.op == y.op and x.family == y.family}
@@ -341,7 +356,8 @@ class Statements:
         if x.op == "scan":
             self._loop(section, x, 0)
         line = self._root(x, written)
-        told = x.op == "scan" and line.right.text in (written.text, written.text + ts.low("t"))
+        timed = {written.text, written.text + ts.low(self._clocks.get(x.family, "t"))}
+        told = x.op == "scan" and line.right.text in timed
         if not told and line.left is not None and line.left.text != line.right.text:
             section.lines.append(line)
         self._define(x)
@@ -391,9 +407,11 @@ class Statements:
                 start = self.writer.whole(y.args[consts + k])
                 if left.text != start.text:
                     section.lines.append(Line(left, start, depth))
-        section.lines.append(Line(None, _head(y), depth))
+        section.lines.append(Line(None, _head(y, self._clock(y)), depth))
         for x in order([body.outputs[k] for k in sorted(live)]):
-            if x not in self._done and self._is_named(x):
+            if x.op == "scan":
+                self._loop(section, x, depth + 1)
+            elif x not in self._done and self._is_named(x):
                 section.lines.append(self._line(x, self.writer.names[x], depth + 1))
                 self._define(x)
         for k in sorted(live):
@@ -404,14 +422,14 @@ class Statements:
 
     def _tie_output(self, section: Section, y: Expr, k: int, depth: int) -> None:
         """An output that is called otherwise inside gets a line that says so."""
-        out, carries = y["body"].outputs[k], y["carries"]
+        out, carries, t = y["body"].outputs[k], y["carries"], self._clock(y)
         if k < carries:
             stem = self._stems[y["body"].inputs[y["consts"] + k]]
-            wanted = ts.subscript(stem, "t-1" if y["reverse"] else "t")
+            wanted = ts.subscript(stem, f"{t}-1" if y["reverse"] else t)
         else:
             outer = self.writer.names[self._outputs(y)[k]]
-            timed = outer.text.endswith(ts.low("t"))
-            wanted = outer if timed else ts.subscript(outer, "t")
+            timed = outer.text.endswith(ts.low(t))
+            wanted = outer if timed else ts.subscript(outer, t)
         found = self.writer.whole(out)
         if found.text != wanted.text:
             section.lines.append(Line(wanted, found, depth))
@@ -436,10 +454,12 @@ def _last(y: Expr) -> str:
     return "0" if y["reverse"] else str(y["length"])
 
 
-def _head(y: Expr) -> Written:
+def _head(y: Expr, t: str) -> Written:
     n = y["length"]
     first, last = (n, 1) if y["reverse"] else (1, n)
-    return Written(f"for t = {first}, …, {last}:", rf"\text{{for }} t = {first}, \dots, {last}:")
+    return Written(
+        f"for {t} = {first}, …, {last}:", rf"\text{{for }} {t} = {first}, \dots, {last}:"
+    )
 
 
 _LIGHT = {

@@ -254,7 +254,7 @@ class Statements:
     def _name_carry(self, y: Expr, k: int, out: Expr | None) -> None:
         body, names = y["body"], self.writer.names
         p, after = body.inputs[y["consts"] + k], body.outputs[k]
-        base = self._carry_base(p)
+        base = self._stems.get(p) or self._carry_base(p)
         self._stems[p] = base
         t = self._clock(y)
         early, late = (t, f"{t}-1") if y["reverse"] else (f"{t}-1", t)
@@ -369,9 +369,9 @@ class Statements:
 
     def _root(self, x: Expr, written: Written) -> Line:
         own = self.writer.names.get(x)
-        if x.op == "scan" and x["output"] < x["carries"]:
-            stem = self._stems[x["body"].inputs[x["consts"] + x["output"]]]
-            return Line(written, ts.subscript(stem, _last(x)))
+        left = self._at_end(x)
+        if left is not None:
+            return Line(written, left)
         if x.op == "ruled" and x not in self._done:
             inner = x.args[x["output"]]
             if self.writer.names.get(inner) is own and inner not in self._done:
@@ -400,14 +400,16 @@ class Statements:
         self._told.add(y.family)
         body, consts, carries = y["body"], y["consts"], y["carries"]
         live = self._live(y)
+        before = len(section.lines)
         for k in sorted(live):
             if k < carries:
                 stem = self._stems[body.inputs[consts + k]]
                 left = ts.subscript(stem, str(y["length"]) if y["reverse"] else "0")
-                start = self.writer.whole(y.args[consts + k])
-                if left.text != start.text:
-                    section.lines.append(Line(left, start, depth))
+                first = self.writer.whole(y.args[consts + k])
+                if left.text != first.text:
+                    section.lines.append(Line(left, first, depth))
         section.lines.append(Line(None, _head(y, self._clock(y)), depth))
+        start = len(section.lines)
         for x in order([body.outputs[k] for k in sorted(live)]):
             if x.op == "scan":
                 self._loop(section, x, depth + 1)
@@ -416,6 +418,14 @@ class Statements:
                 self._define(x)
         for k in sorted(live):
             self._tie_output(section, y, k, depth + 1)
+        if len(section.lines) == start:  # the same rounds have been told before
+            del section.lines[before:]
+
+    def _at_end(self, x: Expr) -> Written | None:
+        """What goes round in a loop, as it leaves it."""
+        if x.op != "scan" or x["output"] >= x["carries"]:
+            return None
+        return ts.subscript(self._stems[x["body"].inputs[x["consts"] + x["output"]]], _last(x))
 
     def _is_named(self, x: Expr) -> bool:
         return x in self.writer.names and x.op != "placeholder"
@@ -430,7 +440,7 @@ class Statements:
             outer = self.writer.names[self._outputs(y)[k]]
             timed = outer.text.endswith(ts.low(t))
             wanted = outer if timed else ts.subscript(outer, t)
-        found = self.writer.whole(out)
+        found = self._at_end(out) or self.writer.whole(out)
         if found.text != wanted.text:
             section.lines.append(Line(wanted, found, depth))
 

@@ -22,6 +22,7 @@ from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.graph import Dependence
 from gradtools.seeing.program import Program
 from gradtools.torch.backend import TorchBackend
+from gradtools.torch.recording import refusals
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
@@ -298,6 +299,15 @@ def test_the_corpus_covers_every_kind():
     assert set(KINDS) - covered == {"host_number", "cancelled"}
     partial = {cause.kind for cause in CAUSES if not cause.whole}
     assert partial >= {"detached", "left_framework", "discrete", "zero_derivative"}
+
+
+def test_every_refusal_of_pytorch_is_in_the_corpus():
+    texts = set()
+    for cause in CAUSES:
+        program = Program(BACKEND, "test", cause.f, cause.args, {}, (0,))
+        found = BACKEND.record(program.run, program.leaves, program.names).refusal
+        texts |= {part for part in refusals.KINDS if found and part in found.message}
+    assert texts == set(refusals.KINDS)
 
 
 def test_a_number_as_the_result_is_a_finding():

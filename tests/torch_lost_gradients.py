@@ -519,6 +519,52 @@ def a_view_changed_in_place(x):
     return x.sum()
 
 
+@lost("in_place_data")
+def changed_after_it_was_saved(x):
+    y = x.exp()
+    z = y.square().sum()
+    y.add_(1)
+    (g,) = torch.autograd.grad(z, x, create_graph=True)  # <- here
+    return g.sum()
+
+
+# --- refused on the way ------------------------------------------------------------------
+
+
+@lost("detached")
+def refused_copy(x):
+    y = copy.deepcopy(x * 2)  # <- here
+    return y.sum()
+
+
+@lost("detached")
+def inner_gradient_of_what_is_detached(x):
+    (g,) = torch.autograd.grad((x.detach() ** 2).sum(), x)  # <- here
+    return g.sum()
+
+
+@lost("unused")
+def inner_gradient_of_something_else(x):
+    w = torch.ones(3, requires_grad=True)
+    (g,) = torch.autograd.grad((w**2).sum(), x)  # <- here
+    return g.sum()
+
+
+@lost("no_grad")
+def inference_tensor_changed(x):
+    with torch.inference_mode():
+        y = torch.zeros(3, dtype=torch.float64)
+    y.add_(x)  # <- here
+    return y.sum()
+
+
+@lost("no_grad")
+def inference_tensor_that_should_require_grad(x):
+    with torch.inference_mode():
+        y = x * 2
+    return y.requires_grad_().sum()  # <- here
+
+
 # --- rules -------------------------------------------------------------------------------
 
 

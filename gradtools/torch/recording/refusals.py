@@ -1,12 +1,12 @@
 """The errors with which PyTorch itself refuses to lose a gradient, and the kinds of loss they are.
 
-An error is known by a part of its text; `test_torch_lost_gradients.py` raises each, so that a new
-wording is noticed.
+An error is known by a part of its text; the corpus `tests/torch_lost_gradients.py` raises each,
+so that a new wording is noticed.
 """
 
 from __future__ import annotations
 
-_KINDS = {
+KINDS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
     "Can't export tensors that require gradient": "left_framework",
     "only integer tensors of a single element can be converted to an index": "integer_cast",
@@ -14,12 +14,11 @@ _KINDS = {
     "a view of a leaf Variable that requires grad is being used in an in-place": "in_place_data",
     "modified by an inplace operation": "in_place_data",
     "only Tensors of floating point": "integer_cast",
-    "Only Tensors of floating point": "integer_cast",
     "Only Tensors created explicitly by the user": "detached",
     "Inference tensors cannot be saved for backward": "no_grad",
     "Inplace update to inference tensor outside InferenceMode": "no_grad",
     "Setting requires_grad=True on inference tensor": "no_grad",
-    "One of the differentiated Tensors appears to not have been used in the graph": "unused",
+    "appears to not have been used in the graph": "unused",
     "does not require grad and does not have a grad_fn": "detached",
 }
 
@@ -29,4 +28,4 @@ def refusal_of(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError | TypeError | ValueError | BufferError):
         return None
     text = str(error)
-    return next((kind for part, kind in _KINDS.items() if part in text), None)
+    return next((kind for part, kind in KINDS.items() if part in text), None)

@@ -17,7 +17,8 @@ from gradtools.seeing.formula.expressions import (
     order,
 )
 from gradtools.seeing.formula.functions import FUNCTIONS
-from gradtools.seeing.formula.primitives import MULTIPLE, PRIMITIVES
+from gradtools.seeing.formula.making import MULTIPLE
+from gradtools.seeing.formula.primitives import PRIMITIVES
 
 DTYPES = {"real": np.float64, COMPLEX: np.complex128, INTEGER: np.int64, BOOLEAN: np.bool_}
 

@@ -1,4 +1,4 @@
-"""Shapes, indexing, reductions and contractions of the vocabulary, in terms of the primitives."""
+"""Shapes, indexing, reductions and contractions of the vocabulary, in terms of the making."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formula import algebra, primitives
+from gradtools.seeing.formula import algebra, making
 from gradtools.seeing.formula.algebra import (
     array,
     broadcast,
@@ -42,7 +42,7 @@ def _kept(result: Expr, axes: Sequence[int], keep: bool) -> Expr:
 
 
 def _stack(*xs: Expr, axis: int) -> Expr:
-    return primitives.concatenate([unsqueeze(x, [axis]) for x in xs], axis)
+    return making.concatenate([unsqueeze(x, [axis]) for x in xs], axis)
 
 
 def _split(x: Expr, sizes: Sequence[int], axis: int) -> list[Expr]:
@@ -50,7 +50,7 @@ def _split(x: Expr, sizes: Sequence[int], axis: int) -> list[Expr]:
     for size in sizes:
         start, limit = [0] * x.rank, list(x.shape)
         start[axis], limit[axis] = place, place + size
-        found.append(primitives.cut(x, start, limit))
+        found.append(making.cut(x, start, limit))
         place += size
     return found
 
@@ -58,19 +58,19 @@ def _split(x: Expr, sizes: Sequence[int], axis: int) -> list[Expr]:
 def _slice(x: Expr, start: Any, limit: Any, stride: Any = None) -> Expr:
     limit = [min(b, n) for b, n in zip(limit, x.shape, strict=True)]
     limit = [max(a, b) for a, b in zip(start, limit, strict=True)]
-    return primitives.cut(x, start, limit, stride)
+    return making.cut(x, start, limit, stride)
 
 
 def _pad(x: Expr, low: Any, high: Any, interior: Any = None, value: Any = 0) -> Expr:
     interior = tuple(interior or (0,) * x.rank)
     grow = lambda ns: [max(n, 0) for n in ns]
-    padded = primitives.pad(x, grow(low), grow(high), interior)
+    padded = making.pad(x, grow(low), grow(high), interior)
     if value != 0:
         outside = 1 - _where_padded(x, padded, low, interior)
         padded = plus(padded, times(array(outside), algebra.number(value)))
     start = [max(-a, 0) for a in low]
     limit = [n - max(-b, 0) for n, b in zip(padded.shape, high, strict=True)]
-    return primitives.cut(padded, start, limit)
+    return making.cut(padded, start, limit)
 
 
 def _where_padded(x: Expr, padded: Expr, low: Any, interior: Any) -> np.ndarray:
@@ -91,23 +91,23 @@ def _diagonal(x: Expr, offset: int = 0, axes: Any = None) -> Expr:
     start, limit = [0] * x.rank, list(x.shape)
     start[first], limit[first] = a, a + length
     start[second], limit[second] = b, b + length
-    square = primitives.cut(x, start, limit)
+    square = making.cut(x, start, limit)
     labels = ["d" if k in (first, second) else k for k in range(x.rank)]
     left = [k for k in range(x.rank) if k not in (first, second)]
     return product([square], [labels], [*left, "d"], [*(x.shape[k] for k in left), length])
 
 
 def _diagonal_matrix(x: Expr, offset: int = 0) -> Expr:
-    square = primitives.diagonal_matrix(x)
+    square = making.diagonal_matrix(x)
     if not offset:
         return square
     a, b = max(-offset, 0), max(offset, 0)
     lead = (0,) * (x.rank - 1)
-    return primitives.pad(square, (*lead, a, b), (*lead, b, a))
+    return making.pad(square, (*lead, a, b), (*lead, b, a))
 
 
 def _triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
-    return primitives.triangle(x, bool(upper), int(offset))
+    return making.triangle(x, bool(upper), int(offset))
 
 
 # Indexing.
@@ -115,7 +115,7 @@ def _triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
 
 def _index(x: Expr, *indices: Expr, axes: Sequence[int]) -> Expr:
     found = _index_of_rows(x, indices, tuple(axes))
-    return primitives.index(x, indices, tuple(axes)) if found is None else found
+    return making.index(x, indices, tuple(axes)) if found is None else found
 
 
 def _index_of_rows(x: Expr, indices: Sequence[Expr], axes: tuple) -> Expr | None:
@@ -131,7 +131,7 @@ def _index_of_rows(x: Expr, indices: Sequence[Expr], axes: tuple) -> Expr | None
 def _picked(x: Expr, i: Expr) -> Expr:
     """The entry at i of the last axis, for each of the others."""
     labels = tuple(range(x.rank))
-    return product([x, primitives.one_hot(i, x.shape[-1])], [labels, labels], labels[:-1], i.shape)
+    return product([x, making.one_hot(i, x.shape[-1])], [labels, labels], labels[:-1], i.shape)
 
 
 def _counts(i: Expr, n: int) -> bool:
@@ -147,7 +147,7 @@ def _take_along(x: Expr, i: Expr, axis: int) -> Expr:
     """One entry of the last axis is picked by a one-hot factor; others are taken."""
     if axis == x.rank - 1 and i.shape[axis] == 1 and i.shape[:-1] == x.shape[:-1] and x.rank > 1:
         return unsqueeze(_picked(x, reshape(i, i.shape[:-1])), [axis])
-    return primitives.take_along(x, i, axis)
+    return making.take_along(x, i, axis)
 
 
 def _scatter(x: Expr, u: Expr, *indices: Expr, axes: Any, mode: str) -> Expr:
@@ -155,20 +155,20 @@ def _scatter(x: Expr, u: Expr, *indices: Expr, axes: Any, mode: str) -> Expr:
     rest = tuple(n for a, n in enumerate(x.shape) if a not in axes)
     u = broadcast(u, (*lead, *rest))
     if mode == "add":
-        return plus(x, primitives.index_add(u, indices, tuple(axes), x.shape))
+        return plus(x, making.index_add(u, indices, tuple(axes), x.shape))
     if mode == "set":
-        return primitives.index_set(x, u, indices, tuple(axes))
+        return making.index_set(x, u, indices, tuple(axes))
     raise GradtoolsError(f"formula: scatter knows the modes 'add' and 'set', not {mode!r}")
 
 
 def _scatter_along(x: Expr, i: Expr, u: Expr, axis: int, mode: str) -> Expr:
     u = broadcast(u, i.shape)
     if mode == "set":
-        return primitives.along_set(x, i, u, axis)
+        return making.along_set(x, i, u, axis)
     if mode == "add" and all(
         n == m for a, (n, m) in enumerate(zip(x.shape, i.shape, strict=True)) if a != axis
     ):
-        return plus(x, primitives.put_along(u, i, axis, x.shape[axis]))
+        return plus(x, making.put_along(u, i, axis, x.shape[axis]))
     raise GradtoolsError(
         f"formula: scatter_along knows the modes 'add' (with indices as long as x on the other "
         f"axes) and 'set', not {mode!r} with x {x.shape} and indices {i.shape}"
@@ -176,19 +176,19 @@ def _scatter_along(x: Expr, i: Expr, u: Expr, axis: int, mode: str) -> Expr:
 
 
 def _argsort(x: Expr, axis: int, descending: bool = False) -> Expr:
-    return primitives.along("argsort", x, axis, INTEGER, descending=bool(descending))
+    return making.along("argsort", x, axis, INTEGER, descending=bool(descending))
 
 
 def _sort(x: Expr, axis: int, descending: bool = False) -> list[Expr]:
     i = _argsort(x, axis, descending)
-    return [primitives.take_along(x, i, axis), i]
+    return [making.take_along(x, i, axis), i]
 
 
 def _topk(x: Expr, k: int, axis: int, largest: bool = True) -> list[Expr]:
     i = _argsort(x, axis, largest)
     limit = [k if a == axis else n for a, n in enumerate(x.shape)]
-    i = primitives.cut(i, [0] * x.rank, limit)
-    return [primitives.take_along(x, i, axis), i]
+    i = making.cut(i, [0] * x.rank, limit)
+    return [making.take_along(x, i, axis), i]
 
 
 # Reductions.
@@ -199,7 +199,7 @@ def _reduction(name: str, kind: str | None = None) -> Lowering:
         axes = _all_axes(x, axes)
         if not axes:
             return x
-        return _kept(primitives.reduced(name, x, axes, kind), axes, keep)
+        return _kept(making.reduced(name, x, axes, kind), axes, keep)
 
     return lowered
 
@@ -216,23 +216,23 @@ def _argmax(x: Expr, axis: int, keep: bool = False) -> Expr:
 
 def _variance(x: Expr, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
     axes = _all_axes(x, axes)
-    return _kept(primitives.variance(x, axes, float(correction)), axes, keep)
+    return _kept(making.variance(x, axes, float(correction)), axes, keep)
 
 
 def _deviation(
     x: Expr, axes: Any = None, correction: float = 0, keep: bool = False, eps: float = 0.0
 ) -> Expr:
     axes = _all_axes(x, axes)
-    return _kept(primitives.deviation(x, axes, float(eps), float(correction)), axes, keep)
+    return _kept(making.deviation(x, axes, float(eps), float(correction)), axes, keep)
 
 
 def _norm(x: Expr, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
     axes = _all_axes(x, axes)
     size = apply("abs", x)
     if ord == 2:
-        result = primitives.norm(x, axes)
+        result = making.norm(x, axes)
     elif ord == np.inf:
-        result = primitives.reduced("max", size, axes)
+        result = making.reduced("max", size, axes)
     elif ord == 1:
         result = total(size, axes)
     else:
@@ -241,14 +241,14 @@ def _norm(x: Expr, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
 
 
 def _cumulative(name: str) -> Lowering:
-    return lambda x, axis, reverse=False: primitives.along(name, x, axis, reverse=bool(reverse))
+    return lambda x, axis, reverse=False: making.along(name, x, axis, reverse=bool(reverse))
 
 
 def _cumulative_extreme(sign: float) -> Lowering:
     def lowered(x: Expr, axis: int, reverse: bool = False) -> Expr:
         signed = x if sign > 0 else algebra.negate(x)
-        i = primitives.along("cumargmax", signed, axis, INTEGER, reverse=bool(reverse))
-        return primitives.take_along(x, i, axis)
+        i = making.along("cumargmax", signed, axis, INTEGER, reverse=bool(reverse))
+        return making.take_along(x, i, axis)
 
     return lowered
 
@@ -256,7 +256,7 @@ def _cumulative_extreme(sign: float) -> Lowering:
 def _cross(a: Expr, b: Expr, axis: int) -> Expr:
     shape = algebra.broadcast_shape(a.shape, b.shape)
     a, b = broadcast(a, shape), broadcast(b, shape)
-    turn = lambda x, k: primitives.roll(x, [k], [axis])
+    turn = lambda x, k: making.roll(x, [k], [axis])
     return subtract(times(turn(a, -1), turn(b, -2)), times(turn(a, -2), turn(b, -1)))
 
 
@@ -269,13 +269,13 @@ ARRAYS: dict[str, Lowering] = {
     "transpose": lambda x, permutation: transpose(x, permutation),
     "reshape": lambda x, shape: reshape(x, shape),
     "broadcast": lambda x, shape, axes=None: broadcast(x, shape, axes),
-    "concatenate": lambda *xs, axis: primitives.concatenate(xs, axis),
+    "concatenate": lambda *xs, axis: making.concatenate(xs, axis),
     "stack": _stack,
     "split": _split,
     "slice": _slice,
     "pad": _pad,
-    "flip": lambda x, axes: primitives.flip(x, axes),
-    "roll": lambda x, shifts, axes: primitives.roll(x, shifts, axes),
+    "flip": lambda x, axes: making.flip(x, axes),
+    "roll": lambda x, shifts, axes: making.roll(x, shifts, axes),
     "triangle": _triangle,
     "diagonal": _diagonal,
     "diagonal_matrix": _diagonal_matrix,
@@ -283,13 +283,13 @@ ARRAYS: dict[str, Lowering] = {
     "take_along": _take_along,
     "scatter": _scatter,
     "scatter_along": _scatter_along,
-    "dynamic_slice": lambda x, *starts, sizes: primitives.dynamic_slice(x, starts, sizes),
-    "dynamic_update": lambda x, u, *starts: primitives.dynamic_update(x, u, starts),
-    "one_hot": lambda i, size: primitives.one_hot(i, size),
+    "dynamic_slice": lambda x, *starts, sizes: making.dynamic_slice(x, starts, sizes),
+    "dynamic_update": lambda x, u, *starts: making.dynamic_update(x, u, starts),
+    "one_hot": lambda i, size: making.one_hot(i, size),
     "sort": _sort,
     "argsort": _argsort,
     "topk": _topk,
-    "embedding": lambda table, i: primitives.index(table, [i], (0,)),
+    "embedding": lambda table, i: making.index(table, [i], (0,)),
     "sum": _sum,
     "mean": lambda x, axes=None, keep=False: mean(x, _all_axes(x, axes), keep),
     "prod": _reduction("prod"),

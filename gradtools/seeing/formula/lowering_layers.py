@@ -1,4 +1,4 @@
-"""Convolutions, pooling, normalisation, losses and attention, in terms of the primitives."""
+"""Convolutions, pooling, normalisation, losses and attention, in terms of the making."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formula import primitives
+from gradtools.seeing.formula import making
 from gradtools.seeing.formula.algebra import (
     array,
     broadcast,
@@ -60,16 +60,16 @@ def _convolution(
 ) -> Expr:
     n = x.rank - 2
     interior = [d - 1 for d in _each(input_dilation, n, 1)]
-    x = primitives.pad(x, (0,) * x.rank, (0,) * x.rank, (0, 0, *interior))
+    x = making.pad(x, (0,) * x.rank, (0,) * x.rank, (0, 0, *interior))
     x, pairs = _cut_negative(x, _pairs(padding, n))
-    return primitives.convolution(x, w, _each(stride, n, 1), pairs, _each(dilation, n, 1), groups)
+    return making.convolution(x, w, _each(stride, n, 1), pairs, _each(dilation, n, 1), groups)
 
 
 def _cut_negative(x: Expr, pairs: Sequence[tuple[int, int]]) -> tuple[Expr, list]:
     """Negative padding takes away from x."""
     start = [0, 0, *(max(-a, 0) for a, _ in pairs)]
     away = [0, 0, *(max(-b, 0) for _, b in pairs)]
-    x = primitives.cut(x, start, [n - b for n, b in zip(x.shape, away, strict=True)])
+    x = making.cut(x, start, [n - b for n, b in zip(x.shape, away, strict=True)])
     return x, [(max(a, 0), max(b, 0)) for a, b in pairs]
 
 
@@ -94,7 +94,7 @@ def _convolution_transposed(
     ]
     shape = (x.shape[0], w.shape[1] * groups, *space)
     pairs = [(p, p) for p in pads]
-    return primitives.convolution_input(x, w, shape, stride, pairs, dilation, groups)
+    return making.convolution_input(x, w, shape, stride, pairs, dilation, groups)
 
 
 def _pooling(x: Expr, window: Any, stride: Any, padding: Any, dilation: Any = None) -> tuple:
@@ -117,12 +117,12 @@ def _max_pool(
     x: Expr, window: Any, stride: Any = None, padding: Any = None, dilation: Any = None
 ) -> Expr:
     shape, pooling = _pooling(x, window, stride, padding, dilation)
-    return primitives.pooled("max_pool", (x,), shape, pooling)
+    return making.pooled("max_pool", (x,), shape, pooling)
 
 
 def _sum_pool(x: Expr, window: Any, stride: Any = None, padding: Any = None) -> Expr:
     shape, pooling = _pooling(x, window, stride, padding)
-    return primitives.pooled("sum_pool", (x,), shape, pooling)
+    return making.pooled("sum_pool", (x,), shape, pooling)
 
 
 def _avg_pool(
@@ -141,12 +141,12 @@ def _avg_pool(
 
 
 def _log_softmax(x: Expr, axis: int) -> Expr:
-    return primitives.along("log_softmax", x, axis)
+    return making.along("log_softmax", x, axis)
 
 
 def _cross_entropy(z: Expr, t: Expr, axis: int, reduction: str = "mean") -> Expr:
     if t.kind in (INTEGER, BOOLEAN) and t.rank == z.rank - 1:
-        t = _moved(primitives.one_hot(t, z.shape[axis]), axis)
+        t = _moved(making.one_hot(t, z.shape[axis]), axis)
     losses = negate(total(times(t, _log_softmax(z, axis)), [axis]))
     if reduction == "none":
         return losses
@@ -172,9 +172,9 @@ def _affine(y: Expr, scale_: Expr | None, shift: Expr | None, axes: Sequence[int
 
 def _standardize(x: Expr, axes: Sequence[int], eps: float = 0.0) -> Expr:
     if x.is_complex:
-        width = spread(primitives.deviation(x, axes, eps), axes, x.shape)
+        width = spread(making.deviation(x, axes, eps), axes, x.shape)
         return divide(subtract(x, mean(x, axes, keep=True)), width)
-    return primitives.standardize(x, axes, float(eps))
+    return making.standardize(x, axes, float(eps))
 
 
 def _layer_norm(
@@ -224,7 +224,7 @@ def _attention(
         scores = apply("where", mask, scores, full(-np.inf, scores.shape))
     elif mask is not None:
         scores = plus(scores, mask)
-    return matmul(primitives.softmax(scores, scores.rank - 1), v)
+    return matmul(making.softmax(scores, scores.rank - 1), v)
 
 
 def _dropout(x: Expr, mask: Expr, rate: float) -> Expr:
@@ -237,7 +237,7 @@ LAYERS: dict[str, Lowering] = {
     "max_pool": _max_pool,
     "avg_pool": _avg_pool,
     "sum_pool": _sum_pool,
-    "softmax": primitives.softmax,
+    "softmax": making.softmax,
     "log_softmax": _log_softmax,
     "cross_entropy": _cross_entropy,
     "standardize": _standardize,

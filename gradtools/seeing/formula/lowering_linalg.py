@@ -1,4 +1,4 @@
-"""Linear algebra and Fourier transforms of the vocabulary, in terms of the primitives."""
+"""Linear algebra and Fourier transforms of the vocabulary, in terms of the making."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula import primitives
+from gradtools.seeing.formula import making
 from gradtools.seeing.formula.algebra import (
     adjoint_matrix,
     array,
@@ -48,12 +48,12 @@ def _triangular_solve(
     left: bool = True,
 ) -> Expr:
     offset = (-1 if lower else 1) if unit else 0
-    a = primitives.triangle(a, not lower, offset)
+    a = making.triangle(a, not lower, offset)
     if unit:
         a = plus(a, broadcast(array(np.eye(a.shape[-1])), a.shape))
     a = swap(a) if transpose else a
     a = conj(a) if conjugate else a
-    return primitives.solve(a, b) if left else swap(primitives.solve(swap(a), swap(b)))
+    return making.solve(a, b) if left else swap(making.solve(swap(a), swap(b)))
 
 
 def _cholesky(a: Expr, upper: bool = False) -> Expr:
@@ -63,7 +63,7 @@ def _cholesky(a: Expr, upper: bool = False) -> Expr:
 
 def _matrix_power(a: Expr, exponent: int) -> Expr:
     if exponent < 0:
-        return _matrix_power(primitives.inverse(a), -exponent)
+        return _matrix_power(making.inverse(a), -exponent)
     if exponent == 0:
         return broadcast(array(np.eye(a.shape[-1])), a.shape)
     half = _matrix_power(a, exponent // 2) if exponent > 1 else None
@@ -76,8 +76,8 @@ def _matrix_power(a: Expr, exponent: int) -> Expr:
 def _pinv(a: Expr) -> Expr:
     h = adjoint_matrix(a)
     if a.shape[-2] >= a.shape[-1]:
-        return primitives.solve(matmul(h, a), h)
-    return adjoint_matrix(primitives.solve(matmul(a, h), a))
+        return making.solve(matmul(h, a), h)
+    return adjoint_matrix(making.solve(matmul(a, h), a))
 
 
 # Fourier transforms, on one transform without a factor.
@@ -97,7 +97,7 @@ def _factor(n: int, norm: str | None, forward: bool) -> float:
 def _transform(x: Expr, axes: Any, norm: str | None, forward: bool) -> Expr:
     axes = _all_axes(x, axes)
     n = prod(x.shape[a] for a in axes)
-    found = primitives.fourier(x, axes, -1 if forward else 1)
+    found = making.fourier(x, axes, -1 if forward else 1)
     return scale(_factor(n, norm, forward), found)
 
 
@@ -106,7 +106,7 @@ def _rfft(x: Expr, axes: Any = None, norm: str | None = None) -> Expr:
     spectrum = _transform(x, axes, norm, True)
     limit = list(spectrum.shape)
     limit[axes[-1]] = x.shape[axes[-1]] // 2 + 1
-    return primitives.cut(spectrum, [0] * x.rank, limit)
+    return making.cut(spectrum, [0] * x.rank, limit)
 
 
 def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | None = None) -> Expr:
@@ -123,28 +123,28 @@ def _irfft(x: Expr, axes: Any = None, length: int | None = None, norm: str | Non
     shape = [used if a == last else 1 for a in range(x.rank)]
     weighted = times(x, array(weights.reshape(shape)))
     n = length * prod(x.shape[a] for a in axes[:-1])
-    found = primitives.fourier(_resized(weighted, last, length), axes, 1)
+    found = making.fourier(_resized(weighted, last, length), axes, 1)
     return scale(_factor(n, norm, False), real(found))
 
 
 def _resized(x: Expr, axis: int, size: int) -> Expr:
     """Cut or padded with zeros at the end."""
     limit = [min(n, size) if a == axis else n for a, n in enumerate(x.shape)]
-    x = primitives.cut(x, [0] * x.rank, limit)
+    x = making.cut(x, [0] * x.rank, limit)
     high = [size - n if a == axis else 0 for a, n in enumerate(x.shape)]
-    return primitives.pad(x, [0] * x.rank, high)
+    return making.pad(x, [0] * x.rank, high)
 
 
 def _decomposition(name: str) -> Callable[[Expr], Sequence[Expr]]:
-    return lambda a: primitives.decomposed(name, a)
+    return lambda a: making.decomposed(name, a)
 
 
 LINALG: dict[str, Lowering] = {
     "det": lambda a: _per_matrix("det", a),
     "slogdet": _slogdet,
     "logdet": _logabsdet,
-    "inverse": primitives.inverse,
-    "solve": primitives.solve,
+    "inverse": making.inverse,
+    "solve": making.solve,
     "triangular_solve": _triangular_solve,
     "cholesky": _cholesky,
     "matrix_power": _matrix_power,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from gradtools.seeing.formula import primitives
+from gradtools.seeing.formula import making
 from gradtools.seeing.formula.algebra import (
     add,
     constant_of,
@@ -123,7 +123,7 @@ def _softmax(x: Expr) -> Expr | None:
         if list(low_names) != kept:
             continue
         shifted, _ = _shifted(e.args[0], {axis})
-        p = primitives.softmax(shifted, axis)
+        p = making.softmax(shifted, axis)
         c, factors, labels, out = rest
         return product([p, *factors], [names, *labels], out, x.shape, c)
     return None
@@ -158,7 +158,7 @@ def _log_softmax(x: Expr) -> Expr | None:
         mine, shift = _shifted(y, {axis})
         theirs, other = _shifted(z, {axis})
         if mine is theirs and _same(shift, other):
-            return primitives.along("log_softmax", mine, axis)
+            return making.along("log_softmax", mine, axis)
     return None
 
 
@@ -205,7 +205,7 @@ def _logsumexp(x: Expr) -> Expr | None:
         left = _taken_away([r for r in _terms(x) if r is not t], back)
         if left is None:
             continue
-        result = primitives.reduced("logsumexp", inner, axes)
+        result = making.reduced("logsumexp", inner, axes)
         return plus(result, *left) if left else result
     return None
 
@@ -314,7 +314,7 @@ def _variance(x: Expr) -> Expr | None:
         if y.op == "power" and y["exponent"] == 2 and not y.is_complex:
             z = _uncentred(_modulus_of(y.args[0]), axes)
             if z is not None:
-                return primitives.variance(z, axes)
+                return making.variance(z, axes)
     if x.op in ("add", "relu"):
         return _variance_of_moments(x)
     return None
@@ -350,7 +350,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
         z = _modulus_of(z)
         m = scale(1 / _count(z, axes), total(z, axes))
         if second is negate(times(m, m)) and not z.is_complex:
-            return primitives.variance(z, axes)
+            return making.variance(z, axes)
     return None
 
 
@@ -375,7 +375,7 @@ def _standardize(x: Expr) -> Expr | None:
             ) == tuple(names)
             if same and _uncentred(g, axes) is z:
                 left = [e for e in rest if e[0] is not g]
-                done = primitives.standardize(z, axes, eps)
+                done = making.standardize(z, axes, eps)
                 return product(
                     [done, *(e[0] for e in left)], [n, *(e[1] for e in left)], out, x.shape, c
                 )
@@ -411,7 +411,7 @@ def _norm(x: Expr) -> Expr | None:
         z = z.args[0]
     elif z.is_complex:
         return None
-    return primitives.norm(z, found[1])
+    return making.norm(z, found[1])
 
 
 _PATTERNS: tuple[Pattern, ...] = (

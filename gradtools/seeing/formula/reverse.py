@@ -17,7 +17,9 @@ from gradtools.seeing.formula import control
 from gradtools.seeing.formula.algebra import add, is_zero, real, zeros
 from gradtools.seeing.formula.expressions import Expr, order, siblings
 from gradtools.seeing.formula.functions import FUNCTIONS, pull_back
-from gradtools.seeing.formula.primitives import MULTIPLE, PRIMITIVES, unbroadcast
+from gradtools.seeing.formula.making import MULTIPLE
+from gradtools.seeing.formula.primitives import PRIMITIVES
+from gradtools.seeing.formula.pullbacks import unbroadcast
 
 
 def adjoint(

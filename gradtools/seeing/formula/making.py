@@ -1,0 +1,235 @@
+"""Making the operations on whole arrays: their shapes, kinds and attributes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradtools.seeing.formula.algebra import (
+    array,
+    full,
+    product,
+)
+from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, expr, several, widest
+
+
+def cut(x: Expr, start, limit, stride=None) -> Expr:
+    """A slice: one start, limit and stride for each axis."""
+    stride = tuple(stride or (1,) * x.rank)
+    shape = tuple(-(-(b - a) // s) for a, b, s in zip(start, limit, stride, strict=True))
+    if shape == x.shape and not any(start):
+        return x
+    return expr("slice", (x,), shape, x.kind, start=tuple(start), limit=tuple(limit), stride=stride)
+
+
+def pad(x: Expr, low, high, interior=None) -> Expr:
+    """Zeros around x and between its entries."""
+    interior = tuple(interior or (0,) * x.rank)
+    shape = tuple(
+        a + n + max(n - 1, 0) * i + b
+        for n, a, b, i in zip(x.shape, low, high, interior, strict=True)
+    )
+    if shape == x.shape:
+        return x
+    low, high = tuple(low), tuple(high)
+    return expr("pad", (x,), shape, x.kind, low=low, high=high, interior=interior)
+
+
+def concatenate(xs, axis: int) -> Expr:
+    """One after the other."""
+    xs = tuple(xs)
+    if len(xs) == 1:
+        return xs[0]
+    shape = list(xs[0].shape)
+    shape[axis] = sum(x.shape[axis] for x in xs)
+    return expr("concatenate", xs, shape, widest(*(x.kind for x in xs)), axis=axis)
+
+
+def flip(x: Expr, axes) -> Expr:
+    """Reversed along axes."""
+    axes = tuple(a for a in axes if x.shape[a] > 1)
+    return expr("flip", (x,), x.shape, x.kind, axes=axes) if axes else x
+
+
+def roll(x: Expr, shifts, axes) -> Expr:
+    """numpy.roll."""
+    return expr("roll", (x,), x.shape, x.kind, shifts=tuple(shifts), axes=tuple(axes))
+
+
+def one_hot(i: Expr, size: int) -> Expr:
+    """A last axis with 1 at i."""
+    return expr("one_hot", (i,), (*i.shape, size), REAL, size=size)
+
+
+def index(x: Expr, indices, axes) -> Expr:
+    """X at integer arrays; their axes lead."""
+    lead = np.broadcast_shapes(*(i.shape for i in indices))
+    shape = lead + tuple(n for a, n in enumerate(x.shape) if a not in axes)
+    return expr("index", (x, *indices), shape, x.kind, axes=tuple(axes))
+
+
+def index_add(u: Expr, indices, axes, shape) -> Expr:
+    """Zeros of this shape, with u added at the integer arrays."""
+    return expr("index_add", (u, *indices), shape, u.kind, axes=tuple(axes))
+
+
+def index_set(x: Expr, u: Expr, indices, axes) -> Expr:
+    """X with u at the integer arrays."""
+    return expr("index_set", (x, u, *indices), x.shape, widest(x.kind, u.kind), axes=tuple(axes))
+
+
+def take_along(x: Expr, i: Expr, axis: int) -> Expr:
+    """numpy.take_along_axis."""
+    shape = [*x.shape]
+    shape[axis] = i.shape[axis]
+    return expr("take_along", (x, i), shape, x.kind, axis=axis)
+
+
+def put_along(u: Expr, i: Expr, axis: int, size: int) -> Expr:
+    """Zeros, with u added where i says along the axis."""
+    shape = [*u.shape]
+    shape[axis] = size
+    return expr("put_along", (u, i), shape, u.kind, axis=axis)
+
+
+def along_set(x: Expr, i: Expr, u: Expr, axis: int) -> Expr:
+    """X with u where i says along the axis."""
+    return expr("along_set", (x, i, u), x.shape, widest(x.kind, u.kind), axis=axis)
+
+
+def dynamic_slice(x: Expr, starts, sizes) -> Expr:
+    """A window that starts at integers."""
+    return expr("dynamic_slice", (x, *starts), sizes, x.kind)
+
+
+def dynamic_pad(u: Expr, starts, shape) -> Expr:
+    """Zeros, with u in the window that starts at integers."""
+    return expr("dynamic_pad", (u, *starts), shape, u.kind)
+
+
+def dynamic_update(x: Expr, u: Expr, starts) -> Expr:
+    """X with u in the window."""
+    return expr("dynamic_update", (x, u, *starts), x.shape, widest(x.kind, u.kind))
+
+
+def reduced(name: str, x: Expr, axes, kind: str | None = None, **attributes) -> Expr:
+    """A reduction over axes, without keeping them."""
+    axes = tuple(sorted(axes))
+    shape = [n for a, n in enumerate(x.shape) if a not in axes]
+    return expr(name, (x,), shape, kind or x.kind, axes=axes, **attributes)
+
+
+def along(name: str, x: Expr, axis: int, kind: str | None = None, **attributes) -> Expr:
+    """Something along one axis that keeps the shape."""
+    return expr(name, (x,), x.shape, kind or x.kind, axis=axis, **attributes)
+
+
+def norm(x: Expr, axes) -> Expr:
+    """The square root of the sum of squared moduli over axes."""
+    return reduced("norm", x, axes, REAL)
+
+
+def softmax(x: Expr, axis: int) -> Expr:
+    """Exponentials over their sum."""
+    return along("softmax", x, axis)
+
+
+def standardize(x: Expr, axes, eps: float) -> Expr:
+    """(x - mean) / deviation."""
+    return expr("standardize", (x,), x.shape, x.kind, axes=tuple(sorted(axes)), eps=eps)
+
+
+def deviation(x: Expr, axes, eps: float = 0.0, correction: float = 0.0) -> Expr:
+    """The square root of variance plus eps."""
+    return reduced("deviation", x, axes, REAL, eps=eps, correction=correction)
+
+
+def variance(x: Expr, axes, correction: float = 0.0) -> Expr:
+    """The mean squared modulus of the distance from the mean."""
+    return reduced("variance", x, axes, REAL, correction=correction)
+
+
+def triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
+    """The upper or lower triangle of the last two axes."""
+    return expr("triangle", (x,), x.shape, x.kind, upper=upper, offset=offset)
+
+
+def inverse(a: Expr) -> Expr:
+    """The inverse of the last two axes."""
+    return a.args[0] if a.op == "inverse" else expr("inverse", (a,), a.shape, a.kind)
+
+
+def solve(a: Expr, b: Expr) -> Expr:
+    """The matrix b from the left by the inverse of a."""
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return expr("solve", (a, b), (*batch, *b.shape[-2:]), widest(a.kind, b.kind))
+
+
+def fourier(x: Expr, axes, sign: int) -> Expr:
+    """The sum of x e**(sign 2 pi i jk/n), without a factor."""
+    return expr("fourier", (x,), x.shape, COMPLEX, axes=tuple(sorted(axes)), sign=sign)
+
+
+def convolution(x: Expr, w: Expr, stride, padding, dilation, groups: int) -> Expr:
+    """Correlation of x (N, C, spatial) with w (O, C / groups, spatial)."""
+    space = tuple(
+        (n + a + b - d * (k - 1) - 1) // s + 1
+        for n, k, s, (a, b), d in zip(
+            x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
+        )
+    )
+    shape = (x.shape[0], w.shape[0], *space)
+    return _convolution("convolution", x, w, shape, stride, padding, dilation, groups)
+
+
+def _convolution(name, a, b, shape, stride, padding, dilation, groups):
+    return expr(
+        name,
+        (a, b),
+        shape,
+        widest(a.kind, b.kind),
+        stride=tuple(stride),
+        padding=tuple(map(tuple, padding)),
+        dilation=tuple(dilation),
+        groups=groups,
+    )
+
+
+def convolution_input(g: Expr, w: Expr, shape, stride, padding, dilation, groups: int) -> Expr:
+    """The adjoint of convolution to its input of this shape."""
+    return _convolution("convolution_input", g, w, shape, stride, padding, dilation, groups)
+
+
+def convolution_weight(x: Expr, g: Expr, shape, stride, padding, dilation, groups: int) -> Expr:
+    """The adjoint of convolution to its weight of this shape."""
+    return _convolution("convolution_weight", x, g, shape, stride, padding, dilation, groups)
+
+
+MULTIPLE = {"eigh", "svd", "qr"}
+
+
+def decomposed(op: str, a: Expr) -> list[Expr]:
+    """The factors of a, by eigh, svd or qr."""
+    k, batch = min(a.shape[-2:]), a.shape[:-2]
+    left = ((*batch, a.shape[-2], k), a.kind)
+    right = ((*batch, k, a.shape[-1]), a.kind)
+    values = ((*batch, k), REAL)
+    outputs = {"eigh": [values, left], "svd": [left, values, right], "qr": [left, right]}[op]
+    return several(op, [a], outputs)
+
+
+def apply_identity(n: int) -> Expr:
+    """The unit matrix."""
+    return array(np.eye(n)) if n > 1 else full(1.0, (n, n))
+
+
+def pooled(name: str, args, shape, pooling) -> Expr:
+    """One of the pooling operations."""
+    return expr(name, args, shape, args[0].kind, **pooling)
+
+
+def diagonal_matrix(x: Expr) -> Expr:
+    """The last axis on a diagonal."""
+    batch = tuple(range(x.rank - 1))
+    n = x.shape[-1]
+    eye = apply_identity(n)
+    return product([x, eye], [(*batch, "i"), ("i", "j")], (*batch, "i", "j"), (*x.shape, n))

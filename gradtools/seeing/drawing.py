@@ -264,7 +264,7 @@ def _legend(picture: Picture) -> Iterator[tuple[str, str, str]]:
         if kind in kinds:
             yield "box", f"box leaf {kind} p0", word
     looks = {look_of(line.arrow, phases)[0] for line in picture.lines}
-    saved = next((look for look in sorted(looks) if "saved" in look), None)
+    saved = max((look for look in looks if "saved" in look), default=None)
     if saved:
         yield "line", saved, "kept for a later pass, with its bytes"
     for look, word in _WORDS:

@@ -72,11 +72,13 @@ def lost_links(graph: Graph) -> frozenset[tuple[int, int]]:
 
 def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
     """Whether it stops a maximum, which softmax takes off for safety and which has no effect."""
-    before: Node | None = node
-    while before is not None and len(before.inputs) and before.operation != "max":
-        through = before is node or before.operation in _PASSING
-        before = makers.get(before.inputs[0]) if through else None
-    return before is not None and before.operation == "max"
+    queue = [node]
+    while queue:
+        made = [makers[value] for value in queue.pop().inputs if value in makers]
+        if any(before.operation == "max" for before in made):
+            return True
+        queue += [before for before in made if before.operation in _PASSING]
+    return False
 
 
 def _forward(graph: Graph) -> Graph:
@@ -90,7 +92,8 @@ def _forward(graph: Graph) -> Graph:
 
 def _asked(graph: Graph) -> Iterator[int]:
     """The leaves to ask for: all, or in a very large graph as many as take a second or so."""
-    leaves = [v for v in (*graph.inputs, *graph.captured) if graph.values[v].is_inexact]
+    captured = (value for value in graph.captured if graph.values[value].shape)
+    leaves = [v for v in (*graph.inputs, *captured) if graph.values[v].is_inexact]
     may_lose = any(node.loss for _, node in graph.walk())
     yield from leaves[: _MOST_STEPS // max(1, len(graph.nodes))] if may_lose else ()
 

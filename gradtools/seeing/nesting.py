@@ -1,12 +1,13 @@
 """Blocks: runs of consecutive entries of one scope, with each leaf where it is read.
 
-Inputs and parameters stand in the innermost block that holds all of their readers, outputs after
-what makes them. A block of one thing is that thing, with both names.
+Parameters stand in the innermost block that holds all of their readers, arguments outside of all,
+outputs after what makes them. A block of one thing is that thing, with both names.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,6 +92,7 @@ def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
         reading = [way for way in reading if way[0].phase == first_phase]
         if not reading and leaf.kind == "captured":
             continue
+        reading = [(way[0], way[1]) for way in reading] if _is_argument(leaf) else reading
         home, at = _home(reading) if reading else (first, 0)
         leaf.phase = home.phase
         before.setdefault((id(home), at), []).append(leaf)
@@ -103,6 +105,11 @@ def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
         after.setdefault((id(home), at), []).append(unit)
     for group in [g for root in roots.values() for g in _groups(root)]:
         _insert(group, before, after)
+
+
+def _is_argument(leaf: Unit) -> bool:
+    """Whether it is an argument by itself, no leaf of a larger one: it stands outside of blocks."""
+    return leaf.kind == "input" and not re.search(r"[\[.]", leaf.name)
 
 
 def _insert(

@@ -1,0 +1,259 @@
+"""From a graph to its outline: bodies, runs of one scope, leaves at their readers, repeats."""
+
+from __future__ import annotations
+
+import pytest
+from seeing_graphs import SHAPES, Builder, loop, shared_module, transformer
+
+from gradtools.seeing.collapse import outline_of
+from gradtools.seeing.graph import Body, Dependence, Node
+from gradtools.seeing.outline import Block, matches
+
+
+def titles(block: Block) -> list[str]:
+    return [child.name if isinstance(child, Block) else child.title for child in block.children]
+
+
+def block(outline, name: str, phase: int = 0) -> Block:
+    return next(b for b in outline.blocks if b.name == name and b.phase == phase)
+
+
+def test_each_pass_is_a_column():
+    columns = outline_of(SHAPES["square_twice"]()).columns
+    assert [column.title for column in columns] == [
+        *("forward", "backward", "backward of the backward")
+    ]
+
+
+def test_consecutive_steps_of_one_scope_are_a_block_each_time():
+    outline = outline_of(shared_module())
+    (net,) = [child for child in outline.columns[0].children if isinstance(child, Block)]
+    assert titles(net) == ["shared", "own", "shared", "own", "shared", "own"]
+
+
+def test_a_module_of_one_operation_is_a_box_with_both_names():
+    b = Builder()
+    x = b.op("matmul", b.input("x", 3), scope=("net", "linear"))
+    outline = outline_of(b.graph(b.op("tanh", x, scope=("net",))))
+    box = next(box for box in outline.columns[0].boxes if box.title == "matmul")
+    assert box.lines == ("linear", "3 float32")
+
+
+def test_nested_scopes_without_a_step_of_their_own_are_one_block():
+    b = Builder()
+    x = b.op("sin", b.input("x", 3), scope=("a", "b", "c"))
+    outline = outline_of(b.graph(b.op("cos", x, scope=("a", "b", "c"))))
+    assert [found.title for found in outline.blocks] == ["a.b.c"]
+
+
+def test_a_leaf_stands_in_the_innermost_block_of_all_its_readers():
+    outline = outline_of(transformer(2, backward=False), fold=False)
+    query = block(outline, "query")
+    assert titles(query)[0].endswith("query.weight")
+    b = Builder()
+    w, x = b.input("w", 3), b.input("x", 3)
+    for name in ("one", "two"):
+        x = b.op("add", b.op("multiply", x, w, scope=(name,)), x, scope=(name,))
+    outline = outline_of(b.graph(x))
+    assert titles(outline.columns[0])[:3] == ["w", "x", "one"]
+
+
+def test_an_argument_that_is_one_array_stands_outside_of_all_blocks():
+    b = Builder()
+    x, w = b.input("argument 1", 3), b.input("argument 0['w']", 3)
+    h = b.op("multiply", x, w, scope=("net",))
+    outline = outline_of(b.graph(b.op("sin", h, scope=("net",))))
+    assert titles(outline.columns[0])[:2] == ["argument 1", "net"]
+    assert titles(block(outline, "net"))[0] == "argument 0['w']"
+
+
+def test_numbers_stand_in_the_boxes_that_read_them():
+    outline = outline_of(SHAPES["square_twice"]())
+    box = next(box for box in outline.columns[1].boxes if box.title == "multiply")
+    assert "with 2" in box.lines
+    assert not any(box.kind == "captured" for box in outline.columns[1].boxes)
+
+
+def test_layers_are_folded_with_their_count():
+    outline = outline_of(transformer(12))
+    forward, backward = (
+        [child for child in column.children if isinstance(child, Block) and child.count > 1]
+        for column in outline.columns
+    )
+    assert [b.name for b in forward] == ["encoder.layers.0…11 ×12"]
+    assert [b.name for b in backward] == ["encoder.layers.11…0 ×12"]
+    assert forward[0].path == backward[0].path
+    assert forward[0].operations == 12 * 23
+
+
+def test_the_bytes_of_folded_layers_count_each_of_them():
+    graph = transformer(12)
+    saved = {edge.value for edge in graph.edges if edge.saved}
+    whole = sum(graph.values[value].bytes for value in saved)
+    for fold in (True, False):
+        outline = outline_of(graph, fold=fold)
+        kept = frozenset().union(*(arrow.values for arrow in outline.arrows if arrow.saved))
+        assert outline.bytes_of(kept) == whole
+
+
+def test_query_key_and_value_are_three_things():
+    outline = outline_of(transformer(12, backward=False))
+    names = {found.name for found in outline.blocks}
+    assert {"query", "key", "value"} <= names
+    assert not any("repeated" in name for name in names)
+
+
+def test_steps_without_a_scope_are_folded_by_their_period():
+    outline = outline_of(SHAPES["repeated_without_scopes"]())
+    (repeat,) = outline.blocks
+    assert repeat.count == 20
+    assert [t for t in titles(repeat) if t not in "wb"] == [
+        *("matmul", "add", "gelu", "add", "layer_norm")
+    ]
+
+
+def test_layers_of_another_width_break_a_repeat():
+    b = Builder()
+    x = b.input("x", 8)
+    for i in range(20):
+        width = 8 if i < 12 else 9
+        for name in ("matmul", "add", "gelu"):
+            x = b.op(name, x, shape=(width,), scope=(f"layer{i}",))
+    counts = [found.count for found in outline_of(b.graph(x)).blocks if found.kind == "repeat"]
+    assert sorted(counts) in ([7, 11], [8, 11], [7, 12], [8, 12])
+
+
+def test_another_wiring_breaks_a_repeat():
+    b = Builder()
+    x = first = b.input("x", 8)
+    for i in range(16):
+        h = b.op("sin", x, scope=(f"layer{i}",))
+        h = b.op("cos", h, scope=(f"layer{i}",))
+        x = b.op("add", h, h if i == 9 else x, scope=(f"layer{i}",))
+    repeats = [f for f in outline_of(b.graph(x), fold=True).blocks if f.kind == "repeat"]
+    assert sorted(found.count for found in repeats) == [6, 9]
+    assert first == 0
+
+
+def test_repeats_in_repeats_are_folded():
+    b = Builder()
+    x = b.input("x", 8)
+    for i in range(6):
+        for k in range(5):
+            for name in ("sin", "cos", "exp"):
+                x = b.op(name, x, scope=(f"stage{i}", f"layer{k}"))
+        x = b.op("pool", x, scope=(f"stage{i}",))
+    outline = outline_of(b.graph(x))
+    assert sorted(found.count for found in outline.blocks) == [5, 6]
+    assert outline.columns[0].operations == 6 * 16
+    keys = {box.key for column in outline.columns for box in column.boxes}
+    assert all({arrow.source, arrow.target} <= keys for arrow in outline.arrows)
+    order = {box.key: i for i, box in enumerate(outline.columns[0].boxes)}
+    assert all(order[arrow.source] < order[arrow.target] for arrow in outline.arrows)
+
+
+def test_a_stretch_of_very_many_steps_is_cut_into_parts():
+    outline = outline_of(SHAPES["random_graph"]() and many_different(500))
+    assert max(len(b.children) for b in (*outline.columns, *outline.blocks)) <= 60
+    assert outline.columns[0].operations == 500
+    assert {found.kind for found in outline.blocks} == {"steps"}
+
+
+def many_different(count: int):
+    b = Builder()
+    x = b.input("x", 3)
+    for i in range(count):
+        x = b.op(f"step_{i}", x)
+    return b.graph(x)
+
+
+def test_values_are_followed_through_bodies():
+    outline = outline_of(loop())
+    at = {box.title: box.key for column in outline.columns for box in column.boxes}
+    pairs = {(arrow.source, arrow.target) for arrow in outline.arrows}
+    expected = [
+        *(("carry", "matmul"), ("w", "matmul"), ("matmul", "add"), ("xs", "add")),
+        *(("add", "tanh"), ("tanh", "sin"), ("tanh", "cos"), ("flag", "cond")),
+        *(("sin", "output 0"), ("cos", "output 0"), ("tanh", "output 1")),
+    ]
+    assert pairs == {(at[one], at[two]) for one, two in expected}
+    assert [found.kind for found in outline.blocks] == ["loop", "branch", "branch", "branch"]
+    assert block(outline, "scan").mark == "checkpoint"
+
+
+def test_a_body_that_hands_its_input_on_joins_the_outside():
+    inner = Builder()
+    a, c = inner.input("a", 2), inner.input("c", 2)
+    body = Body(inner.graph(c, inner.op("sin", a)), (0, 1))
+    b = Builder()
+    x, y = b.input("x", 2), b.input("y", 2)
+    same, changed = b.op("call", x, y, outputs=2, bodies=(body,), attributes={"name": "swap"})
+    outline = outline_of(b.graph(b.op("exp", same), changed))
+    at = {box.title: box.key for box in outline.columns[0].boxes}
+    pairs = {(arrow.source, arrow.target) for arrow in outline.arrows}
+    assert (at["y"], at["exp"]) in pairs and (at["x"], at["sin"]) in pairs
+
+
+def test_a_cut_inside_of_a_body_is_told():
+    inner = Builder()
+    a = inner.input("a", 2)
+    cut = inner.op("stop", a, links=((Dependence.CUT,),), loss="detached")
+    body = Body(inner.graph(inner.op("sin", cut)), (0,))
+    b = Builder()
+    y = b.op("call", b.input("x", 2), bodies=(body,), attributes={"name": "f"})
+    outline = outline_of(b.graph(y))
+    (box,) = [box for box in outline.columns[0].boxes if box.alert]
+    assert (box.title, box.alert) == ("stop", "stopped on purpose")
+    assert "stopped on purpose" in outline.blocks[0].lines
+
+
+def test_the_shift_of_a_softmax_is_no_cut():
+    def program(reduction):
+        b = Builder()
+        x = b.input("x", 4)
+        top = b.op("maximum", b.constant("-inf"), b.op(reduction, x, shape=(1,)))
+        top = b.op("stop", b.op("broadcast", top), links=((Dependence.CUT,),), loss="detached")
+        return b.graph(b.op("exp", b.op("subtract", x, top)))
+
+    assert not [edge for edge in program("max").edges if edge.cut]
+    assert [edge.cut for edge in program("mean").edges if edge.cut] == ["stopped on purpose"]
+
+
+def test_a_note_on_one_layer_keeps_it_from_being_folded():
+    graph = transformer(12, backward=False)
+    node = next(n for n in graph.nodes if n.scope[1:] == ("layers.4", "mlp"))
+    assert isinstance(node, Node)
+    outline = outline_of(graph, notes={id(node): ("changed", "another")})
+    assert [box.note for box in outline.columns[0].boxes if box.note] == ["another"]
+    assert sorted(b.count for b in outline.blocks if b.count > 1) == [4, 7]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        *(("layers.3", "encoder.layers.3", True), ("layers.*", "encoder.layers.3", True)),
+        *(("layers.*", "encoder.layers.3.mlp", False), ("*.mlp", "encoder.layers.3.mlp", True)),
+        *(("mlp", "encoder.layers.3.mlp", True), ("lp", "encoder.layers.3.mlp", False)),
+        *(("a[0]", "a[0]", True), ("a.c", "abc", False), ("*", "encoder", True)),
+    ],
+)
+def test_a_pattern_names_the_end_of_a_path(pattern, path, expected):
+    assert matches(path, pattern) is expected
+
+
+def test_depth_opens_so_many_levels():
+    outline = outline_of(transformer(12))
+    for depth in range(5):
+        opened = outline.opened(depth)
+        assert opened == {b.key for b in outline.blocks if len(outline.around(b.key)) <= depth}
+    assert not outline.opened(0)
+
+
+def test_what_is_seen_is_a_graph_that_flows_one_way():
+    outline = outline_of(transformer(12))
+    order = {item.key: i for c in outline.columns for i, item in enumerate((c, *c.walk()))}
+    phases = {item.key: item.phase for c in outline.columns for item in c.walk()}
+    for depth in range(6):
+        for arrow in outline.seen_arrows(outline.opened(depth)):
+            if phases[arrow.source] == phases[arrow.target]:
+                assert order[arrow.source] < order[arrow.target]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from formula_table import CASES, ELSEWHERE, cplx, definite, real
 
+from gradtools import GradtoolsError
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.formula import derive
 from gradtools.seeing.formula.operations import OPERATIONS
@@ -192,6 +193,7 @@ def _orthogonal(b, parts, w):
         ("svd", _singular, real(2, 4)),
         ("qr", _orthogonal, real(3, 3)),
         ("qr", _orthogonal, real(4, 2)),
+        ("qr", _orthogonal, cplx(3, 2)),
     ],
 )
 def test_decompositions_have_the_adjoint_of_finite_differences(name, pick, at):
@@ -209,3 +211,16 @@ def test_complex_directions_are_conjugated_as_gradtools_says():
     dw, dx = formula.evaluate([wv, xv], [g]).gradients
     np.testing.assert_allclose(dx, wv.conj().T @ g)
     np.testing.assert_allclose(dw, np.outer(g, xv.conj()))
+
+
+def test_complex_singular_values_have_the_adjoint_of_finite_differences():
+    at = cplx(3, 2)
+    values = _through("svd", lambda b, parts, w: b("sin", parts[1]), None)
+    check_first_order(derive(values(at.shape, str(at.dtype))), [at])
+
+
+def test_complex_singular_vectors_are_refused():
+    at = cplx(3, 2)
+    graph = _through("svd", _singular, None)(at.shape, str(at.dtype))
+    with pytest.raises(GradtoolsError, match="phases are free"):
+        derive(graph)

@@ -12,6 +12,7 @@ from math import prod
 
 import numpy as np
 
+from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.algebra import (
     add,
     adjoint_matrix,
@@ -19,6 +20,7 @@ from gradtools.seeing.formula.algebra import (
     conj,
     divide,
     imag,
+    is_zero,
     matmul,
     mean,
     negate,
@@ -57,7 +59,6 @@ from gradtools.seeing.formula.making import (
     solve,
     standardize,
     take_along,
-    triangle,
 )
 
 
@@ -402,6 +403,11 @@ def _skew(x):
 def svd_pullback(outputs, cotangents, a):
     """Giles, Collected matrix derivative results (2008); for real, distinct singular values."""
     (u, s, vh), (du, ds, dvh) = outputs, cotangents
+    if a.is_complex and not (is_zero(du) and is_zero(dvh)):
+        raise GradtoolsError(
+            "formula: the singular vectors of a complex matrix have no derivative of their own "
+            "(their phases are free); use the singular values alone, or eigh of A^H A"
+        )
     v, dv = adjoint_matrix(vh), adjoint_matrix(dvh)
     gaps = off_diagonal_inverse(power(s, 2))
     row = spread(s, [s.rank - 1], (*s.shape, s.shape[-1]))
@@ -424,11 +430,11 @@ def _reject(u, g):
 
 
 def qr_pullback(outputs, cotangents, a):
-    """(Q_bar + Q copyltu(R R_bar^H - Q_bar^H Q)) R^-H."""
+    """(Q_bar + Q (h + h^H)) R^-H, h the lower half of R R_bar^H - Q_bar^H Q."""
     (q, r), (dq, dr) = outputs, cotangents
     m = subtract(matmul(r, adjoint_matrix(dr)), matmul(adjoint_matrix(dq), q))
-    lower = plus(triangle(m, upper=False), adjoint_matrix(triangle(m, upper=False, offset=-1)))
-    inner = plus(dq, matmul(q, lower))
+    lower = _half_diagonal(m)
+    inner = plus(dq, matmul(q, plus(lower, adjoint_matrix(lower))))
     return [adjoint_matrix(solve(r, adjoint_matrix(inner)))]
 
 

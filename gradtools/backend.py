@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from gradtools.host import KernelCall
 from gradtools.rules import Rule
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.passes import Differentiated
 from gradtools.seeing.recording import Recording, Run, Vanished
 
 Array = Any
@@ -205,6 +207,10 @@ class Backend(Protocol):
 
     def rerun(self, run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
+        ...
+
+    def gradient_graph(self, asked: Differentiated) -> Graph:
+        """The passes of a program as one graph. Its effects are undone."""
         ...
 
     def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

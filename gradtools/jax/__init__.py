@@ -20,6 +20,8 @@ frozen = _api.frozen
 functionalize = _api.functionalize
 gather = _api.gather
 grad = _api.grad
+gradient_graph = _api.gradient_graph
+graph_diff = _api.graph_diff
 guard_gradients = _api.guard_gradients
 hessian = _api.hessian
 host_function = _api.host_function
@@ -63,6 +65,8 @@ __all__ = [
     "functionalize",
     "gather",
     "grad",
+    "gradient_graph",
+    "graph_diff",
     "guard_gradients",
     "hessian",
     "host_function",

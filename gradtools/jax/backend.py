@@ -18,6 +18,7 @@ from gradtools.jax import (
     frozen,
     measures,
     modules,
+    passes,
     seeing,
     vanishing,
 )
@@ -178,6 +179,7 @@ class JaxBackend:
     vanishing = staticmethod(vanishing.vanishing)
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)
+    gradient_graph = staticmethod(passes.gradient_graph)
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)

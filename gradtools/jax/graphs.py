@@ -405,7 +405,7 @@ def _loss(eqn: Eqn, operation: str) -> str:
 
 # --- modules -----------------------------------------------------------------------------
 
-_OURS = ("gradtools_derivative",)
+_OURS = "gradtools_"  # scopes of gradtools' own
 
 
 def _inside(eqn: Eqn, place: _Place) -> _Place:
@@ -416,7 +416,7 @@ def _inside(eqn: Eqn, place: _Place) -> _Place:
             scopes.append(entry.name)
         elif entry.name == "transpose":
             phase += 1
-    found = tuple(name for name in scopes if name not in _OURS)
+    found = tuple(name for name in scopes if not name.startswith(_OURS))
     if not found and not place.scope:
         found = places.modules_around(eqn)
     return replace(place, scope=(*place.scope, *found), phase=place.phase + phase)

@@ -19,6 +19,7 @@ from gradtools.torch import (
     kernels,
     measures,
     modules,
+    passes,
     seeing,
     trees,
     vanishing,
@@ -220,6 +221,7 @@ class TorchBackend:
     vanishing = staticmethod(vanishing.vanishing)
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)
+    gradient_graph = staticmethod(passes.gradient_graph)
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)

@@ -1,0 +1,321 @@
+"""A JAX program with its backward passes, as a graph.
+
+The program is traced once; its jaxpr is run equation by equation inside of `jax.vjp`, each in a
+scope that numbers it. JAX hands that number on to all that it makes of the equation, forward and
+backward, so each node knows the line, the modules and the mark of what it was made of.
+
+What depends on a cotangent is backward, what depends on the cotangent of a gradient is backward
+of the backward; all else runs forward, the factors too that only a later pass reads: where
+PyTorch keeps x for the backward pass of sin, JAX computes cos x at once and keeps that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from gradtools.errors import GradtoolsError
+from gradtools.jax import seeing
+from gradtools.jax.graphs import graph_of
+from gradtools.jax.trees import conj, is_inexact
+from gradtools.seeing.flow import dependence_matrix
+from gradtools.seeing.graph import Dependence, Graph, Node
+from gradtools.seeing.passes import (
+    BACKWARD,
+    FORWARD,
+    SECOND,
+    Differentiated,
+    cotangent_of,
+    gradient_of,
+    second_gradient_of,
+)
+
+_STEP = "gradtools_step_"
+_LEAVING = (
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+
+
+def gradient_graph(asked: Differentiated) -> Graph:
+    """The passes of a program as one graph."""
+    program = asked.program
+    try:
+        traced = seeing.trace(program.run, program.leaves)
+    except _LEAVING as error:
+        raise GradtoolsError(
+            f"{program.asked}: an array leaves JAX on the way: "
+            f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
+        ) from error
+    captured = seeing.captured_arrays(program.run)
+    names = [asked.output(k) for k in range(len(traced.closed.out_avals))]
+    forward = graph_of(traced.closed, program.names, names, captured)
+    if not asked.order:
+        return forward
+    plan = _plan(asked, traced, forward)
+    if not plan.wrt:
+        return forward
+    closed = jax.make_jaxpr(plan.run)(*plan.examples())
+    graph = graph_of(closed, plan.in_names(), plan.out_names(), captured)
+    return _Passes(graph, closed, forward, plan.phases()).graph()
+
+
+# --- the program of all passes -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is differentiated along what.
+
+    Attributes:
+        closed: The forward program.
+        leaves: Its arguments.
+        wrt: The leaves along which, of those that a derivative reaches.
+        outs: The outputs that have a cotangent.
+        order: As in `Differentiated`.
+        names: The names of the leaves.
+        results: The names of the outputs.
+    """
+
+    closed: Any
+    leaves: Sequence[Any]
+    wrt: Sequence[int]
+    outs: Sequence[int]
+    order: int
+    names: Sequence[str]
+    results: Sequence[str]
+
+    def run(self, *flat: Any) -> list[Any]:
+        given = iter(flat)
+        leaves, cts = _take(given, len(self.leaves)), _take(given, len(self.outs))
+        active = [leaves[k] for k in self.wrt]
+        if self.order == BACKWARD:
+            results, grads = self.backward(leaves, active, cts)
+            return [*results, *grads]
+        pulled = lambda xs, cs: self.backward(leaves, xs, cs)[::-1]
+        grads, pull, results = jax.vjp(pulled, active, cts, has_aux=True)
+        seconds, of_cts = pull([conj(v) for v in given])
+        return [*results, *grads, *map(conj, seconds), *map(conj, of_cts)]
+
+    def backward(
+        self, leaves: Sequence[Any], active: Sequence[Any], cts: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs, and the gradients."""
+
+        def fun(*moving: Any) -> Any:
+            full = list(leaves)
+            for k, x in zip(self.wrt, moving, strict=True):
+                full[k] = x
+            outs = _run_in_steps(self.closed, full)
+            return [outs[k] for k in self.outs], outs
+
+        _, pull, outs = jax.vjp(fun, *active, has_aux=True)
+        return outs, [conj(g) for g in pull([conj(ct) for ct in cts])]
+
+    def examples(self) -> list[Any]:
+        """Arrays to trace at; of cotangents only the shapes matter."""
+        avals = [self.closed.out_avals[k] for k in self.outs]
+        cts = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        again = [self.leaves[k] for k in self.wrt] if self.order == SECOND else []
+        return [*self.leaves, *cts, *again]
+
+    def phases(self) -> list[int]:
+        """In which pass each input enters."""
+        counts = len(self.leaves), len(self.outs), len(self.wrt) * (self.order == SECOND)
+        return [phase for phase, count in enumerate(counts) for _ in range(count)]
+
+    def in_names(self) -> list[str]:
+        cts = [cotangent_of(self.results[k]) for k in self.outs]
+        again = [cotangent_of(name) for name in self.gradients()] if self.order == SECOND else []
+        return [*self.names, *cts, *again]
+
+    def out_names(self) -> list[str]:
+        found = [*self.results, *self.gradients()]
+        if self.order == SECOND:
+            found += [second_gradient_of(self.names[k]) for k in self.wrt]
+            found += [second_gradient_of(cotangent_of(self.results[k])) for k in self.outs]
+        return found
+
+    def gradients(self) -> list[str]:
+        return [gradient_of(self.names[k]) for k in self.wrt]
+
+
+def _plan(asked: Differentiated, traced: Any, forward: Graph) -> _Plan:
+    program, connected = asked.program, dependence_matrix(forward)
+    avals = traced.closed.out_avals
+    outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
+    reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
+    return _Plan(
+        closed=traced.closed,
+        leaves=program.leaves,
+        wrt=[i for i in program.wrt if reached(i)],
+        outs=outs,
+        order=asked.order,
+        names=program.names,
+        results=[asked.output(k) for k in range(len(avals))],
+    )
+
+
+def _take(items: Iterator[Any], count: int) -> list[Any]:
+    return list(islice(items, count))
+
+
+def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr; what is made of equation i stands in the scope `gradtools_step_i`."""
+    jaxpr = closed.jaxpr
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    for i, eqn in enumerate(jaxpr.eqns):
+        read = list(dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)))
+        one = jaxpr.replace(
+            eqns=[eqn],
+            constvars=[],
+            invars=read,
+            outvars=list(eqn.outvars),
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        with jax.named_scope(f"{_STEP}{i}"):
+            outs = jax.core.eval_jaxpr(one, [], *[env[var] for var in read])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [a.val if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
+
+
+def _step_of(eqn: Any) -> int | None:
+    """The equation of the forward program that an equation was made of."""
+    for entry in eqn.source_info.name_stack.stack:
+        name = getattr(entry, "name", "")
+        if name.startswith(_STEP):
+            return int(name.removeprefix(_STEP))
+    return None
+
+
+# --- the graph of all passes -------------------------------------------------------------
+
+
+class _Passes:
+    """Tells the passes of a graph apart, and says of each node what it was made of."""
+
+    def __init__(self, graph: Graph, closed: Any, forward: Graph, entering: Sequence[int]) -> None:
+        self.whole, self.forward = graph, forward
+        self.steps = [_step_of(eqn) for eqn in closed.jaxpr.eqns]
+        self.phase_of = dict(zip(graph.inputs, entering, strict=True))
+        self.literals = set(graph.captured[len(closed.consts) :])
+
+    def graph(self) -> Graph:
+        outputs, pairs = self.without_stops(self.phased())
+        outputs = [v for v in outputs if not self.is_needless(v)]
+        nodes, steps = _alive(outputs, pairs)
+        saved = _saved(nodes, steps, self.literals)
+        nodes = [replace(n, saved=saved.get(i, ())) for i, n in enumerate(nodes)]
+        read = {value for node in nodes for value in node.inputs} | set(outputs)
+        captured = tuple(value for value in self.whole.captured if value in read)
+        return replace(self.whole, nodes=tuple(nodes), outputs=tuple(outputs), captured=captured)
+
+    def is_needless(self, value: int) -> bool:
+        """Whether it would be a second gradient, and no cotangent of a gradient reaches it."""
+        second = self.whole.values[value].name.startswith(second_gradient_of(""))
+        return second and self.phase_of.get(value, FORWARD) < SECOND
+
+    def phased(self) -> list[Node]:
+        phases, found = self.phase_of, []
+        for node in self.whole.nodes:
+            phase = max((phases.get(v, FORWARD) for v in node.inputs), default=FORWARD)
+            phases.update(dict.fromkeys(node.outputs, phase))
+            found.append(phase)
+        readers: dict[int, int] = {}
+        for i in reversed(range(len(found))):
+            node = self.whole.nodes[i]
+            if all(v in self.whole.captured for v in node.inputs):  # it stands where it is read
+                found[i] = min((readers.get(v, SECOND) for v in node.outputs), default=found[i])
+            for v in node.inputs:
+                readers[v] = min(found[i], readers.get(v, SECOND))
+        return [self.told(i, phase) for i, phase in enumerate(found)]
+
+    def told(self, i: int, phase: int) -> Node:
+        """A node with its pass, and the line, modules and mark of what it was made of."""
+        node, step = self.whole.nodes[i], self.steps[i]
+        node = _in_phase(node, phase)
+        if step is None:
+            return node
+        origin = self.forward.nodes[step]
+        if phase and node.native == "add_any":  # where gradients meet: of no rule
+            return replace(node, source=origin.source, scope=origin.scope)
+        mark = _mark_of(origin)
+        source = origin.source if phase and mark not in _RULES else node.source or origin.source
+        node = replace(node, source=source, scope=origin.scope, mark=mark or node.mark)
+        return replace(node, links=None, loss=None) if mark in _RULES else node
+
+    def without_stops(self, nodes: Sequence[Node]) -> tuple[list[int], list[tuple[Node, Any]]]:
+        """Leaves out stops that are not the user's: inside of rules, and in later passes."""
+        same: dict[int, int] = {}
+        kept = []
+        for node, step in zip(nodes, self.steps, strict=True):
+            node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
+            if node.operation == "stop" and (node.phase or node.mark in _RULES):
+                same[node.outputs[0]] = node.inputs[0]
+            else:
+                kept.append((node, step))
+        return [same.get(v, v) for v in self.whole.outputs], kept
+
+
+_RULES = (
+    "custom rule",
+    "edited gradient",
+    "frozen",
+)  # what stands inside says nothing of derivatives
+_WHOLE = ("chunked", "frozen")
+
+
+def _mark_of(node: Node) -> str:
+    """The mark of a node; what runs a chunk or a frozen function is part of it."""
+    inner = (part.mark for body in node.bodies for _, part in body.graph.walk())
+    return next((mark for mark in inner if mark in _WHOLE), node.mark)
+
+
+def _in_phase(node: Node, phase: int) -> Node:
+    def inside(graph: Graph) -> Graph:
+        return replace(graph, nodes=tuple(_in_phase(inner, phase) for inner in graph.nodes))
+
+    bodies = tuple(replace(body, graph=inside(body.graph)) for body in node.bodies)
+    return replace(node, phase=phase, bodies=bodies)
+
+
+def _alive(
+    outputs: Sequence[int], nodes: Sequence[tuple[Node, Any]]
+) -> tuple[list[Node], list[Any]]:
+    """Without what no output needs: JAX writes more than it is asked for."""
+    needed, kept = set(outputs), []
+    for node, step in reversed(nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            kept.append((node, step))
+    return [node for node, _ in kept[::-1]], [step for _, step in kept[::-1]]
+
+
+def _saved(
+    nodes: Sequence[Node], steps: Sequence[Any], literals: set[int]
+) -> Mapping[int, tuple[int, ...]]:
+    """For the last node of each step in each pass, what later passes of the step read of before."""
+    made = {value: node.phase for node in nodes for value in node.outputs}
+    last = {(step, node.phase): i for i, (node, step) in enumerate(zip(nodes, steps, strict=True))}
+    first: dict[int, int] = {}
+    for node in nodes:
+        for value in node.inputs:
+            first[value] = min(node.phase, first.get(value, node.phase))
+    found: dict[int, tuple[int, ...]] = {}
+    for node, step in zip(nodes, steps, strict=True):
+        for value in node.inputs:
+            keeper = last.get((step, made.get(value, first[value])))
+            kept = node.phase > made.get(value, first[value]) and value not in literals
+            if kept and keeper is not None and value not in found.get(keeper, ()):
+                found[keeper] = (*found.get(keeper, ()), value)
+    return found
+
+
+__all__ = ["gradient_graph"]

@@ -1,0 +1,50 @@
+"""The passes of a differentiated program, and what goes in and comes out of each.
+
+Forward gives the outputs y = f(x). Backward takes a cotangent c for each y and gives the gradients
+g = Jᴴc. Backward of the backward takes a cotangent v for each g and gives the derivatives of
+<g, v> along x and along c. Both wings name these ends here, so that their graphs read alike::
+
+    x, c, v  ->  y, g, d<g, v>/dx, d<g, v>/dc
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradtools.seeing.program import Program
+
+FORWARD, BACKWARD, SECOND = range(3)
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A call, and how often it is differentiated.
+
+    Attributes:
+        program: The call; `program.wrt` are the leaves along which.
+        order: 0 forward alone, 1 with backward, 2 with backward of the backward.
+    """
+
+    program: Program
+    order: int
+
+    def output(self, k: int) -> str:
+        """The name of output k of the latest run."""
+        return self.program.out_names[k]
+
+
+def cotangent_of(name: str) -> str:
+    """What is put in for something that came out."""
+    return f"cotangent of {name}"
+
+
+def gradient_of(name: str) -> str:
+    """What backward gives."""
+    return f"gradient of {name}"
+
+
+def second_gradient_of(name: str) -> str:
+    """What backward of the backward gives."""
+    return f"second gradient of {name}"

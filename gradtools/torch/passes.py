@@ -1,0 +1,636 @@
+"""A PyTorch program with its backward passes, as a graph of aten's operations.
+
+f runs once beneath a `TorchDispatchMode`, which sees each operation that is really computed; then
+autograd runs, beneath the same mode, once or twice. Autograd numbers its nodes in the order in
+which the forward pass made them, and says which of them is running: so each operation of a later
+pass knows the line, the modules and the mark of what it is the derivative of.
+
+A tensor is known again by its identity, else by the memory that it shows. What is written in place
+has another number from then on, and so has every view of it when it is read the next time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import torch
+from torch.autograd import function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
+from gradtools.seeing.passes import (
+    FORWARD,
+    SECOND,
+    Differentiated,
+    cotangent_of,
+    gradient_of,
+    second_gradient_of,
+)
+from gradtools.torch.compiling import leaves_of
+from gradtools.torch.flops import Watching
+from gradtools.torch.recording import operations
+from gradtools.torch.recording.observing import put_back, watchable
+from gradtools.torch.recording.places import Scopes, place
+from gradtools.torch.recording.recorder import tensors_in
+from gradtools.torch.recording.unseen import _rule_of as rule_of
+from gradtools.torch.rules import is_inexact
+
+Tensor = torch.Tensor
+_CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
+
+
+def gradient_graph(asked: Differentiated) -> Graph:
+    """The passes of a program as one graph. Its effects are undone."""
+    if not watchable():
+        raise GradtoolsError(
+            f"{asked.program.asked}: a program can be recorded in plain eager code only, not "
+            "inside a transform of torch.func, in compiled code, or while another is recorded."
+        )
+    program = asked.program
+    with put_back(program.run, program.leaves) as start:
+        watched = start.reached.watched
+        recorder = _Recorder({id(x): name.removeprefix("f.") for x, name in reversed(watched)})
+        grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                return _recorded(asked, recorder)
+        finally:
+            recorder.put_back()
+            for x, grad in grads:
+                if x.grad is not grad:
+                    x.grad = grad
+
+
+def _recorded(asked: Differentiated, recorder: _Recorder) -> Graph:
+    program = asked.program
+    active = set(program.wrt)
+    xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
+    inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
+    with recorder.watching(FORWARD):
+        ys = _execute(program.run, xs)
+    names = [asked.output(k) for k in range(len(ys))]
+    ends = _Ends(inputs, [recorder.number_of(y) for y in ys], names)
+    outs = {name: y for name, y in zip(names, ys, strict=True) if _is_tracked(y)}
+    leaves = {program.names[k]: xs[k] for k in sorted(active)}
+    leaves |= recorder.parameters(outs.values(), leaves.values())
+    for phase in range(1, asked.order + 1):
+        found, cts = _differentiated(recorder, ends, phase, outs, leaves, phase < asked.order)
+        outs = {name: y for name, y in found.items() if _is_tracked(y)}
+        leaves = {**leaves, **cts}
+    return recorder.graph(ends, asked.order)
+
+
+@dataclass
+class _Ends:
+    """What goes in and comes out, by number; and the names of what comes out."""
+
+    inputs: list[int]
+    outputs: list[int]
+    names: list[str]
+
+
+def _differentiated(
+    recorder: _Recorder,
+    ends: _Ends,
+    phase: int,
+    outs: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    again: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One backward pass: the gradients and the cotangents, each by its name."""
+    if not outs:
+        return {}, {}
+    cts = {cotangent_of(name): torch.ones_like(y, requires_grad=again) for name, y in outs.items()}
+    ends.inputs += [recorder.introduced(ct, name) for name, ct in cts.items()]
+    with recorder.watching(phase):
+        given = list(outs.values()), list(leaves.values()), list(cts.values())
+        grads = _execute_backward(*given, again)
+    named = gradient_of if phase < SECOND else second_gradient_of
+    found = {named(x): g for x, g in zip(leaves, grads, strict=True) if g is not None}
+    ends.outputs += [recorder.number_of(g) for g in found.values()]
+    ends.names += found
+    return found, cts
+
+
+def _execute(run: Any, xs: Sequence[Any]) -> list[Any]:
+    return list(run(xs))
+
+
+def _execute_backward(
+    outs: Sequence[Tensor], leaves: Sequence[Tensor], cts: Sequence[Tensor], again: bool
+) -> Sequence[Tensor | None]:
+    return torch.autograd.grad(
+        outs, leaves, cts, create_graph=again, retain_graph=True, allow_unused=True
+    )
+
+
+# Beneath Function, as in `recording/unseen.py`: who keeps a bound `apply` comes by here as well.
+_FUNCTIONS: Any = function._SingleLevelFunction
+_APPLY = "apply"
+
+
+_ENDS = frozenset({_execute.__code__, _execute_backward.__code__})
+_WING = os.path.dirname(__file__)
+_MANAGED = {
+    os.path.join(_WING, "frozen.py"): "frozen",
+    os.path.join(_WING, "chunking.py"): "chunked",
+}
+
+
+def _managed() -> str:
+    """The mark of what gradtools runs in chunks or frozen: its gradients go ways of their own."""
+    frame: FrameType | None = sys._getframe(1)
+    found = ""
+    while frame is not None and frame.f_code not in _ENDS:
+        found = _MANAGED.get(frame.f_code.co_filename, found)
+        frame = frame.f_back
+    return found
+
+
+def _is_summed_by_autograd(running: Any) -> bool:
+    """Whether autograd itself adds gradients that meet: it is no part of the rule before."""
+    if not isinstance(running, function.BackwardCFunction):
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _copied(x: Any, tracked: bool) -> Any:
+    return x.detach().clone().requires_grad_(tracked) if isinstance(x, Tensor) else x
+
+
+def _is_tracked(y: Any) -> bool:
+    return isinstance(y, Tensor) and y.requires_grad and is_inexact(y)
+
+
+# --- what runs ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where an operation comes from."""
+
+    source: Source | None = None
+    scope: tuple[str, ...] = ()
+    mark: str = ""
+
+
+@dataclass
+class _Held:
+    """A tensor that is known: its number, and how often its memory had been written to."""
+
+    tensor: Tensor
+    number: int
+    writes: int
+
+
+@dataclass
+class _Storage:
+    """A piece of memory: the numbers that were written to it, and its contents before, if kept."""
+
+    written: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Made:
+    """A node, and what is known when it runs."""
+
+    node: Node
+    sequence: int
+    grad_enabled: bool
+
+
+class _Recorder(Watching):
+    """Writes down the operations that run beneath it.
+
+    Args:
+        known: Names of tensors that f can reach, by id.
+    """
+
+    def __init__(self, known: Mapping[int, str]) -> None:
+        super().__init__()
+        self.values: dict[int, Value] = {}
+        self.captured: dict[int, Tensor | None] = {}
+        self.made: list[_Made] = []
+        self.scopes = Scopes()
+        self._known, self._phase, self._quiet = known, FORWARD, False
+        self._marks: list[str] = []
+        self._origins: dict[int, _Origin] = {}
+        self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
+        self._tracked: dict[int, bool] = {}
+        self._held: dict[int, _Held] = {}
+        self._seen: dict[Any, _Held] = {}
+        self._storages: dict[int, _Storage] = {}
+        self._contents: dict[int, tuple[Any, Any]] = {}
+
+    # --- the mode
+
+    @contextmanager
+    def watching(self, phase: int) -> Iterator[None]:
+        """Inside, all operations are written down, in this pass."""
+        self._phase = phase
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        with self.scopes.watching(), self._rules_watched(), hooks, self:
+            yield
+
+    @contextmanager
+    def _silent(self) -> Iterator[None]:
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        written = list(_written(func, args, kwargs))
+        for x in written:
+            self._keep(x)
+        given = _operands(func, args, kwargs)
+        numbers = [self._operand(x) for x in given]
+        out = func(*args, **kwargs)
+        outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
+        if name in _SAME and not self._stops(name, given[0]):
+            self.hold(outs[0], numbers[0])
+        elif outs or isinstance(out, bool | int | float | complex):
+            self._write(func, args, kwargs, numbers, outs if outs else [out], written)
+        return out
+
+    def _stops(self, name: str, x: Tensor) -> bool:
+        """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
+        if name != "detach" or self._phase or self._marks or not x.requires_grad:
+            return False
+        return not _managed()
+
+    def _write(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        numbers: Sequence[int],
+        outs: Sequence[Any],
+        written: Sequence[Tensor],
+    ) -> None:
+        name = operations.name_of(func.overloadpacket)
+        if name + "_" in operations.OVERWRITES and written:
+            numbers = numbers[len(written) :]
+        sequence, origin = torch.autograd._get_sequence_nr() - 1, self._origin()  # type: ignore[attr-defined]
+        self._origins.setdefault(sequence, origin)
+        made = [self.new(y) for y in outs]
+        node = Node(
+            _NAMES.get(name) or operations.neutral(name),
+            tuple(numbers),
+            tuple(made),
+            f"aten.{func.overloadpacket.__name__}",
+            attributes=_attributes(func, args, kwargs),
+            source=origin.source,
+            scope=origin.scope,
+            phase=self._phase,
+            mark=origin.mark,
+        )
+        self.made.append(_Made(node, sequence, torch.is_grad_enabled()))
+        for y, number in zip(outs, made, strict=True):
+            if isinstance(y, Tensor):
+                if any(y is x for x in written):
+                    self._storage(y).written.append(number)
+                self.hold(y, number)
+
+    def _origin(self) -> _Origin:
+        """The line, modules and mark of what runs: in later passes those of the forward pass."""
+        end = _execute_backward if self._phase else _execute
+        source, found = place(end.__code__)
+        managed = _managed()
+        mark = managed or next(filter(None, self._marks), found)
+        if not self._phase:
+            return _Origin(source, self.scopes.path, mark)
+        running = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        of = self._origins.get(-1 if running is None else running._sequence_nr(), _Origin())
+        inherited = "" if _is_summed_by_autograd(running) else of.mark
+        if source is None or (of.source is not None and "-packages" in source.file):
+            source = of.source
+        if managed and of.mark:  # a frozen function is a chunk to gradtools
+            mark = of.mark
+        return _Origin(source, self.scopes.path or of.scope, mark or inherited)
+
+    @contextmanager
+    def _rules_watched(self) -> Iterator[None]:
+        """Inside, what a function with a rule of its own computes is marked."""
+        thread = threading.get_ident()
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            beneath = getattr(super(_FUNCTIONS, cls), _APPLY)
+            if threading.get_ident() != thread:
+                return beneath(*args, **kwargs)
+            self._marks.append(rule_of(cls, args)[1])
+            try:
+                out = beneath(*args, **kwargs)
+                self._note_origin(out)
+                return out
+            finally:
+                self._marks.pop()
+
+        _FUNCTIONS.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            del _FUNCTIONS.apply
+
+    def _note_origin(self, out: Any) -> None:
+        """A rule may compute nothing in its forward pass, and something backward."""
+        for y in tensors_in(out):
+            if y.grad_fn is not None:
+                self._origins.setdefault(y.grad_fn._sequence_nr(), self._origin())
+
+    # --- what is saved
+
+    def _pack(self, x: Tensor) -> Any:
+        with self._silent(), torch.no_grad():
+            number = self._number(x)
+            kept = x.detach()  # x itself may hold the graph that holds it
+            sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            self._packed.append((sequence, number, self._phase))
+            self.hold(kept, number)
+            return kept, len(self._storage(x).written)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        x, writes = packed
+        if len(self._storage(x).written) != writes:
+            raise RuntimeError(
+                "a tensor that is needed for the gradient was modified in place after it was "
+                f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
+            )
+        found: Tensor = x
+        return found
+
+    def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
+        """For nodes, by position, what they keep for a pass that there is."""
+        of: dict[tuple[int, int], list[int]] = {}
+        for i, made in enumerate(self.made):
+            of.setdefault((made.sequence, made.node.phase), []).append(i)
+        found: dict[int, tuple[int, ...]] = {}
+        for sequence, number, phase in self._packed:
+            nodes = of.get((sequence, phase), []) if phase < order else []
+            touching = [i for i in nodes if number in self._around(i)]
+            for i in (touching or nodes)[:1]:
+                found[i] = tuple(dict.fromkeys((*found.get(i, ()), number)))
+        return found
+
+    def _around(self, i: int) -> tuple[int, ...]:
+        node = self.made[i].node
+        return (*node.inputs, *node.outputs)
+
+    # --- numbers of tensors
+
+    def new(self, x: Any, name: str = "") -> int:
+        """A number for something new."""
+        number = len(self.values)
+        if isinstance(x, Tensor):
+            value = Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), name)
+        else:
+            value = Value((), type(x).__name__, name)
+        self.values[number] = value
+        return number
+
+    def introduced(self, x: Any, name: str) -> int:
+        """The number of something that goes in."""
+        number = self.new(x, name)
+        if isinstance(x, Tensor):
+            self.hold(x, number)
+        return number
+
+    def number_of(self, y: Any) -> int:
+        """The number of something that came out."""
+        with self._silent():
+            return self._number(y) if isinstance(y, Tensor) else self._literal(y)
+
+    def hold(self, x: Tensor, number: int) -> None:
+        """From now on x has this number."""
+        held = _Held(x, number, len(self._storage(x).written))
+        self._held[id(x)] = held
+        self._seen[_key(x)] = held
+
+    def _operand(self, x: Any) -> int:
+        return self._number(x) if isinstance(x, Tensor) else self._literal(x)
+
+    def _literal(self, x: Any) -> int:
+        number = self.new(x, f"{x:.6g}" if isinstance(x, int | float | complex) else "")
+        self.captured[number] = None
+        return number
+
+    def _number(self, x: Tensor) -> int:
+        held = self._held.get(id(x)) or self._seen.get(_key(x))
+        if held is None:
+            number = self.new(x, self._known.get(id(x), ""))
+            self.captured[number] = x
+            self.hold(x, number)
+            return self._read(x, number)
+        written = self._storage(x).written[held.writes :]
+        if written:
+            held = self._updated(x, held, written)
+        if id(x) not in self._held:
+            self._held[id(x)] = _Held(x, held.number, held.writes)
+        return self._read(x, held.number)
+
+    def _read(self, x: Tensor, number: int) -> int:
+        if not self._phase:
+            self._tracked[number] = self._tracked.get(number, False) or x.requires_grad
+        return number
+
+    def _updated(self, x: Tensor, held: _Held, written: Sequence[int]) -> _Held:
+        """x after others wrote to its memory."""
+        number, origin = self.new(x), self._origin()
+        node = Node(
+            "update",
+            (held.number, *written),
+            (number,),
+            "update",
+            source=origin.source,
+            scope=origin.scope,
+            phase=self._phase,
+            mark=origin.mark,
+        )
+        self.made.append(_Made(node, -1, torch.is_grad_enabled()))
+        self.hold(x, number)
+        return self._held[id(x)]
+
+    def _storage(self, x: Tensor) -> _Storage:
+        return self._storages.setdefault(_memory(x), _Storage())
+
+    # --- what is put back, and what f holds
+
+    def _keep(self, x: Tensor) -> None:
+        """The contents of what was there before, when it is about to be written to."""
+        number, key = self._number(x), _memory(x)
+        if number in self.captured and key not in self._contents and x.layout is torch.strided:
+            with _disable_current_modes():
+                storage = x.untyped_storage()
+                self._contents[key] = storage, storage.clone()
+
+    def put_back(self) -> None:
+        """What was written to in place, as it stood."""
+        for storage, contents in self._contents.values():
+            storage.copy_(contents)
+
+    def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
+        """What f holds that requires grad and reaches the outputs, by name."""
+        own = {id(x) for x in given}
+        found: dict[str, Tensor] = {}
+        for x in reversed(list(leaves_of(list(outs)))):
+            held = self._held.get(id(x))
+            if id(x) not in own and held is not None:
+                name = self.values[held.number].name or f"captured tensor {len(found)}"
+                found[name] = x
+                self.values[held.number] = replace(self.values[held.number], name=name)
+        order = {name: self._held[id(x)].number for name, x in found.items()}
+        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+
+    # --- the whole
+
+    def graph(self, ends: _Ends, order: int) -> Graph:
+        """What was written down."""
+        saved = self._saved(order)
+        nodes = _needed(
+            ends.outputs,
+            [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)],
+        )
+        values = dict(self.values)
+        for number, name in zip(ends.outputs, ends.names, strict=True):
+            if not values[number].name:
+                values[number] = replace(values[number], name=name)
+        read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
+        captured = tuple(number for number in self.captured if number in read)
+        return Graph(tuple(nodes), values, tuple(ends.inputs), tuple(ends.outputs), captured)
+
+    def _linked(self, made: _Made) -> Node:
+        """A node of the forward pass, with what it carries."""
+        node = made.node
+        entering = [self._tracked.get(v, False) for v in node.inputs]
+        if node.phase or node.mark or not any(entering):
+            return node
+        name = node.native.removeprefix("aten.").strip("_")
+        if name in operations.ZERO_DERIVATIVE:
+            return replace(node, links=self._links(node, _ZERO), loss="zero_derivative")
+        leaving = [v for v in node.outputs if v in self._tracked]
+        inexact = all(self.values[v].is_inexact for v in node.outputs)
+        if name == "local_scalar_dense":
+            return replace(node, links=self._links(node, _CUT), loss="left_framework")
+        if inexact and (not leaving or any(self._tracked[v] for v in leaving)):
+            return node if name != "detach" else self._stopped(node, made)
+        return self._stopped(node, made)
+
+    def _stopped(self, node: Node, made: _Made) -> Node:
+        name = node.native.removeprefix("aten.").strip("_")
+        inexact = all(self.values[v].is_inexact for v in node.outputs)
+        loss = operations.loss_of(name, made.grad_enabled, inexact)
+        return replace(node, links=self._links(node, _CUT), loss=loss)
+
+    def _links(self, node: Node, strength: Dependence) -> Links:
+        def link(out: int, given: int) -> Dependence:
+            both = self.values[out].is_inexact and self.values[given].is_inexact
+            return strength if both else _CUT
+
+        return tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
+
+
+def _needed(outputs: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
+    """Without what later passes and gradtools do on the way, and nothing reads."""
+    read, kept = set(outputs), []
+    for node in reversed(nodes):
+        if not (node.phase or node.mark) or not read.isdisjoint(node.outputs):
+            read.update(node.inputs)
+            kept.append(node)
+    return kept[::-1]
+
+
+# --- aten's operations -------------------------------------------------------------------
+
+_SAME = frozenset({"detach", "alias", "lift_fresh"})
+_NAMES = {
+    "convolution_overrideable": "convolution",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "fused_rms_norm": "rms_norm",
+    "native_dropout": "dropout",
+    "scaled_dot_product_flash_attention_for_cpu": "attention",
+    "scaled_dot_product_efficient_attention": "attention",
+    "scaled_dot_product_flash_attention": "attention",
+    "unsafe_view": "reshape",
+    "as_strided": "reshape",
+    "to_copy": "cast",
+    "local_scalar_dense": "leave",
+    "unsafe_index": "index",
+    "unsafe_index_put": "scatter",
+    "ones_like": "constant",
+    "zeros_like": "constant",
+    "full_like": "constant",
+    "new_zeros": "constant",
+    "scalar_tensor": "constant",
+}
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an operation computes with: its tensors, and the numbers that stand for tensors."""
+    found: list[Any] = []
+    for argument, value in _bound(func, args, kwargs):
+        kind = str(argument.type)
+        number = isinstance(value, int | float | complex) and not isinstance(value, bool)
+        if number and kind in ("Tensor", "number") and argument.name not in ("alpha", "beta"):
+            found.append(value)
+        else:
+            found += tensors_in(value)
+    return found
+
+
+def _attributes(func: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
+    """The arguments that are no tensors: axes, shapes, flags."""
+    found = {}
+    for argument, value in _bound(func, args, kwargs):
+        plain = value is not None and not any(True for _ in tensors_in(value))
+        if plain and "Tensor" not in str(argument.type) and str(argument.type) != "number":
+            found[argument.name] = tuple(value) if isinstance(value, list) else value
+    return MappingProxyType(found)
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    for i, argument in enumerate(func._schema.arguments):
+        if i < len(args):
+            yield argument, args[i]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes to."""
+    for argument, value in _bound(func, args, kwargs):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(value)
+
+
+def _memory(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+
+
+def _key(x: Tensor) -> Any:
+    """What two tensors share that show the same memory alike."""
+    if x.layout is not torch.strided:
+        return id(x)
+    shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+    return _memory(x), shown
+
+
+__all__ = ["gradient_graph"]

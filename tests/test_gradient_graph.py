@@ -1,0 +1,329 @@
+"""The programs of gradients as graphs, in both backends: passes, names, residuals, marks, cuts."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+import gradtools
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.flow import dependence_matrix
+from gradtools.seeing.graph import Dependence
+
+X = np.asarray([0.5, 1.0, 2.0], np.float32)
+W = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
+
+
+@pytest.fixture
+def x(gt):
+    return gt.asarray(X)
+
+
+@pytest.fixture
+def w(gt):
+    return gt.asarray(W)
+
+
+def names(graph, numbers):
+    return [graph.values[number].name for number in numbers]
+
+
+def operations(graph, phase):
+    return [node.operation for node in graph.nodes if node.phase == phase]
+
+
+def kept(graph):
+    """The residuals: for each value its bytes."""
+    return {edge.value: edge.bytes for edge in graph.edges if edge.saved}
+
+
+def is_in_order(graph):
+    """Whether every value is made, or given, before it is read, and never twice."""
+    known = [*graph.inputs, *graph.captured]
+    for node in graph.nodes:
+        if not set(node.inputs) <= set(known):
+            return False
+        known += node.outputs
+    return len(known) == len(set(known)) and set(graph.outputs) <= set(known)
+
+
+# --- passes and names --------------------------------------------------------------------
+
+
+def test_forward_alone_holds_one_pass(gt, x):
+    graph = gt.gradient_graph(gt.xp.sin, x, order=0)
+    assert [(node.operation, node.phase) for node in graph.nodes] == [("sin", 0)]
+    assert names(graph, graph.inputs) == ["argument 0"]
+    assert names(graph, graph.outputs) == ["output"]
+
+
+def test_inputs_outputs_and_cotangents_are_named_by_their_paths(gt, x, w):
+    def f(p, x):
+        return {"y": gt.xp.matmul(x, p["w"])}
+
+    graph = gt.gradient_graph(f, {"w": w}, x)
+    ends = names(graph, graph.inputs), names(graph, graph.outputs)
+    assert ends[0] == ["argument 0['w']", "argument 1", "cotangent of output['y']"]
+    assert ends[1] == ["output['y']", "gradient of argument 0['w']"]
+
+
+def test_wrt_chooses_the_arguments(gt, x):
+    graph = gt.gradient_graph(lambda a, b: a * b, x, x, wrt=(0, 1))
+    gradients = ["gradient of argument 0", "gradient of argument 1"]
+    assert names(graph, graph.outputs) == ["output", *gradients]
+    one = gt.gradient_graph(lambda a, b: a * b, x, x, wrt=1)
+    assert names(one, one.outputs) == ["output", gradients[1]]
+
+
+def test_keyword_arguments_are_inputs(gt, x):
+    graph = gt.gradient_graph(lambda a, scale: a * scale, x, scale=x)
+    assert "argument 'scale'" in names(graph, graph.inputs)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("name", ["square", "exp", "sinh", "cube"])
+def test_the_tutorials_functions_have_a_pass_for_each_order(gt, x, name, order):
+    f = {
+        "square": lambda x: x**2,
+        "exp": gt.xp.exp,
+        "sinh": lambda x: (gt.xp.exp(x) - gt.xp.exp(-x)) / 2,
+        "cube": lambda x: x**3,
+    }[name]
+    graph = gt.gradient_graph(f, x, order=order)
+    assert is_in_order(graph)
+    assert {node.phase for node in graph.nodes} == set(range(order + 1))
+    for phase in range(order + 1):
+        assert operations(graph, phase)
+    again = ["second gradient of argument 0", "second gradient of cotangent of output"]
+    expected = ["output", "gradient of argument 0", *again]
+    assert names(graph, graph.outputs) == expected[: (1, 2, 4)[order]]
+    cotangents = ["cotangent of output", "cotangent of gradient of argument 0"]
+    assert names(graph, graph.inputs) == ["argument 0", *cotangents[:order]]
+
+
+def test_a_later_pass_reads_what_enters_in_it(gt, x):
+    graph = gt.gradient_graph(gt.xp.exp, x, order=2)
+    number = {graph.values[v].name: v for v in graph.inputs}
+    first = {n.phase for n in graph.nodes if number["cotangent of output"] in n.inputs}
+    last = "cotangent of gradient of argument 0"
+    second = {n.phase for n in graph.nodes if number[last] in n.inputs}
+    assert min(first) == 1 and second == {2}
+
+
+def test_a_linear_function_needs_nothing_of_its_argument_in_the_second_pass(gt, x):
+    graph = gt.gradient_graph(lambda x: x * 3.0, x, order=2)
+    assert names(graph, graph.outputs) == [
+        "output",
+        "gradient of argument 0",
+        "second gradient of cotangent of output",
+    ]
+    assert not kept(graph)
+
+
+def test_integer_outputs_get_no_cotangent(gt, x):
+    graph = gt.gradient_graph(lambda x: (x * x, gt.xp.argmax(x)), x)
+    assert names(graph, graph.inputs) == ["argument 0", "cotangent of output[0]"]
+
+
+def test_every_node_names_the_line_of_the_user(gt, x):
+    def f(x):
+        y = gt.xp.sin(x)  # line 1
+        return y * y  # line 2
+
+    graph = gt.gradient_graph(f, x)
+    first = f.__code__.co_firstlineno
+    found = {n.phase: [] for n in graph.nodes}
+    for node in graph.nodes:
+        found[node.phase].append(node.source.line - first)
+    assert set(found[0]) == set(found[1]) == {1, 2}
+    assert {node.source.file for node in graph.nodes} == {__file__}
+
+
+# --- residuals ---------------------------------------------------------------------------
+
+
+def test_exp_keeps_its_output(gt, x):
+    graph = gt.gradient_graph(gt.xp.exp, x)
+    assert kept(graph) == {graph.outputs[0]: X.nbytes}
+    assert graph.nodes[0].saved == (graph.outputs[0],)
+
+
+def test_square_keeps_no_more_than_one_array_of_its_arguments_size(gt, x):
+    assert list(kept(gt.gradient_graph(lambda x: x**2, x)).values()) == [X.nbytes]
+
+
+def test_a_matrix_product_keeps_the_factor_that_its_gradient_needs(gt, x, w):
+    matrix = gt.asarray(np.ones((5, 3), np.float32))
+    both = gt.gradient_graph(gt.xp.matmul, matrix, w, wrt=(0, 1))
+    assert sum(kept(both).values()) == 4 * (15 + 6)
+    right = gt.gradient_graph(gt.xp.matmul, matrix, w, wrt=1)
+    assert sum(kept(right).values()) == 4 * 15
+
+
+def test_addition_keeps_nothing(gt, x):
+    assert not kept(gt.gradient_graph(lambda a, b: a + b, x, x, wrt=(0, 1)))
+
+
+# --- marks -------------------------------------------------------------------------------
+
+
+def test_a_rule_of_ones_own_is_marked_in_both_passes(gt, x):
+    rule = gt.custom_rule(lambda x: gt.xp.exp(x) * 2)
+    rule.defvjp(lambda x: (gt.xp.exp(x) * 2, x), lambda x, ct: (ct * gt.xp.exp(x) * 2,))
+    graph = gt.gradient_graph(lambda x: gt.xp.sin(rule(gt.xp.cos(x))), x)
+    marked = {n.phase for n in graph.nodes if n.mark == "custom rule"}
+    plain = {n.operation for n in graph.nodes if not n.mark}
+    assert marked == {0, 1}
+    assert {"sin", "cos", "multiply"} <= plain and "exp" not in plain
+
+
+@pytest.mark.parametrize("edit", ["reverse", "clip"])
+def test_an_edited_gradient_is_marked_and_what_is_added_to_it_is_not(gt, x, edit):
+    edited = {"reverse": gt.reverse_gradient, "clip": lambda x: gt.clip_gradient(x, 1.0)}[edit]
+    graph = gt.gradient_graph(lambda x: gt.xp.exp(x) + edited(x), x)
+    assert "edited gradient" in {n.mark for n in graph.nodes if n.phase == 1}
+    added = [n for n in graph.nodes if n.phase == 1 and n.operation == "add"]
+    assert added[-1].mark == ""
+
+
+def test_a_checkpoint_is_marked_and_computed_again(gt, x):
+    graph = gt.gradient_graph(lambda x: gt.checkpoint(lambda x: gt.xp.sin(gt.xp.exp(x)))(x), x)
+    inside = [node.operation for _, node in graph.walk() if node.phase == 1]
+    assert "checkpoint" in {n.mark for n in graph.nodes}
+    assert "exp" in inside
+
+
+def test_chunks_are_marked(gt):
+    x = gt.asarray(np.ones((4, 3), np.float32))
+    f = gt.chunked(lambda x: gt.xp.sin(x), chunk_size=2)
+    graph = gt.gradient_graph(lambda x: f(x).sum(), x)
+    assert {n.phase for n in graph.nodes if n.mark == "chunked"} == {0, 1}
+    assert not [edge for edge in graph.edges if edge.cut]
+
+
+def test_a_frozen_function_is_marked(gt, x):
+    f = gt.frozen(lambda x: gt.xp.exp(x))
+    graph = gt.gradient_graph(lambda x: f(x) * x, x)
+    assert {n.phase for n in graph.nodes if n.mark == "frozen"} == {0, 1}
+    assert not [edge for edge in graph.edges if edge.cut]
+
+
+# --- cuts --------------------------------------------------------------------------------
+
+
+def test_a_stopped_gradient_is_a_cut_edge(gt, x):
+    graph = gt.gradient_graph(lambda x: x * gt.stop_gradient(gt.xp.exp(x)), x)
+    cuts = [edge for edge in graph.edges if edge.cut]
+    assert [edge.cut for edge in cuts] == ["stopped on purpose"]
+    assert graph.nodes[cuts[0].target].operation == "stop"
+    assert graph.nodes[cuts[0].source].operation == "exp"
+
+
+def test_where_nothing_reaches_the_output_the_forward_pass_shows_the_cut(gt, x):
+    graph = gt.gradient_graph(lambda x: gt.stop_gradient(x) * 2, x)
+    assert {node.phase for node in graph.nodes} == {0}
+    assert [edge.cut for edge in graph.edges if edge.cut] == ["stopped on purpose"]
+
+
+def test_the_strength_of_paths_is_that_of_dependence(gt, x):
+    def f(x):
+        return gt.xp.round(x), gt.stop_gradient(x), gt.xp.sin(x), x > 1
+
+    graph = gt.gradient_graph(f, x, order=0)
+    rows = [row[0] for row in dependence_matrix(graph)]
+    cut = Dependence.CUT
+    assert rows == [Dependence.ZERO_DERIVATIVE, cut, Dependence.DIFFERENTIABLE, cut]
+
+
+# --- loops, scans, modules ---------------------------------------------------------------
+
+
+def test_a_loop_of_python_is_written_out(gt, x):
+    def f(x):
+        for _ in range(3):
+            x = gt.xp.sin(x)
+        return x
+
+    graph = gt.gradient_graph(f, x)
+    assert operations(graph, 0).count("sin") == 3
+    assert {n.operation for n in graph.nodes if n.phase == 1} <= {"cos", "multiply"}
+
+
+# --- what is left as it was --------------------------------------------------------------
+
+
+def test_arguments_are_left_as_they_were(gt, x):
+    gt.gradient_graph(lambda x: (x * x).sum(), x, order=2)
+    assert np.array_equal(gt.to_numpy(x), X)
+    assert not getattr(x, "requires_grad", False)
+
+
+# --- wrong input -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [3, -1, "1", True, 1.0])
+def test_an_order_that_there_is_not_is_refused(gt, x, order):
+    with pytest.raises(GradtoolsError, match="gradient_graph: order is"):
+        gt.gradient_graph(gt.xp.exp, x, order=order)
+
+
+def test_an_integer_argument_is_refused(gt):
+    with pytest.raises(GradtoolsError, match=r"gradient_graph: .*int"):
+        gt.gradient_graph(lambda x: x * 2, gt.asarray(np.arange(3)))
+
+
+def test_an_error_of_the_users_is_told(gt, x):
+    def f(x):
+        raise ValueError("mine")
+
+    with pytest.raises(GradtoolsError, match=r"gradient_graph: .*ValueError: mine"):
+        gt.gradient_graph(f, x)
+
+
+def test_no_function_is_refused(gt, x):
+    with pytest.raises(GradtoolsError, match="gradient_graph: f is 3"):
+        gt.gradient_graph(3, x)
+
+
+# --- forms, and the two frameworks beside each other -------------------------------------
+
+
+def test_a_gradients_graph_is_drawn_in_every_form(gt, x, tmp_path):
+    graph = gt.gradient_graph(lambda x: gt.xp.sin(x) * x, x, order=2)
+    assert "backward of the backward" in str(graph)
+    for suffix in ("svg", "html", "dot", "mmd", "txt"):
+        graph.save(tmp_path / f"graph.{suffix}")
+        assert "sin" in (tmp_path / f"graph.{suffix}").read_text()
+
+
+def network(gt, p, x):
+    h = gt.xp.tanh(gt.xp.matmul(x, p["w"]) + p["b"])
+    return gt.xp.sum(h * gt.xp.exp(h))
+
+
+def graph_in(backend, order):
+    gt = importlib.import_module(f"gradtools.{backend}")
+    p = {"w": gt.asarray(W), "b": gt.asarray(np.zeros(2, np.float32))}
+    x = gt.asarray(np.ones((5, 3), np.float32))
+    return gt.gradient_graph(lambda p, x: network(gt, p, x), p, x, order=order)
+
+
+@pytest.mark.skipif(len(gradtools.available_backends()) < 2, reason="needs both frameworks")
+def test_one_program_is_aligned_between_the_frameworks(gt):
+    difference = gt.graph_diff(graph_in("torch", 0), graph_in("jax", 0), names=("torch", "jax"))
+    matched = [pair[0][0].operation for pair in difference.matched]
+    assert matched == ["matmul", "add", "tanh", "exp", "multiply", "sum"]
+    assert not difference
+
+
+@pytest.mark.skipif(len(gradtools.available_backends()) < 2, reason="needs both frameworks")
+def test_the_gradients_of_one_program_share_most_of_their_steps(gt):
+    difference = gt.graph_diff(graph_in("torch", 1), graph_in("jax", 1))
+    backward = [one[0] for one, _ in difference.matched if one[0].phase == 1]
+    assert [node.operation for node in backward].count("matmul") == 1
+    assert len(difference.matched) >= 10
+
+
+def test_what_is_no_graph_has_no_difference(gt):
+    with pytest.raises(GradtoolsError, match="graph_diff: a must be a Graph"):
+        gt.graph_diff(1, 2)

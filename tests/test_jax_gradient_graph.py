@@ -1,0 +1,77 @@
+"""The passes of a JAX program: loops with bodies, decisions on values, what leaves, complex."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402  (only where JAX is installed)
+
+import gradtools.jax as gt  # noqa: E402
+from gradtools.errors import GradtoolsError  # noqa: E402
+
+X = jnp.asarray([0.5, 1.0, 2.0], jnp.float32)
+
+
+def names(graph, numbers):
+    return [graph.values[number].name for number in numbers]
+
+
+def test_a_scan_has_a_body_in_both_passes_and_keeps_one_array_for_each_round():
+    def f(w):
+        return jax.lax.scan(lambda c, _: (jnp.sin(w * c), None), X, None, length=4)[0]
+
+    graph = gt.gradient_graph(f, X)
+    scans = [n for n in graph.nodes if n.operation == "scan"]
+    assert [n.phase for n in scans] == [0, 1]
+    for node in scans:
+        inner = {part.phase for body in node.bodies for part in body.graph.nodes}
+        assert inner == {node.phase}
+    stacked = [e.bytes for e in graph.edges if e.saved and e.bytes == 4 * X.nbytes]
+    assert stacked
+
+
+def test_a_program_that_decides_on_values_is_seen_as_it_runs():
+    def f(x):
+        return jnp.sin(x) if x.sum() > 0 else jnp.cos(x)
+
+    graph = gt.gradient_graph(f, X)
+    assert [n.operation for n in graph.nodes if not n.phase][:2] == ["sin", "cos"]
+
+
+def test_what_leaves_jax_is_refused_with_what_to_ask():
+    with pytest.raises(GradtoolsError, match=r"leaves JAX on the way.*why_zero"):
+        gt.gradient_graph(lambda x: jnp.asarray(np.sin(x)), X)
+
+
+def test_closed_over_arrays_are_captured_by_name():
+    weight = jnp.ones(3)
+    graph = gt.gradient_graph(lambda x: x * weight, X)
+    assert "weight" in names(graph, graph.captured)
+
+
+def test_what_no_output_needs_is_left_out():
+    graph = gt.gradient_graph(lambda x: (jnp.sin(x), jnp.cos(x))[0] * 2.0, X)
+    read = {v for n in graph.nodes for v in n.inputs} | set(graph.outputs)
+    assert all(read & set(n.outputs) for n in graph.nodes)
+
+
+def test_complex_gradients_keep_gradtools_convention():
+    x = jnp.asarray([1 + 2j], jnp.complex64)
+    graph = gt.gradient_graph(lambda x: x * (1 + 2j), x)
+    assert [n.operation for n in graph.nodes if n.phase == 1] == ["conj", "multiply", "conj"]
+
+
+def test_a_flax_module_gives_its_layers_scopes_in_both_passes():
+    linen = pytest.importorskip("flax.linen")
+
+    class Network(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(1, name="last")(jnp.tanh(linen.Dense(4, name="first")(x)))
+
+    network = Network()
+    params = network.init(jax.random.key(0), X)
+    graph = gt.gradient_graph(network.apply, params, X)
+    scopes = {(n.phase, n.scope[-1]) for n in graph.nodes if n.operation == "dot_general"}
+    assert {(0, "first"), (0, "last"), (1, "first"), (1, "last")} <= scopes

@@ -425,6 +425,25 @@ def test_loops_run_backwards_and_their_columns_are_written_out():
     assert {v.node.operation for v in vanished(f)} == {"relu", "multiply"}
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_each_round_of_a_loop_sees_its_own_row(reverse):
+    def f(x):
+        return lax.scan(lambda c, a: (jax.nn.relu(a - 9), None), 0.0, x, reverse=reverse)[0]
+
+    x = jnp.asarray([20.0, 20.0, 1.0])
+    (found,) = vanished(f, x[::-1] if reverse else x)
+    assert found.node.operation == "relu"
+
+
+def test_an_operand_on_the_path_of_another_leaf_is_not_told_of_this_one():
+    def run(leaves):
+        x, y = leaves
+        return [((jax.nn.relu(x - 9) + 1) * (jnp.tanh(y * 1e4) - 1)).sum()]
+
+    assert [v.node.operation for v in vanishing(run, [X, X + 1], 0)] == ["multiply"]
+    assert [v.node.operation for v in vanishing(run, [X, X + 1], 1)] == ["tanh"]
+
+
 def test_a_vector_is_pulled_back_at_more_than_zero():
     assert vanished(lambda x: x) is None
     (found,) = vanished(lambda x: jnp.stack([x, x]) * 0.0)

@@ -1,4 +1,4 @@
-"""The command line: ``gradtools demo``, ``backends``, ``crosscheck``, ``why-zero`` and others.
+"""The command line: ``gradtools demo``, ``backends``, ``check``, ``crosscheck`` and others.
 
 No framework is imported before a command needs it, so ``--help`` answers at once.
 Exit status: 0 when the command did what was asked, 1 when it could not, 2 for wrong usage.
@@ -58,8 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     listing = commands.add_parser("backends", help="say what is installed, with versions")
     listing.set_defaults(run=_backends)
+    _add_check(commands)
     _add_crosscheck(commands)
     _add_why_zero(commands)
+    _add_graph(commands)
     _add_measure(commands)
     table = commands.add_parser(
         "conventions", help="how the frameworks differ at kinks and ties, measured here"
@@ -67,6 +69,26 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("containing", nargs="?", default="", help="only rows with this text")
     table.set_defaults(run=_conventions)
     return parser
+
+
+def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "check",
+        help="try every operator on this machine: dtypes, transforms, orders, against NumPy",
+        description="Exit status 0 if every cell of the matrix held, 1 if one did not, 2 if it "
+        "could not be run.",
+    )
+    command.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
+    command.add_argument("--quick", action="store_true", help="a part of it, within a minute")
+    command.add_argument("--filter", default="", metavar="TEXT", help="only cells with this text")
+    command.add_argument("--json", action="store_true", help="print every cell as JSON")
+    command.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from gradtools.testing.checking import check
+
+    return check(args)
 
 
 def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -92,13 +114,7 @@ def _add_why_zero(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         description="Exit status 0 if nothing is lost, 1 if something is, 2 if it cannot be told.",
     )
     _add_function(command)
-    command.add_argument(
-        "--wrt",
-        type=_positions,
-        default=[0],
-        metavar="N",
-        help="the position of the argument, or of several: 0,2 (default: 0)",
-    )
+    _add_wrt(command)
     command.set_defaults(run=_why_zero)
 
 
@@ -108,14 +124,55 @@ def _why_zero(args: argparse.Namespace) -> int:
     return why_zero(args)
 
 
-def _add_function(command: argparse.ArgumentParser) -> None:
+def _add_graph(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "graph",
+        help="show a function with its backward passes as a graph: text, or a file to look at",
+        description="Exit status 0 if the graph was made, 2 if it could not be.",
+    )
+    _add_function(command, json=False)
+    _add_wrt(command)
+    command.add_argument(
+        "--order",
+        type=int,
+        choices=(0, 1, 2),
+        default=1,
+        help="0 forward alone, 1 with backward, 2 with backward of the backward (default: 1)",
+    )
+    command.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE",
+        help="by its suffix a picture (.svg), a page (.html), .dot, .mmd or .txt",
+    )
+    command.set_defaults(run=_graph)
+
+
+def _graph(args: argparse.Namespace) -> int:
+    from gradtools.seeing.commands import graph
+
+    return graph(args)
+
+
+def _add_wrt(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--wrt",
+        type=_positions,
+        default=[0],
+        metavar="N",
+        help="the position of the argument, or of several: 0,2 (default: 0)",
+    )
+
+
+def _add_function(command: argparse.ArgumentParser, json: bool = True) -> None:
     """One function in one framework, as `gradtools.inputs.Given.by` reads it."""
     command.add_argument("function", metavar="FUNCTION", help="package.module:name")
     _add_inputs(command, required=False)
     command.add_argument(
         "--backend", choices=("torch", "jax"), help="default: what FUNCTION's module imports"
     )
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    if json:
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:

@@ -161,7 +161,13 @@ def _every_operator_with_every_choice() -> Iterator[Cell]:
         for transform in TRANSFORMS[1:]:
             yield _cell(operator, next(turns), transform=transform)
         for dtype, arguments in zip_longest(DTYPES[1:], ARGUMENTS[1:], fillvalue=""):
+            if operator.real and dtype.startswith("complex"):
+                yield _cell(operator, next(turns), dtype)
+                dtype = ""
             yield _cell(operator, next(turns), dtype, arguments=arguments)
+    for program in programs():
+        if "linear algebra" in program.tags:
+            yield Cell(OPERATORS[0], program, "bfloat16")
 
 
 def _every_choice_with_every_other() -> Iterator[Cell]:
@@ -189,15 +195,16 @@ def _cell(
     arguments: str = "plain",
 ) -> Cell:
     """A cell whose program is next; in its own dtype unless one is asked for."""
-    program = _with_dtype(programs(), dtype, number) if dtype else _turn(programs(), number)
+    fitting = _fitting(dtype or ("float64" if operator.real else ""))
+    program = fitting[number % len(fitting)]
     return Cell(operator, program, dtype or program.dtype, transform, arguments)
 
 
-def _with_dtype(every: tuple[Scenario, ...], dtype: str, turn: int) -> Scenario:
-    """A program that can be cast to the dtype: complex ones stay complex, real ones real."""
+def _fitting(dtype: str) -> tuple[Scenario, ...]:
+    """Programs that can be cast to the dtype: complex ones stay complex, real ones real."""
     wanted = "complex128" if dtype.startswith("complex") else "float64"
-    fitting = [p for p in every if p.dtype == wanted]
-    return fitting[turn % len(fitting)]
+    able = lambda p: dtype != "bfloat16" or "linear algebra" not in p.tags
+    return tuple(p for p in programs() if not dtype or (p.dtype == wanted and able(p)))
 
 
 # --- what cannot be ----------------------------------------------------------------------
@@ -239,6 +246,4 @@ def _reason(cell: Cell, backend: str) -> str:
         return _NOT_COMPILED[operator.name]
     if backend == "torch" and operator.name == "grad of jvp" and program.name in _LOSE_A_TERM:
         return "refused: PyTorch's forward rule loses a term when differentiated, torch#192540"
-    if operator.batched and program.shape == "empty":
-        return "a batch of empty examples says nothing"
     return ""

@@ -1,0 +1,269 @@
+"""The scenario matrix run on this machine, and its support table: `gradtools check`.
+
+Each backend's cells are computed and judged one by one; a `Verdict` keeps what came of each. The
+table has a row for each operator and says how many of its cells held, in which dtypes and
+transforms, and the worst error in units of the tolerance. What is left out is listed with its
+reason. The README's table is `support_table()`: it depends on the cells alone, not on a machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import gradtools
+from gradtools.testing.matrix import ARGUMENTS, DTYPES, TRANSFORMS, Cell, cells, programs
+
+BACKENDS = ("torch", "jax")
+_QUICK = 9  # every ninth cell, of those that are not compiled
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one cell.
+
+    Attributes:
+        backend: Where it ran.
+        cell: The cell; with a reason if it was left out.
+        worst: The largest error in units of the tolerance; NaN where nothing was found.
+        oracle: What that error was found by.
+        failure: What went wrong, in words; empty where it held.
+    """
+
+    backend: str
+    cell: Cell
+    worst: float = 0.0
+    oracle: str = ""
+    failure: str = ""
+
+
+def judged(cell: Cell, backend: str) -> Verdict:
+    """Runs one cell, unless it is left out."""
+    from gradtools.testing.trial import trial
+
+    if cell.reason:
+        return Verdict(backend, cell)
+    try:
+        outcomes = trial(cell, backend)
+    except Exception as error:  # a cell that raises is a result of the check
+        return Verdict(backend, cell, float("nan"), "", f"{type(error).__name__}: {error}")
+    if not outcomes:
+        return Verdict(backend, cell, float("nan"), "", "nothing was compared")
+    worst = max(outcomes, key=lambda o: float("inf") if o.error != o.error else o.error)
+    failure = "" if worst else f"{worst.oracle}: {worst.error:.3g} tolerances {worst.remark}"
+    return Verdict(backend, cell, worst.error, worst.oracle, failure.strip())
+
+
+def chosen(backend: str, quick: bool = False, containing: str = "") -> list[Cell]:
+    """The cells of a backend, those that are left out among them.
+
+    Args:
+        backend: "torch" or "jax".
+        quick: Every ninth alone, and none that PyTorch compiles.
+        containing: A part of the cell's name, such as "hvp" or "vmap".
+    """
+    found = [cell for cell in cells(backend) if containing in str(cell)]
+    if quick:
+        found = [cell for cell in found if cell.transform != "compile"][::_QUICK]
+    return sorted(found, key=lambda cell: cell.program.name)  # what JAX compiled serves again
+
+
+# --- tables ------------------------------------------------------------------------------
+
+
+def support_table() -> str:
+    """What is tried, as Markdown: operator by backend, with the number of cells that run.
+
+    Example:
+        >>> from gradtools.testing.checking import support_table
+        >>> support_table().splitlines()[0]
+        '| operator | order | dtypes | PyTorch | not in PyTorch | JAX | not in JAX |'
+    """
+    head = "| operator | order | dtypes | PyTorch | not in PyTorch | JAX | not in JAX |"
+    every = {backend: list(cells(backend)) for backend in BACKENDS}
+    names = dict.fromkeys(cell.operator for cell in every["torch"])
+    rows = [_support_row(operator, every) for operator in names]
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
+
+
+def _support_row(operator: Any, every: dict[str, list[Cell]]) -> str:
+    parts = [operator.name, str(operator.order)]
+    for backend in BACKENDS:
+        mine = [cell for cell in every[backend] if cell.operator == operator]
+        run = [cell for cell in mine if not cell.reason]
+        if backend == "torch":
+            parts.append(_of_all([cell.dtype for cell in run], DTYPES))
+        parts += [str(len(run)), _lacking(run, operator)]
+    return "| " + " | ".join(parts) + " |"
+
+
+def _of_all(found: Sequence[str], known: Sequence[str]) -> str:
+    missing = [name for name in known if name not in found]
+    if not missing:
+        return "all"
+    return ", ".join(name for name in known if name in found) or "none"
+
+
+def _lacking(run: Sequence[Cell], operator: Any) -> str:
+    """Transforms and ways of passing arguments in which no cell of the operator runs."""
+    aux = () if operator.aux else ("aux",)
+    asked = [*TRANSFORMS, *(a for a in ARGUMENTS if a not in aux)]
+    met = {cell.transform for cell in run} | {cell.arguments for cell in run}
+    return ", ".join(name for name in asked if name not in met) or "–"
+
+
+def worst_table(verdicts: Sequence[Verdict]) -> str:
+    """Operator by backend: cells that held, and the worst error in units of the tolerance."""
+    lines = [
+        f"{'operator':<27}{'backend':<8}{'order':>5}  {'held':>9}  {'worst':>8}  dtypes; transforms"
+    ]
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for verdict in verdicts:
+        if not verdict.cell.reason:
+            groups.setdefault((verdict.cell.operator.name, verdict.backend), []).append(verdict)
+    return "\n".join([*lines, *(_worst_row(*key, group) for key, group in groups.items())])
+
+
+def _worst_row(name: str, backend: str, group: Sequence[Verdict]) -> str:
+    held = sum(not v.failure for v in group)
+    worst = max((v.worst for v in group if v.worst == v.worst), default=float("nan"))
+    each = lambda known, kind: ",".join(
+        short for short in known if any(getattr(v.cell, kind) == short for v in group)
+    )
+    order = group[0].cell.operator.order
+    return (
+        f"{name:<27}{backend:<8}{order:>5}  {f'{held}/{len(group)}':>9}  {worst:>8.1e}  "
+        f"{each(DTYPES, 'dtype')}; {each(TRANSFORMS, 'transform')}"
+    )
+
+
+def left_out(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], int]:
+    """How many cells each backend leaves out for each reason."""
+    return dict(Counter((v.backend, v.cell.reason) for v in verdicts if v.cell.reason))
+
+
+# --- the command -------------------------------------------------------------------------
+
+
+def check(options: argparse.Namespace) -> int:
+    """Runs the matrix: 0 if every cell held, 1 if one did not, 2 if it could not be run."""
+    wanted = BACKENDS if options.backend == "both" else (options.backend,)
+    here = [name for name in wanted if name in gradtools.available_backends()]
+    asked = [(b, c) for b in here for c in chosen(b, options.quick, options.filter)]
+    if all(cell.reason for _, cell in asked):
+        what = f"no cell that runs has {options.filter!r} in its name" if here else "not installed"
+        print(f"gradtools check: {' and '.join(wanted)}: {what}", file=sys.stderr)
+        return 2
+    if "torch" in here:
+        _one_thread()
+    with _wide() if "jax" in here else nullcontext():
+        verdicts = [judged(cell, backend) for backend, cell in _progress(asked)]
+        _print(options, here, verdicts)
+    return 1 if any(v.failure for v in verdicts) else 0
+
+
+def _one_thread() -> None:
+    """The arrays are tiny: threads would wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _wide() -> Iterator[None]:
+    """64 bits in JAX while the command runs."""
+    import jax
+
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def _progress(asked: Sequence[Any]) -> Iterator[Any]:
+    """A bar of tqdm on standard error; a dot for each hundredth where tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _dots(asked)
+    return iter(tqdm(asked, desc="cells", file=sys.stderr))
+
+
+def _dots(asked: Sequence[Any]) -> Iterator[Any]:
+    each = max(1, len(asked) // 100)
+    for i, item in enumerate(asked):
+        yield item
+        if i % each == 0:
+            print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
+def _print(options: argparse.Namespace, here: Sequence[str], verdicts: Sequence[Verdict]) -> None:
+    if options.json:
+        print(json.dumps(_record(here, verdicts), indent=1))
+        return
+    print("\n".join(_devices(here)))
+    print(f"\n{worst_table(verdicts)}\n\nleft out:")
+    for (backend, reason), number in left_out(verdicts).items():
+        print(f"{number:>5}  {backend:<6} {reason}")
+    failed = [v for v in verdicts if v.failure]
+    for v in failed:
+        print(f"FAILED {v.backend}: {v.cell}\n       {v.failure}")
+    run = sum(not v.cell.reason for v in verdicts)
+    print(f"\n{run} cells run over {len(programs())} programs; {len(failed)} failed")
+
+
+def _record(here: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The result as JSON's types; NaN, which JSON has not, as null."""
+    number = lambda x: x if x == x and abs(x) != float("inf") else None
+    each = [
+        {
+            "backend": v.backend,
+            "operator": v.cell.operator.name,
+            "program": v.cell.program.name,
+            "order": v.cell.operator.order,
+            "dtype": v.cell.dtype,
+            "transform": v.cell.transform,
+            "arguments": v.cell.arguments,
+            "left_out": v.cell.reason,
+            "worst": number(v.worst),
+            "oracle": v.oracle,
+            "failure": v.failure,
+        }
+        for v in verdicts
+    ]
+    return {"devices": _devices(here), "held": not any(v.failure for v in verdicts), "cells": each}
+
+
+def _devices(here: Sequence[str]) -> list[str]:
+    """What each framework has here, and what is absent."""
+    asks: dict[str, Callable[[], str]] = {"torch": _torch_devices, "jax": _jax_devices}
+    lines = [f"{name}: {asks[name]()}" for name in here]
+    return lines + [f"{name}: not run" for name in BACKENDS if name not in here]
+
+
+def _torch_devices() -> str:
+    import torch
+
+    cuda = torch.cuda.device_count()
+    return f"{torch.__version__}, run on the cpu; cuda devices: {cuda or 'absent'}"
+
+
+def _jax_devices() -> str:
+    import jax
+
+    kinds = sorted({device.platform for device in jax.devices()})
+    absent = [kind for kind in ("gpu", "tpu") if kind not in kinds]
+    return f"{jax.__version__}, run on {jax.devices()[0].platform}; absent: {', '.join(absent)}"
+
+
+if __name__ == "__main__":
+    print(support_table())

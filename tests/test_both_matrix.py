@@ -1,0 +1,51 @@
+"""The third oracle of the scenario matrix: the other framework, entry by entry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradtools.testing.matrix import OPERATORS, cells, families
+from gradtools.testing.tolerances import tolerance
+from gradtools.testing.trial import answers
+
+
+def compared():
+    """Cells that run in both: those that ask for more than an eager call, and every fifth."""
+    jax = {str(cell) for cell in cells("jax") if not cell.reason}
+    both = [c for c in cells("torch") if not c.reason and str(c) in jax]
+    plain = [c for c in both if (c.transform, c.arguments) == ("eager", "plain")]
+    more = [c for c in both if c not in plain and c.transform != "compile"]
+    return plain[::5] + more[::2]
+
+
+def error_of(cell, found, expected):
+    """In units of the tolerance, relative to the array's own largest entry."""
+    found, expected = (np.asarray(x).astype(complex) for x in (found, expected))
+    assert found.shape == expected.shape, cell
+    if not found.size:
+        return 0.0
+    largest = max(np.max(np.abs(found)), np.max(np.abs(expected)))
+    return (
+        0.0
+        if largest == 0
+        else float(np.max(np.abs(found - expected)) / largest)
+        / tolerance(cell.dtype, cell.operator.order)
+    )
+
+
+@pytest.mark.parametrize("family", families())
+def test_both_frameworks_give_the_same_numbers(family):
+    failed = []
+    for cell in compared():
+        if cell.operator.family == family:
+            pairs = zip(answers(cell, "torch"), answers(cell, "jax"), strict=True)
+            worst = [error_of(cell, found, expected) for found, expected in pairs]
+            assert worst, cell
+            failed += [f"{cell}: {error:.3g}" for error in worst if not error <= 1]
+    assert not failed, "\n".join(failed)
+
+
+def test_three_hundred_cells_are_compared_of_every_operator():
+    assert len(compared()) >= 300
+    assert {cell.operator for cell in compared()} == set(OPERATORS)

@@ -328,6 +328,14 @@ def _added(x, u, i):
     return out
 
 
+def _put_along(x, i, u, f):
+    """For a single row of indices along axis 0."""
+    out = x.copy()
+    for k, place in enumerate(i[0]):
+        out[place, k] = f(out[place, k], u[0, k])
+    return out
+
+
 def _put(x, u, i):
     out = x.copy()
     out[i] = u
@@ -354,6 +362,7 @@ REDUCTIONS = [
     Case("all", (np.array([[True, False], [True, True]]),), {}, np.all),
     Case("logsumexp", (real(3, 4),), {"axes": (1,)}, lambda x: _lse(x, 1)),
     Case("logsumexp", (real(3, 4),), {}, lambda x: _lse(x, None)),
+    Case("logsumexp", (cplx(3, 4),), {"axes": (1,)}, lambda x: _lse(x, 1)),
     Case("variance", (real(3, 4),), {"axes": (1,)}, lambda x: x.var(1)),
     Case("variance", (cplx(3, 4),), {"axes": (0,), "correction": 1}, lambda x: x.var(0, ddof=1)),
     Case("deviation", (real(3, 4),), {"axes": (1,), "eps": 0.1}, lambda x: np.sqrt(x.var(1) + 0.1)),
@@ -478,6 +487,8 @@ LAYERS = [
     Case("sum_pool", (real(2, 2, 4, 6),), {"window": (2, 2)}, lambda x: _pool2(x, np.sum)),
     Case("softmax", (real(3, 4),), {"axis": 1}, lambda x: _softmax(x, 1)),
     Case("softmax", (real(3, 4),), {"axis": 0}, lambda x: _softmax(x, 0)),
+    Case("softmax", (cplx(3, 4),), {"axis": 1}, lambda x: _softmax(x, 1)),
+    Case("log_softmax", (0.3 * cplx(3, 4),), {"axis": 1}, lambda x: np.log(_softmax(x, 1))),
     Case("log_softmax", (real(3, 4),), {"axis": 1}, lambda x: np.log(_softmax(x, 1))),
     Case(
         "cross_entropy",
@@ -653,7 +664,39 @@ LEAVES = [
     Case("scale_gradient", (real(3),), {"scale": -2.0}, lambda x: x, order=0),
 ]
 
-CASES = [*UNARY, *BINARY, *SHAPES, *INDEXING, *REDUCTIONS, *CONTRACTIONS, *LAYERS, *LINALG, *LEAVES]
+SHORTER = [
+    Case(
+        "take_along",
+        (real(4, 3), whole([0, 3])),
+        {"axis": 0},
+        lambda x, i: np.take_along_axis(x[:, :2], i, 0),
+    ),
+    Case(
+        "scatter_along",
+        (real(4, 3), whole([0, 3]), real(1, 2)),
+        {"axis": 0, "mode": "add"},
+        lambda x, i, u: _put_along(x, i, u, np.add),
+    ),
+    Case(
+        "scatter_along",
+        (real(4, 3), whole([0, 3]), real(1, 2)),
+        {"axis": 0, "mode": "set"},
+        lambda x, i, u: _put_along(x, i, u, lambda old, new: new),
+    ),
+]
+
+CASES = [
+    *SHORTER,
+    *UNARY,
+    *BINARY,
+    *SHAPES,
+    *INDEXING,
+    *REDUCTIONS,
+    *CONTRACTIONS,
+    *LAYERS,
+    *LINALG,
+    *LEAVES,
+]
 
 # Decompositions have phases and signs that are nobody's choice; they are checked in test_formula_
 # operations.py through what does not depend on them. Control flow has tests of its own.

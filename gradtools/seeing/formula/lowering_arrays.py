@@ -147,7 +147,13 @@ def _take_along(x: Expr, i: Expr, axis: int) -> Expr:
     """One entry of the last axis is picked by a one-hot factor; others are taken."""
     if axis == x.rank - 1 and i.shape[axis] == 1 and i.shape[:-1] == x.shape[:-1] and x.rank > 1:
         return unsqueeze(_picked(x, reshape(i, i.shape[:-1])), [axis])
-    return making.take_along(x, i, axis)
+    return making.take_along(_beside(x, i, axis), i, axis)
+
+
+def _beside(x: Expr, i: Expr, axis: int) -> Expr:
+    """X as long as the indices on the other axes."""
+    limit = [n if a == axis else m for a, (n, m) in enumerate(zip(x.shape, i.shape, strict=True))]
+    return making.cut(x, [0] * x.rank, limit)
 
 
 def _scatter(x: Expr, u: Expr, *indices: Expr, axes: Any, mode: str) -> Expr:
@@ -163,16 +169,19 @@ def _scatter(x: Expr, u: Expr, *indices: Expr, axes: Any, mode: str) -> Expr:
 
 def _scatter_along(x: Expr, i: Expr, u: Expr, axis: int, mode: str) -> Expr:
     u = broadcast(u, i.shape)
-    if mode == "set":
-        return making.along_set(x, i, u, axis)
-    if mode == "add" and all(
-        n == m for a, (n, m) in enumerate(zip(x.shape, i.shape, strict=True)) if a != axis
-    ):
-        return plus(x, making.put_along(u, i, axis, x.shape[axis]))
-    raise GradtoolsError(
-        f"formula: scatter_along knows the modes 'add' (with indices as long as x on the other "
-        f"axes) and 'set', not {mode!r} with x {x.shape} and indices {i.shape}"
-    )
+    inner = _beside(x, i, axis)
+    if mode == "add":
+        added = making.put_along(u, i, axis, x.shape[axis])
+        high = [n - m for n, m in zip(x.shape, added.shape, strict=True)]
+        return plus(x, making.pad(added, [0] * x.rank, high))
+    if mode != "set":
+        raise GradtoolsError(
+            f"formula: scatter_along knows the modes 'add' and 'set', not {mode!r}"
+        )
+    window = making.along_set(inner, i, u, axis)
+    if window.shape == x.shape:
+        return window
+    return making.dynamic_update(x, window, [algebra.number(0)] * x.rank)
 
 
 def _argsort(x: Expr, axis: int, descending: bool = False) -> Expr:

@@ -180,7 +180,7 @@ def logsumexp_pullback(y, g, x):
     """softmax(x) g."""
     axes = y["axes"]
     p = softmax(x, axes[0]) if len(axes) == 1 else _softmax_over(x, y, axes)
-    return [times(p, spread(g, axes, x.shape))]
+    return [times(conj(p), spread(g, axes, x.shape))]
 
 
 def _softmax_over(x, y, axes):
@@ -190,13 +190,13 @@ def _softmax_over(x, y, axes):
 def softmax_pullback(y, g, x):
     """y (g - sum y g)."""
     axis = y["axis"]
-    return [times(y, subtract(g, total(times(y, g), [axis], keep=True)))]
+    return [times(conj(y), subtract(g, total(times(conj(y), g), [axis], keep=True)))]
 
 
 def log_softmax_pullback(y, g, x):
     """g - softmax(x) sum g."""
     axis = y["axis"]
-    return [subtract(g, times(softmax(x, axis), total(g, [axis], keep=True)))]
+    return [subtract(g, times(conj(softmax(x, axis)), total(g, [axis], keep=True)))]
 
 
 def standardize_pullback(y, g, x):
@@ -252,8 +252,9 @@ def cumprod_pullback(y, g, x):
 
 def logcumsumexp_pullback(y, g, x):
     """e**x times the running sum of g e**-y from behind."""
-    weighted = running_sum(times(g, apply("exp", negate(y))), y["axis"], not y["reverse"])
-    return [times(apply("exp", x), weighted)]
+    weights = conj(apply("exp", negate(y)))
+    weighted = running_sum(times(g, weights), y["axis"], not y["reverse"])
+    return [times(conj(apply("exp", x)), weighted)]
 
 
 def _geometry(y):

@@ -422,6 +422,19 @@ def test_tags_go_through_numpy_and_arithmetic_and_change_no_numbers():
         np.testing.assert_array_equal(run(a), run(plain))
 
 
+def test_what_is_tagged_needs_no_second_run():
+    calls = itertools.count()
+
+    def f(x):
+        next(calls)
+        fraction = torch.from_numpy((x.detach().numpy() > 0).astype(np.float64)).mean()
+        return fraction * x.sum().item()
+
+    graph = recorded(f, X).graph
+    assert dependence_matrix(graph) == [[Dependence.CUT]] and len(graph.outside) == 2
+    assert next(calls) == 1
+
+
 def test_tags_are_lost_with_their_arrays():
     from gradtools.torch.recording import tags
 

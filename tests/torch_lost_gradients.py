@@ -906,6 +906,14 @@ def written_into_a_buffer(x):
 
 
 @healthy()
+def a_detached_copy_overwritten(x):
+    y, z = x.detach().clone(), x.detach().clone()
+    y.copy_(x * 2)
+    z[:] = x.sin()
+    return y.sum() + z.sum()
+
+
+@healthy()
 def views_changed(x):
     y = (x * 2).reshape(3, 1)
     top, rest = y[0], y[1:]

@@ -1,4 +1,4 @@
-"""What `gradtools why-zero` and `gradtools measure` do: one function, from the command line."""
+"""What `gradtools why-zero`, `graph` and `measure` do: one function, from the command line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import argparse
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from gradtools.errors import GradtoolsError
 from gradtools.inputs import Given
 from gradtools.seeing.measures import Measurement
 from gradtools.seeing.report import Report
+from gradtools.seeing.saving import SUFFIXES
 
 
 def why_zero(options: argparse.Namespace) -> int:
@@ -32,6 +34,34 @@ def _reported(options: argparse.Namespace) -> Report:
     given = Given.by(options)
     found: Report = given.gt.why_zero(given.f, *given.args, wrt=tuple(options.wrt))
     return found
+
+
+def graph(options: argparse.Namespace) -> int:
+    """Prints or writes the graph of a function with its gradients; 0 if it could, 2 if not."""
+    try:
+        _shown(options)
+    except GradtoolsError as error:
+        print(f"gradtools graph: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # a program's own: its place is worth more than a sentence
+        traceback.print_exc()
+        return 2
+    return 0
+
+
+def _shown(options: argparse.Namespace) -> None:
+    suffix = Path(options.out or "graph.txt").suffix.lower()
+    if suffix not in SUFFIXES:  # told before anything runs
+        expected = ", ".join(SUFFIXES)
+        raise GradtoolsError(f"-o {options.out}: no form for {suffix!r}; expected {expected}.")
+    given = Given.by(options)
+    wrt = tuple(options.wrt)
+    found = given.gt.gradient_graph(given.f, *given.args, order=options.order, wrt=wrt)
+    if options.out is None:
+        print(found)
+        return
+    found.save(options.out)
+    print(f"wrote {options.out}")
 
 
 def measure(options: argparse.Namespace) -> int:

@@ -353,7 +353,8 @@ def test_numbers_of_the_host_are_told():
 
 
 def test_what_stands_in_for_a_leaf_is_named():
-    recording = record(lambda leaves: [X.sum() + leaves[1].sum()], [X, W], ["a", "b"])
+    run = lambda leaves: [X.sum() + leaves[1].sum() * len(W)]  # it names W, but does not read it
+    recording = record(run, [X, W], ["a", "b"])
     assert recording.stand_ins == ("X", "")
 
 

@@ -1,5 +1,7 @@
 """The formula of a program: what it says, what it computes, and what it is held against."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from formula_programs import PROGRAMS
@@ -480,3 +482,20 @@ def test_a_call_is_written_out():
     b = Builder()
     (y,) = b.call(inner, b.input("z", (3,)))
     assert derive(b.graph(y)).lines(0) == ["y = sin(z)"]
+
+
+def test_an_attribute_that_is_not_in_the_vocabulary_is_refused():
+    b = Builder()
+    good = b.graph(b("sum", b.input("x", (3, 4)), axes=(0,)))
+    (node,) = good.nodes
+    wrong = replace(good, nodes=(replace(node, attributes={"dim": (0,)}),))
+    with pytest.raises(GradtoolsError, match=r"sum has the attributes axes\?, keep\?.* gives dim"):
+        derive(wrong)
+
+
+def test_a_formula_that_cannot_be_computed_says_that_it_was_not_compared():
+    b = Builder()
+    x = b.input("x", (4,))
+    formula = derive(b.graph(b.unknown("aten.bessel_j0", x, shape=(4,))))
+    never = lambda xs, gs, us: pytest.fail("nothing to compare with")
+    assert "not compared with automatic differentiation" in str(formula.verified(never))

@@ -24,7 +24,7 @@ from gradtools.seeing.formula.naming import leaf_names
 from gradtools.seeing.formula.pairs import Pair, find_pairs, pair, together
 from gradtools.seeing.formula.recognition import recognise
 from gradtools.seeing.formula.reverse import adjoint
-from gradtools.seeing.formula.statements import Line, Section, Statements
+from gradtools.seeing.formula.statements import Line, Section, Statements, everything
 from gradtools.seeing.formula.typesetting import Written
 from gradtools.seeing.graph import Graph
 
@@ -106,6 +106,11 @@ class Formula:
         self.gradients = tuple(w.text for w in derived.gradient_names)
         self.second = tuple(w.text for w in derived.second_names)
 
+    @property
+    def computable(self) -> bool:
+        """Whether every operation can be computed, so that the formula can be compared."""
+        return self._derived.computable
+
     # Reading.
 
     def __str__(self) -> str:
@@ -116,6 +121,8 @@ class Formula:
         lines += [f"  {note}" for note in self._statements.writer.notes]
         lines += [f"  ⚠ {name}, no translation" for name in self.marked]
         lines += [str(self.check)] if self.check is not None else []
+        if not self.computable:
+            lines.append("not compared with automatic differentiation")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -195,9 +202,15 @@ class Formula:
             sample: Draws (inputs, cotangents, directions); standard normal by default.
             captured: The captured values.
 
+        Returns:
+            The formula with the record of the comparison; as it was, if an operation without a
+            translation cannot be computed (the formula says so).
+
         Raises:
             GradtoolsError: They differ; it says where, with both values.
         """
+        if not self.computable:
+            return self
         rng = np.random.default_rng(seed)
         chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
         worst = verify(self, reference, points=chosen, tolerance=tolerance, captured=captured)
@@ -289,6 +302,11 @@ class _Derived:
             for a, b in [(self.names[p.real], self.names[p.imaginary])]
         ]
         return _title("that is, with", ts.join(sums, ", ", ",\\; ", ts.SUM))
+
+    @property
+    def computable(self) -> bool:
+        roots = [x for x in (*self.outputs, *self.gradients, *self.second) if x is not None]
+        return all(x["function"] is not None for x in everything(roots) if x.op == "opaque")
 
     def statements(self) -> Statements:
         found = Statements(self._sections(), self.names, self.tables)

@@ -18,6 +18,7 @@ from gradtools.seeing.formula.lowering_arrays import ARRAYS
 from gradtools.seeing.formula.lowering_elementwise import ELEMENTWISE
 from gradtools.seeing.formula.lowering_layers import LAYERS
 from gradtools.seeing.formula.lowering_linalg import LINALG
+from gradtools.seeing.formula.operations import OPERATIONS
 from gradtools.seeing.graph import Graph, Node, Value
 
 LOWERINGS = {**ELEMENTWISE, **ARRAYS, **LAYERS, **LINALG}
@@ -84,7 +85,24 @@ def _read(known: Mapping[int, Expr], graph: Graph, node: Node | None, v: int) ->
     )
 
 
+def _check_attributes(node: Node) -> None:
+    """The attributes are those of the vocabulary."""
+    allowed = OPERATIONS[node.operation].attributes
+    names = {a.rstrip("?") for a in allowed}
+    needed = {a for a in allowed if not a.endswith("?")}
+    given = set(node.attributes)
+    if given <= names and needed <= given:
+        return
+    raise GradtoolsError(
+        f"formula: {node.operation} has the attributes {', '.join(allowed) or 'none'}; the record "
+        f"of {node.native or 'it'} gives {', '.join(sorted(given)) or 'none'}. The record does "
+        "not follow the vocabulary"
+    )
+
+
 def _lower_node(node: Node, graph: Graph, args: list[Expr], lowered: Lowered) -> Sequence[Expr]:
+    if node.operation in OPERATIONS and node.operation != "opaque":
+        _check_attributes(node)
     expected = [graph.values[v] for v in node.outputs]
     if node.operation in _WITH_BODIES:
         results = _WITH_BODIES[node.operation](node, args, lowered)

@@ -7,12 +7,15 @@ in order, the attributes, and the meaning; ``?`` marks what may be left out, ``*
 Conventions that hold everywhere:
 
 - Axes are counted from 0 and never negative. ``axes`` is a tuple, ``axis`` one number.
+- ``axes`` that may be left out are then all axes.
 - ``keep`` (default False) keeps a reduced axis with length 1.
 - Elementwise operations broadcast as in NumPy; a number is a node ``constant``.
 - Numbers are exact: everything is evaluated in float64 and complex128, integers in int64.
 - Indices are not negative and within bounds.
 - An operation that is not in the table keeps its native name. It is shown with a mark, and
   evaluated only if its attributes hold a NumPy ``function`` (and ``adjoint``, see ``opaque``).
+- Attributes that are not in the table, or needed ones that are missing, are refused.
+- The residuals of a ``custom_rule`` are differentiated through its forward program.
 """
 
 from __future__ import annotations
@@ -166,19 +169,19 @@ topk          | x       | k axis largest?   | sorted, and where they stood | val
 """
 
 _REDUCTIONS = """
-sum           | x       | axes keep?     | sum over axes
-mean          | x       | axes keep?     | mean over axes
-prod          | x       | axes keep?     | product over axes
-max           | x       | axes keep?     | greatest over axes
-min           | x       | axes keep?     | least over axes
+sum           | x       | axes? keep?     | sum over axes
+mean          | x       | axes? keep?     | mean over axes
+prod          | x       | axes? keep?     | product over axes
+max           | x       | axes? keep?     | greatest over axes
+min           | x       | axes? keep?     | least over axes
 argmax        | x       | axis keep?     | integer
 argmin        | x       | axis keep?     | integer
-any           | x       | axes keep?     | boolean
-all           | x       | axes keep?     | boolean
-logsumexp     | x       | axes keep?     | log of the sum of exponentials
-variance      | x       | axes correction? keep?  | sum abs(x - mean)**2 / (n - correction); 0
-deviation     | x       | axes correction? keep? eps?  | sqrt(variance + eps)
-norm | x | axes ord? keep? |
+any           | x       | axes? keep?     | boolean
+all           | x       | axes? keep?     | boolean
+logsumexp     | x       | axes? keep?     | log of the sum of exponentials
+variance      | x       | axes? correction? keep?  | sum abs(x - mean)**2 / (n - correction); 0
+deviation     | x       | axes? correction? keep? eps?  | sqrt(variance + eps)
+norm | x | axes? ord? keep? |
     (sum | x | **ord)**(1/ord); ord = 2, or 1, inf, any number
 cumsum        | x       | axis reverse?  | running sum
 cumprod       | x       | axis reverse?  | running product
@@ -240,10 +243,10 @@ pinv          | a       |                | pseudo-inverse, full rank
 eigh          | a       |                | of (a + a^H)/2, ascending | values vectors
 svd           | a       |                | thin: a = u diag(s) vh | u s vh
 qr            | a       |                | reduced, as many rows as columns or more | q r
-fft           | x       | axes norm?     | norm in "backward" (default), "ortho", "forward"
-ifft          | x       | axes norm?     | inverse of fft
-rfft          | x       | axes norm?     | of real x; the last of axes is halved
-irfft         | x       | axes length norm?  | inverse of rfft; length of the last of axes
+fft           | x       | axes? norm?     | norm in "backward" (default), "ortho", "forward"
+ifft          | x       | axes? norm?     | inverse of fft
+rfft          | x       | axes? norm?     | of real x; the last of axes is halved
+irfft         | x       | axes? length norm?  | inverse of rfft; length of the last of axes
 """
 
 _CONTROL = """

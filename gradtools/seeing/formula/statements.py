@@ -71,7 +71,7 @@ class Statements:
         self.axes = Axes()
         self.writer = Writer(self.axes)
         self.writer.names.update(leaves)
-        self.values = _everything([x for s in sections for x, _ in s.roots])
+        self.values = everything([x for s in sections for x, _ in s.roots])
         self.axes.forbid(w.text for w in leaves.values() if len(w.text) == 1)
         self.axes.forbid("tsrq")
         self.axes.learn(self.values)
@@ -105,7 +105,7 @@ class Statements:
                 names[x] = written
             if x.op == "ruled" and not _is_plain(x.args[x["output"]]):
                 names.setdefault(x.args[x["output"]], written)
-        self._forward = set(_everything([x for x, _ in self.sections[0].roots]))
+        self._forward = set(everything([x for x, _ in self.sections[0].roots]))
         self._name_loops()
         for x in self.values:
             if self._deserves(x):
@@ -494,12 +494,12 @@ def _is_whole_only(x: Expr) -> bool:
     return not (x.op in FUNCTIONS or x.op in ("einsum", "add"))
 
 
-def _everything(roots: Iterable[Expr]) -> list[Expr]:
+def everything(roots: Iterable[Expr]) -> list[Expr]:
     """All values, those of loops' and branches' programs included."""
     found: dict[Expr, None] = {}
     for x in order(roots):
         for program in _programs(x):
-            found.update(dict.fromkeys(_everything(program.outputs)))
+            found.update(dict.fromkeys(everything(program.outputs)))
             found.update(dict.fromkeys(program.inputs))
         found[x] = None
     return list(found)

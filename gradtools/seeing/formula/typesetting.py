@@ -187,6 +187,7 @@ def number(value: Any) -> Written:
         return found
     text = f"{value:.6g}"
     latex = re.sub(r"e([+-])0*(\d+)", lambda m: rf" \cdot 10^{{{m[1].strip('+')}{m[2]}}}", text)
+    latex = latex.removeprefix(r"1 \cdot ")
     return Written(text, latex, level)
 
 
@@ -249,6 +250,23 @@ def summed(terms: Sequence[Written]) -> Written:
 
 
 def over(top: Written, bottom: Written) -> Written:
-    """A fraction."""
+    """A fraction; in LaTeX, the line stands for brackets around what is above and below."""
     up, down = top.at(PRODUCT), bottom.at(POWER)
-    return Written(f"{up.text} / {down.text}", rf"\frac{{{top.latex}}}{{{bottom.latex}}}", PRODUCT)
+    high, deep = _bare(top), _bare(bottom)
+    return Written(f"{up.text} / {down.text}", rf"\frac{{{high}}}{{{deep}}}", PRODUCT)
+
+
+def _bare(x: Written) -> str:
+    """LaTeX without one pair of brackets around everything."""
+    inner = x.latex.removeprefix(r"\left(").removesuffix(r"\right)")
+    whole = len(inner) == len(x.latex) - len(r"\left(") - len(r"\right)")
+    return inner if whole and _balanced(inner) else x.latex
+
+
+def _balanced(latex: str) -> bool:
+    depth = 0
+    for found in re.findall(r"\\left(?![a-z])|\\right(?![a-z])", latex):
+        depth += 1 if found == r"\left" else -1
+        if depth < 0:
+            return False
+    return depth == 0

@@ -73,6 +73,20 @@ def test_what_is_made_of_small_steps_is_the_same():
     }
 
 
+def test_what_comes_after_the_parts_is_no_part():
+    def graph(whole):
+        b = Builder()
+        x = b.input("x", 5, 3)
+        if whole:
+            return b.graph(b.op("softmax", x))
+        e = b.op("exp", x)
+        p = b.op("divide", e, b.op("sum", e, shape=(5, 1)))
+        return b.graph(b.op("sum", p, shape=()))
+
+    found = graph_diff(graph(True), graph(False))
+    assert [node.operation for node in found.only_b] == ["sum"] and not found.only_a
+
+
 def test_another_activation_is_told():
     found = graph_diff(short_words(), short_words(activation="sin"), names=("torch", "jax"))
     assert found and not found.only_a and not found.only_b

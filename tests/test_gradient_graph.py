@@ -120,6 +120,14 @@ def test_a_linear_function_needs_nothing_of_its_argument_in_the_second_pass(gt, 
     assert not kept(graph)
 
 
+def test_what_leaves_as_it_came_has_the_name_of_what_it_is(gt, x):
+    graph = gt.gradient_graph(lambda x: (x, x), x, order=0)
+    assert names(graph, graph.outputs) == ["output[0]", "output[1]"]
+    backward = gt.gradient_graph(lambda x: x + gt.xp.round(x), x)
+    assert names(backward, backward.outputs) == ["output", "gradient of argument 0"]
+    assert is_in_order(graph) and is_in_order(backward)
+
+
 def test_integer_outputs_get_no_cotangent(gt, x):
     graph = gt.gradient_graph(lambda x: (x * x, gt.xp.argmax(x)), x)
     assert names(graph, graph.inputs) == ["argument 0", "cotangent of output[0]"]
@@ -217,6 +225,12 @@ def test_a_stopped_gradient_is_a_cut_edge(gt, x):
     assert [edge.cut for edge in cuts] == ["stopped on purpose"]
     assert graph.nodes[cuts[0].target].operation == "stop"
     assert graph.nodes[cuts[0].source].operation == "exp"
+
+
+def test_a_derivative_inside_of_the_function_is_no_cut(gt, x):
+    graph = gt.gradient_graph(gt.grad(lambda x: gt.xp.sum(gt.xp.exp(x))), x)
+    assert {node.phase for node in graph.nodes} == {0, 1}
+    assert not [edge for edge in graph.edges if edge.cut]
 
 
 def test_where_nothing_reaches_the_output_the_forward_pass_shows_the_cut(gt, x):

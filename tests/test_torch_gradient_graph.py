@@ -174,3 +174,33 @@ def test_complex_gradients_keep_gradtools_convention():
     x = torch.tensor(np.asarray([1 + 2j], np.complex64))
     graph = gt.gradient_graph(lambda x: x * (1 + 2j), x)
     assert "conj" in [n.operation for n in graph.nodes if n.phase == 1]
+
+
+def test_torch_funcs_derivatives_inside_are_written_out():
+    def f(x):
+        return torch.func.grad(lambda x: torch.exp(x).sum())(x)
+
+    graph = gt.gradient_graph(f, torch.ones(3))
+    assert {n.phase for n in graph.nodes} == {0, 1}
+    assert [e.bytes for e in graph.edges if e.saved]  # told by what is read later
+
+
+def test_an_integer_output_of_a_kernel_cuts_nothing():
+    graph = gt.gradient_graph(torch.linalg.det, torch.eye(3))
+    assert not [e for e in graph.edges if e.cut]
+
+
+def test_a_mask_of_dropout_is_drawn_and_not_computed_from_what_it_masks():
+    graph = gt.gradient_graph(torch.nn.functional.dropout, X)
+    assert not [e for e in graph.edges if e.cut]
+
+
+def test_a_recording_inside_of_a_recording_is_refused_and_leaves_nothing_behind():
+    def f(x):
+        gt.gradient_graph(torch.exp, x)
+        return x
+
+    with pytest.raises(GradtoolsError, match="while another is recorded"):
+        gt.gradient_graph(f, torch.ones(3))
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+    assert gt.gradient_graph(torch.exp, torch.ones(3)).nodes

@@ -34,6 +34,7 @@ from gradtools.seeing.passes import (
     cotangent_of,
     gradient_of,
     second_gradient_of,
+    with_named_outputs,
 )
 
 _STEP = "gradtools_step_"
@@ -56,15 +57,13 @@ def gradient_graph(asked: Differentiated) -> Graph:
         ) from error
     captured = seeing.captured_arrays(program.run)
     names = [asked.output(k) for k in range(len(traced.closed.out_avals))]
-    forward = graph_of(traced.closed, program.names, names, captured)
-    if not asked.order:
-        return forward
+    forward = graph_of(traced.closed, program.names, captured=captured)
     plan = _plan(asked, traced, forward)
-    if not plan.wrt:
-        return forward
+    if not (asked.order and plan.wrt):
+        return with_named_outputs(forward, names)
     closed = jax.make_jaxpr(plan.run)(*plan.examples())
-    graph = graph_of(closed, plan.in_names(), plan.out_names(), captured)
-    return _Passes(graph, closed, forward, plan.phases()).graph()
+    graph = graph_of(closed, plan.in_names(), captured=captured)
+    return _Passes(graph, closed, forward, plan.phases()).graph(plan.out_names())
 
 
 # --- the program of all passes -----------------------------------------------------------
@@ -207,19 +206,21 @@ class _Passes:
         self.phase_of = dict(zip(graph.inputs, entering, strict=True))
         self.literals = set(graph.captured[len(closed.consts) :])
 
-    def graph(self) -> Graph:
-        outputs, pairs = self.without_stops(self.phased())
-        outputs = [v for v in outputs if not self.is_needless(v)]
+    def graph(self, names: Sequence[str]) -> Graph:
+        leaving, pairs = self.without_stops(self.phased())
+        ends = [(v, n) for v, n in zip(leaving, names, strict=True) if not self.is_needless(v, n)]
+        outputs = [value for value, _ in ends]
         nodes, steps = _alive(outputs, pairs)
         saved = _saved(nodes, steps, self.literals)
         nodes = [replace(n, saved=saved.get(i, ())) for i, n in enumerate(nodes)]
         read = {value for node in nodes for value in node.inputs} | set(outputs)
         captured = tuple(value for value in self.whole.captured if value in read)
-        return replace(self.whole, nodes=tuple(nodes), outputs=tuple(outputs), captured=captured)
+        told = replace(self.whole, nodes=tuple(nodes), outputs=tuple(outputs), captured=captured)
+        return with_named_outputs(told, [name for _, name in ends])
 
-    def is_needless(self, value: int) -> bool:
+    def is_needless(self, value: int, name: str) -> bool:
         """Whether it would be a second gradient, and no cotangent of a gradient reaches it."""
-        second = self.whole.values[value].name.startswith(second_gradient_of(""))
+        second = name.startswith(second_gradient_of(""))
         return second and self.phase_of.get(value, FORWARD) < SECOND
 
     def phased(self) -> list[Node]:

@@ -87,7 +87,7 @@ class Graphing(Operators):
         except Exception as error:
             raise GradtoolsError(
                 f"gradient_graph: f, differentiated {('not', 'once', 'twice')[order]}, raised "
-                f"{type(error).__name__}: {error}. It must run at the arguments at which it is "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. It must run at the arguments at which it is "
                 "looked at."
             ) from error
 

@@ -9,8 +9,11 @@ g = Jᴴc. Backward of the backward takes a cotangent v for each g and gives the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from gradtools.seeing.graph import Graph, Node
 
 if TYPE_CHECKING:
     from gradtools.seeing.program import Program
@@ -48,3 +51,26 @@ def gradient_of(name: str) -> str:
 def second_gradient_of(name: str) -> str:
     """What backward of the backward gives."""
     return f"second gradient of {name}"
+
+
+def with_named_outputs(graph: Graph, names: Sequence[str]) -> Graph:
+    """The graph with its outputs named; what has a name already leaves by an identity.
+
+    A gradient may be the very cotangent that came in, and one value may leave as two outputs.
+    """
+    nodes, values, outputs = list(graph.nodes), dict(graph.values), []
+    for value, name in zip(graph.outputs, names, strict=True):
+        if values[value].name:
+            made = max(values) + 1
+            nodes.append(Node("identity", (value,), (made,), phase=_phase_of(name)))
+            values[made], value = values[value], made
+        values[value] = replace(values[value], name=name)
+        outputs.append(value)
+    return replace(graph, nodes=tuple(nodes), values=values, outputs=tuple(outputs))
+
+
+def _phase_of(output: str) -> int:
+    """The pass that an output leaves."""
+    if output.startswith(second_gradient_of("")):
+        return SECOND
+    return BACKWARD if output.startswith(gradient_of("")) else FORWARD

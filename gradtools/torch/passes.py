@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -34,11 +34,12 @@ from gradtools.seeing.passes import (
     cotangent_of,
     gradient_of,
     second_gradient_of,
+    with_named_outputs,
 )
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
 from gradtools.torch.recording import operations
-from gradtools.torch.recording.observing import put_back, watchable
+from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
 from gradtools.torch.recording.recorder import tensors_in
 from gradtools.torch.recording.unseen import _rule_of as rule_of
@@ -55,13 +56,27 @@ def gradient_graph(asked: Differentiated) -> Graph:
             f"{asked.program.asked}: a program can be recorded in plain eager code only, not "
             "inside a transform of torch.func, in compiled code, or while another is recorded."
         )
+    try:
+        return _observed(asked, hooked=True)
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+    return _observed(asked, hooked=False)  # inside of torch.func's transforms there are none
+
+
+def _observed(asked: Differentiated, hooked: bool) -> Graph:
+    """A recorded run, and afterwards everything as it was.
+
+    hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
+    """
     program = asked.program
     with put_back(program.run, program.leaves) as start:
         watched = start.reached.watched
-        recorder = _Recorder({id(x): name.removeprefix("f.") for x, name in reversed(watched)})
+        known = {id(x): name.removeprefix("f.") for x, name in reversed(watched)}
+        recorder = _Recorder(known, hooked)
         grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            with recording(), torch.inference_mode(False), torch.enable_grad():
                 return _recorded(asked, recorder)
         finally:
             recorder.put_back()
@@ -156,6 +171,14 @@ def _managed() -> str:
     return found
 
 
+def _is_of_gradtools() -> bool:
+    """Whether gradtools detaches for its own purposes, not because it was asked to."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == os.path.join(_WING, "engines.py")
+
+
 def _is_summed_by_autograd(running: Any) -> bool:
     """Whether autograd itself adds gradients that meet: it is no part of the rule before."""
     if not isinstance(running, function.BackwardCFunction):
@@ -216,15 +239,17 @@ class _Recorder(Watching):
 
     Args:
         known: Names of tensors that f can reach, by id.
+        hooked: Whether autograd is asked what it saves.
     """
 
-    def __init__(self, known: Mapping[int, str]) -> None:
+    def __init__(self, known: Mapping[int, str], hooked: bool) -> None:
         super().__init__()
         self.values: dict[int, Value] = {}
         self.captured: dict[int, Tensor | None] = {}
         self.made: list[_Made] = []
         self.scopes = Scopes()
-        self._known, self._phase, self._quiet = known, FORWARD, False
+        self._known, self._hooked = known, hooked
+        self._phase, self._quiet = FORWARD, False
         self._marks: list[str] = []
         self._origins: dict[int, _Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
@@ -240,7 +265,9 @@ class _Recorder(Watching):
     def watching(self, phase: int) -> Iterator[None]:
         """Inside, all operations are written down, in this pass."""
         self._phase = phase
-        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks: AbstractContextManager[Any] = nullcontext()
+        if self._hooked:
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
         with self.scopes.watching(), self._rules_watched(), hooks, self:
             yield
 
@@ -274,7 +301,7 @@ class _Recorder(Watching):
         """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
         if name != "detach" or self._phase or self._marks or not x.requires_grad:
             return False
-        return not _managed()
+        return not (_managed() or _is_of_gradtools())
 
     def _write(
         self,
@@ -288,6 +315,8 @@ class _Recorder(Watching):
         name = operations.name_of(func.overloadpacket)
         if name + "_" in operations.OVERWRITES and written:
             numbers = numbers[len(written) :]
+        if name in operations.NO_DATA:
+            numbers = ()
         sequence, origin = torch.autograd._get_sequence_nr() - 1, self._origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
@@ -507,13 +536,11 @@ class _Recorder(Watching):
             ends.outputs,
             [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)],
         )
-        values = dict(self.values)
-        for number, name in zip(ends.outputs, ends.names, strict=True):
-            if not values[number].name:
-                values[number] = replace(values[number], name=name)
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)
-        return Graph(tuple(nodes), values, tuple(ends.inputs), tuple(ends.outputs), captured)
+        inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
+        whole = Graph(tuple(nodes), self.values, inputs, outputs, captured)
+        return with_named_outputs(whole, ends.names)
 
     def _linked(self, made: _Made) -> Node:
         """A node of the forward pass, with what it carries."""
@@ -524,13 +551,12 @@ class _Recorder(Watching):
         name = node.native.removeprefix("aten.").strip("_")
         if name in operations.ZERO_DERIVATIVE:
             return replace(node, links=self._links(node, _ZERO), loss="zero_derivative")
-        leaving = [v for v in node.outputs if v in self._tracked]
-        inexact = all(self.values[v].is_inexact for v in node.outputs)
         if name == "local_scalar_dense":
             return replace(node, links=self._links(node, _CUT), loss="left_framework")
-        if inexact and (not leaving or any(self._tracked[v] for v in leaving)):
-            return node if name != "detach" else self._stopped(node, made)
-        return self._stopped(node, made)
+        inexact = [v for v in node.outputs if self.values[v].is_inexact]
+        known = [self._tracked[v] for v in inexact if v in self._tracked]
+        flows = bool(inexact) and (any(known) or not known)
+        return node if flows and name != "detach" else self._stopped(node, made)
 
     def _stopped(self, node: Node, made: _Made) -> Node:
         name = node.native.removeprefix("aten.").strip("_")

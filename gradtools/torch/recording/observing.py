@@ -102,13 +102,21 @@ def observed(
         )
     with put_back(run, leaves) as start:
         recorder = Recorder(_execute.__code__, replace)
-        _here.recording = True
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            with recording(), torch.inference_mode(False), torch.enable_grad():
                 yield _run(recorder, start, run, leaves, names)
         finally:
-            _here.recording = False
             recorder.kept.put_back()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Inside, this thread records a run, and `watchable` says that no other may be."""
+    _here.recording = True
+    try:
+        yield
+    finally:
+        _here.recording = False
 
 
 @contextmanager

@@ -274,3 +274,17 @@ def test_the_page_lists_every_kind_with_its_reason_and_mend():
     page = (Path(__file__).parents[1] / "docs" / "lost-gradients.md").read_text(encoding="utf-8")
     rows = [f"| {name} | {kind.reason} | {kind.mend} |" for name, kind in KINDS.items()]
     assert "\n".join(rows) in page
+
+
+def test_dependence_computes_no_number(gt, x):
+    def f(x):
+        assert type(x).__name__ in ("FakeTensor", "DynamicJaxprTracer")
+        return gt.xp.sin(x) * gt.stop_gradient(x)
+
+    assert str(gt.dependence(f, x)["output", "argument 0"]) == "differentiable"
+
+
+def test_dependence_computes_what_decides_on_numbers(gt, x):
+    f = lambda x, y: y if x[0] > 0 else x
+    table = gt.dependence(f, x, x)
+    assert [str(table["output", name]) for name in table.inputs] == ["cut", "differentiable"]

@@ -176,6 +176,7 @@ class JaxBackend:
     # --- seeing
 
     record = staticmethod(seeing.record)
+    record_shapes = staticmethod(seeing.record)
     vanishing = staticmethod(vanishing.vanishing)
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)

@@ -218,6 +218,7 @@ class TorchBackend:
     # --- seeing
 
     record = staticmethod(seeing.record)
+    record_shapes = staticmethod(seeing.record_shapes)
     vanishing = staticmethod(vanishing.vanishing)
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)

@@ -27,18 +27,18 @@ BATCHES = [
     ),
 ]
 EVERYWHERE = {
-    "the operator has no has_aux": 34,
-    "a Jacobian of a complex function is no complex matrix; refused by name": 16,
+    "the operator has no has_aux": 35,
+    "a Jacobian of a complex function is no complex matrix; refused by name": 17,
     "the framework has no linear algebra in bfloat16": 10,
     "gather needs several processes or devices; its tests start them": 1,
 }
 LEFT_OUT = {
     "torch": {
         **EVERYWHERE,
-        "torch.func does not support the saved-tensor hooks of checkpoint": 5,
+        "torch.func does not support the saved-tensor hooks of checkpoint": 4,
         "torch.func.vmap cannot map a checkpoint (its saved-tensor hooks)": 5,
-        "dynamo loses count of functorch's levels in a compiled second derivative": 3,
-        "PyTorch has no compiled double backward, torch#91469": 2,
+        "dynamo loses count of functorch's levels in a compiled second derivative": 1,
+        "PyTorch has no compiled double backward, torch#91469": 1,
         "PyTorch's checkpoint computes again without the tangents, and says so": 1,
         "refused: PyTorch's forward rule loses a term when differentiated, torch#192540": 1,
     },

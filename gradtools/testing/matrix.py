@@ -74,6 +74,7 @@ OPERATORS = (
     Operator("custom_rule", "own rule"),
     Operator("custom_rule, twice", "own rule", 2),
     Operator("custom_rule, forward", "own rule"),
+    Operator("custom_rule, transposed", "own rule"),
     Operator("host_function", "host function"),
     Operator("host_function, twice", "host function", 2),
     Operator("host_function, forward", "host function"),

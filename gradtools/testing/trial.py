@@ -489,10 +489,20 @@ def _with_forward_rule(rule: Any) -> None:
     rule.defjvp(lambda xs, dxs: (rule(xs[0]), (1 + 0.3 * xs[0] ** 2) * dxs[0]))
 
 
-@_asks("custom_rule", "custom_rule, twice", "host_function", "host_function, twice")
+@_asks(
+    "custom_rule",
+    "custom_rule, twice",
+    "custom_rule, transposed",
+    "host_function",
+    "host_function, twice",
+)
 def _ruled(p: Problem, name: str) -> Ask:
+    """Gradients by a reverse rule, or by the transpose of a forward rule."""
     rule = _cubic(p) if name.startswith("custom") else _kernel(p)
-    _with_reverse_rule(p, rule)
+    if name.endswith("transposed"):
+        _with_forward_rule(rule)
+    else:
+        _with_reverse_rule(p, rule)
     loss = p.edited(lambda x: each_leaf(rule, x))
     if name.endswith("twice"):
         return _twice(p, loss, through=_cubes)

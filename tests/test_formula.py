@@ -499,3 +499,20 @@ def test_a_formula_that_cannot_be_computed_says_that_it_was_not_compared():
     formula = derive(b.graph(b.unknown("aten.bessel_j0", x, shape=(4,))))
     never = lambda xs, gs, us: pytest.fail("nothing to compare with")
     assert "not compared with automatic differentiation" in str(formula.verified(never))
+
+
+def logarithm():
+    b = Builder()
+    return derive(b.graph(b("log", b.input("x", (20,)))))
+
+
+def test_a_comparison_of_nan_with_nan_is_refused():
+    with pytest.raises(GradtoolsError, match="at none of 3 random points are all values finite"):
+        logarithm().agrees_with(lambda x, g: np.where(x > 0, g / x, g / x))
+
+
+def test_points_are_drawn_near_inputs_at_which_the_function_is_defined():
+    formula = logarithm()
+    answer = formula.agrees_with(lambda x, g: g / x, sample=formula.near([np.full(20, 2.0)]))
+    assert answer
+    assert not formula.agrees_with(lambda x, g: g, sample=formula.near([np.full(20, 2.0)]))

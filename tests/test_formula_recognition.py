@@ -158,3 +158,14 @@ def test_what_only_looks_like_a_standardisation_is_left():
     variance = b("variance", z, axes=(1,), keep=True)
     formula = derive(b.graph(b("divide", centred, b("sqrt", variance))))
     assert "standardize" not in str(formula)
+
+
+def test_what_only_looks_like_log_softmax_is_left():
+    b = Builder()
+    x, c, d = b.input("X", (4, 3)), b.input("c", (4, 1)), b.input("d", (4, 1))
+    low = b("logsumexp", b("subtract", x, d), axes=(1,), keep=True)
+    formula = derive(b.graph(b("subtract", b("subtract", x, c), low)))
+    assert "softmax" not in formula.lines(0)[-1]
+    at, cv, dv = RNG.normal(size=(4, 3)), RNG.normal(size=(4, 1)), RNG.normal(size=(4, 1))
+    wanted = at - cv - np.log(np.exp(at - dv).sum(1, keepdims=True))
+    np.testing.assert_allclose(formula.evaluate([at, cv, dv]).outputs[0], wanted, rtol=1e-12)

@@ -62,9 +62,10 @@ def verify(
     Raises:
         GradtoolsError: They differ; it says where, with both values.
     """
-    worst = 0.0
+    worst, finite = 0.0, 0
     for inputs, cotangents, directions in points:
         mine = formula.evaluate(inputs, cotangents, directions, captured=captured)
+        finite += _all_finite(mine)
         theirs = reference(inputs, cotangents, directions)
         groups = [(formula.outputs, mine.outputs), (formula.gradients, mine.gradients)]
         groups += [(formula.second, mine.second)] if formula.order == 2 else []
@@ -80,7 +81,42 @@ def verify(
                         "not shown. Please report the function"
                     )
                 worst = max(worst, relative_error(a, _array(b, a)))
+    _must_be_finite(finite, len(points))
     return worst
+
+
+def _all_finite(values: Values) -> bool:
+    arrays = (*values.outputs, *values.gradients, *values.second)
+    return all(np.isfinite(a).all() for a in arrays if a is not None)
+
+
+def _must_be_finite(finite: int, points: int) -> None:
+    """A comparison of NaN with NaN compares nothing."""
+    if not finite:
+        raise GradtoolsError(
+            f"formula: at none of {points} random points are all values finite, so nothing was "
+            "compared; draw the inputs where the function is defined (sample=...)"
+        )
+
+
+def near(
+    inputs: Sequence[Any], formula: Formula
+) -> Callable[[np.random.Generator], tuple[list, list, list]]:
+    """Draws points near these inputs: each entry times e**(0.1 n), zeros plus 0.1 n."""
+    given = [np.asarray(x) for x in inputs]
+
+    def sample(rng: np.random.Generator) -> tuple[list, list, list]:
+        _, cotangents, directions = formula.point(rng)
+        return [_moved(rng, x) for x in given], cotangents, directions
+
+    return sample
+
+
+def _moved(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    if x.dtype.kind not in "fc":
+        return x
+    n = rng.normal(size=x.shape)
+    return np.where(x == 0, 0.1 * n, x * np.exp(0.1 * n))
 
 
 def compare(
@@ -94,9 +130,10 @@ def compare(
     """The derivation at each point beside the formula's own numbers."""
     from gradtools.seeing.formula.formula import Agreement
 
-    worst = 0.0
+    worst, finite = 0.0, 0
     for inputs, cotangents, directions in points:
         mine = formula.evaluate(inputs, cotangents, directions, captured=captured)
+        finite += _all_finite(mine)
         expected = _expected(formula, mine)
         arrays = [*inputs, *cotangents, *directions]
         given = derivation(*(arrays if convert is None else map(convert, arrays)))
@@ -108,6 +145,7 @@ def compare(
             if difference is not None:
                 return difference
             worst = max(worst, relative_error(a, _array(b, a)))
+    _must_be_finite(finite, len(points))
     message = f"yes: agrees at {len(points)} random points (greatest relative error {worst:.1e})"
     return Agreement(True, worst, message=message)
 

@@ -16,7 +16,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control
 from gradtools.seeing.formula import typesetting as ts
-from gradtools.seeing.formula.comparing import compare, draw, verify
+from gradtools.seeing.formula.comparing import compare, draw, near, verify
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, order, placeholder, substitute
 from gradtools.seeing.formula.lowering import Lowered, lower
@@ -248,6 +248,14 @@ class Formula:
         arrays = lambda xs: [np.asarray(x) for x in xs]
         plain = [(arrays(xs), arrays(gs), arrays(us)) for xs, gs, us in chosen]
         return compare(self, derivation, plain, tolerance, captured, convert)
+
+    def near(self, inputs: Sequence[Any]) -> Callable[[np.random.Generator], tuple]:
+        """A ``sample`` that draws its inputs near these, with their signs.
+
+        Args:
+            inputs: One array for each input, such as those that the program was recorded with.
+        """
+        return near(inputs, self)
 
     def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
         """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""

@@ -234,7 +234,7 @@ slogdet       | a       |                | sign and log abs det | sign logabsdet
 logdet        | a       |                | log det
 inverse       | a       |                | matrix inverse
 solve         | a b     |                | a^-1 b; b is a matrix (or a batch of them)
-triangular_solve | a b | lower unit? transpose? conjugate? left? |
+triangular_solve | a b | lower? unit? transpose? conjugate? left? |
     a^-1 b of the named triangle; transposed or conjugated; left = False: b a^-1
 cholesky      | a       | upper?         | l with l l^H = a (or u with u^H u = a)
 matrix_power  | a       | exponent       | an integer

@@ -327,6 +327,19 @@ def _cond(w: Writer, x: Expr) -> Written:
     )
 
 
+_PARTS = {
+    "eigh": ("eigenvalues", "eigenvectors"),
+    "svd": ("left singular vectors", "singular values", "right singular vectors"),
+    "qr": ("Q", "R"),
+}
+
+
+def _decomposition(w: Writer, x: Expr) -> Written:
+    inner = w.whole(x.args[0])
+    part = _PARTS[x.op][x["output"]]
+    return Written(f"{part} of {inner.text}", rf"\text{{{part} of }} {inner.latex}", SUM)
+
+
 def _iota(w: Writer, x: Expr) -> Written:
     n = x.shape[x["axis"]]
     return Written(f"(0..{n - 1})", rf"(0, \dots, {n - 1})")
@@ -380,6 +393,7 @@ ARRAY_FORMS: dict[str, Callable[[Writer, Expr], Written]] = {
     "solve": _solve,
     "fourier": _fourier,
     "opaque": _opaque,
+    **dict.fromkeys(_PARTS, _decomposition),
     "cond": _cond,
     "ruled": _ruled,
 }

@@ -19,6 +19,7 @@ from gradtools.seeing.formula.algebra import (
     array,
     conj,
     divide,
+    full,
     imag,
     is_zero,
     matmul,
@@ -386,7 +387,7 @@ def off_diagonal_inverse(values: Expr) -> Expr:
     row = spread(values, [values.rank - 1], shape)
     column = spread(values, [values.rank], shape)
     distance = plus(subtract(row, column), array(eye))
-    return times(power(distance, -1), array(1 - eye))
+    return times(power(distance, -1), subtract(full(1.0, eye.shape), array(eye)))
 
 
 def eigh_pullback(outputs, cotangents, a):

@@ -77,6 +77,7 @@ class Statements:
         self.axes.learn(self.values)
         self._taken = {w.text for w in leaves.values()}
         self._done: set[Expr] = set()
+        self.constants: list[tuple[Expr, Written]] = []
         self._told: set[tuple] = set()
         self._stems: dict[Expr, Written] = {}
         self._clocks: dict[tuple, str] = {}
@@ -106,6 +107,7 @@ class Statements:
             if x.op == "ruled" and not _is_plain(x.args[x["output"]]):
                 names.setdefault(x.args[x["output"]], written)
         self._forward = set(everything([x for x, _ in self.sections[0].roots]))
+        self._name_constants()
         self._name_loops()
         for x in self.values:
             if self._deserves(x):
@@ -128,6 +130,17 @@ class Statements:
             return _base(x)
         forward = x in self._forward or any(a in self._forward for a in x.args if _is_wrapper(x))
         return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"
+
+    def _name_constants(self) -> None:
+        """Arrays that the program holds."""
+        held = [x for x in self.values if x.op == "array"]
+        for k, x in enumerate(held):
+            name = ts.symbol(f"c{k + 1}" if len(held) > 1 else "c")
+            name = self._new("c") if name.text in self._taken else name
+            self._taken.add(name.text)
+            self.writer.names[x] = name
+            self._done.add(x)
+            self.constants.append((x, name))
 
     def _deserves(self, x: Expr) -> bool:
         weight = self._weight(x)

@@ -372,7 +372,7 @@ class Writer:
         if x.op in FUNCTIONS:
             return self._function(x, [self.entry(a, letters) for a in x.args], False)
         if x.op == "identity":
-            return Written(f"δ[{letters[0]}{letters[1]}]", rf"\delta_{{{''.join(letters)}}}")
+            return subscript(Written("δ", r"\delta"), "".join(letters))
         return self._indexed(self.whole(x), letters)
 
     def _indexed(self, x: Written, letters: Sequence[str]) -> Written:

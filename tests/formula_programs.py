@@ -205,7 +205,32 @@ def small_convnet():
     return b.graph(b("cross_entropy", s, t, axis=1))
 
 
-LARGER = {"block": block, "two blocks": lambda: block(2), "convnet": small_convnet}
+def mixing():
+    """A square matrix that mixes and is mixed: the same axis twice."""
+    b = Builder()
+    w, x = b.input("W", (3, 3)), b.input("X", (3, 3))
+    return b.graph(b("matmul", b("softmax", b("matmul", x, w), axis=1), x))
+
+
+def spectrum():
+    b = Builder()
+    values, _ = b("eigh", b.input("A", (3, 3)))
+    return b.graph(b("sum", b("exp", values)))
+
+
+def greatest():
+    b = Builder()
+    values, _ = b("topk", b.input("x", (6,)), k=2, axis=0)
+    return b.graph(b("sum", b("square", values)))
+
+
+LARGER = {
+    "spectrum": spectrum,
+    "greatest": greatest,
+    "block": block,
+    "two blocks": lambda: block(2),
+    "convnet": small_convnet,
+}
 PROGRAMS = {
     "linear": linear,
     "layer": layer,
@@ -230,6 +255,7 @@ PROGRAMS = {
     "branches": branches,
     "contraction": contraction,
     "distances": distances,
+    "mixing": mixing,
 }
 READING = {
     "layer norm": {"eps": 1e-5},

@@ -333,7 +333,7 @@ class Reader:
         return None
 
     def call(self, name, letters, x):
-        axes = tuple(x.letters.index(c) for c in letters) or tuple(range(x.rank))
+        axes = tuple(_axis(x, c) for c in letters) or tuple(range(x.rank))
         if name in PLACES:
             return x.map(PLACES[name])
         if name in ALONG:
@@ -358,6 +358,14 @@ class Reader:
                 assert len(own) == np.ndim(array), f"{name} has {np.ndim(array)} axes, not {own}"
                 return _diagonal(Named(array, letters), own)
         return None
+
+
+def _axis(x, letter):
+    """The axis of this letter; with a prime, the second axis of the letter."""
+    if letter in x.letters:
+        return x.letters.index(letter)
+    same = [k for k, c in enumerate(x.letters) if c == letter.rstrip("'")]
+    return same[letter.count("'")]
 
 
 def _diagonal(x, letters):

@@ -291,7 +291,8 @@ class Writer:
     def _aligned(self, f: Factors) -> Written | None:
         """Elementwise products, summed over axes by their letters."""
         letters = f.label_letters(self.axes)
-        if len(set(letters.values())) < len(letters) and not _keeps_order(f, letters):
+        clear = len(set(letters.values())) == len(letters)
+        if not (clear or _keeps_order(f, letters) or _is_whole(f)):
             return None
         if any(len(set(n)) < len(n) for _, n in (*f.arrays, *f.below)):
             return None
@@ -412,6 +413,12 @@ class Writer:
     def note(self, text: str) -> None:
         """Something that the reader must know."""
         self.notes[text] = None
+
+
+def _is_whole(f: Factors) -> bool:
+    """Whether all factors have all axes of the result in its order, and nothing is summed."""
+    entries = (*f.arrays, *f.below)
+    return not f.summed and all(names == tuple(range(f.target.rank)) for _, names in entries)
 
 
 def _keeps_order(f: Factors, letters: dict[int, str]) -> bool:

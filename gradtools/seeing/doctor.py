@@ -169,9 +169,18 @@ def source_of(f: Any) -> Source | None:
 
 def differentiated(program: Program, recording: Recording) -> list[tuple[str, int | None]]:
     """The name and the value of everything that is to get a gradient."""
-    asked = [*recording.parameters]
+    asked = _of_modules_in_use(recording.parameters)
     wanted = recording.wanted or (() if asked else program.wrt)
     return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + asked
+
+
+def _of_modules_in_use(
+    parameters: Sequence[tuple[str, int | None]],
+) -> list[tuple[str, int | None]]:
+    """What is held without any part of it being read is not f's, it is only in its sight."""
+    root = lambda name: name.partition(".")[0]
+    used = {root(name) for name, value in parameters if value is not None}
+    return [(name, value) for name, value in parameters if root(name) in used]
 
 
 def unreached(program: Program, recording: Recording) -> list[tuple[str, str]]:

@@ -172,7 +172,9 @@ class Seeing(Operators):
         return guarded
 
     def _guard(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> None:
-        program = Program(self._backend, "guard_gradients", f, args, kwargs, argnums, "argnums")
+        program = Program(
+            self._backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
+        )
         recording = self._recorded(program)
         lost = unreached(program, recording)
         if lost:

@@ -26,6 +26,8 @@ class Program:
         leaves: Every array among the arguments; NumPy arrays are made the framework's.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of what f returned in its latest run.
+
+    When it is not strict, an argument that is asked about may hold what has no derivative.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class Program:
         kwargs: dict[str, Any],
         wrt: Any = (),
         name: str = "wrt",
+        strict: bool = True,
     ) -> None:
         if not callable(f):
             raise GradtoolsError(f"{asked}: f is {f!r}; expected a function.")
         self.backend, self.asked, self.f = backend, asked, f
         self.argnums = normalized_argnums(asked, wrt, len(args), name) if wrt != () else ()
+        self._strict = strict
         self.out_names: list[str] = []
         self.leaves: list[Any] = []
         self.names: list[str] = []
@@ -53,7 +57,7 @@ class Program:
         """An argument's treedef and leaves, with an int in place of each array: its number."""
         found, treedef = self.backend.flatten(arg)
         paths = self.backend.leaf_paths(arg)
-        active = position is not None and position in self.argnums
+        active = self._strict and position is not None and position in self.argnums
         places: list[tuple[int | None, Any]] = []
         for leaf, path in zip(found, paths, strict=True):
             if active:
@@ -70,9 +74,17 @@ class Program:
         return treedef, places
 
     @property
+    def statics(self) -> dict[str, Any]:
+        """What the arguments hold besides arrays, such as a module, by the argument's name."""
+        named = [(f"argument {i}", taken) for i, taken in enumerate(self._trees)]
+        named += [(f"argument {k}", taken) for k, taken in self._named.items()]
+        return {name: [x for k, x in places if k is None] for name, (_, places) in named}
+
+    @property
     def wrt(self) -> list[int]:
         """The leaves of the arguments that are asked about."""
-        return [k for k, owner in enumerate(self._owners) if owner in self.argnums]
+        asked = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
+        return [k for k in asked if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of what f returns for these leaves of its arguments."""

@@ -49,13 +49,22 @@ class Node:
     relinked: tuple[str, ...]  # shared fields that refer into the tree
 
 
+class Alive:
+    """Keeps objects alive, and nothing reads them."""
+
+    never_changes = True
+
+    def __init__(self, objects: tuple[Any, ...]) -> None:
+        self._objects = objects
+
+
 @dataclass(frozen=True)
 class Plan:
     """The module tree, read once. ``places`` maps a tensor's or module's id to its slot."""
 
     nodes: tuple[Node, ...]
     places: dict[int, tuple[str, Any]]
-    originals: tuple[Any, ...]  # keeps what the ids in ``places`` stand for alive
+    originals: Alive  # keeps what the ids in ``places`` stand for alive
 
 
 def functionalize(
@@ -118,7 +127,7 @@ def _plan(module: nn.Module) -> Plan:
     places |= {id(p): ("parameters", name) for name, p in parameters}
     places |= {id(b): ("buffers", name) for name, b in buffers}
     nodes = tuple(_node(m, places) for m in modules)
-    return Plan(nodes, places, (modules, parameters, buffers))
+    return Plan(nodes, places, Alive((modules, parameters, buffers)))
 
 
 def _node(module: nn.Module, places: dict) -> Node:

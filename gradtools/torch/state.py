@@ -494,7 +494,7 @@ class _Walk:
         return True
 
     def _object(self, x: Any, name: str, owned: bool) -> None:
-        if _package(type(x)) in _FOREIGN:
+        if _package(type(x)) in _FOREIGN or getattr(type(x), "never_changes", False):
             return
         self._methods(x, name, "__call__")
         for kind in type(x).__mro__:

@@ -6,6 +6,7 @@ What it changes is put back: what a snapshot holds, captured tensors, and `.grad
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,13 @@ class Seen:
         numbering, own = self.recorder.numbering, {id(x) for x in self.leaves}
         numbers = {id(x): number for number, x in numbering.captured.items()}
         found = [x for x in numbering.reachable.values() if x.requires_grad and x.is_leaf]
-        return tuple([(self.names[id(x)], numbers.get(id(x))) for x in found if id(x) not in own])
+        named = [(_as_argument(self.names[id(x)]), x) for x in found if id(x) not in own]
+        return tuple([(name, numbers.get(id(x))) for name, x in named])
+
+
+def _as_argument(name: str) -> str:
+    """A name behind what the arguments hold, `f[0]['argument 1'][0].weight`, as it reads best."""
+    return re.sub(r"^f(\[\d+\])?\['(argument [^']*)'\](\[0\])?", r"\2", name)
 
 
 @contextmanager
@@ -139,8 +146,7 @@ def _roots(run: Run) -> list[Any]:
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [run]
-    held = {name: x for name, x in vars(owner).items() if name not in ("f", "leaves", "backend")}
-    return [*held.values(), owner.f]
+    return [getattr(owner, "statics", None), owner.f]
 
 
 def _eagerly() -> AbstractContextManager[Any]:

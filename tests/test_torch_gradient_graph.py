@@ -81,6 +81,18 @@ def test_a_parameter_that_f_changes_is_put_back():
     assert torch.equal(w, torch.ones(3))
 
 
+def test_a_weight_that_a_module_changes_is_put_back(network):
+    before = network.last.weight.detach().clone()
+
+    def f(x):
+        with torch.no_grad():
+            network.last.weight.data.mul_(2)
+        return network(x)
+
+    gt.gradient_graph(f, X)
+    assert torch.equal(network.last.weight, before)
+
+
 def test_a_frozen_parameter_has_no_gradient(network):
     network.last.weight.requires_grad_(False)
     graph = gt.gradient_graph(network, X, wrt=())

@@ -85,10 +85,10 @@ class Graphing(Operators):
         except GradtoolsError:
             raise
         except Exception as error:
+            what = f"{type(error).__name__}: {str(error).rstrip('.')}"
             raise GradtoolsError(
                 f"gradient_graph: f, differentiated {('not', 'once', 'twice')[order]}, raised "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. It must run at the arguments at which it is "
-                "looked at."
+                f"{what}. It must run at the arguments at which it is looked at."
             ) from error
 
     def graph_diff(

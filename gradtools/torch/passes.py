@@ -257,6 +257,7 @@ class _Recorder(Watching):
         self._held: dict[int, _Held] = {}
         self._seen: dict[Any, _Held] = {}
         self._storages: dict[int, _Storage] = {}
+        self._before: set[int] = set()  # the memory of what is captured
         self._contents: dict[int, tuple[Any, Any]] = {}
 
     # --- the mode
@@ -465,6 +466,7 @@ class _Recorder(Watching):
         if held is None:
             number = self.new(x, self._known.get(id(x), ""))
             self.captured[number] = x
+            self._before.add(_memory(x))
             self.hold(x, number)
             return self._read(x, number)
         written = self._storage(x).written[held.writes :]
@@ -503,8 +505,9 @@ class _Recorder(Watching):
 
     def _keep(self, x: Tensor) -> None:
         """The contents of what was there before, when it is about to be written to."""
-        number, key = self._number(x), _memory(x)
-        if number in self.captured and key not in self._contents and x.layout is torch.strided:
+        self._number(x)  # met now for the first time, it was there before
+        key = _memory(x)
+        if key in self._before and key not in self._contents and x.layout is torch.strided:
             with _disable_current_modes():
                 storage = x.untyped_storage()
                 self._contents[key] = storage, storage.clone()

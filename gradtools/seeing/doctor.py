@@ -169,7 +169,8 @@ def source_of(f: Any) -> Source | None:
 
 def differentiated(program: Program, recording: Recording) -> list[tuple[str, int | None]]:
     """The name and the value of everything that is to get a gradient."""
-    asked = _of_modules_in_use(recording.parameters)
+    is_model = hasattr(program.f, "parameters")
+    asked = [*recording.parameters] if is_model else _of_modules_in_use(recording.parameters)
     wanted = recording.wanted or (() if asked else program.wrt)
     return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + asked
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from gradtools.testing.checking import judged
+from gradtools.testing.checking import forget_compiled, judged
 from gradtools.testing.matrix import (
     ARGUMENTS,
     DTYPES,
@@ -46,22 +46,13 @@ LEFT_OUT = {
 }
 
 
-@pytest.fixture
-def bounded_memory(backend_name):
-    """JAX keeps whatever it compiled; a program's cells are done with it."""
-    yield
-    if backend_name == "jax":
-        import jax
-
-        jax.clear_caches()
-
-
-@pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize(("name", "compiled"), BATCHES)
 def test_every_cell_of_a_program_holds(backend_name, name, compiled):
     mine = [c for c in cells(backend_name) if c.program.name == name and not c.reason]
     mine = [c for c in mine if (c.transform == "compile") == compiled]
     verdicts = [judged(cell, backend_name) for cell in mine]
+    if [p.name for p in programs()].index(name) % 12 == 11:  # others of these shapes are done
+        forget_compiled(backend_name)
     failed = [f"{v.cell}: {v.failure}" for v in verdicts if v.failure]
     assert not failed, "\n".join(failed)
 

@@ -24,7 +24,7 @@ import gradtools.derivatives
 import gradtools.edits
 from gradtools.errors import GradtoolsWarning
 from gradtools.testing import tolerances
-from gradtools.testing.checking import judged
+from gradtools.testing.checking import forget_compiled, judged
 from gradtools.testing.matrix import Cell, cells
 from gradtools.testing.problem import CALL, CLOSED, DIFFERENCES, EAGER
 from gradtools.testing.reference import each_leaf
@@ -332,13 +332,22 @@ def stale_residual(patch, gt):
 
 @mutant("a forward rule is transposed with the wrong sign", "custom_rule, transposed")
 def transposed_rule(patch, gt):
-    rules = __import__(f"gradtools.{gt._api._backend.name}.rules", fromlist=["rules"])
-    whole = rules._transpose
+    minus = lambda xs: [None if x is None else -x for x in xs]
+    if gt._api._backend.name == "torch":
+        import gradtools.torch.rules as rules
 
-    def wrong(*args):
-        return [None if x is None else -x for x in whole(*args)]
+        whole = rules._transpose
+        patch.setattr(rules, "_transpose", lambda *args: minus(whole(*args)))
+        return
+    import gradtools.jax.rules as rules
 
-    patch.setattr(rules, "_transpose", wrong)
+    hoist = rules.hoist  # of the transposed rule
+
+    def wrong(fun, *examples):
+        run, consts = hoist(fun, *examples)
+        return lambda *args: minus(run(*args)), consts
+
+    patch.setattr(rules, "hoist", wrong)
 
 
 @mutant("microbatched counts the last chunk as a whole one", "microbatched", oracle=CALL)
@@ -477,9 +486,9 @@ def test_a_mutant_is_caught_by_a_check_that_is_named(name, gt, backend_name, mon
     assert check(gt, backend_name)
     with monkeypatch.context() as patch:
         plant(patch, gt)
-        cleared(backend_name)
+        forget_compiled(backend_name)
         assert not check(gt, backend_name), f"{name} survives {check.__name__}"
-    cleared(backend_name)
+    forget_compiled(backend_name)
     print(f"{name}: caught by {check.__name__}")
 
 
@@ -504,14 +513,6 @@ def concerned(one: Mutant, backend: str) -> list[Cell]:
     return found
 
 
-def cleared(backend: str) -> None:
-    """JAX compiled the library as it was."""
-    if backend == "jax":
-        import jax
-
-        jax.clear_caches()
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught(name, gt, backend_name, monkeypatch):
     one = MUTANTS[name]
@@ -522,9 +523,9 @@ def test_a_mutant_is_caught(name, gt, backend_name, monkeypatch):
     assert not [v.failure for v in (judged(cell, backend_name) for cell in asked) if v.failure]
     with monkeypatch.context() as patch:
         one.plant(patch, gt)
-        cleared(backend_name)
+        forget_compiled(backend_name)
         verdicts = [judged(cell, backend_name) for cell in asked]
-    cleared(backend_name)
+    forget_compiled(backend_name)
     caught = {v.oracle for v in verdicts if v.failure and v.oracle}
     print(f"{name}: caught by {', '.join(sorted(caught)) or 'nothing'}")
     assert one.oracle in caught, [str(v) for v in verdicts]

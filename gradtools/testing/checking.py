@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ import gradtools
 from gradtools.testing.matrix import ARGUMENTS, DTYPES, TRANSFORMS, Cell, cells, programs
 
 BACKENDS = ("torch", "jax")
-_QUICK = 9  # every ninth cell, of those that are not compiled
+_QUICK, _QUICK_MORE = 15, 5  # each which cell; the second of those under a transform and the like
+_KEPT = 250  # cells after which JAX forgets what it compiled
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,14 @@ def chosen(backend: str, quick: bool = False, containing: str = "") -> list[Cell
 
     Args:
         backend: "torch" or "jax".
-        quick: Every ninth alone, and none that PyTorch compiles.
+        quick: A part of them, and none that is compiled.
         containing: A part of the cell's name, such as "hvp" or "vmap".
     """
     found = [cell for cell in cells(backend) if containing in str(cell)]
     if quick:
-        found = [cell for cell in found if cell.transform != "compile"][::_QUICK]
+        plain = [c for c in found if (c.transform, c.arguments) == ("eager", "plain")]
+        more = [c for c in found if c not in plain and c.transform != "compile"]
+        found = plain[::_QUICK] + more[::_QUICK_MORE]
     return sorted(found, key=lambda cell: cell.program.name)  # what JAX compiled serves again
 
 
@@ -118,29 +122,34 @@ def _lacking(run: Sequence[Cell], operator: Any) -> str:
     return ", ".join(name for name in asked if name not in met) or "–"
 
 
+_SHORT = {"checkpoint": "checkp.", "complex128": "c128", "complex64": "c64", "bfloat16": "bf16"}
+
+
 def worst_table(verdicts: Sequence[Verdict]) -> str:
-    """Operator by backend: cells that held, and the worst error in units of the tolerance."""
-    lines = [
-        f"{'operator':<27}{'backend':<8}{'order':>5}  {'held':>9}  {'worst':>8}  dtypes; transforms"
-    ]
+    """Operator and backend by transform and dtype: the worst error in units of the tolerance."""
+    heads = "".join(f"{_SHORT.get(name, name):>9}" for name in (*TRANSFORMS, *DTYPES))
+    lines = [f"{'operator':<27}{'backend':<8}{'order':>5}{'held':>10}{heads}"]
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for verdict in verdicts:
         if not verdict.cell.reason:
             groups.setdefault((verdict.cell.operator.name, verdict.backend), []).append(verdict)
-    return "\n".join([*lines, *(_worst_row(*key, group) for key, group in groups.items())])
+    return "\n".join([*lines, *(_worst_row(*key, groups[key]) for key in sorted(groups))])
 
 
 def _worst_row(name: str, backend: str, group: Sequence[Verdict]) -> str:
-    held = sum(not v.failure for v in group)
-    worst = max((v.worst for v in group if v.worst == v.worst), default=float("nan"))
-    each = lambda known, kind: ",".join(
-        short for short in known if any(getattr(v.cell, kind) == short for v in group)
-    )
-    order = group[0].cell.operator.order
-    return (
-        f"{name:<27}{backend:<8}{order:>5}  {f'{held}/{len(group)}':>9}  {worst:>8.1e}  "
-        f"{each(DTYPES, 'dtype')}; {each(TRANSFORMS, 'transform')}"
-    )
+    held = f"{sum(not v.failure for v in group)}/{len(group)}"
+    by_transform = [_worst(v.worst for v in group if v.cell.transform == t) for t in TRANSFORMS]
+    by_dtype = [_worst(v.worst for v in group if v.cell.dtype == d) for d in DTYPES]
+    errors = "".join(f"{text:>9}" for text in (*by_transform, *by_dtype))
+    return f"{name:<27}{backend:<8}{group[0].cell.operator.order:>5}{held:>10}{errors}"
+
+
+def _worst(errors: Iterable[float]) -> str:
+    """The largest; NaN, which is what a failure without a number has, is larger than all."""
+    found = list(errors)
+    if any(error != error for error in found):
+        return "failed"
+    return f"{max(found):.0e}" if found else "-"
 
 
 def left_out(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], int]:
@@ -162,8 +171,10 @@ def check(options: argparse.Namespace) -> int:
         return 2
     if "torch" in here:
         _one_thread()
+    if options.quick:
+        _compile_quickly()
     with _wide() if "jax" in here else nullcontext():
-        verdicts = [judged(cell, backend) for backend, cell in _progress(asked)]
+        verdicts = [_counted(i, *both) for i, both in enumerate(_progress(asked))]
         _print(options, here, verdicts)
     return 1 if any(v.failure for v in verdicts) else 0
 
@@ -173,6 +184,28 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def _compile_quickly() -> None:
+    """Most of JAX's time would go into optimising what runs once; XLA reads its flags once."""
+    if "jax" not in sys.modules:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
+
+
+def _counted(number: int, backend: str, cell: Cell) -> Verdict:
+    """The verdict on the cell of this number; now and then memory is given back."""
+    if number % _KEPT == _KEPT - 1:
+        forget_compiled(backend)
+    return judged(cell, backend)
+
+
+def forget_compiled(backend: str) -> None:
+    """Lets JAX forget what it compiled: of a thousand cells it would be gigabytes."""
+    if backend == "jax":
+        import jax
+
+        jax.clear_caches()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ the mend, ``straight_through`` with a sigmoid surrogate; then the fraction reach
 A picture of before and after is written to ``out/``.
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,7 @@ def sample(name):
 def fixed_filters():
     """Filters of 3 by 3 pixels, drawn once and never trained."""
     rng = np.random.default_rng(0)
-    shapes = [(3, 3, a, b) for a, b in zip(CHANNELS, CHANNELS[1:], strict=False)]
+    shapes = [(3, 3, a, b) for a, b in pairwise(CHANNELS)]
     return [rng.normal(scale=(2 / (9 * shape[2])) ** 0.5, size=shape) for shape in shapes]
 
 

@@ -114,7 +114,7 @@ T = np.array([1.0, 2.0, 3.0])
 
 def table() -> dict[str, tuple[str, ...]]:
     """The cells of each row, by the operator that the row names."""
-    section = README.split("## What works where")[1].split("##")[0]
+    section = README.split("## What works where")[1].split("<!--")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
     return {row[0].split("`")[1]: tuple(row[1:]) for row in rows[1:]}
 

@@ -10,13 +10,19 @@ from gradtools.testing.tolerances import tolerance
 from gradtools.testing.trial import answers
 
 
+# Layer norm does not feel the scale of its argument, along which these two take a derivative: what
+# is left is a rounding error. The finite differences of test_matrix.py judge it by its terms.
+CANCELS = {("per_example_grad", "layer norm"), ("microbatched", "layer norm")}
+
+
 def compared():
-    """Cells that run in both: those that ask for more than an eager call, and every fifth."""
+    """Cells that run in both: of those under a transform and the like more than of the others."""
     jax = {str(cell) for cell in cells("jax") if not cell.reason}
     both = [c for c in cells("torch") if not c.reason and str(c) in jax]
+    both = [c for c in both if (c.operator.name, c.program.name) not in CANCELS]
     plain = [c for c in both if (c.transform, c.arguments) == ("eager", "plain")]
     more = [c for c in both if c not in plain and c.transform != "compile"]
-    return plain[::5] + more[::2]
+    return plain[::6] + more[::3]
 
 
 def error_of(cell, found, expected):

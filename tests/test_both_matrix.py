@@ -9,7 +9,6 @@ from gradtools.testing.matrix import OPERATORS, cells, families
 from gradtools.testing.tolerances import tolerance
 from gradtools.testing.trial import answers
 
-
 # Layer norm does not feel the scale of its argument, along which these two take a derivative: what
 # is left is a rounding error. The finite differences of test_matrix.py judge it by its terms.
 CANCELS = {("per_example_grad", "layer norm"), ("microbatched", "layer norm")}

@@ -63,7 +63,7 @@ def test_json_holds_every_cell_with_its_error_in_units_of_the_tolerance(few, cap
 def test_a_quick_run_meets_every_family_of_operators(backend_name):
     run = [c for c in checking.chosen(backend_name, quick=True) if not c.reason]
     assert {c.operator.family for c in run} == {o.family for o in OPERATORS}
-    assert len(run) >= 100
+    assert len(run) >= 50
 
 
 def test_64_bits_are_on_in_jax_for_the_command_alone(few, backend_name, default_precision):

@@ -14,8 +14,9 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -212,17 +213,12 @@ def forget_compiled(backend: str) -> None:
         jax.clear_caches()
 
 
-@contextmanager
-def _wide() -> Iterator[None]:
+def _wide() -> Any:
     """64 bits in JAX while the command runs."""
     import jax
 
-    before = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
+    home = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")
+    return home.enable_x64(True)
 
 
 def _progress(asked: Sequence[Any]) -> Iterator[Any]:
@@ -254,8 +250,9 @@ def _print(options: argparse.Namespace, here: Sequence[str], verdicts: Sequence[
     failed = [v for v in verdicts if v.failure]
     for v in failed:
         print(f"FAILED {v.backend}: {v.cell}\n       {v.failure}")
-    run = sum(not v.cell.reason for v in verdicts)
-    print(f"\n{run} cells run over {len(programs())} programs; {len(failed)} failed")
+    run = [v for v in verdicts if not v.cell.reason]
+    over = len({v.cell.program.name for v in run})
+    print(f"\n{len(run)} cells run over {over} programs; {len(failed)} failed")
 
 
 def _record(here: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, Any]:

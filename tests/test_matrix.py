@@ -18,9 +18,12 @@ from gradtools.testing.matrix import (
 )
 
 # PyTorch's compiler takes seconds for a cell. All cells of a program come together, since JAX
-# compiles each operation for its shapes once.
+# compiles each operation for its shapes once, which is slow too: every third is not marked so.
 BATCHES = [
-    *(pytest.param(p.name, False, id=p.name) for p in programs()),
+    *(
+        pytest.param(p.name, False, id=p.name, marks=[pytest.mark.slow] if k % 3 else [])
+        for k, p in enumerate(programs())
+    ),
     *(
         pytest.param(p.name, True, id=f"{p.name}, compiled", marks=pytest.mark.slow)
         for p in programs()

@@ -199,6 +199,13 @@ def _saved(
     before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int | None, list[str]]:
     """The bytes kept for backward, and why none are if f cannot be differentiated."""
+    with _only_new_garbage():
+        return _saved_bytes(before, f, args, kwargs)
+
+
+def _saved_bytes(
+    before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[int | None, list[str]]:
     seen: set[int | None] = set()
     live = LiveBytes()
 
@@ -224,6 +231,19 @@ def _saved(
     del found, outs
     gc.collect()
     return with_graph - of_results - live.now, []
+
+
+@contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Inside, a collection looks at what is made inside alone: all else may be millions."""
+    mine = gc.get_freeze_count() == 0
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
 
 
 def _tracked(x: Any) -> Any:
@@ -281,15 +301,16 @@ class _Before:
 
 def _alive() -> tuple[list[Tensor], list[Any]]:
     """The leaves that require grad, and the optimisers: an f that steps may reach them anyhow."""
-    leaves, optimizers = [], []
-    for x in gc.get_objects():
-        kind = type(x)
-        if issubclass(kind, Tensor):
-            if x.requires_grad and x.is_leaf:
-                leaves.append(x)
-        elif issubclass(kind, torch.optim.Optimizer):
-            optimizers.append(x)
-    return leaves, optimizers
+    tensors, optimizers = _kinds_of(Tensor), _kinds_of(torch.optim.Optimizer)
+    both = tensors | optimizers
+    found = [x for x in gc.get_objects() if type(x) in both]
+    leaves = [x for x in found if type(x) in tensors and x.requires_grad and x.is_leaf]
+    return leaves, [x for x in found if type(x) in optimizers]
+
+
+def _kinds_of(kind: type) -> set[type]:
+    """A class and all that derive from it."""
+    return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
 
 
 class Kept(Watching):

@@ -53,6 +53,8 @@ LEFT_OUT = {
 def test_every_cell_of_a_program_holds(backend_name, name, compiled):
     mine = [c for c in cells(backend_name) if c.program.name == name and not c.reason]
     mine = [c for c in mine if (c.transform == "compile") == compiled]
+    if backend_name == "jax":  # which compiles each operation: `gradtools check` runs them all
+        mine = mine[[p.name for p in programs()].index(name) % 4 :: 4]
     verdicts = [judged(cell, backend_name) for cell in mine]
     if [p.name for p in programs()].index(name) % 12 == 11:  # others of these shapes are done
         forget_compiled(backend_name)

@@ -11,6 +11,8 @@ from gradtools.torch.measures import peak_bytes
 
 CHUNK = 8
 
+pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalisation")
+
 
 def network():
     torch.manual_seed(0)

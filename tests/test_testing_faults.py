@@ -157,7 +157,7 @@ FAULTS = [
         "mean of a product of matrices",
         lambda a, b: (a @ b).sum(),
         lambda a, b: (a @ b).mean(),
-        (M[:2], np.linspace(-1, 1, 15).reshape(3, 5)),
+        (M[:2], np.linspace(-1, 2, 15).reshape(3, 5)),
         "value",
         "constant factor 10, the batch size, axis 0 of argument 0, times axis 1 of argument 1",
     ),

@@ -194,10 +194,6 @@ class Backend(Protocol):
         """One run of a function of flat leaves, as a graph. Its effects are undone."""
         ...
 
-    def record_shapes(self, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-        """`record` without computing numbers, where the framework allows it."""
-        ...
-
     def vanishing(self, run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | None:
         """Where the cotangent of a connected leaf becomes zero; None if its gradient is not zero.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import threading
@@ -443,3 +444,11 @@ def test_tags_are_lost_with_their_arrays():
     assert len(tags._LIVING) > before
     del a
     assert len(tags._LIVING) == before
+
+
+def test_what_f_caches_is_usable_after_dependence():
+    """A tensor without numbers would stay in the cache, so f runs on numbers."""
+    positions = functools.lru_cache(lambda n: torch.arange(n, dtype=torch.float32))
+    f = lambda x: (x * positions(3)).sum()
+    gt.dependence(f, torch.ones(3))
+    assert float(f(torch.ones(3))) == 3

@@ -176,7 +176,6 @@ class JaxBackend:
     # --- seeing
 
     record = staticmethod(seeing.record)
-    record_shapes = staticmethod(seeing.record)
     vanishing = staticmethod(vanishing.vanishing)
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)

@@ -35,8 +35,8 @@ class Seeing(Operators):
         - ``none``: no data flows.
 
         Along a path the weakest step counts, over several paths the strongest path. In JAX f is
-        traced and no number is computed; nor is it in PyTorch where shapes are enough for f, which
-        runs once more on numbers otherwise. Its effects are undone.
+        traced and no number is computed; in PyTorch f runs, since tensors without numbers would
+        stay behind in whatever f caches, and its effects are undone.
 
         Args:
             f: Takes and returns pytrees of arrays.
@@ -61,7 +61,7 @@ class Seeing(Operators):
         Source: data-flow analysis over the recorded program; asked for in jax#10867.
         """
         program = Program(self._backend, "dependence", f, args, kwargs)
-        recording = self._recorded(program, self._backend.record_shapes)
+        recording = self._recorded(program)
         if recording.refusal is not None:
             refusal = recording.refusal
             raise GradtoolsError(
@@ -187,9 +187,9 @@ class Seeing(Operators):
                 stacklevel=_frames_to_the_user(),
             )
 
-    def _recorded(self, program: Program, record: Any = None) -> Recording:
+    def _recorded(self, program: Program) -> Recording:
         try:
-            return (record or self._backend.record)(program.run, program.leaves, program.names)
+            return self._backend.record(program.run, program.leaves, program.names)
         except GradtoolsError:
             raise
         except Exception as error:

@@ -218,7 +218,6 @@ class TorchBackend:
     # --- seeing
 
     record = staticmethod(seeing.record)
-    record_shapes = staticmethod(seeing.record_shapes)
     vanishing = staticmethod(vanishing.vanishing)
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)

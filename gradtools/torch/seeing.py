@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradtools.backend import Fun
 from gradtools.seeing.flow import losses
@@ -20,7 +19,7 @@ from gradtools.torch.recording.following import copies, follow
 from gradtools.torch.recording.observing import copied, observed, put_back, watchable
 
 Tensor = torch.Tensor
-__all__ = ["record", "record_shapes", "rerun", "watchable", "where_lost"]
+__all__ = ["record", "rerun", "watchable", "where_lost"]
 
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
@@ -39,30 +38,6 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         wanted=tuple([k for k, x in enumerate(leaves) if _wanted(x)]),
         parameters=seen.parameters(),
     )
-
-
-def record_shapes(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-    """`record` without computing numbers, as far as f lets its shapes alone decide."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves]
-        return record(_Shapes(run, mode).run, fakes, names)
-    except Exception:  # f needs its numbers; what it raises by itself it raises again
-        return record(run, leaves, names)
-
-
-class _Shapes:
-    """A run that computes shapes alone; `f` is the user's function, behind which state is kept."""
-
-    def __init__(self, run: Run, mode: FakeTensorMode) -> None:
-        owner: Any = getattr(run, "__self__", None)
-        self.f = getattr(owner, "f", run)
-        self.backend = (run, mode)  # what is not walked for state
-
-    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        run, mode = self.backend
-        with mode:
-            return run(leaves)
 
 
 class _Outs:

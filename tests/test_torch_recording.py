@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import threading
 
@@ -452,3 +453,22 @@ def test_what_f_caches_is_usable_after_dependence():
     f = lambda x: (x * positions(3)).sum()
     gt.dependence(f, torch.ones(3))
     assert float(f(torch.ones(3))) == 3
+
+
+def test_what_left_for_an_f_that_refuses_other_numbers_is_not_unused():
+    def f(x):
+        value = x.sum().item()
+        if abs(value - 0.7) > 1e-6:
+            raise ValueError("only 0.7")
+        return torch.tensor(math.sin(value))
+
+    (finding,) = gt.why_zero(f, torch.tensor([0.5, 0.2]))
+    assert (finding.kind, finding.operation) == ("left_framework", "item")
+
+
+def test_a_tangent_of_softmax_that_is_differentiated_is_refused_in_words():
+    f = lambda x: torch.softmax(x, 0)[0] ** 2
+    x = torch.arange(3.0)
+    with pytest.raises(GradtoolsError, match="push by linearize"):
+        gt.grad(lambda x: gt.jvp(f, (x,), (x,))[1])(x)
+    assert gt.grad(lambda x: gt.linearize(f, x)[1](x.detach()))(x).shape == (3,)

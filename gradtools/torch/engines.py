@@ -268,6 +268,11 @@ _MENDS = {
         "known_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
         "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
     ),
+    "modified by an inplace operation": (
+        "what a derivative needs was changed in place, by f or by PyTorch's own forward-mode rule "
+        "of softmax, log_softmax or logsumexp, whose tangents it cannot differentiate. For these "
+        "push by linearize(f, *primals)[1] in place of jvp."
+    ),
     "Trying to use forward AD with": (
         "f holds an operation that has no forward mode in PyTorch. For attention use "
         "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "

@@ -36,16 +36,24 @@ def follow(run: Run, seen: Seen, outputs: list[int], before: list[Any]) -> None:
         return
     again = _Again(run, seen, before)
     control = again.with_others(frozenset())
-    if control is None or control.any():
-        return  # f does not give the same twice, so nothing can be said
+    if control is None or control.any():  # f does not give the same twice: it may come back
+        return _note_unknown(recorder, lost, outputs)
     if len(lost) > 1:
         together = again.with_others(frozenset(lost))
         if together is not None and not together.any():
             return
     for k in lost[:_MOST]:
         moved = again.with_others(frozenset({k}))
-        if moved is not None:
+        if moved is None:  # f refuses other numbers, so it does look at these
+            _note_unknown(recorder, [k], outputs)
+        else:
             _note_moved(recorder, recorder.leavings[k], moved, seen, outputs)
+
+
+def _note_unknown(recorder: Recorder, which: Sequence[int], outputs: Sequence[int]) -> None:
+    """What left may be in the result: an argument of which all else is lost is not unused."""
+    values = [recorder.leavings[k].value for k in which]
+    recorder.outside += [(value, out) for value in values for out in outputs]
 
 
 def _note_moved(

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import state_of_process
 
 from gradtools.testing import plugin
 from gradtools.testing.plugin import BACKENDS, wanted_backends
@@ -91,3 +92,13 @@ def rng() -> np.random.Generator:
 def torch_device() -> str:
     """The device of PyTorch's tests: GRADTOOLS_TEST_DEVICE, else the CPU."""
     return os.environ.get("GRADTOOLS_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves a level, a mode or a default behind fails itself, not those after it."""
+    before = state_of_process.quick()
+    yield
+    left = state_of_process.changes(before, state_of_process.quick())
+    if left:
+        pytest.fail(f"{request.node.nodeid} leaves behind: {'; '.join(left)}", pytrace=False)

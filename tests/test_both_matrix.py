@@ -15,13 +15,14 @@ CANCELS = {("per_example_grad", "layer norm"), ("microbatched", "layer norm")}
 
 
 def compared():
-    """Cells that run in both: of those under a transform and the like more than of the others."""
+    """Cells that run in both, every operator's first among them; under a transform more of them."""
     jax = {str(cell) for cell in cells("jax") if not cell.reason}
     both = [c for c in cells("torch") if not c.reason and str(c) in jax]
     both = [c for c in both if (c.operator.name, c.program.name) not in CANCELS]
     plain = [c for c in both if (c.transform, c.arguments) == ("eager", "plain")]
     more = [c for c in both if c not in plain and c.transform != "compile"]
-    return plain[::18] + more[::9]
+    first = list({c.operator: c for c in reversed(plain + more)}.values())
+    return list({str(c): c for c in first + plain[::18] + more[::9]}.values())
 
 
 def error_of(cell, found, expected):
@@ -51,6 +52,6 @@ def test_both_frameworks_give_the_same_numbers(family):
     assert not failed, "\n".join(failed)
 
 
-def test_three_hundred_cells_are_compared_of_every_operator():
+def test_a_hundred_cells_are_compared_of_every_operator():
     assert len(compared()) >= 100
     assert {cell.operator for cell in compared()} == set(OPERATORS)

@@ -34,7 +34,7 @@ from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.rules import Rule, spread
 from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
-from gradtools.torch.modes import Modes
+from gradtools.torch.modes import Modes, outside_of_batchings
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact
 from gradtools.torch.state import Snapshot
@@ -225,15 +225,8 @@ class _Forward(_Program):
     @contextmanager
     def _again(self) -> Iterator[None]:
         """Inside, modes are those of the first pass, outside of the vmap of is_grads_batched."""
-        depth = torch._C._vmapmode_increment_nesting()
-        for _ in range(depth):
-            torch._C._vmapmode_decrement_nesting()
-        try:
-            with self.modes.again():
-                yield
-        finally:
-            for _ in range(depth - 1):
-                torch._C._vmapmode_increment_nesting()
+        with outside_of_batchings(), self.modes.again():
+            yield
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         self.one(i, _aliases(xs), _aliases(shared))

@@ -41,7 +41,7 @@ from gradtools.torch.chunking import (
     _Sums,
     own_wrapper,
 )
-from gradtools.torch.modes import Modes
+from gradtools.torch.modes import Modes, batchings
 from gradtools.torch.onetangent import OneTangent, tangent_of
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
@@ -175,8 +175,7 @@ class _Use(_Forward):
 
     def may_use_forward_mode(self) -> bool:
         """Whether nothing differentiates the result, and no transform is under way."""
-        torch._C._vmapmode_increment_nesting()
-        batched = torch._C._vmapmode_decrement_nesting() > 0  # of is_grads_batched
+        batched = batchings() > 0  # of is_grads_batched
         beneath = torch._C._functorch.peek_interpreter_stack() is not None
         return self.may_use_graph() and not (beneath or batched or self.batches)
 

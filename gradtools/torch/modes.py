@@ -14,6 +14,33 @@ from typing import Any
 
 import torch
 
+from gradtools.torch.compiling import is_compiling
+
+
+def batchings() -> int:
+    """How many levels of autograd's own vmap, that of ``is_grads_batched``, are open.
+
+    Dynamo must not see the counting: of a compiled pair of increment and decrement it drops the
+    one of which the result is not used, and the level stays open.
+    """
+    if is_compiling():
+        return 0  # its backward is not traced under that vmap
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting()
+
+
+@contextmanager
+def outside_of_batchings() -> Iterator[None]:
+    """Inside, no such level is open."""
+    depth = batchings()
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
+
 
 @dataclass(frozen=True)
 class Modes:

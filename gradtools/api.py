@@ -14,6 +14,7 @@ from gradtools.edits import Edits
 from gradtools.frozen import Freezing
 from gradtools.kernels import HostFunctions
 from gradtools.models import Models
+from gradtools.seeing.formulating import Formulating
 from gradtools.seeing.graphing import Graphing
 from gradtools.seeing.measures import Measures
 from gradtools.seeing.operators import Seeing
@@ -30,6 +31,7 @@ class Api(
     Models,
     Seeing,
     Graphing,
+    Formulating,
     Measures,
 ):
     """Every public operator, bound to one backend."""

@@ -12,14 +12,18 @@ convention is another, its wing converts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gradtools.host import KernelCall
 from gradtools.rules import Rule
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.passes import Differentiated
 from gradtools.seeing.recording import Recording, Run, Vanished
+
+if TYPE_CHECKING:
+    from gradtools.seeing.program import Program
 
 Array = Any
 Fun = Callable[..., tuple[list[Array], list[Array]]]
@@ -211,6 +215,21 @@ class Backend(Protocol):
 
     def gradient_graph(self, asked: Differentiated) -> Graph:
         """The passes of a program as one graph. Its effects are undone."""
+        ...
+
+    def formula_graph(self, program: Program) -> Graph:
+        """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
+
+        ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
+        has no word in the vocabulary keeps its native name. Its effects are undone.
+        """
+        ...
+
+    def trying(self, program: Program, wide: bool) -> AbstractContextManager[Any]:
+        """Inside, f may run as if it had never run: what it changes is undone at the end.
+
+        wide: Arrays of 64 bits may be made, and what f holds is read in float64 and complex128.
+        """
         ...
 
     def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ NAMES = {
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
     "seeing": [
         *("dependence", "why_zero", "guard_gradients", "measure"),
-        *("gradient_graph", "graph_diff"),
+        *("gradient_graph", "graph_diff", "formula"),
     ],
 }
 ALL = [name for names in NAMES.values() for name in names]

@@ -16,6 +16,7 @@ clip_gradient = _api.clip_gradient
 compile = _api.compile
 custom_rule = _api.custom_rule
 dependence = _api.dependence
+formula = _api.formula
 frozen = _api.frozen
 functionalize = _api.functionalize
 gather = _api.gather
@@ -61,6 +62,7 @@ __all__ = [
     "compile",
     "custom_rule",
     "dependence",
+    "formula",
     "frozen",
     "functionalize",
     "gather",

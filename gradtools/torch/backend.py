@@ -23,6 +23,7 @@ from gradtools.torch import (
     seeing,
     trees,
     vanishing,
+    vocabulary,
 )
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of, explained
@@ -222,6 +223,9 @@ class TorchBackend:
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)
     gradient_graph = staticmethod(passes.gradient_graph)
+
+    formula_graph = staticmethod(vocabulary.formula_graph)
+    trying = staticmethod(vocabulary.trying)
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)

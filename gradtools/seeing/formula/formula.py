@@ -7,14 +7,16 @@ its own numbers in NumPy, so that it can be compared with a framework before it 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formula import control
+from gradtools.seeing.formula import control, files
 from gradtools.seeing.formula import typesetting as ts
 from gradtools.seeing.formula.comparing import compare, draw, near, verify
 from gradtools.seeing.formula.evaluation import evaluate
@@ -37,16 +39,20 @@ class Check:
         points: At how many random points.
         error: The greatest relative error.
         tolerance: What was allowed.
+        note: What else has to be said of it; often nothing.
     """
 
     points: int
     error: float
     tolerance: float
+    note: str = ""
 
     def __str__(self) -> str:
+        said = f"; {self.note}" if self.note else ""
+        points = f"{self.points} random point" + ("s" if self.points > 1 else "")
         return (
-            f"agrees with automatic differentiation at {self.points} random points "
-            f"(greatest relative error {self.error:.1e})"
+            f"agrees with automatic differentiation at {points} "
+            f"(greatest relative error {self.error:.1e}){said}"
         )
 
 
@@ -111,6 +117,27 @@ class Formula:
         """Whether every operation can be computed, so that the formula can be compared."""
         return self._derived.computable
 
+    def at(
+        self,
+        inputs: Sequence[Any],
+        captured: Mapping[int, Any],
+        calling: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> Formula:
+        """The same formula, which knows the values with which it was recorded.
+
+        Args:
+            inputs: One array for each input. Random points are drawn near them.
+            captured: The captured values, by number.
+            calling: Makes a function of NumPy arrays of a derivation in the framework.
+        """
+        known = replace(self._derived, given=list(inputs), held=dict(captured), calling=calling)
+        return Formula(known, self.check)
+
+    def noted(self, note: str) -> Formula:
+        """The same, with something said about its comparison."""
+        assert self.check is not None
+        return Formula(self._derived, replace(self.check, note=note))
+
     # Reading.
 
     def __str__(self) -> str:
@@ -145,6 +172,15 @@ class Formula:
     def _repr_latex_(self) -> str:
         return "$$\\begin{gathered}\n" + self.latex() + "\n\\end{gathered}$$"
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the form that the suffix names: .txt, .tex (LaTeX to include) or .md.
+
+        Raises:
+            GradtoolsError: The suffix names no form.
+        """
+        text = files.rendered(self, Path(path).suffix.lower())
+        Path(path).write_text(text, encoding="utf-8")
+
     def _written(self) -> list[Section]:
         if self._sections is None:
             self._statements = self._derived.statements()
@@ -170,13 +206,15 @@ class Formula:
             inputs: One array for each input.
             cotangents: One for each output that can have one; ones by default.
             directions: At order 2, one for each input that can have a derivative.
-            captured: One for each captured value: in order, or by its number in the graph.
+            captured: One for each captured value: in order, or by its number in the graph; as
+                they were recorded by default.
             draws: One for each random draw; as they were recorded by default.
 
         Raises:
             GradtoolsError: The numbers or shapes do not fit, or an operation is marked and
                 cannot be computed.
         """
+        captured = captured if len(captured) else self._derived.held or captured
         return self._derived.evaluate(inputs, cotangents, directions, captured, draws)
 
     def verified(
@@ -236,14 +274,21 @@ class Formula:
             points: At how many random points.
             tolerance: The relative error that is allowed.
             seed: Of the random points.
-            sample: Draws (inputs, cotangents, directions); standard normal by default.
-            captured: The captured values.
-            convert: Makes an array of the framework from NumPy's, for the derivation.
+            sample: Draws (inputs, cotangents, directions); by default near the arguments with
+                which the formula was recorded, standard normal if none are known.
+            captured: The captured values; as they were recorded by default.
+            convert: Makes what the derivation is given from NumPy's arrays; by default they are
+                made arrays of the framework in which the formula was recorded.
 
         Returns:
             Yes, or the first entry that differs, with both values.
         """
         rng = np.random.default_rng(seed)
+        known = self._derived
+        if sample is None and known.given is not None:
+            sample = self.near(known.given)
+        if convert is None and known.calling is not None:
+            derivation = known.calling(derivation)
         chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
         arrays = lambda xs: [np.asarray(x) for x in xs]
         plain = [(arrays(xs), arrays(gs), arrays(us)) for xs, gs, us in chosen]
@@ -299,6 +344,9 @@ class _Derived:
     second_names: list[Written]
     pairs: list[Pair]
     whole: list[tuple[Expr, Written]]
+    given: list[Any] | None = None
+    held: Mapping[int, Any] = field(default_factory=dict)
+    calling: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     def _whole_title(self) -> Written:
         sums = [

@@ -1,0 +1,390 @@
+"""The public operator that writes derivatives as mathematics: `formula`.
+
+The wing records one run of f in the vocabulary of `formula/operations.py`; `derive` makes the
+adjoint program of it, in which no framework takes part. Before it is returned it is computed in
+NumPy at random points near the arguments, and held against the framework's own automatic
+differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. All of this is
+done in float64 and complex128 where f runs in them, else in f's own precision.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradtools.backend import Backend, Operators
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.formula import Formula, derive
+from gradtools.seeing.formula.recorded import Recorded, as_recorded
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.program import Program
+
+_POINTS = 3
+_EXACT = 1e-8
+_IN_SINGLE = 2e-4  # of float32: some thousand times its precision
+
+
+class Formulating(Operators):
+    """The operator that says what differentiation computes, bound to one backend."""
+
+    def formula(
+        self,
+        f: Callable[..., Any],
+        *args: Any,
+        order: int = 1,
+        wrt: int | tuple[int, ...] = 0,
+        **kwargs: Any,
+    ) -> Formula:
+        """The adjoint program of f as mathematics, compared with automatic differentiation.
+
+        With y = f(x) and a cotangent ȳ for each output, a bar is the cotangent of what is under
+        it; at order 2 the adjoint program is differentiated once more, along a direction u for
+        each cotangent::
+
+            order 1    x, ȳ     ->  x̄ = Jᴴ ȳ
+            order 2    x, ȳ, u  ->  ∂s/∂x, ∂s/∂ȳ   of   s = <u, x̄>
+
+        The formula is computed at random points near the arguments and compared with what the
+        framework differentiates itself; where they differ nothing is returned. What holds for
+        one run of f alone, such as the branch of a Python ``if``, is part of the formula.
+        Operations without a translation keep their names and are marked; the formula is then not
+        compared, and says so.
+
+        Args:
+            f: Takes and returns pytrees of arrays; a module, too. Inputs are called as f calls
+                its parameters.
+            *args: Arguments of f; arrays of any shape and dtype.
+            order: 1, or 2 with the double backward.
+            wrt: The position of the argument to which it is differentiated, or of several; its
+                leaves are floating or complex. In PyTorch parameters that f holds and that require
+                grad are differentiated as well, and ``wrt=()`` means these alone.
+            **kwargs: Keyword arguments of f.
+
+        Returns:
+            A `Formula`: ``str()`` for terminals, ``.latex()`` for papers, and by itself in
+            notebooks; ``.marked`` are the names of operations without a translation, ``.check``
+            is the record of the comparison, and ``.agrees_with(derivation)`` holds a derivation
+            by hand against it.
+
+        Raises:
+            GradtoolsError: order is not 1 or 2; wrt is out of range or names an integer argument;
+                f raises, returns no array, or what it computes cannot be differentiated by the
+                framework; the formula and automatic differentiation differ (which would be a
+                fault of gradtools, and is told with both values).
+
+        Example:
+            >>> w, x = gt.asarray(np.ones((2, 3), "f")), gt.asarray(np.ones(3, "f"))
+            >>> found = gt.formula(lambda W, x: W @ x, w, x, wrt=(0, 1))
+            >>> found.lines(1)
+            ['W̄ = ȳ xᵀ', 'x̄ = Wᵀ ȳ']
+            >>> bool(found.agrees_with(lambda W, x, ct: (gt.xp.linalg.outer(ct, x), W.T @ ct)))
+            True
+
+        Source: Giles, Collected matrix derivative results for forward and reverse mode
+        algorithmic differentiation, 2008; for complex numbers Kreutz-Delgado, 2009.
+        """
+        if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
+            raise GradtoolsError(
+                f"formula: order is {order!r}; expected 1, or 2 with the double backward."
+            )
+        program = Program(self._backend, "formula", f, args, kwargs, wrt)
+        names = _leaf_names(f, program.names)
+        leaves = list(program.leaves)
+        try:
+            return _formulated(program, names, order, wide=True)
+        except _Differs as error:
+            raise GradtoolsError(str(error)) from error.__cause__
+        except Exception:  # f does not run in double precision: in its own it says why
+            program.leaves = leaves
+        return _in_own_precision(program, names, order)
+
+
+def _in_own_precision(program: Program, names: Sequence[str], order: int) -> Formula:
+    try:
+        return _formulated(program, names, order, wide=False)
+    except _Differs as error:
+        raise GradtoolsError(str(error)) from error.__cause__
+    except GradtoolsError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        raise GradtoolsError(
+            f"formula: f raised {what}. It must run, and be differentiated, at the arguments at "
+            "which it is looked at."
+        ) from error
+
+
+class _Differs(GradtoolsError):
+    """The formula is not what the framework computes."""
+
+
+# --- names -------------------------------------------------------------------------------
+
+
+def _leaf_names(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """The paths of the leaves, with f's own names of its parameters."""
+    called = _parameter_names(f)
+    return [_renamed(name, called) for name in names]
+
+
+def _renamed(name: str, called: dict[str, str]) -> str:
+    """The path ``argument 0['w']`` as ``params['w']``, ``argument 'x'`` as ``x``."""
+    owner, _, rest = name.removeprefix("argument ").partition("[")
+    owner = called.get(owner, owner.strip("'"))
+    owner = f"x{owner}" if owner.isdigit() else owner
+    return owner + (f"[{rest}" if rest else "")
+
+
+def _parameter_names(f: Callable[..., Any]) -> dict[str, str]:
+    """What f calls the argument at each position, where it can be known."""
+    try:
+        parameters = inspect.signature(getattr(f, "forward", f)).parameters.values()
+    except (TypeError, ValueError):  # a built-in function that does not say
+        return {}
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {str(k): name for k, name in enumerate(plain)}
+
+
+# --- the formula and its comparison ------------------------------------------------------
+
+
+def _formulated(program: Program, names: Sequence[str], order: int, wide: bool) -> Formula:
+    """The formula of one run, compared."""
+    backend = program.backend
+    given = [_values(backend, x) for x in program.leaves]
+    with backend.trying(program, wide):
+        if wide:
+            program.leaves = [_widened(backend, x) for x in program.leaves]
+        recorded = as_recorded(backend.formula_graph(program))
+        case = _Case(program, recorded, wide, [*given, *_held(backend, recorded, recorded.wanted)])
+    opened = recorded.opened
+    called = dict(zip(recorded.inputs, names, strict=True))
+    active = [*program.wrt, *range(len(recorded.inputs), len(opened.inputs))]
+    formula = derive(opened, order, called, active)
+    held = dict(zip(opened.captured, _held(backend, recorded, opened.captured), strict=True))
+    return case.compared(formula.at(case.given, held, case.calling), held)
+
+
+def _values(backend: Backend, x: Any) -> np.ndarray:
+    """In float64 and complex128, integers as they are."""
+    found = np.asarray(backend.to_numpy(x))
+    if found.dtype.kind in "biuc":
+        return found.astype(np.complex128) if found.dtype.kind == "c" else found
+    return found.astype(np.float64)
+
+
+def _widened(backend: Backend, x: Any) -> Any:
+    if not backend.is_inexact(x):
+        return x
+    return backend.cast(x, "complex128" if backend.is_complex(x) else "float64")
+
+
+def _held(backend: Backend, recorded: Recorded, numbers: Sequence[int]) -> list[np.ndarray]:
+    missing = [recorded.values[v].name or "a value" for v in numbers if v not in recorded.held]
+    if missing:
+        raise GradtoolsError(f"formula: the record does not hold the values of {missing}.")
+    return [_values(backend, recorded.held[v]) for v in numbers]
+
+
+@dataclass
+class _Case:
+    """A recorded run, to be held against automatic differentiation.
+
+    Attributes:
+        program: The user's call.
+        recorded: Its record.
+        wide: Whether it is computed in double precision.
+        given: The values of its inputs, and of what is wanted.
+    """
+
+    program: Program
+    recorded: Recorded
+    wide: bool
+    given: list[np.ndarray]
+
+    @property
+    def backend(self) -> Backend:
+        return self.program.backend
+
+    def compared(self, formula: Formula, held: dict[int, np.ndarray]) -> Formula:
+        """The formula with the record of its comparison."""
+        sample = formula.near(self.given)
+        check = lambda points, draws: formula.verified(
+            _Reference(self, formula),
+            points=points,
+            tolerance=self._tolerance(formula.order),
+            sample=lambda rng: self._rounded(draws(rng)),
+            captured=held,
+        )
+        try:
+            return check(_POINTS, sample)
+        except GradtoolsError as error:
+            if not self._changes(sample):
+                raise _Differs(str(error)) from error
+        here = lambda rng: (self.given, *formula.point(rng)[1:])
+        try:
+            found = check(1, here)
+        except GradtoolsError as error:
+            raise _Differs(str(error)) from error
+        return found.noted(
+            "nearby f runs another program (a branch, a mask or a number that is taken from the "
+            "values); compared at the given arguments alone, for which it holds"
+        )
+
+    def _tolerance(self, order: int) -> float:
+        if self.wide:
+            return _EXACT
+        kinds = {self.backend.dtype_name(x) for x in self.program.leaves}
+        kinds |= {self.backend.dtype_name(self.recorded.held[v]) for v in self.recorded.wanted}
+        if kinds & {"float16", "bfloat16", "complex32"}:
+            raise GradtoolsError(
+                "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
+                "for a comparison. Pass float32 arguments."
+            )
+        return _IN_SINGLE * 10 ** (order - 1) if kinds & {"float32", "complex64"} else _EXACT
+
+    def _rounded(self, point: Any) -> Any:
+        """The point in the precision in which f runs."""
+        inputs, cotangents, directions = point
+        if self.wide:
+            return point
+        arrays = [x.astype(self._dtype(k)) for k, x in enumerate(inputs)]
+        single = any(a.dtype in (np.float32, np.complex64) for a in arrays)
+        return arrays, *(
+            [_single(x) if single else x for x in xs] for xs in (cotangents, directions)
+        )
+
+    def _dtype(self, k: int) -> str:
+        count = len(self.program.leaves)
+        array = (
+            self.program.leaves[k]
+            if k < count
+            else self.recorded.held[self.recorded.wanted[k - count]]
+        )
+        return self.backend.dtype_name(array)
+
+    def _changes(self, sample: Callable[..., Any]) -> bool:
+        """Whether f runs another program at one of the points."""
+        rng, before = np.random.default_rng(0), self.program.leaves
+        try:
+            for _ in range(_POINTS):
+                inputs = self._rounded(sample(rng))[0]
+                with self.backend.trying(self.program, self.wide):
+                    self.program.leaves = self.arrays(inputs[: len(before)])
+                    if fingerprint(self.backend.formula_graph(self.program)) != self._mark:
+                        return True
+        finally:
+            self.program.leaves = before
+        return False
+
+    @property
+    def _mark(self) -> Any:
+        return fingerprint(self.recorded)
+
+    def arrays(self, values: Sequence[Any]) -> list[Any]:
+        """The framework's arrays."""
+        return [self.backend.asarray(np.asarray(x)) for x in values]
+
+    def calling(self, derivation: Callable[..., Any]) -> Callable[..., Any]:
+        """A derivation in the framework as one of NumPy arrays, in the same precision."""
+
+        def called(*values: np.ndarray) -> Any:
+            with self.backend.trying(self.program, self.wide):
+                found = derivation(*self.arrays(values))
+                parts = list(found) if isinstance(found, tuple | list) else [found]
+                done = [None if x is None else self.backend.to_numpy(x) for x in parts]
+            return tuple(done) if isinstance(found, tuple | list) else done[0]
+
+        return called
+
+
+def _single(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
+
+
+class _Reference:
+    """The framework's own numbers, in the form that `Formula.verified` compares."""
+
+    def __init__(self, case: _Case, formula: Formula) -> None:
+        self._case, self._backend, self._order = case, case.backend, formula.order
+        opened = case.recorded.opened
+        self._active = [
+            k
+            for k in [*case.program.wrt, *range(len(case.recorded.inputs), len(opened.inputs))]
+            if opened.values[opened.inputs[k]].is_inexact
+        ]
+        self._inexact = [opened.values[v].is_inexact for v in opened.outputs]
+
+    def __call__(
+        self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
+    ) -> tuple[list[Any], ...]:
+        case = self._case
+        with case.backend.trying(case.program, case.wide):
+            self._leaves = case.arrays(inputs)
+            xs = [self._leaves[k] for k in self._active]
+            cts, us = case.arrays(cotangents), case.arrays(directions)
+            first = self._backend.vjp(self._outputs, xs, groups=None, once=False)
+            grads = self._filled(first.pullback(cts), xs)
+            results = [self._ordered(first.outs, first.extras), self._spread(grads)]
+            if self._order == 2:
+                results.append(self._second(xs, cts, us))
+            return tuple([self._numpy(x) for x in group] for group in results)
+
+    def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:
+        """f of the leaves that are differentiated: its inexact outputs, and the others."""
+        leaves = list(self._leaves)
+        for k, x in zip(self._active, xs, strict=True):
+            leaves[k] = x
+        run = self._case.recorded.run or self._case.program.run
+        ys = [y if self._backend.is_array(y) else self._backend.asarray(y) for y in run(leaves)]
+        pairs = list(zip(ys, self._inexact, strict=True))
+        return [y for y, inexact in pairs if inexact], [y for y, inexact in pairs if not inexact]
+
+    def _second(self, xs: list[Any], cts: list[Any], us: list[Any]) -> list[Any]:
+        """The derivatives of <u, gradients> by the inputs and by the cotangents."""
+
+        def gradients(*both: Any) -> tuple[list[Any], list[Any]]:
+            inner, given = list(both[: len(xs)]), list(both[len(xs) :])
+            found = self._backend.vjp(self._outputs, inner, groups=None, once=False)
+            return self._filled(found.pullback(given), inner), []
+
+        again = self._backend.vjp(gradients, [*xs, *cts], groups=None, once=False)
+        found = self._filled(again.pullback(us), [*xs, *cts])
+        return [*self._spread(found[: len(xs)]), *found[len(xs) :]]
+
+    def _filled(self, found: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        zeros = self._backend.zeros_like
+        return [zeros(x) if g is None else g for g, x in zip(found, xs, strict=True)]
+
+    def _spread(self, grads: Sequence[Any]) -> list[Any]:
+        """One entry for each input; None for those that are not differentiated."""
+        place = dict(zip(self._active, grads, strict=True))
+        return [place.get(k) for k in range(len(self._leaves))]
+
+    def _ordered(self, outs: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
+        some, others = iter(outs), iter(extras)
+        return [next(some) if inexact else next(others) for inexact in self._inexact]
+
+    def _numpy(self, x: Any) -> Any:
+        return None if x is None else np.asarray(self._backend.to_numpy(x))
+
+
+def fingerprint(graph: Graph) -> list[Any]:
+    """What a run computes, by which two runs are told apart."""
+    return [_mark_of(graph, node) for graph, node in graph.walk()]
+
+
+def _mark_of(graph: Graph, node: Any) -> tuple[Any, ...]:
+    shapes = tuple(graph.values[v].shape for v in (*node.inputs, *node.outputs))
+    drawn = node.operation == "random"
+    said = {k: v for k, v in node.attributes.items() if not drawn and not callable(v)}
+    return node.operation, shapes, tuple(sorted((k, _plain(v)) for k, v in said.items()))
+
+
+def _plain(value: Any) -> str:
+    array = isinstance(value, np.ndarray | np.generic)
+    return f"{value.shape}{value.tobytes()!r}" if array else repr(value)

@@ -39,6 +39,34 @@ def test_a_module_of_one_operation_is_a_box_with_both_names():
     assert box.lines == ("linear", "3 float32")
 
 
+def called(inner, mark=""):
+    """x, a call of a program, and its result."""
+    b = Builder()
+    body = Body(inner, (0,))
+    y = b.op("call", b.input("x", 3), bodies=(body,), attributes={"name": "f"}, mark=mark)
+    return outline_of(b.graph(y))
+
+
+@pytest.mark.parametrize("mark", ["", "edited_gradient"])
+def test_a_call_of_one_operation_is_a_box_with_both_names(mark):
+    s = Builder()
+    inner = s.graph(s.op("where", s.input("x", 3), mark=mark))
+    titles_and_lines = [(box.title, box.lines) for box in called(inner, mark).columns[0].boxes]
+    assert titles_and_lines[1] == ("where", ("f", "3 float32"))
+
+
+def test_a_call_whose_mark_its_operation_lacks_stays_a_block():
+    s = Builder()
+    outline = called(s.graph(s.op("where", s.input("x", 3))), "edited_gradient")
+    assert [(b.title, b.mark) for b in outline.blocks] == [("f", "edited_gradient")]
+
+
+def test_a_call_that_computes_nothing_is_not_drawn():
+    s = Builder()
+    x = s.input("x", 3)
+    assert titles(called(s.graph(x)).columns[0]) == ["x", "output 0"]
+
+
 def test_nested_scopes_without_a_step_of_their_own_are_one_block():
     b = Builder()
     x = b.op("sin", b.input("x", 3), scope=("a", "b", "c"))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtools.seeing.flatten import Entry, Flat, Group, Unit
+from gradtools.seeing.flatten import Entry, Flat, Group, Unit, units_of
 from gradtools.seeing.outline import PHASES
 
 _MOST_CHILDREN = 60  # more are cut into stretches
@@ -33,7 +33,8 @@ def nested(flat: Flat) -> list[Group]:
 
 
 def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
-    """The entries, consecutive ones of one scope as a group."""
+    """The entries, consecutive ones of one scope as a group, without calls of nothing."""
+    entries = [entry for entry in entries if units_of([entry])]
     found: list[Entry] = []
     start = 0
     while start < len(entries):
@@ -65,7 +66,9 @@ def _tidy(group: Group) -> Entry:
         return group
     (child,) = group.children
     if isinstance(child, Unit):
-        if child.kind == "operation" and group.kind in ("scope", "call") and not group.mark:
+        mark = child.node.mark if child.node else ""
+        is_told = group.mark in ("", mark)
+        if child.kind == "operation" and group.kind in ("scope", "call") and is_told:
             names = dict.fromkeys((group.title, child.name))
             child.name = ".".join(name for name in names if name and name != "call")
             return child

@@ -26,6 +26,8 @@ from gradtools.seeing.scene import (
 from gradtools.seeing.threads import Threads
 
 _SCREEN = 1800.0, 1400.0
+_NEARLY = 1.25  # screens: so large is still better than hardly anything to see
+_HARDLY = 12  # boxes, where the nearly fitting view has twice as many
 _LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # boxes
 
 
@@ -35,13 +37,23 @@ def picture_of(outline: Outline, opened: frozenset[int]) -> Picture:
 
 
 def fitted(outline: Outline, expand: str | Iterable[str] = ()) -> Picture:
-    """The picture with as many blocks open as fit one screen."""
+    """The picture with as many blocks open as fit one screen.
+
+    One block of all may be what fits; then the view before it is shown, if it nearly fits.
+    """
     arrangement = arrange(outline)
     views = dict.fromkeys(outline.opened(None, expand, limit) for limit in _LIMITS)
+    nearly: Picture | None = None
     for opened in views:
         picture = _Drafting(arrangement, opened).picture
-        if picture.width <= _SCREEN[0] and picture.height <= _SCREEN[1]:
+        screens = max(picture.width / _SCREEN[0], picture.height / _SCREEN[1])
+        if screens <= _NEARLY and nearly is None:
+            nearly = picture
+        if screens <= 1:
             break
+    shown = len(picture.boxes)
+    if nearly and shown < _HARDLY and len(nearly.boxes) >= 2 * shown:
+        return nearly
     return picture
 
 

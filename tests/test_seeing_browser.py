@@ -114,6 +114,18 @@ def test_the_page_lays_out_what_python_does(name, width, tmp_path):
     assert sorted(box["key"] for box in found["boxes"]) == sorted(keys)
 
 
+def test_the_key_of_a_narrow_page_is_not_cut_off(tmp_path):
+    script = """
+    const words = [...document.querySelectorAll("#key text")];
+    report({ key: rect(document.getElementById("key")), width: window.innerWidth,
+      words: words.map((t) => [t.textContent, rect(t)]) });
+    """
+    found = seen(SHAPES["cuts"]().to_html(), script, tmp_path, 500)
+    assert len(found["words"]) > 3 and found["key"][2] <= found["width"]
+    for word, place in found["words"]:
+        assert is_inside(place, found["key"]), word
+
+
 def test_python_and_the_page_give_the_same_numbers(tmp_path):
     for name in ("transformer", "loop", "interleaved_passes", "random_graph"):
         graph = SHAPES[name]()

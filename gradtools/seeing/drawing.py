@@ -98,12 +98,17 @@ def drawn(picture: Picture, theme: str = "auto") -> str:
     return "\n".join(parts) + "\n"
 
 
-def key_of(picture: Picture, width: float = 1400.0) -> str:
-    """What the colours and lines of a picture mean, as a picture of its own; its page has CSS."""
-    rows = _rows(_legend(picture), width)
-    height = len(rows) * _KEY_ROW + 2
-    size = f'width="{_n(width)}" height="{_n(height)}"'
-    return f'<svg class="gt" {size}>{"".join(_key(rows, 4.0, 2.0))}</svg>' if rows else ""
+def key_of(picture: Picture) -> str:
+    """What the colours and lines of a picture mean: a picture for each, so that a page wraps them.
+
+    The styles are those of the page.
+    """
+    return "".join(_key_entry(entry) for entry in _legend(picture))
+
+
+def _key_entry(entry: tuple[str, str, str]) -> str:
+    size = f'width="{_n(_key_width(entry))}" height="{_n(_KEY_ROW)}"'
+    return f'<svg class="gt" {size}>{"".join(_key([[(0.0, entry)]], 2.0, 2.0))}</svg>'
 
 
 def body(picture: Picture) -> Iterator[str]:
@@ -289,13 +294,17 @@ def _rows(
     rows: list[list[tuple[float, tuple[str, str, str]]]] = []
     x = width
     for entry in entries:
-        need = text_width(entry[2], LINE) + (36 if entry[0] else 0) + 18
+        need = _key_width(entry)
         if x + need > width or not rows:
             rows.append([])
             x = 0.0
         rows[-1].append((x, entry))
         x += need
     return rows
+
+
+def _key_width(entry: tuple[str, str, str]) -> float:
+    return text_width(entry[2], LINE) + (36 if entry[0] else 0) + 18
 
 
 def _key(rows: Iterable[list[Any]], top: float, left: float = MARGIN) -> Iterator[str]:

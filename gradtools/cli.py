@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_crosscheck(commands)
     _add_why_zero(commands)
     _add_graph(commands)
+    _add_formula(commands)
     _add_measure(commands)
     table = commands.add_parser(
         "conventions", help="how the frameworks differ at kinks and ties, measured here"
@@ -152,6 +153,34 @@ def _graph(args: argparse.Namespace) -> int:
     from gradtools.seeing.commands import graph
 
     return graph(args)
+
+
+def _add_formula(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "formula",
+        help="write a function and its gradient as mathematics, compared with the framework's",
+        description="Exit status 0 if the formula was found and agrees with automatic "
+        "differentiation, 1 if parts of it could not be compared, 2 if it could not be found.",
+    )
+    _add_function(command, json=False)
+    _add_wrt(command)
+    command.add_argument(
+        "--order",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="1 with the gradient, 2 with the double backward as well (default: 1)",
+    )
+    command.add_argument(
+        "-o", "--out", metavar="FILE", help="by its suffix text (.txt), LaTeX (.tex) or .md"
+    )
+    command.set_defaults(run=_formula)
+
+
+def _formula(args: argparse.Namespace) -> int:
+    from gradtools.seeing.commands import formula
+
+    return formula(args)
 
 
 def _add_wrt(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""What `gradtools why-zero`, `graph` and `measure` do: one function, from the command line."""
+"""What `gradtools why-zero`, `graph`, `formula` and `measure` do: one function, by its name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 from gradtools.inputs import Given
+from gradtools.seeing.formula import Formula, files
 from gradtools.seeing.measures import Measurement
 from gradtools.seeing.report import Report
 from gradtools.seeing.saving import SUFFIXES
@@ -50,10 +51,7 @@ def graph(options: argparse.Namespace) -> int:
 
 
 def _shown(options: argparse.Namespace) -> None:
-    suffix = Path(options.out or "graph.txt").suffix.lower()
-    if suffix not in SUFFIXES:  # told before anything runs
-        expected = ", ".join(SUFFIXES)
-        raise GradtoolsError(f"-o {options.out}: no form for {suffix!r}; expected {expected}.")
+    _known(options.out or "graph.txt", SUFFIXES)
     given = Given.by(options)
     wrt = tuple(options.wrt)
     found = given.gt.gradient_graph(given.f, *given.args, order=options.order, wrt=wrt)
@@ -62,6 +60,40 @@ def _shown(options: argparse.Namespace) -> None:
         return
     found.save(options.out)
     print(f"wrote {options.out}")
+
+
+def formula(options: argparse.Namespace) -> int:
+    """Prints or writes a function's formula; 0 if it was compared, 1 if not, 2 if there is none."""
+    try:
+        found = _derived(options)
+    except GradtoolsError as error:
+        print(f"gradtools formula: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # a program's own: its place is worth more than a sentence
+        traceback.print_exc()
+        return 2
+    if options.out is None:
+        print(found)
+    else:
+        found.save(options.out)
+        print(f"wrote {options.out}")
+    return 0 if found.check is not None else 1
+
+
+def _derived(options: argparse.Namespace) -> Formula:
+    _known(options.out or "formula.txt", files.SUFFIXES)
+    given = Given.by(options)
+    wrt = tuple(options.wrt)
+    found: Formula = given.gt.formula(given.f, *given.args, order=options.order, wrt=wrt)
+    return found
+
+
+def _known(out: str, suffixes: tuple[str, ...]) -> None:
+    """A suffix without a form is told before anything runs."""
+    suffix = Path(out).suffix.lower()
+    if suffix not in suffixes:
+        expected = ", ".join(suffixes)
+        raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {expected}.")
 
 
 def measure(options: argparse.Namespace) -> int:

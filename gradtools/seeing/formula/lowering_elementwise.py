@@ -168,7 +168,7 @@ def _clip(x: Expr, low: Any = None, high: Any = None) -> Expr:
         return x
     if plain(low) == 0 and high is None:
         return apply("relu", x)
-    return apply("clip", x, low=plain(low), high=plain(high))
+    return _integer_of(x, apply("clip", x, low=plain(low), high=plain(high)))
 
 
 def _iota(shape: Any, axis: int) -> Expr:

@@ -182,7 +182,7 @@ def number(value: Any) -> Written:
     level = ATOM if value >= 0 else SUM
     if value.is_integer() and abs(value) < 1e15:
         return Written(str(int(value)), str(int(value)), level)
-    found = _as_fraction(value) or _as_root(value)
+    found = None if abs(value) >= 1e15 else _as_fraction(value) or _as_root(value)
     if found is not None:
         return found
     text = f"{value:.6g}"

@@ -1,0 +1,130 @@
+"""A JAX program in the vocabulary of formulas: `graph` traces it once, and translates its jaxpr.
+
+The jaxpr is walked equation by equation; calls are opened, loops and branches become bodies.
+What does not depend on the program's arguments needs no translation, it is computed on the way
+(index arithmetic, masks, random keys) and held as a constant::
+
+    lt 2 0;  add 2 5;  select_n ...;  gather x [2]      ->    x[2]
+
+A value is either the number of a node's result or `Known`. A random draw is a node of its own,
+with the value that it had. Numbers of integers are also known at the program's leaves, so that an
+index can be seen to be within bounds.
+
+The tables stand in `vocabulary_tables.py`, indexing in `vocabulary_indexing.py`, what holds
+programs inside in `vocabulary_calls.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from gradtools.jax import seeing, tracing
+from gradtools.jax import vocabulary_calls as calls
+from gradtools.jax.vocabulary_folding import folded, is_foldable
+from gradtools.jax.vocabulary_indexing import INDEXING
+from gradtools.jax.vocabulary_tables import TABLE
+from gradtools.jax.vocabulary_writing import Entry, Known, Writer
+from gradtools.seeing.formula.recorded import Recorded
+from gradtools.seeing.program import Program
+
+_LEAVES = {**TABLE, **INDEXING}
+
+
+def graph(program: Program) -> Recorded:
+    """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
+
+    Args:
+        program: A call of f. Its leaves are the graph's inputs, and give the values at which
+            indices and random draws are looked at.
+
+    Returns:
+        The graph, and the arrays that it captures.
+    """
+    traced = seeing.trace(program.run, program.leaves)
+    names = seeing.captured_arrays(program.run)
+    writer = _Reader()
+    leaves = zip(program.names, program.leaves, strict=True)
+    entries = [writer.leaf(name, x) for name, x in leaves]
+    consts = [writer.held(c, names.get(id(c), "")) for c in getattr(traced.closed, "consts", ())]
+    outs = writer.run(tracing.open_jaxpr(traced.closed), consts, entries)
+    found = writer.graph(*[writer.number(out) for out in outs])
+    return Recorded(
+        found.nodes, found.values, found.inputs, found.outputs, found.captured, held=writer.arrays
+    )
+
+
+class _Reader(Writer):
+    """Writes what a jaxpr says."""
+
+    def inner(self, deeper: bool = False) -> _Reader:
+        """The reader of a program inside."""
+        return _Reader(self.depth + deeper, inside=True)
+
+    def run(self, jaxpr: Any, consts: Sequence[Entry], args: Sequence[Entry]) -> list[Entry]:
+        """Writes a jaxpr's equations; the entries of its outputs."""
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        for eqn in _needed(jaxpr):
+            found = self.step(eqn, [_read(env, atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, found, strict=True))
+        return [_read(env, atom) for atom in jaxpr.outvars]
+
+    def step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+        """One equation."""
+        if eqn.primitive.name in _OF_KEYS:
+            entries = [self._at_leaves(e) for e in entries]
+        found = calls.opened(self, eqn, entries)
+        if found is not None:
+            return found
+        if is_foldable(eqn) and all(isinstance(e, Known) for e in entries):
+            return _folded(eqn, entries)
+        first = len(self._nodes)
+        result = self._translated(eqn, [self.number(e) for e in entries])
+        self.tell(eqn, first, result)
+        return list(result)
+
+    def _at_leaves(self, entry: Entry) -> Entry:
+        """What a random key is made of, as it is at the leaves."""
+        if isinstance(entry, Known):
+            return entry
+        value = self.concrete(entry)
+        if value is None:
+            return entry
+        return Known(value.astype(self._values[entry].dtype))
+
+    def _translated(self, eqn: Any, xs: list[int]) -> list[int]:
+        translation = _LEAVES.get(eqn.primitive.name)
+        found = translation(self, eqn.params, *xs) if translation else None
+        if found is None:
+            return self.marked(eqn, calls.native_name(eqn), xs, calls.run_of(eqn))
+        return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+_OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
+
+
+def _read(env: Mapping[Any, Entry], atom: Any) -> Entry:
+    return Known(np.asarray(atom.val)) if isinstance(atom, Literal) else env[atom]
+
+
+def _folded(eqn: Any, entries: Sequence[Any]) -> list[Entry]:
+    drawn = next((e.drawn for e in entries if e.drawn), "")
+    drawn = drawn or ("ε" if eqn.primitive.name == "random_bits" else "")
+    return [Known(value, drawn) for value in folded(eqn, [e.value for e in entries])]
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """The equations of which a result is read."""
+    used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in used for v in eqn.outvars):
+            kept.append(eqn)
+            used.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return kept[::-1]
+
+
+__all__ = ["graph"]

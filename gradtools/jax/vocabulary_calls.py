@@ -1,0 +1,570 @@
+"""What holds programs inside, in the vocabulary: calls, loops, branches, rules, random draws.
+
+- A call is opened. A function of JAX's own that the vocabulary has a word for is written by that
+  word (`_WORDS`): its inside, such as the LU factors of a determinant, says less.
+- Loops and branches keep their programs as bodies; what they close over comes as operands.
+- A function with a rule of its own is a ``custom_rule``. Its backward program is what JAX itself
+  pulls back, so all that a rule may be, edited gradients too, comes out as JAX has it.
+- A draw of `jax.random` from a key that is known is one node ``random``, with its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradtools.jax import places, tracing
+from gradtools.jax.tracing import is_inexact
+from gradtools.jax.trees import conj
+from gradtools.jax.vocabulary_folding import bound, evaluated
+from gradtools.jax.vocabulary_writing import Entry, Known
+from gradtools.seeing.formula.expressions import kind_of, placeholder
+from gradtools.seeing.graph import Body, Graph
+
+_MOST_ROUNDS = 64
+_DEEPEST = 2  # a formula is differentiated twice at most
+_RANDOM = ("random_bits", "threefry2x32", "random_gamma")
+
+
+def opened(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
+    """The results of an equation with programs inside; None for any other."""
+    name = eqn.primitive.name
+    if name == "platform_index":
+        return [_known(_platform(eqn.params["platforms"]))]
+    if name in _CALLS or name in tracing.RULED:
+        return _call(w, eqn, entries)
+    if name in _RULES:
+        return _rule(w, eqn, entries)
+    return _CONTROL[name](w, eqn, entries) if name in _CONTROL else None
+
+
+def _known(value: Any) -> Entry:
+    return Known(np.asarray(value))
+
+
+def _is_known(entry: Entry) -> bool:
+    return not isinstance(entry, int)
+
+
+def native_name(eqn: Any) -> str:
+    """What an equation without a translation is called."""
+    call = eqn.params.get("call")
+    return getattr(call, "name", None) or eqn.primitive.name
+
+
+def run_of(eqn: Any) -> Callable[..., list[np.ndarray]] | None:
+    """How JAX computes an equation, of NumPy's arrays."""
+    avals = [v.aval for v in eqn.invars]
+
+    def run(*xs: Any) -> list[Any]:
+        given = [jnp.asarray(x, a.dtype) for x, a in zip(xs, avals, strict=True)]
+        return bound(eqn, given)
+
+    return run
+
+
+def _platform(platforms: Sequence[Any]) -> int:
+    here = jax.default_backend()
+    return next(k for k, names in enumerate(platforms) if names is None or here in names)
+
+
+# --- calls -------------------------------------------------------------------------------
+
+_CALLS = (
+    *("jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint"),
+    *("named_call", "composite", "custom_vmap_call", "core_closed_call"),
+)
+
+
+def _inside(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """The program of a call, and its constants."""
+    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    closed = next(eqn.params[key] for key in keys if key in eqn.params)
+    return tracing.open_jaxpr(closed), getattr(closed, "consts", ())
+
+
+def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+    jaxpr, consts = _inside(eqn)
+    own = bool(places.is_own(jaxpr)) and not places.is_ours(jaxpr)
+    if own:
+        found = _draw(w, eqn, jaxpr, entries) or _word(w, eqn, jaxpr, entries)
+        if found is not None:
+            return found
+    if _has_rule(eqn, jaxpr, own) and w.depth < _DEEPEST:
+        return custom_rule(w, eqn, entries, _name(eqn, jaxpr), partial(_opened_again, jaxpr))
+    return w.run(jaxpr, [w.held(c) for c in consts], entries)
+
+
+def _opened_again(jaxpr: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:
+    return w.run(jaxpr, [], entries)
+
+
+def _has_rule(eqn: Any, jaxpr: Any, own: bool) -> bool:
+    """Whether its derivative may be another than that of what it computes.
+
+    The rules that JAX gives its own functions say what their code says, but for numerical care.
+    """
+    if not tracing.is_ruled(eqn) or places.is_chunk(jaxpr):
+        return False
+    return not (own and eqn.primitive.name == "custom_jvp_call")
+
+
+def _name(eqn: Any, jaxpr: Any) -> str:
+    name = eqn.params.get("name") or getattr(jaxpr.debug_info, "func_name", "")
+    return str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
+
+
+# --- random draws ------------------------------------------------------------------------
+
+_DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π", "shuffle": "π"}
+
+
+def _draw(w: Any, eqn: Any, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry] | None:
+    """A draw of jax.random of which all is known."""
+    known = [e.value for e in entries if isinstance(e, Known)]
+    if not _is_of_random(jaxpr) or len(known) < len(entries) or not _draws(jaxpr):
+        return None
+    name = _DRAWS.get(_name(eqn, jaxpr).removesuffix("_real"), "ξ")
+    values = evaluated(eqn, known)
+    if any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in values):
+        return [Known(v) for v in values]
+    return [w.number(Known(np.asarray(v), name)) for v in values]
+
+
+def _is_of_random(jaxpr: Any) -> bool:
+    where = str(getattr(jaxpr.debug_info, "func_src_info", "")).partition(" at ")[2]
+    return "/jax/_src/random" in where.replace("\\", "/")
+
+
+def _draws(jaxpr: Any) -> bool:
+    return tracing.uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in _RANDOM)
+
+
+# --- words -------------------------------------------------------------------------------
+
+
+def _word(w: Any, eqn: Any, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry] | None:
+    """A function of JAX's own by the vocabulary's word for it, if it has this form."""
+    word = _WORDS.get(_name(eqn, jaxpr))
+    if word is None or all(map(_is_known, entries)):
+        return None
+    first = len(w._nodes)
+    found = word(w, jaxpr, *entries)
+    if found is None:
+        return None
+    results = list(found) if isinstance(found, (list, tuple)) else [found]
+    w.tell(eqn, first, results)
+    return results
+
+
+def _unary(operation: str, **attributes: Any) -> Callable[..., Any]:
+    def word(w: Any, jaxpr: Any, *entries: Entry) -> int | None:
+        if len(entries) != 1 or jaxpr.outvars[0].aval.shape != jaxpr.invars[0].aval.shape:
+            return None
+        return w(operation, w.number(entries[0]), **attributes)
+
+    return word
+
+
+def _binary(operation: str) -> Callable[..., Any]:
+    def word(w: Any, jaxpr: Any, *entries: Entry) -> int | None:
+        if len(entries) != 2:
+            return None
+        return w(operation, *map(w.number, entries))
+
+    return word
+
+
+def _elu(w: Any, jaxpr: Any, x: Entry, *alpha: Entry) -> int | None:
+    a = w.scalar(w.number(alpha[0])) if alpha else 1.0
+    return None if a is None else w("elu", w.number(x), alpha=float(a))
+
+
+def _leaky_relu(w: Any, jaxpr: Any, x: Entry, *slope: Entry) -> int | None:
+    a = w.scalar(w.number(slope[0])) if slope else 0.01
+    return None if a is None else w("leaky_relu", w.number(x), slope=float(a))
+
+
+def _clip(w: Any, jaxpr: Any, *entries: Entry) -> int | None:
+    """With bounds that are numbers; one of them may be missing."""
+    if len(entries) != 3 or jaxpr.invars[0].aval.shape != jaxpr.outvars[0].aval.shape:
+        return None
+    x, low, high = map(w.number, entries)
+    a, b = w.scalar(low), w.scalar(high)
+    return None if a is None or b is None else w("clip", x, low=a, high=b)
+
+
+def _logaddexp(w: Any, jaxpr: Any, a: Entry, b: Entry) -> int:
+    x, y = w.number(a), w.number(b)
+    if w.is_zero(y):
+        return w("softplus", x)
+    return w("softplus", y) if w.is_zero(x) else w("logaddexp", x, y)
+
+
+def _one_hot(w: Any, jaxpr: Any, i: Entry) -> int | None:
+    shape, out = jaxpr.invars[0].aval.shape, jaxpr.outvars[0].aval
+    return w("one_hot", w.number(i), size=out.shape[-1]) if out.shape[:-1] == shape else None
+
+
+def _rolled(w: Any, jaxpr: Any, x: Entry) -> int | None:
+    """Each axis is cut in two and put together again the other way round."""
+    eqns = jaxpr.eqns
+    if [e.primitive.name for e in eqns] != ["slice", "slice", "concatenate"] * (len(eqns) // 3):
+        return None
+    axes = tuple(int(e.params["dimension"]) for e in eqns[2::3])
+    starts = [e.params["start_indices"][a] for e, a in zip(eqns[::3], axes, strict=True)]
+    number = w.number(x)
+    shifts = tuple(w.shape(number)[a] - int(s) for s, a in zip(starts, axes, strict=True))
+    return w("roll", number, shifts=shifts, axes=axes)
+
+
+def _diagonal(w: Any, jaxpr: Any, x: Entry) -> int | None:
+    """Which diagonal it is shows in what becomes of 0, 1, 2, ..."""
+    number = w.number(x)
+    shape = w.shape(number)
+    if len(shape) < 2:
+        return None
+    first, found = _of_counts(jaxpr, shape)
+    for i in range(len(shape)):
+        for j in range(len(shape)):
+            for k in range(1 - shape[i], shape[j]) if i != j else ():
+                if np.array_equal(np.diagonal(first, k, i, j), found):
+                    return w("diagonal", number, offset=k, axes=(i, j))
+    return None
+
+
+def _diag(w: Any, jaxpr: Any, x: Entry) -> int | None:
+    number = w.number(x)
+    shape = w.shape(number)
+    if len(shape) != 1:
+        return _diagonal(w, jaxpr, x)
+    first, found = _of_counts(jaxpr, shape)
+    for k in range(1 - found.shape[0], found.shape[0]):
+        if np.array_equal(np.diag(first, k), found):
+            return w("diagonal_matrix", number, offset=k)
+    return None
+
+
+def _of_counts(jaxpr: Any, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    counts = np.arange(1, 1 + int(np.prod(shape))).reshape(shape)
+    given = jnp.asarray(counts, jaxpr.invars[0].aval.dtype)
+    with jax.ensure_compile_time_eval():
+        (found,) = jax.core.eval_jaxpr(jaxpr, [], given)
+    return counts, np.asarray(found)
+
+
+def _traced(w: Any, jaxpr: Any, x: Entry) -> int | None:
+    names = {e.primitive.name for e in jaxpr.eqns}
+    number = w.number(x)
+    plain = len(w.shape(number)) == 2 and _offset_is_zero(jaxpr)
+    return w("trace", number) if plain and "reduce_sum" in names else None
+
+
+def _offset_is_zero(jaxpr: Any) -> bool:
+    adds = [e for e in jaxpr.eqns if e.primitive.name == "add"]
+    return all(getattr(e.invars[1], "val", None) == 0 for e in adds)
+
+
+def _matrix(operation: str, same_shape: bool = False) -> Callable[..., Any]:
+    """Of one matrix."""
+
+    def word(w: Any, jaxpr: Any, *entries: Entry) -> Any:
+        shape = jaxpr.invars[0].aval.shape
+        if len(entries) != 1 or len(shape) < 2 or shape[-1] != shape[-2]:
+            return None
+        if same_shape and jaxpr.outvars[0].aval.shape != shape:
+            return None
+        return w(operation, w.number(entries[0]))
+
+    return word
+
+
+def _pinv(w: Any, jaxpr: Any, *entries: Entry) -> Any:
+    return w("pinv", w.number(entries[0])) if len(entries) == 1 else None
+
+
+def _eigh(w: Any, jaxpr: Any, a: Entry) -> Any:
+    both = any(e.primitive.name == "add" for e in jaxpr.eqns)
+    return w("eigh", w.number(a)) if both and len(jaxpr.outvars) == 2 else None
+
+
+def _solve(w: Any, jaxpr: Any, *entries: Entry) -> int | None:
+    if len(entries) != 2:
+        return None
+    a, b = map(w.number, entries)
+    out, left, right = jaxpr.outvars[0].aval.shape, w.shape(a), w.shape(b)
+    if out != right:
+        return None
+    if len(right) == len(left) and right[:-1] == left[:-1]:
+        return w("solve", a, b)
+    if right != left[:-1]:
+        return None
+    column = w("reshape", b, shape=(*right, 1))
+    return w("reshape", w("solve", a, column), shape=right)
+
+
+def _searched(w: Any, jaxpr: Any, ordered: Entry, values: Entry) -> int | None:
+    """How many of the ordered numbers are below; which side counts shows in a trial."""
+    a, v = w.number(ordered), w.number(values)
+    if len(w.shape(a)) != 1:
+        return None
+    dtypes = [var.aval.dtype for var in jaxpr.invars]
+    with jax.ensure_compile_time_eval():
+        trial = [jnp.arange(w.shape(a)[0]).astype(dtypes[0]), jnp.zeros(w.shape(v), dtypes[1])]
+        first = int(np.max(jax.core.eval_jaxpr(jaxpr, [], *trial)[0], initial=0))
+    lower = w("reshape", v, shape=(*w.shape(v), 1))
+    below = w("compare", a, lower, relation="<=" if first else "<")
+    return w("sum", below, axes=(len(w.shape(v)),))
+
+
+_WORDS: dict[str, Callable[..., Any]] = {
+    "searchsorted": _searched,
+    "relu": _unary("relu"),
+    "silu": _unary("silu"),
+    "log_sigmoid": _unary("log_sigmoid"),
+    "elu": _elu,
+    "leaky_relu": _leaky_relu,
+    "clip": _clip,
+    "logaddexp": _logaddexp,
+    "remainder": _binary("remainder"),
+    "floor_divide": _binary("floor_divide"),
+    "one_hot": _one_hot,
+    "roll_static": _rolled,
+    "diagonal": _diagonal,
+    "diag": _diag,
+    "trace": _traced,
+    "det": _matrix("det"),
+    "slogdet": _matrix("slogdet"),
+    "inv": _matrix("inverse", same_shape=True),
+    "expm": _matrix("expm", same_shape=True),
+    "eigh": _eigh,
+    "pinv": _pinv,
+    "solve": _solve,
+}
+
+
+# --- loops and branches ------------------------------------------------------------------
+
+
+def _body(
+    w: Any,
+    run: Callable[[Any, list[Entry]], Sequence[Entry]],
+    entries: Sequence[Entry],
+    avals: Sequence[Any],
+    deeper: bool = False,
+) -> Graph:
+    """A program inside, of its inputs; what is known of them is known inside, too."""
+    inner = w.inner(deeper)
+    given: list[Entry] = [
+        entry if _is_known(entry) else inner.input("", aval.shape, str(aval.dtype))
+        for entry, aval in zip(entries, avals, strict=True)
+    ]
+    return inner.graph(*[inner.number(out) for out in run(inner, given)])
+
+
+def _program(w: Any, closed: Any) -> tuple[Any, list[Entry]]:
+    """A program's equations, and what it holds, as operands."""
+    consts = [w.held(c) for c in getattr(closed, "consts", ())]
+    return tracing.open_jaxpr(closed), consts
+
+
+def _numbers(w: Any, entries: Sequence[Entry]) -> tuple[int, ...]:
+    return tuple(w.number(e) for e in entries if not _is_known(e))
+
+
+def _avals(xs: Sequence[Any]) -> list[Any]:
+    return [x.aval for x in xs]
+
+
+def _made(eqn: Any, extra: int = 0) -> list[Any]:
+    return [placeholder("", v.aval.shape, kind_of(v.aval.dtype)) for v in eqn.outvars]
+
+
+def _scan(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+    jaxpr, held = _program(w, eqn.params["jaxpr"])
+    consts, carried = tracing.scan_counts(eqn)
+    length, reverse = int(eqn.params["length"]), bool(eqn.params["reverse"])
+    own, carry, xs = (
+        entries[:consts],
+        entries[consts : consts + carried],
+        entries[consts + carried :],
+    )
+    if _draws(jaxpr) and length <= _MOST_ROUNDS:
+        return _unrolled(w, jaxpr, held, own, carry, xs, length, reverse)
+    loop: list[Entry] = [w.number(e) for e in carry]
+    slices: list[Entry] = [w.number(e) for e in xs]
+    fixed = [*held, *own]
+    run = lambda inner, given: inner.run(jaxpr, given[: len(held)], given[len(held) :])
+    graph = _body(w, run, [*fixed, *loop, *slices], _avals([*jaxpr.constvars, *jaxpr.invars]))
+    moving = _numbers(w, fixed)
+    inputs = (*moving, *loop, *slices)
+    attributes = {"consts": len(moving), "carries": carried, "length": length, "reverse": reverse}
+    pairs = tuple((k, len(moving) + k) for k in range(carried))
+    body = Body(graph, tuple(range(len(inputs))), carries=pairs)
+    return _added(w, eqn, "scan", inputs, attributes, [body])
+
+
+def _added(
+    w: Any, eqn: Any, operation: str, inputs: Any, attributes: Any, bodies: Any
+) -> list[Entry]:
+    first = len(w._nodes)
+    found = list(w._node(operation, inputs, _made(eqn), attributes, bodies))
+    w.tell(eqn, first, found)
+    return found
+
+
+def _unrolled(
+    w: Any, jaxpr: Any, held: Any, consts: Any, carry: Any, xs: Any, length: int, reverse: bool
+) -> list[Entry]:
+    """A loop that draws: each round has its own numbers, so it is written out."""
+    rounds: list[Any] = [None] * length
+    for t in range(length)[:: -1 if reverse else 1]:
+        slices = [_at(w, x, t) for x in xs]
+        outs = w.run(jaxpr, held, [*consts, *carry, *slices])
+        carry, rounds[t] = outs[: len(carry)], outs[len(carry) :]
+    return [
+        *carry,
+        *(_stacked(w, [r[k] for r in rounds]) for k in range(len(rounds[0]) if rounds else 0)),
+    ]
+
+
+def _at(w: Any, x: Entry, t: int) -> Entry:
+    if isinstance(x, Known):
+        return Known(x.value[t], x.drawn)
+    shape = w.shape(x)
+    start, limit = (t, *(0 for _ in shape[1:])), (t + 1, *shape[1:])
+    return w("reshape", w("slice", x, start=start, limit=limit), shape=shape[1:])
+
+
+def _stacked(w: Any, entries: Sequence[Entry]) -> Entry:
+    known = [e.value for e in entries if isinstance(e, Known)]
+    if len(known) == len(entries):
+        return Known(jnp.stack(known))
+    return w("stack", *map(w.number, entries), axis=0)
+
+
+def _while(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+    p = eqn.params
+    first, second = p["cond_nconsts"], p["body_nconsts"]
+    carry: list[Entry] = [w.number(e) for e in entries[first + second :]]
+    parts, bodies, numbers = [], [], []
+    for key, own in (
+        ("cond_jaxpr", entries[:first]),
+        ("body_jaxpr", entries[first : first + second]),
+    ):
+        jaxpr, held = _program(w, p[key])
+        fixed = [*held, *own]
+        count = len(held)
+        run = lambda inner, given, jaxpr=jaxpr, n=count: inner.run(jaxpr, given[:n], given[n:])
+        bodies.append(_body(w, run, [*fixed, *carry], _avals([*jaxpr.constvars, *jaxpr.invars])))
+        numbers.append(_numbers(w, fixed))
+        parts.append(len(numbers[-1]))
+    inputs = (*numbers[0], *numbers[1], *carry)
+    at = tuple(range(len(inputs)))
+    before = parts[0] + parts[1]
+    inner = [
+        Body(bodies[0], (*at[: parts[0]], *at[before:]), gate=True),
+        Body(bodies[1], at[parts[0] :]),
+    ]
+    attributes = {"condition_consts": parts[0], "body_consts": parts[1]}
+    return _added(w, eqn, "while", inputs, attributes, inner)
+
+
+def _cond(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+    branches = [_program(w, b) for b in eqn.params["branches"]]
+    index, operands = entries[0], entries[1:]
+    if isinstance(index, Known):
+        k = min(max(int(index.value), 0), len(branches) - 1)
+        return w.run(*branches[k], operands)
+    held = [h for _, own in branches for h in own]
+    fixed = [*held, *operands]
+    avals = [v.aval for j, _ in branches for v in j.constvars] + _avals(eqn.invars[1:])
+    bodies, before = [], 0
+    for jaxpr, own in branches:
+        n, m = before, before + len(own)
+        run = lambda inner, given, jaxpr=jaxpr, n=n, m=m: inner.run(
+            jaxpr, given[n:m], given[len(held) :]
+        )
+        bodies.append(_body(w, run, fixed, avals))
+        before = m
+    inputs = (w.number(index), *_numbers(w, fixed))
+    at = tuple(range(1, len(inputs)))
+    return _added(w, eqn, "cond", inputs, {}, [Body(b, at) for b in bodies])
+
+
+_CONTROL = {"scan": _scan, "while": _while, "cond": _cond}
+
+
+# --- rules -------------------------------------------------------------------------------
+
+_RULES = ("gradtools_primal", "gradtools_value", "gradtools_tangent", "gradtools_cotangent")
+
+
+def _rule(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
+    """A rule of gradtools' own: its value, or one of its linear maps."""
+    rule, name = eqn.params["rule"], eqn.primitive.name
+    if name == "gradtools_primal" and rule.name == "scale_gradient":
+        factor = w.scalar(w.number(entries[1]))
+        if factor is not None:
+            return [w("scale_gradient", w.number(entries[0]), scale=factor)]
+    linear = name in ("gradtools_tangent", "gradtools_cotangent")
+    plain = linear or rule.name.startswith("frozen") or w.depth >= _DEEPEST
+    if plain:
+        return _written_out(eqn, w, entries)
+    return custom_rule(w, eqn, entries, rule.name, partial(_written_out, eqn))
+
+
+def _written_out(eqn: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:
+    """What a primitive of gradtools runs, equation by equation."""
+    from gradtools.jax import rules
+
+    run = getattr(rules, eqn.primitive.name.replace("gradtools", ""))
+    closed = jax.make_jaxpr(partial(run, **eqn.params))(*_avals(eqn.invars))
+    jaxpr, consts = _program(w, closed)
+    return w.run(jaxpr, consts, entries)
+
+
+def custom_rule(
+    w: Any,
+    eqn: Any,
+    entries: Sequence[Entry],
+    name: str,
+    value: Callable[[Any, list[Entry]], Sequence[Entry]],
+) -> list[Entry]:
+    """A node ``custom_rule``: residuals are the operands themselves."""
+    avals = _avals(eqn.invars)
+    operands: list[Entry] = [w.number(e) for e in entries]
+    forward = _body(w, lambda inner, xs: [*value(inner, xs), *xs], operands, avals)
+    closed = jax.make_jaxpr(_pullback(eqn))(avals, _avals(eqn.outvars))
+    jaxpr, consts = tracing.open_jaxpr(closed), getattr(closed, "consts", ())
+    run = lambda inner, xs: inner.run(jaxpr, [inner.held(c) for c in consts], xs)
+    every = [*avals, *_avals(eqn.outvars)]
+    backward = _body(w, run, [0] * len(every), every, deeper=True)
+    attributes = {"name": name, "residuals": len(operands)}
+    bodies = [Body(forward, tuple(range(len(operands)))), Body(backward, ())]
+    return _added(w, eqn, "custom_rule", tuple(operands), attributes, bodies)
+
+
+def _pullback(eqn: Any) -> Callable[..., Any]:
+    """What JAX pulls back through an equation, in gradtools' convention."""
+    active = [k for k, atom in enumerate(eqn.invars) if is_inexact(atom)]
+    moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
+
+    def pull(xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        def fun(*some: Any) -> list[Any]:
+            full = list(xs)
+            for k, x in zip(active, some, strict=True):
+                full[k] = x
+            found = bound(eqn, full)
+            return [found[k] for k in moving]
+
+        back = jax.vjp(fun, *[xs[k] for k in active])[1]
+        place = dict(zip(active, back([conj(cts[k]) for k in moving]), strict=True))
+        return [conj(place[k]) if k in place else jnp.zeros(x.shape) for k, x in enumerate(xs)]
+
+    return pull

@@ -1,23 +1,99 @@
-"""PyTorch's programs in the vocabulary of the formula."""
+"""PyTorch's programs in the vocabulary of the formula.
+
+f runs once at copies of its arguments and is written down (`translating/`); what it changes is
+put back. Parameters that f holds and that require grad are differentiated like its arguments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.formula.recorded import Recorded
 from gradtools.seeing.program import Program
-from gradtools.torch.recording.observing import put_back
+from gradtools.torch.recording.observing import put_back, recording, watchable
+from gradtools.torch.rules import is_inexact
+from gradtools.torch.translating.arrays import ARRAYS
+from gradtools.torch.translating.composites import FUNCTIONS
+from gradtools.torch.translating.elementwise import ELEMENTWISE
+from gradtools.torch.translating.layers import LAYERS
+from gradtools.torch.translating.precision import reading
+from gradtools.torch.translating.recorder import Functions, Operations, Recorder
+from gradtools.torch.translating.rules import watched
+from gradtools.torch.translating.writer import Ref
+
+Tensor = torch.Tensor
+OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
 
 
-def formula_graph(program: Program) -> Graph:
-    """One run of a program."""
-    raise GradtoolsError("formula: PyTorch's programs are not translated yet.")
+def formula_graph(program: Program) -> Recorded:
+    """One run of a program, forward only. Its effects are undone."""
+    if not watchable():
+        raise GradtoolsError(
+            f"{program.asked}: a program can be recorded in plain eager code only, not inside a "
+            "transform of torch.func, in compiled code, or while another is recorded."
+        )
+    with put_back(program.run, program.leaves) as start:
+        names = {id(x): name.removeprefix("f.") for x, name in reversed(start.reached.watched)}
+        recorder = Recorder(OPERATIONS, FUNCTIONS, names)
+        with recording(), torch.inference_mode(False), torch.enable_grad():
+            return _recorded(program, recorder)
+
+
+def _recorded(program: Program, recorder: Recorder) -> Recorded:
+    active = set(program.wrt)
+    xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
+    pairs = zip(xs, program.names, strict=True)
+    inputs = [recorder.introduce(x, name) for x, name in pairs]
+    with watched(recorder), Functions(recorder), Operations(recorder):
+        ys = list(program.run(xs))
+        outputs = [_output(recorder, y) for y in ys]
+    captured = recorder.captured
+    wanted = tuple(v for v, x in captured.items() if x.requires_grad and is_inexact(x))
+    graph = recorder.writer.graph(recorder.writer.frames[0], inputs, outputs)
+    return Recorded(
+        graph.nodes,
+        graph.values,
+        graph.inputs,
+        graph.outputs,
+        tuple(captured),
+        held={v: x.detach() for v, x in captured.items()},
+        wanted=wanted,
+        run=_with_others(program, [captured[v] for v in wanted]),
+    )
+
+
+def _copied(x: Any, tracked: bool) -> Any:
+    return x.detach().clone().requires_grad_(tracked)
+
+
+def _output(recorder: Recorder, y: Any) -> Ref:
+    if isinstance(y, Tensor):
+        return recorder.ref(y)
+    return recorder.constant(torch.as_tensor(y))
+
+
+def _with_others(program: Program, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
+    """What the program runs, with other arrays in place of those that it holds."""
+    count = len(program.leaves)
+
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        place = {id(x): v for x, v in zip(held, values[count:], strict=True)}
+        with reading(place, wide=False):
+            return program.run(values[:count])
+
+    return run
 
 
 @contextmanager
 def trying(program: Program, wide: bool) -> Iterator[None]:
-    """Inside, f may run; what it changes is undone."""
-    with put_back(program.run, program.leaves):
+    """Inside, f may run; what it changes is undone. wide: what it holds is read in float64."""
+    with put_back(program.run, program.leaves), torch.enable_grad(), reading({}, wide):
         yield
+
+
+__all__ = ["formula_graph", "trying"]

@@ -1,0 +1,81 @@
+"""What f holds, read in double precision, or with other arrays in its place.
+
+A formula is compared in float64. The arguments are cast; what f holds besides, such as a module's
+parameters, is read cast: each function of PyTorch that is called is given doubles in place of
+single numbers. Nothing that f holds is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from gradtools.torch.translating.rules import applied
+
+Tensor = torch.Tensor
+_DOUBLE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+
+
+class _Reading(TorchFunctionMode):
+    """Gives functions other tensors than those that they are called with."""
+
+    def __init__(self, place: Mapping[int, Tensor], wide: bool) -> None:
+        super().__init__()
+        self.place, self.wide = place, wide
+        self.cast: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def read(self, x: Any) -> Any:
+        """What stands for x."""
+        if isinstance(x, torch.dtype):
+            return _DOUBLE.get(x, x) if self.wide else x
+        if not isinstance(x, Tensor):
+            return x
+        found = self.place.get(id(x), x)
+        if self.wide and found.dtype in _DOUBLE:
+            return self._widened(found)
+        return found
+
+    def _widened(self, x: Tensor) -> Tensor:
+        known = self.cast.get(id(x))
+        if known is not None and known[0]._version == x._version and not x.is_inference():
+            return known[1]
+        found = x.to(_DOUBLE[x.dtype])
+        if x.is_leaf:
+            self.cast[id(x)] = x, found
+        return found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map(self.read, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+    def around(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A function with a rule of its own."""
+        return apply(*pytree.tree_map(self.read, tuple(args)), **kwargs)
+
+
+_TENSOR: Any = Tensor
+_ASKS = frozenset({_TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__})
+
+
+@contextmanager
+def reading(place: Mapping[int, Tensor], wide: bool) -> Iterator[None]:
+    """Inside, functions read what stands in place of tensors, by their ids; wide: in doubles."""
+    if not place and not wide:
+        yield
+        return
+    mode = _Reading(place, wide)
+    with applied(mode.around), mode:
+        yield

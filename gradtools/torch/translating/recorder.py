@@ -1,0 +1,333 @@
+"""One run of a PyTorch program, written down in the vocabulary of the formula.
+
+Two modes watch. Functions that are read better as a whole (an einsum, a cross-entropy) are written
+down as PyTorch's Python functions are called; all others when aten's operations run, beneath
+autograd. What has no translation is run once more by PyTorch's own decomposition of it, of which
+each step has one; what has no decomposition either keeps its name. Writing in place is made
+functional (`memory.py`); functions with rules of their own stand in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch._decomp import decomposition_table
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from gradtools.errors import GradtoolsError
+from gradtools.torch.rules import is_inexact
+from gradtools.torch.translating import memory
+from gradtools.torch.translating.memory import Held, Storage, key_of, memory_of
+from gradtools.torch.translating.writer import Ref, Writer, like
+
+Tensor = torch.Tensor
+Translation = Callable[[Writer, Any], Any]
+
+
+class Recorder:
+    """What a run computes, and which tensor stands for which value.
+
+    Args:
+        operations: Translations of aten's operations, by name.
+        functions: Translations of functions as they are called.
+        names: Names of the tensors that f holds, by id.
+    """
+
+    def __init__(
+        self,
+        operations: Mapping[str, Translation],
+        functions: Mapping[Any, Translation],
+        names: Mapping[int, str],
+    ) -> None:
+        self.writer = Writer()
+        self.operations, self.functions, self.names = operations, functions, names
+        self.captured: dict[int, Tensor] = {}
+        self.quiet = 0
+        self.depth = 0  # inside so many functions with rules of their own
+        self.thread = threading.get_ident()
+        self.held: dict[int, Held] = {}
+        self.seen: dict[Any, Held] = {}
+        self.storages: dict[int, Storage] = {}
+        self.tensors: dict[int, Tensor] = {}
+
+    # --- which tensor stands for which value
+
+    def introduce(self, x: Any, name: str) -> Ref:
+        """A leaf of the arguments."""
+        ref = self.writer.value(like(x), name)
+        self.hold(x, ref)
+        return ref
+
+    def hold(self, x: Tensor, ref: Ref, alone: bool = False) -> None:
+        """From now on x has this value; alone: others that show the same memory have not."""
+        key = memory_of(x)
+        storage = self.storages.get(key)
+        if storage is None:
+            storage = self.storages[key] = Storage(Held(x, ref, 0))
+        held = self.held[id(x)] = Held(x, ref, storage.writes)
+        self.tensors[ref.number] = x
+        if not alone:
+            self.seen[key_of(x)] = held
+
+    def ref(self, x: Tensor) -> Ref:
+        """The value of a tensor."""
+        held = self.held.get(id(x)) or self.seen.get(key_of(x))
+        if held is None:
+            self.hold(x, self.met(x))
+            return self.held[id(x)].ref
+        storage = self.storages[memory_of(held.tensor)]
+        if held.writes != storage.writes:
+            ref = memory.read(self.writer, storage.root.ref, memory.places(x, storage.root.tensor))
+            self.hold(x, ref)
+            return ref
+        self.held.setdefault(id(x), Held(x, held.ref, held.writes))
+        return held.ref
+
+    def met(self, x: Tensor) -> Ref:
+        """A tensor that nothing made before our eyes."""
+        storage = self.storages.get(memory_of(x))
+        if storage is not None:  # a view of something known
+            where = memory.places(x, storage.root.tensor)
+            return memory.read(self.writer, storage.root.ref, where)
+        if id(x) in self.names or x.requires_grad:
+            ref = self.writer.value(like(x), self.names.get(id(x), ""))
+            self.captured[ref.number] = x
+            return ref
+        return self.constant(x)
+
+    def constant(self, x: Tensor) -> Ref:
+        """A tensor that is held as it is."""
+        with self.silent(), _disable_current_modes():
+            value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
+            if value.dtype in (torch.bfloat16, torch.float16):
+                value = value.float()
+            array = value.clone().numpy()
+        made = self.writer.constant(array, root=True)
+        return Ref(made.number, made.shape, like(x)[1])
+
+    def value_of(self, ref: Ref) -> np.ndarray | None:
+        """The numbers of an integer or boolean value, if its tensor is known."""
+        x = self.tensors.get(ref.number)
+        if x is None:
+            return None
+        with self.silent(), _disable_current_modes():
+            return x.detach().cpu().numpy().copy()
+
+    def true_places(self, mask: Ref) -> tuple[np.ndarray, ...]:
+        """Where a mask is true: integers for each axis."""
+        value = self.value_of(mask)
+        if value is None:
+            raise GradtoolsError("formula: a mask that is used as an index is not known.")
+        return value.nonzero()
+
+    def places_of(self, bound: Any) -> np.ndarray:
+        """For each element of a result the place in the first operand, -1 where it is none."""
+        with self.silent(), _disable_current_modes():
+            count = torch.arange(1, bound.self.size + 1, dtype=torch.float64)
+            found = bound.again(count.reshape(bound.self.shape))
+            return found.round().long().numpy() - 1  # type: ignore[no-any-return]
+
+    def _written(self, x: Tensor, ref: Ref) -> None:
+        """x has a new value, in place."""
+        storage = self.storages[memory_of(x)]
+        root = storage.root
+        if key_of(x) == key_of(root.tensor):
+            root.ref = ref
+        else:
+            where = memory.places(x, root.tensor)
+            root.ref = memory.write(self.writer, root.ref, where, ref)
+        storage.writes += 1
+        self.hold(x, ref)
+        if self.held.get(id(root.tensor)) is not None:
+            self.hold(root.tensor, root.ref)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, nothing is written down."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    @property
+    def here(self) -> bool:
+        """Whether what runs is to be written down."""
+        return not self.quiet and threading.get_ident() == self.thread
+
+    # --- what runs
+
+    def call(self, func: Any, args: Any, kwargs: Any, again: Callable[[], Any]) -> Any:
+        """An operation of aten."""
+        name = func.overloadpacket.__name__
+        if name in _SAME:
+            out = func(*args, **kwargs)
+            self.hold(out, self.ref(args[0]))
+            return out
+        writes = list(_written(func, args, kwargs))
+        bound = self._bound(func, args, kwargs)
+        translation = self.operations.get(_functional(name, bool(writes)))
+        decomposed = None if writes else decomposition_table.get(func)
+        if translation is None and decomposed is not None and _has_inexact(args):
+            with again():
+                return decomposed(*args, **kwargs)
+        out = func(*args, **kwargs)
+        outs = writes if writes else list(tensors_in(out))
+        self.writer.native = f"aten.{name}"
+        bound.likes = [like(y) for y in outs]
+        bound.outs, bound.recorder = outs, self
+        bound.again = lambda *given: func(*given, *args[len(given) :], **kwargs)
+        found = None if translation is None else translation(self.writer, bound)
+        if found is None and translation is not None and decomposed is not None:
+            with again():
+                return decomposed(*args, **kwargs)
+        if found is None:
+            found = self._unknown(bound, outs)
+        refs = list(found) if isinstance(found, list | tuple) else [found]
+        self._note(outs, refs[: len(outs)], bool(writes))
+        return out
+
+    def _note(self, outs: Sequence[Tensor], refs: Sequence[Ref | None], written: bool) -> None:
+        for y, ref in zip(outs, refs, strict=True):
+            if ref is None:
+                continue
+            ref = self._fitted(y, ref)
+            if written:
+                self._written(y, ref)
+            else:
+                self.hold(y, ref)
+
+    def _fitted(self, y: Tensor, ref: Ref) -> Ref:
+        """In the result's dtype, and without a derivative where the user switched it off."""
+        shape, dtype = like(y)
+        if ref.shape != shape:
+            ref = self.writer.broadcast(ref, shape)
+        ref = Ref(self.writer.cast(ref, dtype).number, shape, dtype)
+        if is_inexact(y) and not self.depth and not torch.is_grad_enabled():
+            return self.writer("stop", ref, shape=shape, dtype=dtype)
+        return ref
+
+    def _unknown(self, bound: Any, outs: Sequence[Tensor]) -> list[Ref]:
+        """An operation without a translation; what it counts or compares is what it was."""
+        if not any(is_inexact(y) for y in outs):
+            return [self.constant(y) for y in outs]
+        return self.writer.node(self.writer.native, bound.given, [like(y) for y in outs])
+
+    def _bound(self, func: Any, args: Any, kwargs: Any) -> SimpleNamespace:
+        """The arguments by name, with values in place of tensors."""
+        found, given = SimpleNamespace(), []
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+            value = self._valued(value)
+            given += list(refs_in(value))
+            setattr(found, argument.name, value)
+        found.given = given
+        return found
+
+    def _valued(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.ref(x)
+        if isinstance(x, list | tuple):
+            return [self._valued(v) for v in x]
+        return x
+
+    def function(self, translation: Translation, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function that is written down as a whole; None if it is better taken apart."""
+        bound = SimpleNamespace(
+            args=self._valued(tuple(args)),
+            kwargs={k: self._valued(v) for k, v in kwargs.items()},
+            recorder=self,
+        )
+        accepts = getattr(translation, "accepts", None)
+        if accepts is not None and not accepts(bound):
+            return None
+        with self.silent():
+            out = func(*args, **kwargs)
+        outs = list(tensors_in(out))
+        bound.likes = [like(y) for y in outs]
+        self.writer.native = getattr(func, "__name__", str(func))
+        found = translation(self.writer, bound)
+        refs = list(found) if isinstance(found, list | tuple) else [found]
+        for y, ref in zip(outs, refs, strict=True):
+            self.hold(y, self._fitted(y, ref), alone=key_of(y) in self.seen)
+        return (out,)
+
+
+class Operations(TorchDispatchMode):
+    """What aten computes."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.recorder.here:
+            return func(*args, **kwargs)
+        if not hasattr(func, "overloadpacket"):
+            raise GradtoolsError(f"formula: {func} has no translation.")
+        return self.recorder.call(func, args, kwargs, lambda: self)
+
+
+class Functions(TorchFunctionMode):
+    """What is called in Python."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self.recorder
+        translation = recorder.functions.get(func) if recorder.here else None
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if translation is None or transformed:
+            return func(*args, **kwargs)
+        found = recorder.function(translation, func, args, kwargs)
+        return func(*args, **kwargs) if found is None else found[0]
+
+
+_SAME = frozenset({"alias", "lift_fresh", "lift", "detach"})
+
+
+def _functional(name: str, writes: bool) -> str:
+    return name.removesuffix("_") if writes and not name.endswith("__") else name
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(value)
+
+
+def _has_inexact(args: Any) -> bool:
+    return any(is_inexact(x) for x in tensors_in(args))
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """The tensors in an argument or a result."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for item in x:
+            yield from tensors_in(item)
+    elif isinstance(x, dict):
+        yield from tensors_in(list(x.values()))
+
+
+def refs_in(x: Any) -> Iterator[Ref]:
+    """The values in an argument."""
+    if isinstance(x, Ref):
+        yield x
+    elif isinstance(x, list | tuple):
+        for item in x:
+            yield from refs_in(item)

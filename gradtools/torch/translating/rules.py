@@ -1,0 +1,234 @@
+"""Functions with rules of their own, written down with their rule.
+
+What a `torch.autograd.Function` computes is written down as it runs. Autograd is then asked at
+once for its cotangents: what its backward computes is a program of the cotangents, and of values
+that it kept, the residuals::
+
+    y, residuals = forward(x)        x_bar = backward(residuals, y_bar)
+
+Functions that are called by a backward pass keep their rules as well, for double backward. What
+leaves PyTorch on the way, such as a kernel in NumPy, has no translation and is marked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import function
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradtools.seeing.graph import Body
+from gradtools.torch.recording.unseen import _rule_of as rule_of
+from gradtools.torch.rules import is_inexact
+from gradtools.torch.translating.recorder import Recorder, refs_in, tensors_in
+from gradtools.torch.translating.writer import Ref, like
+
+Tensor = torch.Tensor
+_DEEPEST = 2  # a formula is of second order at most
+
+# Beneath Function: who keeps a bound `apply` comes by here as well.
+_FUNCTIONS: Any = function._SingleLevelFunction
+_APPLY = "apply"
+
+
+@contextmanager
+def applied(around: Callable[[Any, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
+    """Inside, this thread's functions with rules are called by `around(cls, apply, args, kwargs)`.
+
+    One may stand inside of another.
+    """
+    thread = threading.get_ident()
+    before = vars(_FUNCTIONS).get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = getattr(super(_FUNCTIONS, cls), _APPLY)
+        beneath = plain if before is None else before.__get__(None, cls)
+        if threading.get_ident() != thread:
+            return beneath(*args, **kwargs)
+        return around(cls, beneath, args, kwargs)
+
+    _FUNCTIONS.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _FUNCTIONS.apply
+        else:
+            _FUNCTIONS.apply = before
+
+
+@contextmanager
+def watched(recorder: Recorder) -> Iterator[None]:
+    """Inside, functions with rules are written down."""
+
+    def around(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        if not recorder.here or recorder.depth >= _DEEPEST:
+            return apply(*args, **kwargs)
+        return _Rule(recorder, cls, args).run(apply, kwargs)
+
+    with applied(around):
+        yield
+
+
+class _Rule:
+    """One call of a function with a rule of its own."""
+
+    def __init__(self, recorder: Recorder, kind: Any, args: Sequence[Any]) -> None:
+        self.recorder, self.writer = recorder, recorder.writer
+        self.kind, self.args = kind, args
+        self.name = rule_of(kind, args)[0]
+        self.xs = [x for x in tensors_in(list(args)) if is_inexact(x)]
+        self.given = [recorder.ref(x) for x in self.xs]
+
+    def run(self, apply: Any, kwargs: Any) -> Any:
+        recorder = self.recorder
+        recorder.depth += 1
+        before = len(self.writer.values)
+        try:
+            out = apply(*self.args, **kwargs)
+        finally:
+            recorder.depth -= 1
+        outs = [y for y in tensors_in(out) if is_inexact(y)]
+        tracked = [y for y in outs if y.requires_grad and y.grad_fn is not None]
+        if not outs:
+            return out
+        refs = [recorder.ref(y) for y in outs]
+        if self._left(refs, before):
+            self._mark(apply, outs)
+        elif tracked:
+            self._rule(outs, refs)
+        elif any(x.requires_grad for x in self.xs):
+            self._stop(outs, refs)
+        return out
+
+    def _stop(self, outs: Sequence[Tensor], refs: Sequence[Ref]) -> None:
+        for y, ref in zip(outs, refs, strict=True):
+            self.recorder.hold(y, self.writer("stop", ref, shape=ref.shape, dtype=ref.dtype))
+
+    # --- the rule
+
+    def _rule(self, outs: Sequence[Tensor], refs: Sequence[Ref]) -> None:
+        """A node that has the outputs' values, and the rule's cotangents."""
+        w, recorder = self.writer, self.recorder
+        asked = [x for x in self.xs if x.requires_grad]
+        to = [y for y in outs if y.requires_grad]
+        first = len(w.values)
+        known = dict(recorder.held), dict(recorder.seen)
+        with w.frame() as nodes, torch.enable_grad():
+            cts = [torch.ones_like(y, requires_grad=True) for y in to]
+            given = [recorder.introduce(ct, "") for ct in cts]
+            recorder.depth += 1
+            try:
+                found = torch.autograd.grad(
+                    to, asked, cts, create_graph=True, retain_graph=True, allow_unused=True
+                )
+            finally:
+                recorder.depth -= 1
+            place = {id(x): g for x, g in zip(asked, found, strict=True)}
+            pairs = zip(self.xs, self.given, strict=True)
+            results = [self._cotangent(place.get(id(x)), r) for x, r in pairs]
+        recorder.held, recorder.seen = known
+        residuals = self._residuals(nodes, results, first)
+        made = self._node(outs, refs, to, given, nodes, results, residuals)
+        for y, ref in zip(outs, made, strict=True):
+            recorder.hold(y, ref, alone=True)
+
+    def _cotangent(self, g: Tensor | None, x: Ref) -> Ref:
+        return self.writer.constant(np.zeros(x.shape)) if g is None else self.recorder.ref(g)
+
+    def _residuals(self, nodes: Sequence[Any], results: Sequence[Ref], first: int) -> list[Ref]:
+        """What the rule reads and does not make."""
+        made = {v for node in self.writer.frames[0] for v in node.outputs if v >= first}
+        inside = {v for node in nodes for v in node.outputs}
+        read = [v for node in nodes for v in node.inputs] + [r.number for r in results]
+        outer = [v for v in dict.fromkeys(read) if v not in inside and (v < first or v in made)]
+        outer += [v for v in dict.fromkeys(read) if v in self.recorder.captured and v not in outer]
+        values = self.writer.values
+        return [Ref(v, values[v].shape, values[v].dtype) for v in outer]
+
+    def _node(
+        self,
+        outs: Sequence[Tensor],
+        refs: Sequence[Ref],
+        to: Sequence[Tensor],
+        given: Sequence[Ref],
+        nodes: Sequence[Any],
+        results: Sequence[Ref],
+        residuals: Sequence[Ref],
+    ) -> list[Ref]:
+        """The rule of operands (outputs, residuals, x), which are computed before it."""
+        w = self.writer
+        operands = [*refs, *residuals, *self.given]
+        with w.frame() as none:
+            entering = [w.value((x.shape, x.dtype)) for x in operands]
+        count = len(refs) + len(residuals)
+        forward = w.graph(none, entering, entering[:count])
+        cts = iter(given)
+        backward_cts = [
+            next(cts) if any(y is t for t in to) else w.value((r.shape, r.dtype))
+            for y, r in zip(outs, refs, strict=True)
+        ]
+        with w.frame() as more:
+            nothing = [w.constant(np.zeros(x.shape)) for x in operands[:count]]
+        backward = w.graph([*more, *nodes], [*residuals, *backward_cts], [*nothing, *results])
+        bodies = [Body(forward, tuple(range(len(operands)))), Body(backward, ())]
+        w.native = self.name
+        said: dict[str, Any] = {"name_": self.name, "residuals": len(residuals)}
+        return w.node("custom_rule", operands, [like(y) for y in outs], bodies, **said)
+
+    # --- what leaves PyTorch
+
+    def _left(self, refs: Sequence[Ref], before: int) -> bool:
+        """Whether an output came from nowhere: it is a constant that nothing computed."""
+        constants = {
+            v
+            for node in self.writer.frames[0]
+            if node.operation == "constant"
+            for v in node.outputs
+            if v >= before
+        }
+        return bool(self.xs) and any(r.number in constants for r in refs)
+
+    def _mark(self, apply: Any, outs: Sequence[Tensor]) -> None:
+        """An operation of which the name is known, and how PyTorch computes it."""
+        w = self.writer
+        w.native = self.name
+        made = w.node(
+            self.name,
+            self.given,
+            [like(y) for y in outs],
+            function=lambda *xs: self._computed(apply, xs, outs),
+            adjoint=lambda *both: self._adjoint(apply, both, outs),
+        )
+        for y, ref in zip(outs, made, strict=True):
+            self.recorder.hold(y, ref)
+
+    def _again(self, apply: Any, values: Sequence[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
+        """The function at other values: inputs that are tracked, and outputs."""
+        pairs = zip(self.xs, values, strict=True)
+        xs = [torch.tensor(v).to(x.dtype).requires_grad_() for x, v in pairs]
+        place = {id(x): new for x, new in zip(self.xs, xs, strict=True)}
+        swapped = lambda a: place.get(id(a), a) if isinstance(a, Tensor) else a
+        args = torch.utils._pytree.tree_map(swapped, tuple(self.args))
+        return xs, [y for y in tensors_in(apply(*args)) if is_inexact(y)]
+
+    def _computed(self, apply: Any, values: Sequence[np.ndarray], outs: Any) -> list[np.ndarray]:
+        with _disable_current_modes(), torch.enable_grad():
+            return [y.detach().numpy() for y in self._again(apply, values)[1]]
+
+    def _adjoint(self, apply: Any, both: Sequence[np.ndarray], outs: Any) -> list[np.ndarray]:
+        values, cts = both[: len(self.xs)], both[len(self.xs) :]
+        with _disable_current_modes(), torch.enable_grad():
+            xs, ys = self._again(apply, values)
+            given = [torch.tensor(c).to(y.dtype) for c, y in zip(cts, ys, strict=True)]
+            found = torch.autograd.grad(ys, xs, given, allow_unused=True)
+        pairs = zip(found, xs, strict=True)
+        return [np.zeros(x.shape) if g is None else g.numpy() for g, x in pairs]
+
+
+__all__ = ["applied", "refs_in", "watched"]

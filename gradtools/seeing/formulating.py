@@ -128,6 +128,8 @@ class _Differs(GradtoolsError):
 def _leaf_names(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
     """The paths of the leaves, with f's own names of its parameters."""
     called = _parameter_names(f)
+    if not called and not any("argument 1" in name for name in names):
+        called = {"0": "x"}
     return [_renamed(name, called) for name in names]
 
 

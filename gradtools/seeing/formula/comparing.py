@@ -102,7 +102,10 @@ def _must_be_finite(finite: int, points: int) -> None:
 def near(
     inputs: Sequence[Any], formula: Formula
 ) -> Callable[[np.random.Generator], tuple[list, list, list]]:
-    """Draws points near these inputs: each entry times e**(0.1 n), zeros plus 0.1 n."""
+    """Draws points near these inputs: each entry times e**(0.1 n), zeros plus 0.1 n.
+
+    A Hermitian matrix stays one.
+    """
     given = [np.asarray(x) for x in inputs]
 
     def sample(rng: np.random.Generator) -> tuple[list, list, list]:
@@ -116,7 +119,14 @@ def _moved(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
     if x.dtype.kind not in "fc":
         return x
     n = rng.normal(size=x.shape)
+    if _is_hermitian(x):  # what a Cholesky factor or eigenvalues are taken of stays so
+        n = (n + n.swapaxes(-1, -2)) / 2
     return np.where(x == 0, 0.1 * n, x * np.exp(0.1 * n))
+
+
+def _is_hermitian(x: np.ndarray) -> bool:
+    square = x.ndim >= 2 and x.shape[-1] == x.shape[-2] > 1
+    return square and np.array_equal(x, x.swapaxes(-1, -2).conj())
 
 
 def compare(

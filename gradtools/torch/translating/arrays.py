@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.torch.translating.recorder import DRAWN
 from gradtools.torch.translating.writer import Ref, Writer, axes_of
 
 Translation = Callable[[Writer, Any], Any]
@@ -31,10 +32,6 @@ _HELD = """
     new_empty_strided nonzero _efficientzerotensor bincount histc searchsorted bucketize
     hann_window empty_permuted isinf isneginf isposinf signbit local_scalar_dense
 """
-_DRAWN = """
-    rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli
-    multinomial exponential poisson geometric log_normal cauchy random normal_functional
-"""
 
 
 def _held(w: Writer, o: Any) -> Any:
@@ -52,7 +49,7 @@ def _draw(w: Writer, o: Any) -> Any:
 
 
 ARRAYS |= dict.fromkeys(_HELD.split(), _held)
-ARRAYS |= dict.fromkeys(_DRAWN.split(), _draw)
+ARRAYS |= dict.fromkeys(DRAWN, _draw)
 
 
 # --- shapes ------------------------------------------------------------------------------

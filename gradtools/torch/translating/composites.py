@@ -147,6 +147,16 @@ def _cross_entropy(w: Writer, o: Any) -> Ref:
     )
 
 
+@function(F.bilinear, accepts=lambda o: all(x.ndim <= 2 for x in o.args[:2]))
+def _bilinear(w: Writer, o: Any) -> Ref:
+    a, b, weight = o.args[:3]
+    lead = "n" * (a.ndim - 1)
+    said = f"{lead}i,oij,{lead}j->{lead}o"
+    found = w("einsum", a, weight, b, shape=o.likes[0][0], subscripts=said)
+    bias = _argument(o, 3, "bias")
+    return found if bias is None else w.add(found, bias)
+
+
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 

@@ -141,21 +141,27 @@ def _clamp(w: Writer, o: Any) -> Ref:
     if isinstance(low, Ref) or isinstance(high, Ref):
         found = o.self if low is None else w("maximum", o.self, low)
         return found if high is None else w("minimum", found, high)
-    return w("clip", o.self, low=low, high=high)
+    return _clipped(w, o.self, low, high)
+
+
+def _clipped(w: Writer, x: Ref, low: Any, high: Any) -> Ref:
+    """Between two numbers; integers stay what they are."""
+    found = w("clip", x, low=low, high=high)
+    return found if x.kind >= 2 else w("cast", found, dtype=x.dtype, dtype_=x.dtype)
 
 
 @operation("clamp_min")
 def _clamp_min(w: Writer, o: Any) -> Ref:
     if isinstance(o.min, Ref):
         return w("maximum", o.self, o.min)
-    return w("clip", o.self, low=o.min)
+    return _clipped(w, o.self, o.min, None)
 
 
 @operation("clamp_max")
 def _clamp_max(w: Writer, o: Any) -> Ref:
     if isinstance(o.max, Ref):
         return w("minimum", o.self, o.max)
-    return w("clip", o.self, high=o.max)
+    return _clipped(w, o.self, None, o.max)
 
 
 @operation("addcmul")

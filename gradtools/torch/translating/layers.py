@@ -61,6 +61,17 @@ def _outer(w: Writer, o: Any) -> Ref:
     return w("outer", o.self, o.vec2, shape=o.likes[0][0])
 
 
+@operation("_cdist_forward", "_euclidean_dist", "cdist")
+def _cdist(w: Writer, o: Any) -> Ref:
+    """The norm of x1_i - x2_j."""
+    a, b = o.x1, o.x2
+    a = w.reshape(a, (*a.shape[:-1], 1, a.shape[-1]))
+    b = w.reshape(b, (*b.shape[:-2], 1, *b.shape[-2:]))
+    order = float(getattr(o, "p", 2.0))
+    between = w.sub(a, b)
+    return w.reduce("norm", between, [-1], ord=None if order == 2 else order)
+
+
 @operation("trace")
 def _trace(w: Writer, o: Any) -> Ref:
     return w("trace", o.self, shape=())

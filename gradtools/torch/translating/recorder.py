@@ -29,6 +29,13 @@ from gradtools.torch.translating.writer import Ref, Writer, like
 
 Tensor = torch.Tensor
 Translation = Callable[[Writer, Any], Any]
+DRAWN = frozenset(
+    """
+    rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli
+    multinomial exponential poisson geometric log_normal cauchy random normal_functional
+    normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_
+    """.split()
+)
 
 
 class Recorder:
@@ -56,6 +63,7 @@ class Recorder:
         self.seen: dict[Any, Held] = {}
         self.storages: dict[int, Storage] = {}
         self.tensors: dict[int, Tensor] = {}
+        self.fixed: set[int] = set()  # values that depend on no argument
 
     # --- which tensor stands for which value
 
@@ -110,6 +118,7 @@ class Recorder:
                 value = value.float()
             array = value.clone().numpy()
         made = self.writer.constant(array, root=True)
+        self.fixed.add(made.number)
         return Ref(made.number, made.shape, like(x)[1])
 
     def value_of(self, ref: Ref) -> np.ndarray | None:
@@ -140,6 +149,8 @@ class Recorder:
         root = storage.root
         if key_of(x) == key_of(root.tensor):
             root.ref = ref
+        elif {root.ref.number, ref.number} <= self.fixed:
+            root.ref = self.constant(root.tensor)
         else:
             where = memory.places(x, root.tensor)
             root.ref = memory.write(self.writer, root.ref, where, ref)
@@ -175,7 +186,7 @@ class Recorder:
         bound = self._bound(func, args, kwargs)
         translation = self.operations.get(_functional(name, bool(writes)))
         decomposed = None if writes else decomposition_table.get(func)
-        if translation is None and decomposed is not None and _has_inexact(args):
+        if translation is None and decomposed is not None and bound.given:
             with again():
                 return decomposed(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -184,6 +195,9 @@ class Recorder:
         bound.likes = [like(y) for y in outs]
         bound.outs, bound.recorder = outs, self
         bound.again = lambda *given: func(*given, *args[len(given) :], **kwargs)
+        if name not in DRAWN and all(x.number in self.fixed for x in bound.given):
+            self._note(outs, [self.constant(y) for y in outs], bool(writes))
+            return out
         found = None if translation is None else translation(self.writer, bound)
         if found is None and translation is not None and decomposed is not None:
             with again():
@@ -198,21 +212,33 @@ class Recorder:
         for y, ref in zip(outs, refs, strict=True):
             if ref is None:
                 continue
-            ref = self._fitted(y, ref)
             if written:
-                self._written(y, ref)
+                self._written(y, self._beneath(y, self._fitted(y, ref)))
             else:
-                self.hold(y, ref)
+                self.hold(y, self._stopped(y, self._fitted(y, ref)))
 
     def _fitted(self, y: Tensor, ref: Ref) -> Ref:
-        """In the result's dtype, and without a derivative where the user switched it off."""
+        """In the result's shape and dtype."""
         shape, dtype = like(y)
         if ref.shape != shape:
             ref = self.writer.broadcast(ref, shape)
-        ref = Ref(self.writer.cast(ref, dtype).number, shape, dtype)
-        if is_inexact(y) and not self.depth and not torch.is_grad_enabled():
-            return self.writer("stop", ref, shape=shape, dtype=dtype)
-        return ref
+        return Ref(self.writer.cast(ref, dtype).number, shape, dtype)
+
+    def _stopped(self, y: Tensor, ref: Ref) -> Ref:
+        """Without a derivative where the user switched it off."""
+        off = is_inexact(y) and not self.depth and not torch.is_grad_enabled()
+        if not off or ref.number in self.fixed:
+            return ref
+        return self.writer("stop", ref, shape=ref.shape, dtype=ref.dtype)
+
+    def _beneath(self, y: Tensor, ref: Ref) -> Ref:
+        """What is written while derivatives are off changes the value, and not the derivative."""
+        stopped = self._stopped(y, ref)
+        if stopped is ref or not y.requires_grad:
+            return stopped
+        before = self.ref(y)
+        moved = self.writer("stop", self.writer.sub(ref, before))
+        return Ref(self.writer.add(before, moved).number, ref.shape, ref.dtype)
 
     def _unknown(self, bound: Any, outs: Sequence[Tensor]) -> list[Ref]:
         """An operation without a translation; what it counts or compares is what it was."""
@@ -256,7 +282,8 @@ class Recorder:
         found = translation(self.writer, bound)
         refs = list(found) if isinstance(found, list | tuple) else [found]
         for y, ref in zip(outs, refs, strict=True):
-            self.hold(y, self._fitted(y, ref), alone=key_of(y) in self.seen)
+            ref = self._stopped(y, self._fitted(y, ref))
+            self.hold(y, ref, alone=key_of(y) in self.seen)
         return (out,)
 
 

@@ -1,0 +1,277 @@
+"""PyTorch's programs in the formula's vocabulary: each is held against autograd by itself.
+
+`formula` compares what it returns with automatic differentiation, in float64; a table of functions
+is therefore a table of checks. None of them holds an operation without a translation. Those with
+a 2 are differentiated twice.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+# An expression of a, b, c, d, and what these are: a shape in brackets, after p (positive), u
+# (between -0.9 and 0.9), z (complex), s (symmetric, positive definite), h (the same, complex),
+# i followed by a number (integers below it), or nothing (normal numbers).
+TABLE = """
+2 a @ b                                             ; (3,4) (4,2)
+2 a @ b                                             ; (2,3,4) (4)
+1 a @ b                                             ; (4) (2,4,3)
+2 a @ b                                             ; z(3,4) z(4)
+1 torch.mm(a, b).T                                  ; (3,4) (4,2)
+2 torch.bmm(a, b)                                   ; (2,3,4) (2,4,2)
+2 torch.dot(a, b)                                   ; (4) (4)
+1 torch.vdot(a, b)                                  ; z(4) z(4)
+2 torch.outer(a, b)                                 ; (3) (4)
+1 torch.mv(a, b)                                    ; (3,4) (4)
+2 torch.addmm(c, a, b, beta=0.5, alpha=2)           ; (3,4) (4,2) (2)
+1 torch.baddbmm(c, a, b)                            ; (2,3,4) (2,4,2) (2,3,2)
+1 torch.addmv(c, a, b)                              ; (3,4) (4) (3)
+1 torch.addr(c, a, b)                               ; (3) (4) (3,4)
+2 torch.trace(a @ a)                                ; (3,3)
+2 torch.linalg.inv(a)                               ; s(3,3)
+1 torch.linalg.inv(a)                               ; h(3,3)
+2 torch.det(a)                                      ; s(3,3)
+1 torch.linalg.slogdet(a)[1]                        ; (3,3)
+1 torch.logdet(a)                                   ; s(3,3)
+2 torch.linalg.solve(a, b)                          ; s(3,3) (3,2)
+2 torch.linalg.solve(a, b)                          ; s(3,3) (3)
+1 torch.linalg.solve(a, b, left=False)              ; s(3,3) (2,3)
+1 torch.linalg.solve(a, b)                          ; h(3,3) z(3)
+2 torch.linalg.cholesky(a)                          ; s(3,3)
+1 torch.linalg.cholesky(a, upper=True)              ; s(3,3)
+2 torch.linalg.solve_triangular(a, b, upper=False)  ; s(3,3) (3,2)
+1 torch.linalg.solve_triangular(a, b, upper=True, unitriangular=True) ; s(3,3) (3,2)
+1 torch.cholesky_solve(b, torch.linalg.cholesky(a)) ; s(3,3) (3,2)
+1 torch.linalg.qr(a)[1]                             ; (4,3)
+1 torch.linalg.svdvals(a)                           ; (4,3)
+1 (lambda u, s, v: u @ torch.diag(s) @ v)(*torch.linalg.svd(a, full_matrices=False)) ; (4,3)
+2 torch.linalg.eigvalsh(a)                          ; s(3,3)
+1 torch.linalg.eigh(a)[1].square()                  ; s(3,3)
+1 torch.linalg.matrix_exp(a)                        ; (3,3)
+2 torch.linalg.matrix_power(a, 3)                   ; (3,3)
+1 torch.linalg.pinv(a)                              ; (4,3)
+1 torch.linalg.cross(a, b)                          ; (2,3) (2,3)
+1 torch.kron(a, b)                                  ; (2,2) (2,3)
+1 torch.linalg.multi_dot([a, b, c])                 ; (2,3) (3,4) (4,2)
+2 torch.einsum("ij,jk->ik", a, b)                   ; (3,4) (4,2)
+2 torch.einsum("bij,bjk", a, b)                     ; (2,3,4) (2,4,2)
+1 torch.einsum("...ii->...i", a)                    ; (2,3,3)
+1 torch.einsum("bhqd,bhkd->bhqk", a, b)             ; (2,2,3,4) (2,2,3,4)
+1 torch.einsum("ij,ij->", a, b.conj())              ; z(3,4) z(3,4)
+1 torch.tensordot(a, b, dims=([1], [0]))            ; (3,4) (4,2)
+2 F.linear(a, b, c)                                 ; (5,4) (3,4) (3)
+1 F.bilinear(a, b, c)                               ; (5,2) (5,3) (4,2,3)
+2 F.conv1d(a, b, c, stride=2, padding=1)            ; (2,3,7) (4,3,3) (4)
+2 F.conv2d(a, b, padding=1)                         ; (2,3,5,5) (2,3,3,3)
+1 F.conv2d(a, b, groups=2, dilation=2)              ; (1,4,6,6) (2,2,2,2)
+1 F.conv3d(a, b)                                    ; (1,2,4,4,4) (2,2,2,2,2)
+2 F.conv_transpose1d(a, b, stride=2)                ; (2,3,4) (3,2,3)
+1 F.conv_transpose2d(a, b, c, stride=2, padding=1, output_padding=1) ; (1,3,4,4) (3,2,3,3) (2)
+1 F.conv1d(a, b)                                    ; z(2,3,7) z(4,3,3)
+2 a.sum(0) * a.mean((0, 1))                         ; (3,4)
+1 a.sum(1, keepdim=True) - a.amax(0)                ; (3,4)
+1 a.max(1).values + a.min(1)[0]                     ; (3,4)
+1 a.max() * a.min()                                 ; (3,4)
+2 a.prod(1)                                         ; (3,4)
+1 a.prod()                                          ; p(3,4)
+2 a.var(0) + a.std(0, correction=0)                 ; (3,4)
+1 torch.var_mean(a, 1)[0] * torch.std_mean(a, 1)[1] ; (3,4)
+2 a.norm()                                          ; (3,4)
+2 torch.linalg.vector_norm(a, ord=3, dim=1)         ; (3,4)
+1 torch.linalg.norm(a, ord=1, dim=1) + torch.linalg.norm(a, ord=float("inf"), dim=1) ; (3,4)
+1 torch.linalg.matrix_norm(a)                       ; (2,3,4)
+1 torch.linalg.matrix_norm(a, ord="nuc")            ; (3,4)
+1 a.norm()                                          ; z(3)
+2 torch.logsumexp(a, 1)                             ; (3,4)
+1 a.median() * a.median(1)[0]                       ; (3,5)
+1 torch.quantile(a, 0.3, dim=1)                     ; (3,5)
+1 a.kthvalue(2, 1)[0]                               ; (3,4)
+2 torch.softmax(a, 1)                               ; (3,4)
+2 F.log_softmax(a, 0)                               ; (3,4)
+1 F.softmin(a, 1)                                   ; (3,4)
+2 F.cross_entropy(a, b)                             ; (5,3) i3(5)
+1 F.cross_entropy(a, b, reduction="sum")            ; (5,3,2) i3(5,2)
+2 F.cross_entropy(a, torch.softmax(b, 1))           ; (5,3) (5,3)
+1 F.cross_entropy(a, b, label_smoothing=0.1)        ; (5,3) i3(5)
+1 F.cross_entropy(a, b, ignore_index=1)             ; (5,3) i3(5)
+1 F.nll_loss(F.log_softmax(a, 1), b, torch.arange(1.0, 4).double()) ; (5,3) i3(5)
+2 F.mse_loss(a, b)                                  ; (5,3) (5,3)
+1 F.l1_loss(a, b) + F.smooth_l1_loss(a, b)          ; (5,3) (5,3)
+1 F.huber_loss(a, b, delta=0.3)                     ; (5,3) (5,3)
+1 F.binary_cross_entropy(torch.sigmoid(a), torch.sigmoid(b)) ; (5) (5)
+2 F.binary_cross_entropy_with_logits(a, torch.sigmoid(b)) ; (5) (5)
+1 F.kl_div(F.log_softmax(a, 1), torch.softmax(b, 1), reduction="batchmean") ; (5,3) (5,3)
+1 F.gaussian_nll_loss(a, b, c)                      ; (5) (5) p(5)
+1 F.poisson_nll_loss(a, b)                          ; (5) p(5)
+1 F.margin_ranking_loss(a, b, c.sign())             ; (5) (5) (5)
+1 F.triplet_margin_loss(a, b, c)                    ; (3,4) (3,4) (3,4)
+1 F.cosine_similarity(a, b)                         ; (3,4) (3,4)
+1 F.pairwise_distance(a, b)                         ; (3,4) (3,4)
+1 torch.cdist(a, b)                                 ; (3,4) (2,4)
+2 F.layer_norm(a, (4,), b, c)                       ; (3,4) (4) (4)
+1 F.layer_norm(a, (4,))                             ; (3,4)
+2 F.batch_norm(a, None, None, b, c, training=True)  ; (5,3) (3) (3)
+1 F.batch_norm(a, torch.ones(3), torch.ones(3), b)  ; (5,3) (3)
+1 F.group_norm(a, 2, b, c)                          ; (2,4,3) (4) (4)
+1 F.instance_norm(a)                                ; (2,3,5)
+1 F.rms_norm(a, (4,), b, 1e-6)                      ; (3,4) (4)
+1 F.normalize(a, dim=1)                             ; (3,4)
+1 F.local_response_norm(a, 2)                       ; (2,4,5)
+2 F.scaled_dot_product_attention(a, b, c)           ; (2,3,4) (2,5,4) (2,5,4)
+1 F.scaled_dot_product_attention(a, b, c, is_causal=True) ; (1,2,3,4) (1,2,3,4) (1,2,3,4)
+1 F.scaled_dot_product_attention(a, b, c, attn_mask=d) ; (2,3,4) (2,5,4) (2,5,4) (3,5)
+2 a[1:, ::2] * a[0, -1]                             ; (3,4)
+1 a[b]                                              ; (5,3) i5(4)
+1 a[:, b] + a[b, c]                                 ; (3,3) i3(3) i3(3)
+1 a[..., None, :] * a[:, None]                      ; (3,3)
+2 torch.gather(a, 1, b)                             ; (3,4) i4(3,2)
+2 a.index_select(1, b)                              ; (3,4) i4(5)
+1 torch.take_along_dim(a, b, 1)                     ; (3,4) i4(3,1)
+1 a[a > 0]                                          ; (3,4)
+1 torch.where(a > 0, a * b, b.exp())                ; (3,4) (4)
+1 a.masked_fill(a < 0, 2.0) * a                     ; (3,4)
+2 a.index_put((b,), c)                              ; (4,3) i1(1) (1,3)
+1 a.index_put((b,), c, accumulate=True)             ; (4,3) i4(5) (5,3)
+2 a.scatter_add(1, b, c)                            ; (3,4) i4(3,4) (3,4)
+1 a.scatter(1, b, c)                                ; (3,4) i1(3,1) (3,1)
+1 a.index_add(0, b, c, alpha=2)                     ; (4,3) i4(5) (5,3)
+1 a.index_copy(0, b, c) + a.index_fill(1, b, 2.0)   ; (4,3) i1(1) (1,3)
+2 F.embedding(b, a)                                 ; (5,3) i5(2,3)
+1 a.take(b)                                         ; (3,4) i12(5)
+1 a.diagonal() + torch.diag(a)                      ; (3,3)
+1 torch.diag_embed(a) + torch.diag(b, 1)            ; (2,3) (2)
+1 torch.triu(a) - torch.tril(a, -1)                 ; (3,3)
+2 torch.cat([a, b * a[:, :1]], 1)                   ; (3,4) (3,2)
+1 torch.stack([a, b], 1).flatten(1)                 ; (3,4) (3,4)
+1 torch.cat(a.chunk(2, 1)[::-1], 0) + torch.cat(a.split([1, 3], 1)[:1] * 2, 1).repeat(2, 1) ; (3,4)
+1 a.unbind(0)[1] * a.flip(0)[0] + a.roll(1, 0)[0]   ; (3,4)
+1 a.repeat(2, 3) * a.tile(2, 3)                     ; (2,3)
+1 a.repeat_interleave(2, 0)                         ; (2,3)
+1 a.unfold(0, 3, 1).sum(-1)                         ; (6)
+1 a.expand(3, 4) * a.T.squeeze(1)[None]             ; (1,4)
+1 torch.rot90(a) + a.movedim(0, 1)                  ; (3,3)
+1 F.pad(a, (1, 2)) * F.pad(a, (1, 2), value=3.0)    ; (2,3)
+1 F.pad(a, (1, 2), mode="reflect") + F.pad(a, (1, 2), mode="replicate") ; (2,4)
+1 F.pad(a, (1, 1), mode="circular")                 ; (1,2,4)
+2 a.cumsum(0)                                       ; (3,4)
+2 a.cumprod(1)                                      ; p(3,4)
+1 torch.logcumsumexp(a, 1)                          ; (3,4)
+1 a.cummax(1)[0] + a.cummin(1)[0]                   ; (3,4)
+1 a.diff(dim=1)                                     ; (3,4)
+1 torch.trapezoid(a)                                ; (3,4)
+1 a.sort(1)[0] * torch.arange(4.0)                  ; (3,4)
+1 a.topk(2, 1)[0]                                   ; (3,4)
+2 torch.fft.fft(a)                                  ; z(5)
+1 torch.fft.ifft(a, norm="ortho")                   ; z(5)
+2 torch.fft.rfft(a)                                 ; (3,6)
+1 torch.fft.irfft(a, n=7)                           ; z(4)
+1 torch.fft.fft2(a, norm="forward").abs()           ; (3,4)
+1 torch.fft.fftshift(torch.fft.rfft2(a))            ; (4,4)
+1 torch.fft.ifftn(a)                                ; z(2,3)
+2 F.max_pool1d(a, 2)                                ; (1,2,6)
+1 F.max_pool2d(a, 3, stride=2, padding=1)           ; (1,2,5,5)
+1 F.max_pool2d(a, 2, ceil_mode=True)                ; (1,2,5,5)
+2 F.avg_pool2d(a, 2)                                ; (1,2,4,4)
+1 F.avg_pool1d(a, 3, padding=1, count_include_pad=False) ; (1,2,6)
+1 F.adaptive_avg_pool2d(a, 1) + F.adaptive_max_pool2d(a, 2).sum() ; (1,2,4,4)
+1 F.adaptive_avg_pool1d(a, 3)                       ; (1,2,5)
+1 F.lp_pool2d(a, 2, 2)                              ; p(1,2,4,4)
+1 F.interpolate(a, scale_factor=2)                  ; (1,2,3,3)
+1 F.interpolate(a, size=(5, 5), mode="bilinear")    ; (1,2,3,3)
+1 F.pixel_shuffle(a, 2)                             ; (1,4,2,2)
+1 F.unfold(a, 2, padding=1)                         ; (1,2,3,3)
+2 a.exp() + a.expm1() * a.exp2()                    ; (4)
+2 a.log() * a.log2() + a.log10() - a.log1p()        ; p(4)
+2 a.sqrt() + a.rsqrt() + a.reciprocal()             ; p(4)
+2 a.sin() * a.cos() + a.tan()                       ; u(4)
+1 a.sinh() * a.cosh() + a.tanh()                    ; (4)
+1 a.asin() + a.acos() * a.atan() + a.atanh()        ; u(4)
+1 a.asinh() * (a + 1).acosh()                       ; p(4)
+2 a ** 3 + a ** b + 2 ** a + a.pow(0.5)             ; p(4) (4)
+1 a.erf() + a.erfc() * a.erfinv()                   ; u(4)
+1 a.lgamma() + a.digamma() + torch.polygamma(1, a)  ; p(4)
+1 torch.atan2(a, b) + torch.hypot(a, b)             ; (4) (4)
+1 torch.maximum(a, b) * torch.minimum(a, b)         ; (4) (4)
+1 torch.logaddexp(a, b) + torch.xlogy(a, b.exp())   ; (4) (4)
+1 a.clamp(-0.5, 0.5) + a.clamp(min=b) + a.clamp_max(0.3) ; (4) (4)
+1 a.abs() * a.sign() + a.frac() + a.floor() + a % 2 + torch.fmod(a, b) ; (4) p(4)
+1 torch.lerp(a, b, 0.3) + torch.addcmul(a, a, b, value=2) + torch.addcdiv(a, a, b) ; (4) p(4)
+1 torch.sinc(a) + torch.logit(a.abs()) + a.nan_to_num() + torch.deg2rad(a) ; u(4)
+2 torch.sigmoid(a) + F.logsigmoid(a) + F.softplus(a) ; (4)
+2 F.gelu(a) + F.gelu(a, approximate="tanh") + F.silu(a) ; (4)
+1 F.relu(a) + F.leaky_relu(a) + F.relu6(a) + F.hardtanh(a) ; (4)
+1 F.elu(a) + F.selu(a) + F.celu(a, 0.5) + F.mish(a) ; (4)
+1 F.hardswish(a) + F.hardsigmoid(a) + F.softshrink(a) + F.hardshrink(a) + F.tanhshrink(a) ; (4)
+1 F.glu(a) + F.softsign(a[:2]) + F.threshold(a[:2], 0.1, 2.0) ; (4)
+1 F.prelu(a, b)                                     ; (3,4) (4)
+2 a.real * a.imag                                   ; z(4)
+2 a.conj() * b + a.abs()                            ; z(4) z(4)
+1 torch.view_as_real(a * a)                         ; z(4)
+1 torch.view_as_complex(a.exp())                    ; (4,2)
+1 torch.complex(a, b).angle() + torch.polar(a, b).abs() ; p(4) (4)
+1 a.exp() * a.log() + a.sin() / a.sqrt()            ; z(4)
+1 torch.sgn(a) + a ** 2 + 1 / a                     ; z(4)
+1 (a.mH @ a).det().real + a.T.conj().sum().imag     ; z(3,3)
+1 torch.linalg.slogdet(a)[1] + torch.linalg.inv(a).abs().sum() ; z(3,3)
+1 (a / 3).int() + a.double() + (a > 0) + a.bool().float() ; (4)
+1 torch.cosine_similarity(a, b, 0) + torch.dist(a, b) ; (4) (4)
+1 torch.renorm(a, 2, 0, 1.0)                        ; (3,4)
+1 torch.cov(a)                                      ; (3,5)
+1 torch.block_diag(a, b) + torch.cartesian_prod(a[0], b[0])[:5].sum() ; (2,3) (3,2)
+1 torch.searchsorted(torch.arange(3.0), a) * a      ; (4)
+"""
+LINES = [re.fullmatch(r"([12]) (.*\S)\s*; (.*)", s).groups() for s in TABLE.strip().splitlines()]
+KINDS = {
+    "": lambda r, s: r.normal(size=s),
+    "p": lambda r, s: 0.5 + np.abs(r.normal(size=s)),
+    "u": lambda r, s: r.uniform(0.1, 0.7, s) * r.choice([-1, 1], s),
+    "z": lambda r, s: r.normal(size=s) + 1j * r.normal(size=s),
+    "s": lambda r, s: (lambda m: m @ m.T + 3 * np.eye(s[0]))(r.normal(size=s)),
+    "h": lambda r, s: (lambda m: m @ m.conj().T + 3 * np.eye(s[0]))(KINDS["z"](r, s)),
+}
+
+
+def argument(rng, said):
+    """The array that a part of a line describes."""
+    kind, numbers = re.fullmatch(r"([a-z]?\d*)\((.*)\)", said).groups()
+    shape = tuple(int(n) for n in numbers.split(",") if n)
+    if kind.startswith("i"):
+        return torch.tensor(rng.integers(0, int(kind[1:]), shape))
+    return torch.tensor(KINDS[kind](rng, shape))
+
+
+def program(expression, count):
+    """The function of a, b, c, d."""
+    return eval(f"lambda {', '.join('abcd'[:count])}: {expression}", {"torch": torch, "F": F})
+
+
+@pytest.mark.parametrize(
+    ("order", "expression", "said"), LINES, ids=[f"{e}-{s}" for _, e, s in LINES]
+)
+def test_the_formula_is_what_autograd_computes(order, expression, said):
+    rng = np.random.default_rng(3)
+    args = [argument(rng, part) for part in said.split()]
+    wrt = tuple(k for k, x in enumerate(args) if x.is_floating_point() or x.is_complex())
+    found = gt.formula(program(expression, len(args)), *args, order=int(order), wrt=wrt)
+    assert found.marked == ()
+    assert found.check is not None
+    assert found.check.tolerance == 1e-8
+
+
+def test_more_than_a_hundred_functions_stand_in_the_table():
+    assert len(LINES) > 100
+    assert len({e for o, e, _ in LINES if o == "2"}) > len(LINES) // 4
+    assert len([s for _, _, s in LINES if "z" in s or "h" in s]) > 15
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(GradtoolsError, match="order is 3"):
+        gt.formula(torch.exp, torch.ones(2), order=3)

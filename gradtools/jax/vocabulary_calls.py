@@ -57,7 +57,7 @@ def native_name(eqn: Any) -> str:
     return getattr(call, "name", None) or eqn.primitive.name
 
 
-def run_of(eqn: Any) -> Callable[..., list[np.ndarray]] | None:
+def run_of(eqn: Any) -> Callable[..., list[Any]]:
     """How JAX computes an equation, of NumPy's arrays."""
     avals = [v.aval for v in eqn.invars]
 

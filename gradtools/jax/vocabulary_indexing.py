@@ -54,7 +54,7 @@ def gathered(w: Any, p: Params, x: int, indices: int) -> Any:
     batched = axes_of(vars_of(d), "operand_batching_dims")
     over = axes_of(vars_of(d), "start_indices_batching_dims")
     picked = axes_of(vars_of(d), "start_index_map")
-    if not _reads_within(w, p, shape, sizes, picked, indices):
+    if not _is_within(w, _mode(p) != "FILL_OR_DROP", shape, sizes, picked, indices):
         return None
     collapsed = set(d.collapsed_slice_dims) | set(batched)
     kept = [a for a in range(len(shape)) if a not in collapsed]
@@ -86,15 +86,15 @@ def _mode(p: Params) -> str:
     return getattr(mode, "name", str(mode))
 
 
-def _reads_within(
-    w: Any, p: Params, shape: Any, sizes: Any, picked: Sequence[int], indices: int
+def _is_within(
+    w: Any, clipped: bool, shape: Any, sizes: Any, picked: Sequence[int], indices: int
 ) -> bool:
     """Whether all indices are within bounds, or come there by themselves.
 
-    What is read in loops is not known here; the comparison of the formula tells.
+    What they are in loops is not known here; the comparison of the formula tells.
     """
     known = w.concrete(indices)
-    if known is None or not known.size:
+    if clipped or known is None or not known.size:
         return True
     most = np.array([shape[a] - sizes[a] for a in picked])
     return bool(np.all((known >= 0) & (known <= most)))
@@ -226,7 +226,7 @@ def scattered(w: Any, p: Params, mode: str, x: int, indices: int, u: int) -> Any
     sizes = [1] * len(shape)
     for a, n in zip(kept, lengths, strict=True):
         sizes[a] = n
-    if not _reads_within(w, p, shape, sizes, picked, indices):
+    if not _is_within(w, _mode(p) == "CLIP", shape, sizes, picked, indices):
         return None
     if mode == "set" and len(w.shape(indices)) == 1 and any(sizes[a] != 1 for a in picked):
         window = w("reshape", u, shape=tuple(sizes))

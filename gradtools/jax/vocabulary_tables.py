@@ -191,6 +191,22 @@ def _reshaped(w: Any, p: Params, x: int, *_: int) -> Any:
     return w("reshape", x, shape=axes_of(p, "new_sizes"))
 
 
+def _tiled(w: Any, p: Params, x: int) -> int:
+    """Each axis n repeated r times: a new axis r before it, merged with it."""
+    shape, reps = w.shape(x), axes_of(p, "reps")
+    wide = tuple(k for r, n in zip(reps, shape, strict=True) for k in (r, n))
+    at = tuple(2 * a + 1 for a in range(len(shape)))
+    merged = tuple(r * n for r, n in zip(reps, shape, strict=True))
+    return w("reshape", w("broadcast", x, shape=wide, axes=at), shape=merged)
+
+
+def _unstacked(w: Any, p: Params, x: int) -> list[int]:
+    axis, shape = int(p["axis"]), w.shape(x)
+    left = tuple(n for a, n in enumerate(shape) if a != axis)
+    parts = w("split", x, sizes=(1,) * shape[axis], axis=axis)
+    return [w("reshape", part, shape=left) for part in parts]
+
+
 def _padded(w: Any, p: Params, x: int, value: int) -> Any:
     low, high, interior = (
         tuple(int(n) for n in ns) for ns in zip(*p["padding_config"], strict=True)
@@ -392,6 +408,9 @@ TABLE: dict[str, Translation] = {
     ),
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda w, p, *xs: w("concatenate", *xs, axis=int(p["dimension"])),
+    "stack": lambda w, p, *xs: w("stack", *xs, axis=int(p["axis"])),
+    "unstack": _unstacked,
+    "tile": _tiled,
     "split": lambda w, p, x: list(w("split", x, sizes=axes_of(p, "sizes"), axis=int(p["axis"]))),
     "rev": lambda w, p, x: w("flip", x, axes=axes_of(p, "dimensions")),
     "pad": _padded,

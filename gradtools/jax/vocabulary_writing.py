@@ -21,6 +21,7 @@ from gradtools.jax.trees import conj
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, kind_of, order, placeholder
+from gradtools.seeing.formula.operations import OPERATIONS
 from gradtools.seeing.graph import Graph, Node, Value
 
 
@@ -224,7 +225,8 @@ class Writer(Builder):
     def marked(self, eqn: Any, name: str, xs: Sequence[int], run: Any) -> list[int]:
         """An equation without a translation: its name, and how JAX computes it."""
         outs = [placeholder("", v.aval.shape, kind_of(v.aval.dtype)) for v in eqn.outvars]
-        attributes = {"function": run, "adjoint": _pulled(run, eqn)} if run else {}
+        attributes = {"function": run, "adjoint": _pulled(run, eqn)}
+        name = f"jax.{name}" if name in OPERATIONS else name
         found = list(self._node(name, tuple(xs), outs, attributes))
         self._nodes[-1] = replace(self._nodes[-1], native=name)
         return found

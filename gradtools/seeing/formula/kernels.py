@@ -73,7 +73,7 @@ def pad(y, x):
 def _places(rank, axes, indices):
     """The index that has the integer arrays at axes; the axes that are left come last."""
     order = [*axes, *(a for a in range(rank) if a not in axes)]
-    return order, tuple(np.asarray(i) for i in indices)
+    return order, tuple(np.asarray(i).astype(np.int64, copy=False) for i in indices)
 
 
 def index(y, x, *indices):

@@ -200,12 +200,12 @@ class Statements:
         names = self.writer.names
         parents_whole = {a for x in self.values if _is_whole_only(x) for a in x.args}
         for x in self.values:
-            if x in names or _is_plain(x):
+            inside = x in parents_whole
+            if x in names or (_is_plain(x) and not inside):
                 continue
             try:
-                too_long = len(self.writer.whole(x).text) > _LONG
+                too_long = len(self.writer.whole(x).text) > _LONG and not _is_plain(x)
             except NeedsIndices:
-                inside = x in parents_whole
                 too_long = inside or (not _is_wrapper(x) and self._is_long_entry(x))
                 if inside:
                     names[x] = self._new(self._base(x))

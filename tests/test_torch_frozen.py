@@ -317,7 +317,23 @@ ONE_TANGENT = {
     "batch norm": lambda z: nn.functional.batch_norm(
         z, W[:, 0], W[:, 1].exp(), W[:, 2], W[:, 0], eps=0.1
     ),
+    "softmax": lambda z: (3 * z).softmax(0) + torch.softmax(z, 1) * nn.functional.softmax(z, -1),
+    "softmax in another dtype": lambda z: torch.softmax(z.float(), 1, torch.float64) * z,
+    "no dropout": lambda z: (
+        nn.functional.dropout(z.sin(), 0.0) * nn.functional.dropout(z.cos(), training=False)
+    ),
+    "sums of two": lambda z: (z.sin() - z.cos()) * (z.sin() + z[:1].cos()),
+    "linear of a view": lambda z: nn.functional.linear(
+        (z[:, :, None] * W).transpose(0, 1), W, W[:, 0]
+    ),
     "attention": lambda z: nn.functional.scaled_dot_product_attention(z, z.sin() @ z.T @ z, 2 * z),
+    "attention by position": lambda z: (
+        nn.functional.scaled_dot_product_attention(z, W.T, W.T.cos(), None, 0.0, False)
+        + nn.functional.scaled_dot_product_attention(W.T[:2], z, W.T[:2], None, 0.0, False)
+    ),
+    "attention to a value": lambda z: nn.functional.scaled_dot_product_attention(
+        W.T[:2], W.T[:2], z, scale=0.3
+    ),
     "masked attention": lambda z: nn.functional.scaled_dot_product_attention(
         z, 2 * z, z, attn_mask=W[:2, :2]
     ),

@@ -90,8 +90,8 @@ class _Use(_Forward):
     """One evaluation of a frozen function."""
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
-        super().__init__(whole, beneath, None if beneath else uses.state)
         self.uses, self.holds, self.keeps = uses, False, False
+        super().__init__(whole, beneath, None if beneath else uses.state)
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
         if not beneath:
@@ -99,6 +99,9 @@ class _Use(_Forward):
 
     def _check_modules(self) -> None:
         """A module sees whole arguments, as in a plain call, and its parameters are constants."""
+        known = self.uses.state
+        if known is not None and known.reached is self.start.reached:
+            return
         for module, name in self.start.reached.modules.values():
             kind = own_wrapper(module)
             if kind is not None:

@@ -13,7 +13,6 @@ way; so does what is called inside of PyTorch, which a function mode does not se
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from types import FunctionType
@@ -87,6 +86,8 @@ def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     weight, bias, more = args[1], args[2], args[3:]
     if dx is None or mode.parts(weight)[1] is not None or mode.parts(bias)[1] is not None:
         return None
+    if fun is functional.linear and dx.dim() > 2:  # else each row of a view is multiplied apart
+        dx = dx.contiguous()
     if not kwargs:  # as a module calls it, many times
         return mode.dual(fun(x, weight, bias, *more), fun(dx, weight, None, *more))
     dy = fun(dx, weight, None, *more, **kwargs)
@@ -105,11 +106,9 @@ def _product(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs or len(args) != 2:
         return None
     (a, da), (b, db) = map(mode.parts, args)
-    if da is not None and db is None:
-        return mode.dual(fun(a, b), fun(da, b))
-    if db is not None and da is None:
-        return mode.dual(fun(a, b), fun(a, db))
-    return None
+    if (da is None) == (db is None):
+        return None
+    return mode.dual(fun(a, b), fun(a if da is None else da, b if db is None else db))
 
 
 def _quotient(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -124,11 +123,12 @@ def _sum(first: int, second: int) -> Any:
         if kwargs or len(args) != 2:
             return None
         (a, da), (b, db) = map(mode.parts, args)
-        if (da is None) == (db is None):
+        if da is not None and db is not None:
+            return mode.dual(fun(a, b), fun(da, db)) if _alike(a, b) else None
+        dx, sign = (da, first) if db is None else (db, second)
+        if dx is None:
             return None
         y = fun(a, b)
-        dx, sign = (da, first) if db is None else (db, second)
-        assert dx is not None
         return mode.dual(y, _tangent_of(y, dx if sign > 0 else dx.neg()))
 
     return rule
@@ -142,9 +142,7 @@ def _tangent_of(y: Tensor, dx: Tensor) -> Tensor:
 
 def _layer_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """But for the weight its derivative is a symmetric matrix, so its pullback pushes."""
-    given = _LAYER_NORM.bind(*args, **kwargs)
-    given.apply_defaults()
-    x, shape, weight, bias, eps = given.args
+    x, shape, weight, bias, eps = _of_layer_norm(*args, **kwargs)
     if not mode.fixes((weight, bias)) or not _one_dtype(x, weight, bias):
         return None
     x, dx = mode.parts(x)
@@ -154,22 +152,39 @@ def _layer_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     dy, _, _ = torch.ops.aten.native_layer_norm_backward.default(
         dx.contiguous(), x.contiguous(), shape, mean, rstd, None, None, [True, False, False]
     )
-    return mode.dual(y, dy if weight is None else dy * weight)
+    return mode.dual(y, dy if weight is None else dy.mul_(weight))
 
 
 def _batch_norm(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """As it is evaluated it is a product and a sum; in training it goes PyTorch's way."""
-    given = _BATCH_NORM.bind(*args, **kwargs)
-    given.apply_defaults()
-    x, mean, variance, weight, bias, training, _, eps = given.args
-    if training or not mode.fixes(given.args[1:]):
+    x, training, eps, fixed = _of_batch_norm(*args, **kwargs)
+    if training or not mode.fixes(fixed):
         return None
     x, dx = mode.parts(x)
     if dx is None:
         return None
+    mean, variance, weight, bias = fixed
     y = fun(x, mean, variance, weight, bias, eps=eps)
     zero = torch.zeros_like(mean)
     return mode.dual(y, fun(dx, zero, variance, weight, None, eps=eps))
+
+
+def _softmax(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Its derivative, diag(p) - p p^T along an axis, is symmetric: its pullback pushes."""
+    x, dim, dtype = _of_softmax(*args, **kwargs)
+    if type(dim) is not int or dtype is not None or not _one_dtype(x):
+        return None
+    x, dx = mode.parts(x)
+    if dx is None:
+        return None
+    y = torch.softmax(x, dim)
+    return mode.dual(y, torch._softmax_backward_data(dx, y, dim, y.dtype))
+
+
+def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Nothing, where nothing is dropped: PyTorch returns the very input, too."""
+    x, p, training = _of_dropout(*args, **kwargs)
+    return None if training and p > 0 else x
 
 
 def _multi_head_attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -180,18 +195,34 @@ def _multi_head_attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs
 
 def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """The plain formula without mask and dropout, where no fused kernel is allowed to run."""
-    given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-    scale = given.pop("scale", None)
-    plain = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
-    if len(args) > 3 or any(given.pop(key, usual) != usual for key, usual in plain.items()):
+    q, k, v, mask, dropout, causal, scale, grouped = _of_attention(*args, **kwargs)
+    if mask is not None or dropout or causal or grouped or any(allowed() for allowed in _FUSED):
         return None
-    if len(given) != 3 or any(allowed() for allowed in _FUSED):
+    if q.dtype not in _WIDE or not _one_dtype(q, k, v):
         return None
-    q, k, v = given["query"], given["key"], given["value"]
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    with mode:
-        scores = (q * root) @ (k * root).transpose(-2, -1)
-        return scores.softmax(-1) @ v
+    (q, dq), (k, dk), (v, dv) = map(mode.parts, (q, k, v))
+    if dq is None and dk is None and dv is None:
+        return None
+    q, k = q * root, (k * root).transpose(-2, -1)
+    dq, dk = _times(dq, root), None if dk is None else _times(dk, root).transpose(-2, -1)
+    probabilities = torch.softmax(q @ k, -1)
+    tangents = _product_of(q, dq, k, dk)
+    if tangents is not None:
+        dtype = probabilities.dtype
+        tangents = torch._softmax_backward_data(tangents, probabilities, -1, dtype)
+    return mode.dual(probabilities @ v, _product_of(probabilities, tangents, v, dv))
+
+
+def _times(dx: Any, number: float) -> Any:
+    return None if dx is None else dx * number
+
+
+def _product_of(a: Tensor, da: Any, b: Tensor, db: Any) -> Any:
+    """The tangent of a matrix product."""
+    if da is None:
+        return None if db is None else a @ db
+    return da @ b if db is None else (da @ b).add_(a @ db)
 
 
 def _without_question(fun: Any) -> Any:
@@ -212,9 +243,59 @@ def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
     return same and not torch.is_autocast_enabled(x.device.type)
 
 
-_LAYER_NORM = inspect.signature(functional.layer_norm)
-_BATCH_NORM = inspect.signature(functional.batch_norm)
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two tensors have one shape, dtype and device."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return both and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
+
+# --- arguments by PyTorch's names: a call binds them many times faster than `inspect` ------------
+
+
+def _of_layer_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    return input, normalized_shape, weight, bias, eps
+
+
+def _of_batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    return input, training, eps, (running_mean, running_var, weight, bias)
+
+
+def _of_softmax(
+    input: Any, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None, **others: Any
+) -> Any:
+    usual = not others and type(_stacklevel) is int  # at its place may stand a dtype
+    return input, dim if usual else None, dtype
+
+
+def _of_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return input, p, training
+
+
+def _of_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+
+_WIDE = (torch.float32, torch.float64)  # the plain formula of others has steps of its own
 _ATTENTION = _without_question(functional.multi_head_attention_forward)
 _FUSED = (
     torch.backends.cuda.flash_sdp_enabled,
@@ -239,6 +320,8 @@ _ALIKE: dict[Any, tuple[Any, ...]] = {
     _sum(-1, 1): (torch.rsub, Tensor.__rsub__),
     _layer_norm: (functional.layer_norm,),
     _batch_norm: (functional.batch_norm,),
+    _softmax: (functional.softmax, torch.softmax, Tensor.softmax),
+    _dropout: (functional.dropout,),
     _multi_head_attention: (functional.multi_head_attention_forward,),
     _attention: (functional.scaled_dot_product_attention,),
 }

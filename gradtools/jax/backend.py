@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.errors import GradtoolsError
 from gradtools.jax import (
     accumulate,
     arrays,
@@ -23,13 +21,12 @@ from gradtools.jax import (
     passes,
     seeing,
     vanishing,
+    vocabulary,
 )
 from gradtools.jax.host import call_kernel
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Rule, by_key
-from gradtools.seeing.graph import Graph
-from gradtools.seeing.program import Program
 
 
 class JaxBackend:
@@ -184,12 +181,8 @@ class JaxBackend:
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)
     gradient_graph = staticmethod(passes.gradient_graph)
-
-    def trying(self, program: Program, wide: bool) -> AbstractContextManager[Any]:
-        return jax.enable_x64(True) if wide else nullcontext()
-
-    def formula_graph(self, program: Program) -> Graph:
-        raise GradtoolsError("formula: JAX's programs are not translated yet.")
+    formula_graph = staticmethod(vocabulary.formula_graph)
+    trying = staticmethod(vocabulary.trying)
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)

@@ -1,4 +1,4 @@
-"""A JAX program in the vocabulary of formulas: `graph` traces it once, and translates its jaxpr.
+"""JAX's programs in the vocabulary of the formula: f is traced once, its jaxpr translated.
 
 The jaxpr is walked equation by equation; calls are opened, loops and branches become bodies.
 What does not depend on the program's arguments needs no translation, it is computed on the way
@@ -17,8 +17,10 @@ programs inside in `vocabulary_calls.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Literal
 
@@ -34,7 +36,7 @@ from gradtools.seeing.program import Program
 _LEAVES = {**TABLE, **INDEXING}
 
 
-def graph(program: Program) -> Recorded:
+def formula_graph(program: Program) -> Recorded:
     """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
 
     Args:
@@ -103,6 +105,11 @@ class _Reader(Writer):
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
+def trying(program: Program, wide: bool) -> AbstractContextManager[Any]:
+    """Inside, f may run: JAX keeps nothing of it. wide: arrays of 64 bits may be made."""
+    return jax.enable_x64(True) if wide else nullcontext()
+
+
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 
 
@@ -127,4 +134,4 @@ def _needed(jaxpr: Any) -> list[Any]:
     return kept[::-1]
 
 
-__all__ = ["graph"]
+__all__ = ["formula_graph", "trying"]

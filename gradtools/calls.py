@@ -58,8 +58,10 @@ class Call:
         result = self.f(*args, **self.kwargs)
         out, aux = self._parted(result)
         backend = self.backend
-        self._out = out
+        # What is kept of the output is its tree, no array: tracers would leak, memory stay.
+        self._out_is_leaf = not isinstance(out, tuple | list | dict)
         out_leaves, self._out_def = backend.flatten(out)
+        self._out_count = len(out_leaves)
         aux_leaves, self._aux_def = backend.flatten(aux)
         arrays = [self._as_output(k, x) for k, x in enumerate(out_leaves)]
         self._inexact = [backend.is_inexact(x) for x in arrays]
@@ -93,7 +95,8 @@ class Call:
 
     @property
     def _out_paths(self) -> list[str]:
-        return [f"output{path}" for path in self.backend.leaf_paths(self._out)]
+        numbered = self.backend.unflatten(self._out_def, range(self._out_count))
+        return [f"output{path}" for path in self.backend.leaf_paths(numbered)]
 
     # --- back into trees
 
@@ -160,7 +163,7 @@ class Call:
 
     def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
         """The one real number that f returned, or an error that says what it was."""
-        single = len(self._inexact) == 1 and not isinstance(self._out, tuple | list | dict)
+        single = len(self._inexact) == 1 and self._out_is_leaf
         out = outs[0] if single and outs else None
         if out is not None and tuple(out.shape) == () and not self.backend.is_complex(out):
             return out

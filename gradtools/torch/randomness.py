@@ -32,7 +32,7 @@ class Randomness:
         if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
             return None
         devices = {torch.device("cpu"), *(x.device for x in xs)}
-        return cls({d: _state(d) for d in devices})
+        return cls({d: _state(d) for d in devices if d.type != "meta"})
 
     @classmethod
     def everywhere(cls, kinds: Iterable[str]) -> Randomness:

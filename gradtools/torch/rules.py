@@ -600,8 +600,11 @@ def _goes_through(run: Callable[..., Any], at: Any, v: Any, w: Any) -> bool:
 
 
 def _value(x: Any) -> Any:
-    """The number behind a tensor, of one example under vmap; None in code being compiled."""
-    if TracingContext.try_get() is not None:
+    """The number behind a tensor, of one example under vmap; None where there is none.
+
+    That is in code being compiled, and on the meta device.
+    """
+    if TracingContext.try_get() is not None or x.device.type == "meta":
         return None
     while _is_wrapped(x):
         inner = torch._C._functorch.get_unwrapped(x)
@@ -611,9 +614,10 @@ def _value(x: Any) -> Any:
 
 
 def _wave(x: Any, shift: float, around: float) -> Any:
+    device = "cpu" if x.device.type == "meta" else x.device
     if not is_inexact(x):
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    wave = around + torch.sin(torch.arange(1, x.numel() + 1, device=x.device) * shift) / 2
+        return torch.zeros(x.shape, dtype=x.dtype, device=device)
+    wave = around + torch.sin(torch.arange(1, x.numel() + 1, device=device) * shift) / 2
     return wave.reshape(x.shape).to(x.dtype)
 
 

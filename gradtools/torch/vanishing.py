@@ -3,7 +3,8 @@
 The gradient is taken once as it is. If it is zero everywhere, it is taken again with every node
 of autograd watched that leads to the leaf: one that is given a cotangent that is not zero, and
 gives on nothing but zeros, is where it vanishes. Whether the factor is zero or only the product
-is too small is told by giving the same node a cotangent of far greater size.
+is too small is told by giving the same node a cotangent of far greater size. Where nodes hand on
+several that add up to zero, it cancels: told is the call at which their paths come together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.flow import joined
 from gradtools.seeing.graph import Node
 from gradtools.seeing.recording import Run, Vanished
 from gradtools.torch.compiling import nodes_of
@@ -52,6 +55,12 @@ def _of_all(run: Run, leaves: Sequence[Any]) -> list[list[Vanished] | None]:
         if not (outs and asked):
             return found
         grads = _gradients(outs, [seen.aliases[k] for k in asked])
+        if any(grad is not None and grad.is_meta for grad in grads):
+            raise GradtoolsError(
+                "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
+                "can tell whether it is zero. Pass arrays that hold numbers, or ask dependence, "
+                "which looks at none."
+            )
         for k, grad in zip(asked, grads, strict=True):
             if grad is not None and (_moves(grad) or not grad.numel()):
                 found[k] = None
@@ -70,20 +79,51 @@ def _stops(
 ) -> list[Vanished]:
     """The nodes at which what goes to one leaf becomes zero, in the order of the program."""
     leading = _leading_to(outs, leaf)
-    found = []
+    found = _cancelled(recorder, leading, passed)
     made = recorder.numbering.made
-    for node, at in sorted(passed.items(), key=lambda pair: made.get(pair[0], len(made))):
+    for node, at in passed.items():
         path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
-        if path and not any(at.on[k] for k in path):
-            found.append(Vanished(_named(recorder, node), _underflows(node, at.given)))
+        if path and any(at.moves) and not any(at.on[k] for k in path):
+            vanished = Vanished(_named(recorder, node), _underflows(node, at.given), tuple(path))
+            found.append((made.get(node, len(made)), vanished))
+    return [vanished for _, vanished in sorted(found, key=lambda pair: pair[0])]
+
+
+def _cancelled(
+    recorder: Recorder, leading: Mapping[Any, None], passed: Mapping[Any, _Passed]
+) -> list[tuple[int, Vanished]]:
+    """The calls at which the paths come together of what adds up to zero, by position."""
+    made, given_by = recorder.numbering.made, _given_by(passed)
+    flows = [(node.inputs, node.outputs) for node in recorder.nodes]
+    found = []
+    for (to, slot), nodes in given_by.items():
+        cancels = to not in passed or not passed[to].moves[slot]
+        if to in leading and len(nodes) > 1 and cancels:
+            at = joined(flows, [made[node] for node in nodes if node in made])
+            if at is not None:
+                found.append((at, Vanished(recorder.nodes[at], cancelled=True)))
+    return found
+
+
+def _given_by(passed: Mapping[Any, _Passed]) -> dict[tuple[Any, int], list[Any]]:
+    """The nodes that hand something that is not zero to each entry of a node."""
+    found: dict[tuple[Any, int], list[Any]] = {}
+    for node, at in passed.items():
+        for edge, on in zip(node.next_functions, at.on, strict=False):
+            if on and edge[0] is not None:
+                found.setdefault(edge, []).append(node)
     return found
 
 
 @dataclass(frozen=True)
 class _Passed:
-    """What a node of autograd was given, not all zero, and which of what it gave on is not zero."""
+    """What a node of autograd was given, and which of that and of what it gave on is not zero.
+
+    The cotangents are kept where some of it became zero.
+    """
 
     given: Cotangents
+    moves: list[bool]
     on: list[bool]
 
 
@@ -102,14 +142,14 @@ def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Ten
 
 @contextmanager
 def _watched(outs: Sequence[Tensor]) -> Iterator[dict[Any, _Passed]]:
-    """Collects what passes the nodes of autograd, where some of it becomes zero."""
+    """Collects what passes the nodes of autograd."""
     found: dict[Any, _Passed] = {}
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
         def note(given_on: Any, given: Any) -> None:
-            on = [_moves(ct) for ct in given_on]
-            if not all(on) and any(map(_moves, given)):
-                found[node] = _Passed(given, on)
+            on, moves = [_moves(ct) for ct in given_on], [_moves(ct) for ct in given]
+            kept = given if any(moves) and not all(on) else ()
+            found[node] = _Passed(kept, moves, on)
 
         return note
 

@@ -119,11 +119,16 @@ def test_a_fault_at_any_call_reaches_the_user_and_leaves_nothing_behind(
         error = fault.make(backend_name)
         before, memory = everything(), bits(x)
         found = outcome(use, World(gt, counted(gt, at, error)[0], x))
-        assert reaches(found, error), f"call {at} of {count}: {found!r}"
+        told = reaches(found, error) or (use.retries and same(gt, found, expected))
+        assert told, f"call {at} of {count}: {found!r}"
         assert changes(before, everything()) == [], f"call {at} of {count}"
         assert bits(x) == memory
-    again = leaves(gt, use.run(World(gt, healthy(gt), x)))
-    assert [a.tobytes() for a in again] == [e.tobytes() for e in expected]
+    assert same(gt, use.run(World(gt, healthy(gt), x)), expected)
+
+
+def same(gt: Any, found: Any, expected: list[np.ndarray]) -> bool:
+    """Whether a use returned these very bits."""
+    return [x.tobytes() for x in leaves(gt, found)] == [e.tobytes() for e in expected]
 
 
 def chosen(count: int) -> list[int]:

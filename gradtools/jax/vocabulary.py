@@ -55,7 +55,13 @@ def formula_graph(program: Program) -> Recorded:
     outs = writer.run(tracing.open_jaxpr(traced.closed), consts, entries)
     found = writer.graph(*[writer.number(out) for out in outs])
     return Recorded(
-        found.nodes, found.values, found.inputs, found.outputs, found.captured, held=writer.arrays
+        found.nodes,
+        found.values,
+        found.inputs,
+        found.outputs,
+        found.captured,
+        held=writer.arrays,
+        narrow=writer.narrowest,
     )
 
 
@@ -64,7 +70,7 @@ class _Reader(Writer):
 
     def inner(self, deeper: bool = False) -> _Reader:
         """The reader of a program inside."""
-        return _Reader(self.depth + deeper, inside=True)
+        return _Reader(self.depth + deeper, inside=True, narrow=self.narrow)
 
     def run(self, jaxpr: Any, consts: Sequence[Entry], args: Sequence[Entry]) -> list[Entry]:
         """Writes a jaxpr's equations; the entries of its outputs."""

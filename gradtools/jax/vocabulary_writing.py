@@ -44,9 +44,12 @@ Entry = int | Known
 class Writer(Builder):
     """A graph that is being written, that of a body too."""
 
-    def __init__(self, depth: int = 0, inside: bool = False) -> None:
+    def __init__(
+        self, depth: int = 0, inside: bool = False, narrow: list[str] | None = None
+    ) -> None:
         super().__init__()
         self.depth = depth  # how many backward programs of rules are around
+        self.narrow = [] if narrow is None else narrow  # dtypes computed in, short of double
         self._inside = inside  # of a node, where nothing can be captured
         self._held: dict[int, Entry] = {}
         self.arrays: dict[int, Any] = {}
@@ -55,15 +58,25 @@ class Writer(Builder):
         self._given: dict[Expr, Any] = {}
         self._makers: dict[int, Node] = {}
 
+    @property
+    def narrowest(self) -> str:
+        """The dtype of least precision that something is computed in, if less than double."""
+        return min(self.narrow, key=lambda name: jnp.finfo(name).bits, default="")
+
     # --- leaves
 
     def leaf(self, name: str, x: Any) -> Entry:
         """An argument's leaf. A random key is an input too, but is read as the key that it is."""
         if is_key(x):
-            self._inputs.append(self._leaf(name, x.shape, "uint32"))
+            self._inputs.append(self._leaf(name, jax.random.key_data(x).shape, "uint32"))
             return Known(x)
         number = self.input(name, x.shape, str(x.dtype))
         self._given[self._known[number]] = x
+        return number
+
+    def _leaf(self, name: str, shape: Sequence[int], dtype: str) -> int:
+        number = super()._leaf(name, shape, dtype)
+        self._values[number] = Value(tuple(shape), dtype, name)
         return number
 
     def held(self, x: Any, name: str = "") -> Entry:
@@ -241,6 +254,8 @@ class Writer(Builder):
         made = {v for node in self._nodes[first:] for v in node.outputs}
         for number, var in zip(results, eqn.outvars, strict=True):
             self._check(eqn, number, var.aval)
+            if var.aval.dtype in _NARROW and native not in _EXACT:
+                self.narrow.append(str(var.aval.dtype))
             if number in made:
                 self._values[number] = Value(tuple(var.aval.shape), str(var.aval.dtype))
 
@@ -261,6 +276,13 @@ class Writer(Builder):
         captured = tuple(v for v in found.captured if v in used)
         self.arrays = {v: self.arrays[v] for v in captured}
         return replace(found, nodes=tuple(kept[::-1]), captured=captured)
+
+
+_NARROW = (jnp.float32, jnp.complex64, jnp.float16, jnp.bfloat16)
+_EXACT = (
+    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "concatenate", "stack"),
+    *("gather", "rev", "pad", "neg", "copy", "stop_gradient", "dynamic_slice", "split"),
+)
 
 
 def is_key(x: Any) -> bool:

@@ -238,10 +238,9 @@ class _Case:
         )
 
     def _tolerance(self, order: int) -> float:
-        if self.wide:
+        if self.wide and not self.recorded.narrow:
             return _EXACT
-        kinds = {self.backend.dtype_name(x) for x in self.program.leaves}
-        kinds |= {self.backend.dtype_name(self.recorded.held[v]) for v in self.recorded.wanted}
+        kinds = {self.recorded.narrow, *self._kinds()}
         if kinds & {"float16", "bfloat16", "complex32"}:
             raise GradtoolsError(
                 "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
@@ -249,12 +248,22 @@ class _Case:
             )
         return _IN_SINGLE * 10 ** (order - 1) if kinds & {"float32", "complex64"} else _EXACT
 
+    def _kinds(self) -> set[str]:
+        """The dtypes in which f runs."""
+        if self.wide:
+            return set()
+        kinds = {self.backend.dtype_name(x) for x in self.program.leaves}
+        held = [self.recorded.held[v] for v in self.recorded.wanted]
+        return kinds | {self.backend.dtype_name(x) for x in held}
+
     def _rounded(self, point: Any) -> Any:
         """The point in the precision in which f runs."""
         inputs, cotangents, directions = point
         if self.wide:
             return point
-        arrays = [x.astype(self._dtype(k)) for k, x in enumerate(inputs)]
+        inexact = [x.dtype.kind in "fc" for x in inputs]
+        pairs = zip(inputs, inexact, strict=True)
+        arrays = [x.astype(self._dtype(k)) if i else x for k, (x, i) in enumerate(pairs)]
         single = any(a.dtype in (np.float32, np.complex64) for a in arrays)
         return arrays, *(
             [_single(x) if single else x for x in xs] for xs in (cotangents, directions)
@@ -276,7 +285,7 @@ class _Case:
             for _ in range(_POINTS):
                 inputs = self._rounded(sample(rng))[0]
                 with self.backend.trying(self.program, self.wide):
-                    self.program.leaves = self.arrays(inputs[: len(before)])
+                    self.program.leaves = self.leaves(inputs[: len(before)])
                     if fingerprint(self.backend.formula_graph(self.program)) != self._mark:
                         return True
         finally:
@@ -286,6 +295,14 @@ class _Case:
     @property
     def _mark(self) -> Any:
         return fingerprint(self.recorded)
+
+    def leaves(self, values: Sequence[Any]) -> list[Any]:
+        """The framework's arrays of all inputs; integers and random keys as they were given."""
+        own = self.program.leaves
+        kept = [k < len(own) and not self.backend.is_inexact(own[k]) for k in range(len(values))]
+        arrays = self.arrays([x for x, keep in zip(values, kept, strict=True) if not keep])
+        rest = iter(arrays)
+        return [own[k] if keep else next(rest) for k, keep in enumerate(kept)]
 
     def arrays(self, values: Sequence[Any]) -> list[Any]:
         """The framework's arrays."""
@@ -326,7 +343,7 @@ class _Reference:
     ) -> tuple[list[Any], ...]:
         case = self._case
         with case.backend.trying(case.program, case.wide):
-            self._leaves = case.arrays(inputs)
+            self._leaves = case.leaves(inputs)
             xs = [self._leaves[k] for k in self._active]
             cts, us = case.arrays(cotangents), case.arrays(directions)
             first = self._backend.vjp(self._outputs, xs, groups=None, once=False)

@@ -24,11 +24,14 @@ class Recorded(Graph):
         wanted: The captured values that ask for a gradient themselves, by number.
         run: The leaves of what f returns, of the leaves of its arguments, followed by one array
             for each value that is wanted. None: what the program runs, and nothing is wanted.
+        narrow: The dtype in which the program computes some of it whatever it is given, if that
+            has less than double precision; often empty.
     """
 
     held: Mapping[int, Any] = field(default_factory=dict)
     wanted: tuple[int, ...] = ()
     run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    narrow: str = ""
 
     @property
     def opened(self) -> Graph:

@@ -88,7 +88,9 @@ def test_it_may_stand_in_itself(gt, problem, case):
 @pytest.mark.slow
 def test_under_vmap_and_compile(gt, problem):
     ours, plain, w, x, _ = problem
-    found = gt.compile(lambda w, x: loss(gt, ours(w, x)))(w, x)
+    quick = gt.__name__.endswith("torch") and not isinstance(w, dict)  # the inductor takes long
+    options = {"backend": "aot_eager"} if quick else {}
+    found = gt.compile(lambda w, x: loss(gt, ours(w, x)), **options)(w, x)
     close(gt, found, loss(gt, plain(w, x)))
     if isinstance(w, dict):
         return

@@ -14,14 +14,15 @@ import torch
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.recorded import Recorded
+from gradtools.seeing.graph import Node
 from gradtools.seeing.program import Program
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.rules import is_inexact
 from gradtools.torch.translating.arrays import ARRAYS
-from gradtools.torch.translating.composites import FUNCTIONS
+from gradtools.torch.translating.composites import FUNCTIONS, PLAIN
 from gradtools.torch.translating.elementwise import ELEMENTWISE
 from gradtools.torch.translating.layers import LAYERS
-from gradtools.torch.translating.precision import reading
+from gradtools.torch.translating.precision import origin_of, reading
 from gradtools.torch.translating.recorder import Functions, Operations, Recorder
 from gradtools.torch.translating.rules import watched
 from gradtools.torch.translating.writer import Ref
@@ -39,7 +40,16 @@ def formula_graph(program: Program) -> Recorded:
         )
     with put_back(program.run, program.leaves) as start:
         names = {id(x): name.removeprefix("f.") for x, name in reversed(start.reached.watched)}
-        recorder = Recorder(OPERATIONS, FUNCTIONS, names)
+        recorder = Recorder(OPERATIONS, FUNCTIONS, names, origin_of)
+        with recording(), torch.inference_mode(False), torch.enable_grad():
+            found = _recorded(program, recorder)
+    return _again(program, names) if recorder.lost else found
+
+
+def _again(program: Program, names: dict[int, str]) -> Recorded:
+    """f takes a derivative through something that was written down as a whole: all in parts."""
+    with put_back(program.run, program.leaves):
+        recorder = Recorder(OPERATIONS, PLAIN, names, origin_of)
         with recording(), torch.inference_mode(False), torch.enable_grad():
             return _recorded(program, recorder)
 
@@ -54,7 +64,8 @@ def _recorded(program: Program, recorder: Recorder) -> Recorded:
         outputs = [_output(recorder, y) for y in ys]
     captured = recorder.captured
     wanted = tuple(v for v, x in captured.items() if x.requires_grad and is_inexact(x))
-    graph = recorder.writer.graph(recorder.writer.frames[0], inputs, outputs)
+    nodes = _read(recorder.writer.frames[0], outputs)
+    graph = recorder.writer.graph(nodes, inputs, outputs)
     return Recorded(
         graph.nodes,
         graph.values,
@@ -65,6 +76,16 @@ def _recorded(program: Program, recorder: Recorder) -> Recorded:
         wanted=wanted,
         run=_with_others(program, [captured[v] for v in wanted]),
     )
+
+
+def _read(nodes: Sequence[Node], outputs: Sequence[Ref]) -> list[Node]:
+    """Without what nothing reads."""
+    read, kept = {y.number for y in outputs}, []
+    for node in reversed(nodes):
+        if not read.isdisjoint(node.outputs):
+            read.update(node.inputs)
+            kept.append(node)
+    return kept[::-1]
 
 
 def _copied(x: Any, tracked: bool) -> Any:

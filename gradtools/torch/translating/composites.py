@@ -46,6 +46,8 @@ def _part(word: str) -> Translation:
     return lambda w, o: w(word, o.args[0], dtype="float64")
 
 
+# What keeps nothing for a backward pass that f itself may run.
+PLAIN: dict[Any, Translation] = {}
 _TENSOR: Any = Tensor
 for _name in ("real", "imag"):
     _functions = (getattr(torch, _name), getattr(_TENSOR, _name).__get__)
@@ -55,6 +57,9 @@ for _name in ("real", "imag"):
 @function(Tensor.detach, _TENSOR.data.__get__)
 def _stop(w: Writer, o: Any) -> Ref:
     return w("stop", o.args[0])
+
+
+PLAIN |= FUNCTIONS
 
 
 def _are_values(o: Any) -> bool:

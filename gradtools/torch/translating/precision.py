@@ -7,6 +7,7 @@ single numbers. Nothing that f holds is changed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from gradtools.torch.translating.memory import memory_of
 from gradtools.torch.translating.rules import applied
 
 Tensor = torch.Tensor
@@ -34,6 +36,7 @@ class _Reading(TorchFunctionMode):
         super().__init__()
         self.place, self.wide = place, wide
         self.cast: dict[int, tuple[Tensor, Tensor]] = {}
+        self.origins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def read(self, x: Any) -> Any:
         """What stands for x."""
@@ -48,11 +51,12 @@ class _Reading(TorchFunctionMode):
 
     def _widened(self, x: Tensor) -> Tensor:
         known = self.cast.get(id(x))
-        if known is not None and known[0]._version == x._version and not x.is_inference():
+        if known is not None:
             return known[1]
-        found = x.to(_DOUBLE[x.dtype])
-        if x.is_leaf:
-            self.cast[id(x)] = x, found
+        with torch.enable_grad():
+            found = x.to(_DOUBLE[x.dtype])
+        if x.is_leaf and x._version == 0:
+            self.cast[id(x)] = self.origins[memory_of(found)] = x, found
         return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,6 +70,16 @@ class _Reading(TorchFunctionMode):
         return apply(*pytree.tree_map(self.read, tuple(args)), **kwargs)
 
 
+_here = threading.local()
+
+
+def origin_of(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What was cast, and the cast, if x shows the memory of a cast that is read in its place."""
+    mode = getattr(_here, "reading", None)
+    found: tuple[Tensor, Tensor] | None = mode and mode.origins.get(memory_of(x))
+    return found
+
+
 _TENSOR: Any = Tensor
 _ASKS = frozenset({_TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__})
 
@@ -76,6 +90,10 @@ def reading(place: Mapping[int, Tensor], wide: bool) -> Iterator[None]:
     if not place and not wide:
         yield
         return
-    mode = _Reading(place, wide)
+    mode, before = _Reading(place, wide), getattr(_here, "reading", None)
     with applied(mode.around), mode:
-        yield
+        _here.reading = mode if wide else before
+        try:
+            yield
+        finally:
+            _here.reading = before

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradtools.errors import GradtoolsError
@@ -29,13 +30,12 @@ from gradtools.torch.translating.writer import Ref, Writer, like
 
 Tensor = torch.Tensor
 Translation = Callable[[Writer, Any], Any]
-DRAWN = frozenset(
-    """
+_DRAWN = """
     rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli
     multinomial exponential poisson geometric log_normal cauchy random normal_functional
     normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_
-    """.split()
-)
+"""
+DRAWN = frozenset(_DRAWN.split())
 
 
 class Recorder:
@@ -45,6 +45,7 @@ class Recorder:
         operations: Translations of aten's operations, by name.
         functions: Translations of functions as they are called.
         names: Names of the tensors that f holds, by id.
+        origin: What was cast, and the cast, of a tensor that shows a cast's memory.
     """
 
     def __init__(
@@ -52,12 +53,16 @@ class Recorder:
         operations: Mapping[str, Translation],
         functions: Mapping[Any, Translation],
         names: Mapping[int, str],
+        origin: Callable[[Tensor], tuple[Tensor, Tensor] | None],
     ) -> None:
         self.writer = Writer()
         self.operations, self.functions, self.names = operations, functions, names
+        self.origin = origin
+        self.lost = False  # whether a derivative inside of f read what no one saw being made
         self.captured: dict[int, Tensor] = {}
         self.quiet = 0
         self.depth = 0  # inside so many functions with rules of their own
+        self.rule = ""  # the name of the innermost
         self.thread = threading.get_ident()
         self.held: dict[int, Held] = {}
         self.seen: dict[Any, Held] = {}
@@ -100,14 +105,22 @@ class Recorder:
 
     def met(self, x: Tensor) -> Ref:
         """A tensor that nothing made before our eyes."""
+        found = self.origin(x)
+        if found is not None:
+            of, cast = found
+            self.hold(cast, Ref(self.ref(of).number, *like(cast)))
+            if id(x) in self.held:
+                return self.held[id(x)].ref
         storage = self.storages.get(memory_of(x))
         if storage is not None:  # a view of something known
             where = memory.places(x, storage.root.tensor)
             return memory.read(self.writer, storage.root.ref, where)
         if id(x) in self.names or x.requires_grad:
+            self.lost = self.lost or id(x) not in self.names
             ref = self.writer.value(like(x), self.names.get(id(x), ""))
             self.captured[ref.number] = x
             return ref
+        self.lost = self.lost or torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
         return self.constant(x)
 
     def constant(self, x: Tensor) -> Ref:
@@ -182,6 +195,8 @@ class Recorder:
             out = func(*args, **kwargs)
             self.hold(out, self.ref(args[0]))
             return out
+        if name == "copy_" and key_of(args[0]) == key_of(args[1]):  # the end of y[0] += 1
+            return func(*args, **kwargs)
         writes = list(_written(func, args, kwargs))
         bound = self._bound(func, args, kwargs)
         translation = self.operations.get(_functional(name, bool(writes)))
@@ -203,7 +218,7 @@ class Recorder:
             with again():
                 return decomposed(*args, **kwargs)
         if found is None:
-            found = self._unknown(bound, outs)
+            found = self._unknown(bound, outs, func, args, kwargs)
         refs = list(found) if isinstance(found, list | tuple) else [found]
         self._note(outs, refs[: len(outs)], bool(writes))
         return out
@@ -240,11 +255,17 @@ class Recorder:
         moved = self.writer("stop", self.writer.sub(ref, before))
         return Ref(self.writer.add(before, moved).number, ref.shape, ref.dtype)
 
-    def _unknown(self, bound: Any, outs: Sequence[Tensor]) -> list[Ref]:
+    def _unknown(
+        self, bound: Any, outs: Sequence[Tensor], func: Any, args: Any, kwargs: Any
+    ) -> list[Ref]:
         """An operation without a translation; what it counts or compares is what it was."""
         if not any(is_inexact(y) for y in outs):
             return [self.constant(y) for y in outs]
-        return self.writer.node(self.writer.native, bound.given, [like(y) for y in outs])
+        name = self.rule if func.namespace == "gradtools" and self.rule else self.writer.native
+        self.writer.native = name
+        computing = Computing(func, args, kwargs)
+        more: dict[str, Any] = {"function": computing.value, "adjoint": computing.adjoint}
+        return self.writer.node(name, bound.given, [like(y) for y in outs], **more)
 
     def _bound(self, func: Any, args: Any, kwargs: Any) -> SimpleNamespace:
         """The arguments by name, with values in place of tensors."""
@@ -285,6 +306,41 @@ class Recorder:
             ref = self._stopped(y, self._fitted(y, ref))
             self.hold(y, ref, alone=key_of(y) in self.seen)
         return (out,)
+
+
+class Computing:
+    """How PyTorch computes a function of tensors: at other values of those that are in its call."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, tuple(args), dict(kwargs)
+        self.xs = list(tensors_in([self.args, self.kwargs]))
+
+    def _run(self, values: Sequence[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs that are tracked, and outputs."""
+        made = [torch.tensor(v).to(x.dtype) for v, x in zip(values, self.xs, strict=True)]
+        xs = [x.requires_grad_(is_inexact(x)) for x in made]
+        left = iter(xs)
+        swapped = lambda a: next(left) if isinstance(a, Tensor) else a
+        args, kwargs = pytree.tree_map(swapped, (self.args, self.kwargs))
+        return xs, [y for y in tensors_in(self.func(*args, **kwargs)) if is_inexact(y)]
+
+    def value(self, *values: np.ndarray) -> list[np.ndarray]:
+        """The results."""
+        with _disable_current_modes(), torch.enable_grad():
+            return [y.detach().numpy() for y in self._run(values)[1]]
+
+    def adjoint(self, *both: np.ndarray) -> list[np.ndarray]:
+        """The cotangents of the inputs, of inputs and of cotangents of the results."""
+        count = len(self.xs)
+        with _disable_current_modes(), torch.enable_grad():
+            xs, ys = self._run(both[:count])
+            asked = [x for x in xs if x.requires_grad]
+            given = [torch.tensor(c).to(y.dtype) for c, y in zip(both[count:], ys, strict=True)]
+            found = torch.autograd.grad(ys, asked, given, allow_unused=True)
+        place = {id(x): g for x, g in zip(asked, found, strict=True)}
+        grads = [place.get(id(x)) for x in xs]
+        pairs = zip(grads, both, strict=False)
+        return [np.zeros(v.shape) if g is None else g.numpy() for g, v in pairs]
 
 
 class Operations(TorchDispatchMode):

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.autograd import function
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtools.seeing.graph import Body
 from gradtools.torch.recording.unseen import _rule_of as rule_of
 from gradtools.torch.rules import is_inexact
-from gradtools.torch.translating.recorder import Recorder, refs_in, tensors_in
+from gradtools.torch.translating.recorder import Computing, Recorder, tensors_in
 from gradtools.torch.translating.writer import Ref, like
 
 Tensor = torch.Tensor
@@ -87,19 +86,19 @@ class _Rule:
 
     def run(self, apply: Any, kwargs: Any) -> Any:
         recorder = self.recorder
-        recorder.depth += 1
-        before = len(self.writer.values)
+        before, outer = len(self.writer.values), recorder.rule
+        recorder.depth, recorder.rule = recorder.depth + 1, self.name
         try:
             out = apply(*self.args, **kwargs)
         finally:
-            recorder.depth -= 1
+            recorder.depth, recorder.rule = recorder.depth - 1, outer
         outs = [y for y in tensors_in(out) if is_inexact(y)]
         tracked = [y for y in outs if y.requires_grad and y.grad_fn is not None]
         if not outs:
             return out
         refs = [recorder.ref(y) for y in outs]
         if self._left(refs, before):
-            self._mark(apply, outs)
+            self._mark(apply, kwargs, outs)
         elif tracked:
             self._rule(outs, refs)
         elif any(x.requires_grad for x in self.xs):
@@ -194,41 +193,16 @@ class _Rule:
         }
         return bool(self.xs) and any(r.number in constants for r in refs)
 
-    def _mark(self, apply: Any, outs: Sequence[Tensor]) -> None:
+    def _mark(self, apply: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
         """An operation of which the name is known, and how PyTorch computes it."""
         w = self.writer
         w.native = self.name
-        made = w.node(
-            self.name,
-            self.given,
-            [like(y) for y in outs],
-            function=lambda *xs: self._computed(apply, xs, outs),
-            adjoint=lambda *both: self._adjoint(apply, both, outs),
-        )
+        computing = Computing(apply, self.args, kwargs)
+        given = [self.recorder.ref(x) for x in computing.xs]
+        more: dict[str, Any] = {"function": computing.value, "adjoint": computing.adjoint}
+        made = w.node(self.name, given, [like(y) for y in outs], **more)
         for y, ref in zip(outs, made, strict=True):
             self.recorder.hold(y, ref)
 
-    def _again(self, apply: Any, values: Sequence[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
-        """The function at other values: inputs that are tracked, and outputs."""
-        pairs = zip(self.xs, values, strict=True)
-        xs = [torch.tensor(v).to(x.dtype).requires_grad_() for x, v in pairs]
-        place = {id(x): new for x, new in zip(self.xs, xs, strict=True)}
-        swapped = lambda a: place.get(id(a), a) if isinstance(a, Tensor) else a
-        args = torch.utils._pytree.tree_map(swapped, tuple(self.args))
-        return xs, [y for y in tensors_in(apply(*args)) if is_inexact(y)]
 
-    def _computed(self, apply: Any, values: Sequence[np.ndarray], outs: Any) -> list[np.ndarray]:
-        with _disable_current_modes(), torch.enable_grad():
-            return [y.detach().numpy() for y in self._again(apply, values)[1]]
-
-    def _adjoint(self, apply: Any, both: Sequence[np.ndarray], outs: Any) -> list[np.ndarray]:
-        values, cts = both[: len(self.xs)], both[len(self.xs) :]
-        with _disable_current_modes(), torch.enable_grad():
-            xs, ys = self._again(apply, values)
-            given = [torch.tensor(c).to(y.dtype) for c, y in zip(cts, ys, strict=True)]
-            found = torch.autograd.grad(ys, xs, given, allow_unused=True)
-        pairs = zip(found, xs, strict=True)
-        return [np.zeros(x.shape) if g is None else g.numpy() for g, x in pairs]
-
-
-__all__ = ["applied", "refs_in", "watched"]
+__all__ = ["applied", "watched"]

@@ -440,6 +440,8 @@ def reshape(x: Expr, shape: Sequence[int]) -> Expr:
         return x
     if x.op == "reshape":
         return reshape(x.args[0], shape)
+    if x.op == "array":
+        return array(x["value"].array.reshape(shape))
     ones = tuple(a for a, n in enumerate(x.shape) if n == 1)
     inner = squeeze(x, ones) if ones else x
     long = tuple(n for n in shape if n != 1)

@@ -53,6 +53,14 @@ def iota(y):
     return np.broadcast_to(np.arange(y.shape[y["axis"]]).reshape(shape), y.shape)
 
 
+def one_hot(y, i):
+    """A last axis with 1 at i."""
+    i = np.asarray(i)
+    if y.get("from_the_end"):
+        return np.eye(y["size"])[i.astype(np.int64)]
+    return (i[..., None] == np.arange(y["size"])) * 1.0
+
+
 def cut(y, x):
     """A slice."""
     slices = zip(y["start"], y["limit"], y["stride"], strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formula import algebra, making
+from gradtools.seeing.formula import algebra, making, places
 from gradtools.seeing.formula.algebra import (
     array,
     broadcast,
@@ -114,39 +114,21 @@ def _triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
 
 
 def _index(x: Expr, *indices: Expr, axes: Sequence[int]) -> Expr:
-    found = _index_of_rows(x, indices, tuple(axes))
-    return making.index(x, indices, tuple(axes)) if found is None else found
-
-
-def _index_of_rows(x: Expr, indices: Sequence[Expr], axes: tuple) -> Expr | None:
-    """X[0, 1, 2, ...; i] is the sum over the last axis of x times the one-hot of i."""
-    if axes != tuple(range(len(indices))) or len(indices) != 2 or x.rank != 2:
-        return None
-    rows, columns = indices
-    if columns.rank != 1 or not _counts(rows, x.shape[0]) or columns.shape != rows.shape:
-        return None
-    return _picked(x, columns)
-
-
-def _picked(x: Expr, i: Expr) -> Expr:
-    """The entry at i of the last axis, for each of the others."""
-    labels = tuple(range(x.rank))
-    return product([x, making.one_hot(i, x.shape[-1])], [labels, labels], labels[:-1], i.shape)
-
-
-def _counts(i: Expr, n: int) -> bool:
-    """Whether it is 0, 1, ..., n - 1."""
-    if i.shape != (n,):
-        return False
-    if i.op == "array":
-        return bool(np.array_equal(i["value"].array, np.arange(n)))
-    return i.op == "iota"
+    axes = tuple(axes)
+    indices = tuple(places.meant(i, x.shape[a]) for i, a in zip(indices, axes, strict=True))
+    for special in (places.of_rows, places.of_known):
+        found = special(x, indices, axes)
+        if found is not None:
+            return found
+    return making.index(x, indices, axes)
 
 
 def _take_along(x: Expr, i: Expr, axis: int) -> Expr:
     """One entry of the last axis is picked by a one-hot factor; others are taken."""
     if axis == x.rank - 1 and i.shape[axis] == 1 and i.shape[:-1] == x.shape[:-1] and x.rank > 1:
-        return unsqueeze(_picked(x, reshape(i, i.shape[:-1])), [axis])
+        place = places.meant(reshape(i, i.shape[:-1]), x.shape[axis])
+        return unsqueeze(places.picked(x, place), [axis])
+    i = places.meant(i, x.shape[axis])
     return making.take_along(_beside(x, i, axis), i, axis)
 
 
@@ -159,6 +141,7 @@ def _beside(x: Expr, i: Expr, axis: int) -> Expr:
 def _scatter(x: Expr, u: Expr, *indices: Expr, axes: Any, mode: str) -> Expr:
     lead = algebra.broadcast_shape(*(i.shape for i in indices))
     rest = tuple(n for a, n in enumerate(x.shape) if a not in axes)
+    indices = tuple(places.meant(i, x.shape[a]) for i, a in zip(indices, axes, strict=True))
     u = broadcast(u, (*lead, *rest))
     if mode == "add":
         return plus(x, making.index_add(u, indices, tuple(axes), x.shape))
@@ -168,7 +151,7 @@ def _scatter(x: Expr, u: Expr, *indices: Expr, axes: Any, mode: str) -> Expr:
 
 
 def _scatter_along(x: Expr, i: Expr, u: Expr, axis: int, mode: str) -> Expr:
-    u = broadcast(u, i.shape)
+    u, i = broadcast(u, i.shape), places.meant(i, x.shape[axis])
     inner = _beside(x, i, axis)
     if mode == "add":
         added = making.put_along(u, i, axis, x.shape[axis])
@@ -298,7 +281,7 @@ ARRAYS: dict[str, Lowering] = {
     "sort": _sort,
     "argsort": _argsort,
     "topk": _topk,
-    "embedding": lambda table, i: making.index(table, [i], (0,)),
+    "embedding": lambda table, i: _index(table, i, axes=(0,)),
     "sum": _sum,
     "mean": lambda x, axes=None, keep=False: mean(x, _all_axes(x, axes), keep),
     "prod": _reduction("prod"),

@@ -55,9 +55,10 @@ def roll(x: Expr, shifts, axes) -> Expr:
     return expr("roll", (x,), x.shape, x.kind, shifts=tuple(shifts), axes=tuple(axes))
 
 
-def one_hot(i: Expr, size: int) -> Expr:
-    """A last axis with 1 at i."""
-    return expr("one_hot", (i,), (*i.shape, size), REAL, size=size)
+def one_hot(i: Expr, size: int, from_the_end: bool = False) -> Expr:
+    """A last axis with 1 at i; a negative i is nowhere, or counts from the end."""
+    given = {"size": size, "from_the_end": True} if from_the_end else {"size": size}
+    return expr("one_hot", (i,), (*i.shape, size), REAL, **given)
 
 
 def index(x: Expr, indices, axes) -> Expr:

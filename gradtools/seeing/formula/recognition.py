@@ -10,8 +10,12 @@ and at what it is made of; where it fits, the value is written as what it is::
     log(1 + exp(x)),  logaddexp forms       softplus(x)
     (1 + erf(x / sqrt 2)) / 2               the normal distribution function, of gelu
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
+    relu of what is not negative            itself
     (x - mean x) / sqrt(variance + eps)     standardize(x)
     sqrt(sum |x|^2)                         norm(x)
+    logsumexp(x) - <one-hot, x>             -<one-hot, log_softmax(x)>
+    |x|,  x a sum of exponentials           x
+    max(-inf, x)                            x
 
 Stopped values (JAX stops the maximum that it subtracts) are read through: they cancel.
 """
@@ -159,6 +163,23 @@ def _log_softmax(x: Expr) -> Expr | None:
         theirs, other = _shifted(z, {axis})
         if mine is theirs and _same(shift, other):
             return making.along("log_softmax", mine, axis)
+    return None
+
+
+def _of_one_hot(x: Expr) -> Expr | None:
+    """Logsumexp(z) - <one-hot, z> is -<one-hot, log_softmax(z)>."""
+    terms = _terms(x) if x.op == "add" else []
+    for t in terms:
+        if t.op != "logsumexp" or t["axes"] != (t.args[0].rank - 1,):
+            continue
+        z, (axis,) = t.args[0], t["axes"]
+        for s in terms:
+            factors = [g for f in parts(s)[1] for g in (f, *f.args)]
+            for h in (f for f in factors if f.op == "one_hot" and f.shape == z.shape):
+                if s is negate(total(times(z, h), (axis,))):
+                    log = making.along("log_softmax", z, axis)
+                    rest = [r for r in terms if r is not t and r is not s]
+                    return add([negate(total(times(log, h), (axis,))), *rest])
     return None
 
 
@@ -327,7 +348,7 @@ def _modulus_of(x: Expr) -> Expr:
 def _uncentred(y: Expr, axes: set[int]) -> Expr | None:
     """Z, if y is z - mean z."""
     rest, constant = _shifted(y, axes)
-    if len(constant) != 1:
+    if not constant:
         return None
     m = spread(scale(1 / _count(rest, axes), total(rest, axes)), axes, y.shape)
     close = subtract(rest, m)
@@ -336,6 +357,12 @@ def _uncentred(y: Expr, axes: set[int]) -> Expr | None:
 
 def _count(x: Expr, axes: set[int]) -> int:
     return math.prod(x.shape[a] for a in axes)
+
+
+def _rectified(x: Expr) -> Expr | None:
+    """What is not negative is its own positive part: JAX cuts rounding errors of a variance off."""
+    never = x.op == "relu" and x.args[0].op in ("variance", "deviation", "abs", "exp", "norm")
+    return x.args[0] if never else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
@@ -414,14 +441,44 @@ def _norm(x: Expr) -> Expr | None:
     return making.norm(z, found[1])
 
 
+def _modulus_of_positive(x: Expr) -> Expr | None:
+    """|x|, where x is known to be positive."""
+    return x.args[0] if x.op == "abs" and _is_positive(x.args[0]) else None
+
+
+def _is_positive(x: Expr) -> bool:
+    """Whether x is real and made of exponentials by sums and products alone."""
+    if x.is_complex:
+        return False
+    if x.op in ("exp", "softmax"):
+        return True
+    if x.op == "add":
+        return all(map(_is_positive, x.args))
+    return x.op == "einsum" and x["coefficient"] > 0 and all(map(_is_positive, x.args))
+
+
+def _greatest_of_all(x: Expr) -> Expr | None:
+    """Max(-inf, x)."""
+    if x.op != "maximum":
+        return None
+    for one, other in (x.args, x.args[::-1]):
+        if constant_of(one) == -math.inf and other.shape == x.shape:
+            return other
+    return None
+
+
 _PATTERNS: tuple[Pattern, ...] = (
+    _modulus_of_positive,
+    _greatest_of_all,
     _softmax,
     _log_softmax,
     _logsumexp,
+    _of_one_hot,
     _sigmoid,
     _softplus,
     _normal_cdf,
     _variance,
+    _rectified,
     _standardize,
     _norm,
 )

@@ -184,8 +184,10 @@ class CustomRule:
     def _out(self, key: str, looks: Any) -> Any:
         """The structure that came out where arrays like these went in."""
         shape = self._by_key[key]
-        if looks:
+        if looks in shape.outs:
             return shape.outs[looks]
+        if looks:  # lengths that are open where a rule is traced may be known where it is called
+            return next(reversed(shape.outs.values()))
         return self._backend.sketch_of(next(reversed(shape.outs.values())))
 
     def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> Shaped:
@@ -520,7 +522,12 @@ class Shaped:
 
 
 def _looks(xs: Sequence[Array]) -> Any:
-    return tuple([(x.shape, x.dtype) for x in xs])
+    return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
+
+
+def _length(n: Any) -> Any:
+    """The length of an axis; those that PyTorch's compiler keeps open look alike, unhashable."""
+    return n if isinstance(n, int) else None
 
 
 _PLAIN = (str, bytes, bool, int, float, complex, type)

@@ -229,7 +229,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
     with torch.inference_mode(False), torch.set_grad_enabled(keep), forward_ad.dual_level():
         duals = [
-            forward_ad.make_dual(_normal(x), _normal(t))
+            forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
         ]
         outs, extras = fun(*duals)
@@ -326,9 +326,14 @@ def _in_functorch() -> bool:
 
 
 def _is_differentiated_again() -> bool:
-    """Whether a level below differentiates: PyTorch's forward rules may then lose a term."""
+    """Whether a level below differentiates: PyTorch's forward rules may then lose a term.
+
+    Inside plain dual numbers `torch.func.jvp` does not nest at all.
+    """
     if is_compiling():
         return False
+    if forward_ad._current_level >= 0:
+        return True
     kinds = torch._C._functorch.TransformType
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
@@ -399,8 +404,16 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
         outs, extras = fun(*xs)
         return tuple(outs), tuple(extras)
 
-    outs, pushed, extras = torch.func.jvp(paired, tuple(leaves), tuple(tangents), has_aux=True)  # type: ignore[misc]
+    apart = tuple(_unshared(x) for x in leaves)
+    outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
     return list(outs), list(extras), list(pushed)
+
+
+def _unshared(x: Tensor) -> Tensor:
+    """x, or a copy if its entries share memory: PyTorch lays the tangents out as it lies."""
+    if is_compiling() or all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:

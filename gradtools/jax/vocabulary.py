@@ -75,8 +75,11 @@ class _Reader(Writer):
     def run(self, jaxpr: Any, consts: Sequence[Entry], args: Sequence[Entry]) -> list[Entry]:
         """Writes a jaxpr's equations; the entries of its outputs."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        silent = calls.without_derivative(jaxpr)
         for eqn in _needed(jaxpr):
-            found = self.step(eqn, [_read(env, atom) for atom in eqn.invars])
+            entries = [_read(env, atom) for atom in eqn.invars]
+            stops = eqn.primitive.name == "stop_gradient" and eqn.outvars[0] in silent
+            found = entries if stops else self.step(eqn, entries)
             env.update(zip(eqn.outvars, found, strict=True))
         return [_read(env, atom) for atom in jaxpr.outvars]
 
@@ -107,7 +110,7 @@ class _Reader(Writer):
         translation = _LEAVES.get(eqn.primitive.name)
         found = translation(self, eqn.params, *xs) if translation else None
         if found is None:
-            return self.marked(eqn, calls.native_name(eqn), xs, calls.run_of(eqn))
+            return self.marked(eqn, calls.native_name(eqn), xs)
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
+from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
-from gradtools.jax.tracing import is_inexact
-from gradtools.jax.trees import conj
-from gradtools.jax.vocabulary_folding import bound, evaluated
+from gradtools.jax.vocabulary_folding import evaluated, pulled
 from gradtools.jax.vocabulary_writing import Entry, Known
 from gradtools.seeing.formula.expressions import kind_of, placeholder
 from gradtools.seeing.graph import Body, Graph
@@ -53,19 +53,8 @@ def _is_known(entry: Entry) -> bool:
 
 def native_name(eqn: Any) -> str:
     """What an equation without a translation is called."""
-    call = eqn.params.get("call")
-    return getattr(call, "name", None) or eqn.primitive.name
-
-
-def run_of(eqn: Any) -> Callable[..., list[Any]]:
-    """How JAX computes an equation, of NumPy's arrays."""
-    avals = [v.aval for v in eqn.invars]
-
-    def run(*xs: Any) -> list[Any]:
-        given = [jnp.asarray(x, a.dtype) for x, a in zip(xs, avals, strict=True)]
-        return bound(eqn, given)
-
-    return run
+    kernel = getattr(eqn.params.get("call"), "kernel", None)
+    return getattr(kernel, "name", None) or eqn.primitive.name
 
 
 def _platform(platforms: Sequence[Any]) -> int:
@@ -258,10 +247,14 @@ def _of_counts(jaxpr: Any, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray
     return counts, np.asarray(found)
 
 
-def _traced(w: Any, jaxpr: Any, x: Entry) -> int | None:
+def _traced(w: Any, jaxpr: Any, x: Entry, offset: Entry | None = None) -> int | None:
     names = {e.primitive.name for e in jaxpr.eqns}
     number = w.number(x)
-    plain = len(w.shape(number)) == 2 and _offset_is_zero(jaxpr)
+    if offset is None:
+        on_diagonal = _offset_is_zero(jaxpr)
+    else:
+        on_diagonal = isinstance(offset, Known) and not np.any(offset.value)
+    plain = len(w.shape(number)) == 2 and on_diagonal
     return w("trace", number) if plain and "reduce_sum" in names else None
 
 
@@ -516,7 +509,12 @@ def _rule(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     plain = linear or rule.name.startswith("frozen") or w.depth >= _DEEPEST
     if plain:
         return _written_out(eqn, w, entries)
-    return custom_rule(w, eqn, entries, rule.name, partial(_written_out, eqn))
+    try:
+        return custom_rule(w, eqn, entries, rule.name, partial(_written_out, eqn))
+    except MissingRuleError:  # the backward pass of a kernel may have no derivative of its own
+        if not w.depth:
+            raise
+        return _written_out(eqn, w, entries)
 
 
 def _written_out(eqn: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -527,6 +525,25 @@ def _written_out(eqn: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:
     closed = jax.make_jaxpr(partial(run, **eqn.params))(*_avals(eqn.invars))
     jaxpr, consts = _program(w, closed)
     return w.run(jaxpr, consts, entries)
+
+
+def without_derivative(jaxpr: Any) -> set[Any]:
+    """Variables whose derivative nobody takes: only values that a rule hands on are made of them.
+
+    JAX stops them, which says nothing in a formula.
+    """
+    if not any(eqn.primitive.name == "gradtools_value" for eqn in jaxpr.eqns):
+        return set()
+    asked = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        read = eqn.invars
+        if eqn.primitive.name == "gradtools_value":
+            first = eqn.params["xs"]
+            read = [*read[:first], *read[first + len(eqn.outvars) :]]
+        elif not asked.intersection(eqn.outvars):
+            continue
+        asked.update(v for v in read if not isinstance(v, Literal))
+    return {v for eqn in jaxpr.eqns for v in eqn.outvars} - asked
 
 
 def custom_rule(
@@ -540,7 +557,7 @@ def custom_rule(
     avals = _avals(eqn.invars)
     operands: list[Entry] = [w.number(e) for e in entries]
     forward = _body(w, lambda inner, xs: [*value(inner, xs), *xs], operands, avals)
-    closed = jax.make_jaxpr(_pullback(eqn))(avals, _avals(eqn.outvars))
+    closed = jax.make_jaxpr(pulled(eqn))(avals, _avals(eqn.outvars))
     jaxpr, consts = tracing.open_jaxpr(closed), getattr(closed, "consts", ())
     run = lambda inner, xs: inner.run(jaxpr, [inner.held(c) for c in consts], xs)
     every = [*avals, *_avals(eqn.outvars)]
@@ -548,23 +565,3 @@ def custom_rule(
     attributes = {"name": name, "residuals": len(operands)}
     bodies = [Body(forward, tuple(range(len(operands)))), Body(backward, ())]
     return _added(w, eqn, "custom_rule", tuple(operands), attributes, bodies)
-
-
-def _pullback(eqn: Any) -> Callable[..., Any]:
-    """What JAX pulls back through an equation, in gradtools' convention."""
-    active = [k for k, atom in enumerate(eqn.invars) if is_inexact(atom)]
-    moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
-
-    def pull(xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-        def fun(*some: Any) -> list[Any]:
-            full = list(xs)
-            for k, x in zip(active, some, strict=True):
-                full[k] = x
-            found = bound(eqn, full)
-            return [found[k] for k in moving]
-
-        back = jax.vjp(fun, *[xs[k] for k in active])[1]
-        place = dict(zip(active, back([conj(cts[k]) for k in moving]), strict=True))
-        return [conj(place[k]) if k in place else jnp.zeros(x.shape) for k, x in enumerate(xs)]
-
-    return pull

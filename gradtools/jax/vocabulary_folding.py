@@ -1,4 +1,7 @@
-"""Equations of constants, computed while a program is translated.
+"""Single equations, computed by JAX or NumPy.
+
+Equations of constants are computed while a program is translated, those without a translation
+when the formula is.
 
 What programs do most with constants, index arithmetic and masks, NumPy does at once; all else JAX
 computes itself, one equation at a time.
@@ -15,6 +18,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gradtools.jax import tracing
+from gradtools.jax.tracing import is_inexact
+from gradtools.jax.trees import conj
 
 Fold = Callable[..., Any]
 
@@ -58,6 +63,53 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
         debug_info=empty.debug_info.with_unknown_names(),
     )
     return jax.core.eval_jaxpr(one, [], *given.values())
+
+
+def function_of(eqn: Any) -> Callable[..., list[np.ndarray]]:
+    """What an equation gives, of NumPy's arrays, in the precision of now."""
+    wide = bool(jax.config.read("jax_enable_x64"))
+
+    def run(*xs: Any) -> list[np.ndarray]:
+        with jax.enable_x64(wide):
+            return [np.asarray(y) for y in bound(eqn, _like(eqn.invars, xs))]
+
+    return run
+
+
+def pullback_of(eqn: Any) -> Callable[..., list[np.ndarray]]:
+    """The cotangents of its operands, of these and the results' cotangents."""
+    wide, pull, count = bool(jax.config.read("jax_enable_x64")), pulled(eqn), len(eqn.invars)
+
+    def run(*values: Any) -> list[np.ndarray]:
+        with jax.enable_x64(wide):
+            xs, cts = _like(eqn.invars, values[:count]), _like(eqn.outvars, values[count:])
+            return [np.asarray(x) for x in pull(xs, cts)]
+
+    return run
+
+
+def _like(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    return [jnp.asarray(x, a.aval.dtype) for x, a in zip(values, atoms, strict=True)]
+
+
+def pulled(eqn: Any) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """What JAX pulls back through an equation, in gradtools' convention."""
+    active = [k for k, atom in enumerate(eqn.invars) if is_inexact(atom)]
+    moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
+
+    def pull(xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        def fun(*some: Any) -> list[Any]:
+            full = list(xs)
+            for k, x in zip(active, some, strict=True):
+                full[k] = x
+            found = bound(eqn, full)
+            return [found[k] for k in moving]
+
+        back = jax.vjp(fun, *[xs[k] for k in active])[1]
+        place = dict(zip(active, back([conj(cts[k]) for k in moving]), strict=True))
+        return [conj(place[k]) if k in place else jnp.zeros(x.shape) for k, x in enumerate(xs)]
+
+    return pull
 
 
 def _plain(x: Any) -> Any:
@@ -105,4 +157,4 @@ _FOLDS: dict[str, Fold] = {
     "select_n": lambda p, c, *xs: np.choose(c.astype(int), xs),
 }
 
-__all__ = ["bound", "evaluated", "folded", "is_foldable"]
+__all__ = ["bound", "evaluated", "folded", "function_of", "is_foldable", "pullback_of", "pulled"]

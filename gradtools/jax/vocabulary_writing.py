@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.jax import places
-from gradtools.jax.tracing import is_inexact
-from gradtools.jax.trees import conj
+from gradtools.jax.vocabulary_folding import function_of, pullback_of
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, kind_of, order, placeholder
@@ -235,10 +234,10 @@ class Writer(Builder):
         self._makers.update(dict.fromkeys(node.outputs, node))
         return found
 
-    def marked(self, eqn: Any, name: str, xs: Sequence[int], run: Any) -> list[int]:
+    def marked(self, eqn: Any, name: str, xs: Sequence[int]) -> list[int]:
         """An equation without a translation: its name, and how JAX computes it."""
         outs = [placeholder("", v.aval.shape, kind_of(v.aval.dtype)) for v in eqn.outvars]
-        attributes = {"function": run, "adjoint": _pulled(run, eqn)}
+        attributes = {"function": function_of(eqn), "adjoint": pullback_of(eqn)}
         name = f"jax.{name}" if name in OPERATIONS else name
         found = list(self._node(name, tuple(xs), outs, attributes))
         self._nodes[-1] = replace(self._nodes[-1], native=name)
@@ -288,30 +287,6 @@ _EXACT = (
 def is_key(x: Any) -> bool:
     """Whether it is an array of random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _pulled(run: Any, eqn: Any) -> Any:
-    """The pullback of what JAX runs, in NumPy's arrays and gradtools' convention."""
-    active = [k for k, atom in enumerate(eqn.invars) if is_inexact(atom)]
-    moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
-
-    def pull(*values: np.ndarray) -> list[np.ndarray]:
-        xs, cts = values[: len(eqn.invars)], values[len(eqn.invars) :]
-
-        def fun(*some: Any) -> list[Any]:
-            full = list(xs)
-            for k, x in zip(active, some, strict=True):
-                full[k] = x
-            found = run(*full)
-            return [found[k] for k in moving]
-
-        given = [jnp.asarray(xs[k], eqn.invars[k].aval.dtype) for k in active]
-        back = jax.vjp(fun, *given)[1]
-        found = back([conj(jnp.asarray(cts[k], eqn.outvars[k].aval.dtype)) for k in moving])
-        place = dict(zip(active, map(conj, found), strict=True))
-        return [np.asarray(place[k]) if k in place else np.zeros(x.shape) for k, x in enumerate(xs)]
-
-    return pull
 
 
 __all__ = ["Entry", "Known", "Writer", "is_key"]

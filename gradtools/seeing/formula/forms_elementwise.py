@@ -61,8 +61,9 @@ def _compare(x: Expr, args: list[Written], matrix: bool) -> Written:
 
 def _where(x: Expr, args: list[Written], matrix: bool) -> Written:
     c, a, b = args
-    condition = c.text[2:-1] if c.text.startswith("1[") else c.text
-    low = c.latex.removeprefix(r"\mathbf{1}\left[").removesuffix(r"\right]")
+    bare = x.args[0].op == "compare" and c.text.startswith("1[")
+    condition = c.text[2:-1] if bare else c.text
+    low = c.latex.removeprefix(r"\mathbf{1}\left[").removesuffix(r"\right]") if bare else c.latex
     return Written(
         f"{{{a.text} if {condition}; {b.text} otherwise}}",
         rf"\begin{{cases}} {a.latex} & {low} \\ {b.latex} & \text{{otherwise}} \end{{cases}}",

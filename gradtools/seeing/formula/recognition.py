@@ -92,7 +92,10 @@ def _broadcast_axes(x: Expr) -> set[int]:
 
 def _shifted(x: Expr, axes: set[int]) -> tuple[Expr, list[Expr]]:
     """X without its terms that are constant along axes, and these terms."""
-    terms = _terms(x)
+    return _parted(_terms(x), axes, x)
+
+
+def _parted(terms: list[Expr], axes: set[int], x: Expr) -> tuple[Expr, list[Expr]]:
     constant = [t for t in terms if axes <= _broadcast_axes(t)]
     rest = [t for t in terms if t not in constant]
     return (add(rest) if rest else full(0.0, x.shape)), constant
@@ -347,7 +350,14 @@ def _modulus_of(x: Expr) -> Expr:
 
 def _uncentred(y: Expr, axes: set[int]) -> Expr | None:
     """Z, if y is z - mean z."""
-    rest, constant = _shifted(y, axes)
+    whole = list(y.args) if y.op == "add" else [y]
+    return _centred_at(y, *_parted(whole, axes, y), axes) or _centred_at(
+        y, *_shifted(y, axes), axes
+    )
+
+
+def _centred_at(y: Expr, rest: Expr, constant: list[Expr], axes: set[int]) -> Expr | None:
+    """The rest, if the terms that are constant along the axes are minus its mean."""
     if not constant:
         return None
     m = spread(scale(1 / _count(rest, axes), total(rest, axes)), axes, y.shape)

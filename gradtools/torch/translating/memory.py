@@ -38,15 +38,17 @@ class Storage:
 
 def memory_of(x: Tensor) -> int:
     """Which piece of memory a tensor shows."""
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+    with torch._C.DisableTorchFunction():  # a mode may give another tensor in its place
+        return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
 
 
 def key_of(x: Tensor) -> Any:
     """What two tensors share that show the same memory alike."""
-    if x.layout is not torch.strided:
-        return id(x)
-    shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-    return memory_of(x), shown
+    with torch._C.DisableTorchFunction():
+        if x.layout is not torch.strided:
+            return id(x)
+        shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+        return memory_of(x), shown
 
 
 def places(x: Tensor, root: Tensor) -> np.ndarray:

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradtools.errors import GradtoolsError
+from gradtools.host import _BY_KEY
 from gradtools.torch.rules import is_inexact
 from gradtools.torch.translating import memory
 from gradtools.torch.translating.memory import Held, Storage, key_of, memory_of
@@ -200,10 +200,11 @@ class Recorder:
         writes = list(_written(func, args, kwargs))
         bound = self._bound(func, args, kwargs)
         translation = self.operations.get(_functional(name, bool(writes)))
-        decomposed = None if writes else decomposition_table.get(func)
-        if translation is None and decomposed is not None and bound.given:
-            with again():
-                return decomposed(*args, **kwargs)
+        if translation is None and not writes and bound.given:
+            decomposed = _decomposition(func)
+            if decomposed is not None:
+                with again():
+                    return decomposed(*args, **kwargs)
         out = func(*args, **kwargs)
         outs = writes if writes else list(tensors_in(out))
         self.writer.native = f"aten.{name}"
@@ -214,9 +215,11 @@ class Recorder:
             self._note(outs, [self.constant(y) for y in outs], bool(writes))
             return out
         found = None if translation is None else translation(self.writer, bound)
-        if found is None and translation is not None and decomposed is not None:
-            with again():
-                return decomposed(*args, **kwargs)
+        if found is None and translation is not None and not writes:
+            decomposed = _decomposition(func)
+            if decomposed is not None:
+                with again():
+                    return decomposed(*args, **kwargs)
         if found is None:
             found = self._unknown(bound, outs, func, args, kwargs)
         refs = list(found) if isinstance(found, list | tuple) else [found]
@@ -313,6 +316,7 @@ class Computing:
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, tuple(args), dict(kwargs)
+        self.kept = [_BY_KEY.get(a) for a in args if isinstance(a, str)]  # a kernel's call
         self.xs = list(tensors_in([self.args, self.kwargs]))
 
     def _run(self, values: Sequence[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
@@ -378,6 +382,13 @@ class Functions(TorchFunctionMode):
 
 
 _SAME = frozenset({"alias", "lift_fresh", "lift", "detach"})
+
+
+def _decomposition(func: Any) -> Any:
+    """PyTorch's own, if it has one; the table takes a second to be read."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(func)
 
 
 def _functional(name: str, writes: bool) -> str:

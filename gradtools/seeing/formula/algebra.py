@@ -353,7 +353,7 @@ def _build(p: _Product, shape: tuple[int, ...]) -> Expr:
         return expr("einsum", (), shape, kind, labels=(), coefficient=coefficient)
     if len(factors) == 1 and coefficient == 1 and factors[0][1] == p.out:
         return factors[0][0]
-    factors = sorted(factors, key=lambda f: (f[0].serial, [str(n) for n in f[1]]))
+    factors = sorted(factors, key=lambda f: (f[0].turn, [str(n) for n in f[1]]))
     if _has_sum(p):
         core, kept = _core(factors, p)
         if coefficient == 1 and kept == p.out:
@@ -756,7 +756,7 @@ def _common_factors(split: list) -> list:
     out = split[0][3]
     shared = set(terms[0]).intersection(*terms[1:])
     chosen: list = []
-    for entry in sorted(shared, key=lambda f: f[0].serial):
+    for entry in sorted(shared, key=lambda f: f[0].turn):
         inside = all(l in out for l in entry[1]) and _is_worth_it(entry, terms, len(out))
         if inside and all(_can_leave([*chosen, entry], term) for term in terms):
             chosen.append(entry)
@@ -804,7 +804,7 @@ def _plain_sum(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
     moved = _sum_of_reshapes(terms, shape)
     if moved is not None:
         return moved
-    terms = sorted(terms, key=lambda t: t.serial)
+    terms = sorted(terms, key=lambda t: t.turn)
     return expr("add", terms, shape, widest(*(t.kind for t in terms)))
 
 

@@ -37,9 +37,11 @@ class Expr:
         shape: Its shape.
         kind: "real", "complex", "integer" or "boolean".
         serial: Its place in the order of making.
+        turn: Its place among factors and terms: constants last, since one that another formula
+            has made already is as old as that.
     """
 
-    __slots__ = ("__weakref__", "args", "attributes", "kind", "op", "serial", "shape")
+    __slots__ = ("__weakref__", "args", "attributes", "kind", "op", "serial", "shape", "turn")
 
     def __init__(self, op, args, attributes, shape, kind):
         self.op: str = op
@@ -48,6 +50,8 @@ class Expr:
         self.shape: tuple[int, ...] = shape
         self.kind: str = kind
         self.serial = next(_serial)
+        constant = op != "placeholder" and all(a.turn[0] for a in args)
+        self.turn: tuple[bool, int] = (constant, self.serial)
 
     def __getitem__(self, name: str) -> Any:
         return dict(self.attributes)[name]

@@ -77,7 +77,7 @@ class Call:
         if not isinstance(result, tuple) or len(result) != 2:
             raise GradtoolsError(
                 f"{self.asked}: with has_aux=True f must return a pair (output, aux), got "
-                f"{describe(self.backend, result)}."
+                f"{describe(self.backend, result)}. Return both, or leave has_aux out."
             )
         return result
 
@@ -118,7 +118,8 @@ class Call:
             if leaves is None:
                 raise GradtoolsError(
                     f"{self.asked}: {what} {i} has the structure {self.backend.flatten(tree)[1]}, "
-                    f"expected that of argument {i}, {treedef}."
+                    f"expected that of argument {i}, {treedef}. Give one leaf for each of its "
+                    "leaves."
                 )
             found += leaves
         return [
@@ -149,7 +150,8 @@ class Call:
         if leaves is None:
             raise GradtoolsError(
                 f"{self.asked}: the cotangent has the structure {self.backend.flatten(tree)[1]}, "
-                f"expected that of f's output, {self._out_def}."
+                f"expected that of f's output, {self._out_def}. Give one leaf for each of its "
+                "leaves."
             )
         places = [k for k, inexact in enumerate(self._inexact) if inexact]
         return [
@@ -189,17 +191,21 @@ def normalized_argnums(
     positions = []
     for i in given:
         if isinstance(i, bool) or not hasattr(i, "__index__"):
-            raise GradtoolsError(f"{asked}: {name} must hold integers, got {i!r}.")
+            raise GradtoolsError(
+                f"{asked}: {name} must hold integers, got {i!r}. Give the position of an argument, "
+                "counted from 0, or a tuple of positions."
+            )
         i = operator.index(i)
         if not -count <= i < count:
+            many = f"{count} positional argument{'s' * (count > 1)}"
+            called = f"{many} (0 to {count - 1})" if count else "no positional argument"
             raise GradtoolsError(
-                f"{asked}: {name} holds {i}, but f was called with {count} positional "
-                f"arguments (0 to {count - 1}). Keyword arguments are not differentiated; pass "
-                "what is to be differentiated by position."
+                f"{asked}: {name} holds {i}, but f was called with {called}. Keyword arguments "
+                "are not differentiated; pass what is to be differentiated by position."
             )
         positions.append(i % count)
     if len(set(positions)) < len(positions):
-        raise GradtoolsError(f"{asked}: {name} {given} names an argument twice.")
+        raise GradtoolsError(f"{asked}: {name} {given} names an argument twice. Name each once.")
     if not positions:
         raise GradtoolsError(f"{asked}: {name} is empty; name at least one argument.")
     return tuple(positions)
@@ -219,15 +225,28 @@ def differentiable_leaf(backend: Backend, asked: str, leaf: Any, name: str) -> A
 
 def _converted(backend: Backend, asked: str, leaf: Any, name: str) -> Array:
     if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
-        came = f"an object of type {type(leaf).__name__}"
-        raise _not_differentiable(asked, name, came)
-    return backend.asarray(leaf)
+        raise _not_differentiable(asked, name, f"an object of type {type(leaf).__name__}")
+    try:
+        return backend.asarray(leaf)
+    except GradtoolsError as error:
+        raise GradtoolsError(f"{asked}: {name} cannot be differentiated: {error}") from error
+
+
+_ALL = ("vjp", "jvp", "linearize", "hvp", "mixed_partial")  # these differentiate every argument
+_ALONG = ("why_zero", "gradient_graph", "formula")
 
 
 def _not_differentiable(asked: str, name: str, came: str) -> GradtoolsError:
+    elsewhere = "keep it in an argument that argnums does not name"
+    if asked in _ALL:
+        elsewhere = "let f close over it"
+    elif asked in _ALONG:
+        elsewhere = "keep it in an argument that wrt does not name"
+    elif asked == "minimax_value_and_grad":
+        elsewhere = "keep it in an argument that neither minimize nor maximize names"
     return GradtoolsError(
         f"{asked}: {name} is {came}; what is differentiated must be a floating or complex array. "
-        "Cast it, or keep it in an argument that argnums does not name."
+        f"Cast it, or {elsewhere}."
     )
 
 
@@ -244,7 +263,7 @@ def matching(
     if isinstance(x, bool | int | float | complex):
         x = backend.cast(x, like)
     elif not backend.is_array(x):
-        x = _converted(backend, asked, x, names()[0])
+        x = _as_like(backend, asked, x, like, names)
     if x.shape != like.shape or x.dtype != like.dtype:
         came = (tuple(x.shape), backend.dtype_name(x))
         wanted = (tuple(like.shape), backend.dtype_name(like))
@@ -254,6 +273,18 @@ def matching(
             f"{wanted[1]}, those of {like_name}. Reshape or cast it."
         )
     return x
+
+
+def _as_like(
+    backend: Backend, asked: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
+) -> Array:
+    if hasattr(x, "__array__"):
+        return _converted(backend, asked, x, names()[0])
+    name, like_name = names()
+    raise GradtoolsError(
+        f"{asked}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, like "
+        f"{like_name}."
+    )
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
@@ -270,8 +301,13 @@ def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
 
 def describe(backend: Backend, x: Any) -> str:
     """What x is, in a few words, for messages."""
-    if backend.is_array(x):
+    if backend.is_array(x) or (hasattr(x, "shape") and hasattr(x, "dtype")):
         return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
     if isinstance(x, tuple | list | dict):
         return f"a {type(x).__name__} of {len(x)}"
-    return f"{x!r}" if x is None else f"a {type(x).__name__}"
+    return "None" if x is None else with_article(type(x).__name__)
+
+
+def with_article(name: str) -> str:
+    """The name of a type after "a" or "an"."""
+    return f"{'an' if name[0].lower() in 'aeio' or name == 'ndarray' else 'a'} {name}"

@@ -200,7 +200,9 @@ class Chunking(Operators):
                 "multiply by them inside f."
             )
 
-        both = self.value_and_grad(f, argnums)  # type: ignore[attr-defined]
+        both = self._scalar_gradient(  # type: ignore[attr-defined]
+            "microbatched", f, argnums, False, "raise"
+        )
 
         def value_and_grads(*args: Any, **kwargs: Any) -> Any:
             backend = self._backend
@@ -210,7 +212,7 @@ class Chunking(Operators):
 
             def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
                 given = None if call.weights is None else chunk[-1]
-                value, grads = both(*chunk[: len(args)], **kwargs)
+                value, _, grads = both(chunk[: len(args)], kwargs)
                 found, treedef = backend.flatten((value, grads))
                 seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
                 if reduction == "sum":

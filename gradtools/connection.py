@@ -14,6 +14,8 @@ from gradtools.backend import Array, Backend, Evaluation
 from gradtools.calls import Call
 from gradtools.errors import DisconnectedInputError, GradtoolsWarning
 
+_WITH_POLICY = ("grad", "value_and_grad")  # which take disconnected_inputs
+
 
 class Connection:
     """Which differentiated arguments do not reach the output, and what to say about it."""
@@ -53,11 +55,14 @@ class Connection:
         names = ", ".join(name for name, _ in lost)
         cuts = [cut for _, i in lost for cut in self.found.where_lost(i)]
         where = f" It is cut by {'; '.join(dict.fromkeys(cuts))}." if cuts else ""
+        verb = "does" if len(lost) == 1 else "do"
+        mend = 'If zero is what you mean, pass disconnected_inputs="zeros".'
+        if self.call.asked not in _WITH_POLICY:
+            mend = "Leave it out of what is differentiated, or let it reach the output."
         return (
-            f"{self.call.asked}: {names} does not reach the output of f by a differentiable path."
+            f"{self.call.asked}: {names} {verb} not reach the output of f by a differentiable path."
             f"{where} It may be unused, stopped or detached, cast to an integer, compared, or it "
-            "may leave the framework (.item(), .numpy(), no_grad). If zero is what you mean, pass "
-            'disconnected_inputs="zeros".'
+            f"may leave the framework (.item(), .numpy(), no_grad). {mend}"
         )
 
     def _warn_of_zeros(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from gradtools.backend import Array, Backend, Evaluation, Fun, Operators
 from gradtools.batches import Batch, shared_unless_named
 from gradtools.blocks import blocks
-from gradtools.calls import Call, normalized_argnums
+from gradtools.calls import Call, describe, normalized_argnums, with_article
 from gradtools.connection import Connection
 from gradtools.errors import GradtoolsError
 
@@ -546,6 +546,11 @@ class Derivatives(Operators):
         call = Call(backend, "mixed_partial", G, (z,), {}, (0,))
         many = [call.from_trees((u,), "tangent") for u in us]
         outs, extras, pushed = backend.jvps(call, call.leaves, many)
+        if not outs:
+            raise GradtoolsError(
+                "mixed_partial: G returned no floating or complex array, got "
+                f"{describe(backend, call.output(outs, extras)[0])}. Is a return statement missing?"
+            )
         found = call.output(outs, extras)[0], [call.tangent_output(dys) for dys in pushed]
         message = (
             "mixed_partial: it keeps no graph of G, so its result has no derivative with respect "
@@ -626,7 +631,12 @@ def _named(operator: str, f: Any, wrapper: Callable[..., Any]) -> Callable[..., 
 
 def _callable(asked: str, f: Any, name: str = "f") -> None:
     if not callable(f):
-        raise GradtoolsError(f"{asked}: {name} must be a function, got {f!r}.")
+        came = (
+            repr(f)
+            if isinstance(f, str | int | float | complex | None)
+            else with_article(type(f).__name__)
+        )
+        raise GradtoolsError(f"{asked}: {name} must be a function, got {came}.")
 
 
 def _one_of(asked: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -651,8 +661,8 @@ def _same_length(
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, tuple | list):
             raise GradtoolsError(
-                f"{asked}: {name} must be a tuple with one entry for each argument of f, got a "
-                f"{type(given).__name__}. For one argument write (x,)."
+                f"{asked}: {name} must be a tuple with one entry for each argument of f, got "
+                f"{with_article(type(given).__name__)}. For one argument write (x,)."
             )
     if len(primals) != len(tangents) or not primals:
         raise GradtoolsError(

@@ -19,6 +19,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gradtools.backend import Array, Backend, Operators
+from gradtools.calls import describe
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 
@@ -197,9 +198,9 @@ class Edits(Operators):
         backend = self._backend
 
         def one(leaf: Array, path: str) -> Array:
-            return backend.apply_rule(SCALE, leaf, _factor(backend, name, leaf, path, signed))[0]
+            factor = _factor(backend, name, leaf, path, scale)
+            return backend.apply_rule(SCALE, leaf, factor if sign > 0 else -factor)[0]
 
-        signed = scale if sign > 0 else -scale
         return _map_inexact(backend, one, x)
 
     def stop_gradient(self, x: Any) -> Any:
@@ -250,6 +251,11 @@ class Edits(Operators):
         if not given:
             raise GradtoolsError("clip_gradient: give max_norm, max_value or both.")
         for name, bound in given.items():
+            if not isinstance(bound, int | float) and not _has_real_dtype(bound):
+                raise GradtoolsError(
+                    f"clip_gradient: {name} is {describe(self._backend, bound)}; it must be a real "
+                    "number, or an array of shape () that holds one."
+                )
             if isinstance(bound, int | float) and bound < 0:
                 raise GradtoolsError(f"clip_gradient: {name} is {bound}; it must not be negative.")
         backend = self._backend
@@ -336,7 +342,8 @@ class Edits(Operators):
         given, given_def = backend.flatten(dx)
         if treedef != given_def:
             raise GradtoolsError(
-                f"known_gradient: dx has the structure {given_def}, expected that of x, {treedef}."
+                f"known_gradient: dx has the structure {given_def}, expected that of x, {treedef}. "
+                "Give one array for each of x's."
             )
         paths = backend.leaf_paths(x)
         edited = [
@@ -374,7 +381,11 @@ class Edits(Operators):
         stochastic neurons, 2013.
         """
         if not callable(f) or not (surrogate is None or callable(surrogate)):
-            raise GradtoolsError("straight_through: f and surrogate must be functions.")
+            name, given = ("surrogate", surrogate) if callable(f) else ("f", f)
+            raise GradtoolsError(
+                f"straight_through: {name} must be a function, got "
+                f"{describe(self._backend, given)}."
+            )
         return _StraightThrough(self._backend, f, surrogate)
 
 
@@ -418,6 +429,11 @@ def _factor(backend: Backend, name: str, leaf: Array, path: str, scale: Any) -> 
         raise GradtoolsError(
             f"{name}: scale is complex; it must be real. For a complex factor write a rule."
         )
+    if not _has_real_dtype(scale):
+        raise GradtoolsError(
+            f"{name}: scale is {describe(backend, scale)}; it must be a real number, or an array "
+            "of real numbers that broadcasts to every leaf."
+        )
     factor = backend.real_scalar(scale, leaf)
     shape, wanted = tuple(factor.shape), tuple(leaf.shape)
     fits = len(shape) <= len(wanted) and all(
@@ -431,6 +447,11 @@ def _factor(backend: Backend, name: str, leaf: Array, path: str, scale: Any) -> 
     return factor
 
 
+def _has_real_dtype(x: Any) -> bool:
+    dtype = str(getattr(x, "dtype", "complex"))
+    return not any(kind in dtype for kind in ("complex", "object", "str", "<U"))
+
+
 def _known(backend: Backend, x: Array, dx: Any, path: str) -> Array:
     dx = dx if backend.is_array(dx) else backend.asarray(dx)
     came = (tuple(dx.shape), backend.dtype_name(dx))
@@ -438,7 +459,7 @@ def _known(backend: Backend, x: Array, dx: Any, path: str) -> Array:
     if came != wanted:
         raise GradtoolsError(
             f"known_gradient: dx{path} has shape {came[0]} and dtype {came[1]}, expected "
-            f"{wanted[0]} and {wanted[1]}, those of x{path}."
+            f"{wanted[0]} and {wanted[1]}, those of x{path}. Reshape or cast it."
         )
     return backend.apply_rule(KNOWN, x, dx)[0]
 
@@ -449,7 +470,8 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
     given, expected = backend.flatten(like)
     if treedef != expected:
         raise GradtoolsError(
-            f"transform_gradient: fn returned the structure {treedef}, expected {expected}."
+            f"transform_gradient: fn returned the structure {treedef}, expected {expected}, "
+            "that of the cotangent. Return one array for each that fn is given."
         )
     found = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
     for i, (new, ct) in enumerate(zip(found, cts, strict=True)):

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gradtools.backend import Operators
+from gradtools.calls import with_article
+from gradtools.errors import GradtoolsError
 
 Array = Any
 Apply = Callable[..., tuple[Any, Any]]
@@ -228,6 +230,7 @@ class Models(Operators):
             >>> gt.to_numpy(gt.vmap(lambda row: (row * row).sum())(rows))
             array([3., 3.], dtype=float32)
         """
+        _check_function("vmap", f)
         return self._backend.vmap(f, in_axes, out_axes)
 
     def checkpoint(self, f: Callable[..., Any]) -> Callable:
@@ -247,6 +250,7 @@ class Models(Operators):
             >>> gt.to_numpy(gt.grad(square)(gt.asarray(np.ones(2, np.float32))))
             array([2., 2.], dtype=float32)
         """
+        _check_function("checkpoint", f)
         return self._backend.checkpoint(f)
 
     def compile(self, f: Callable[..., Any], **options: Any) -> Callable:
@@ -264,4 +268,12 @@ class Models(Operators):
             >>> callable(fast)
             True
         """
+        _check_function("compile", f)
         return self._backend.compile(f, **options)
+
+
+def _check_function(asked: str, f: Any) -> None:
+    if not callable(f):
+        raise GradtoolsError(
+            f"{asked}: f is {with_article(type(f).__name__)}; expected a function."
+        )

@@ -172,7 +172,7 @@ BAD = (
     Bad(
         "object in the output",
         lambda gt, a: gt.jvp(lambda x: {"m": object()}, (a(V),), (a(V),)),
-        (r"^jvp: f returned a object at output\['m'\]", "has_aux"),
+        (r"^jvp: f returned an object at output\['m'\]", "has_aux"),
     ),
     Bad(
         "vector output of hvp",
@@ -243,7 +243,7 @@ BAD = (
     Bad(
         "only keywords",
         lambda gt, a: gt.grad(lambda *, x: x)(x=a(S)),
-        ("called with 0 positional",),
+        ("called with no positional argument",),
     ),
     Bad(
         "a player on both sides",
@@ -309,12 +309,12 @@ BAD = (
     Bad(
         "string tangent",
         lambda gt, a: gt.jvp(total(gt), (a(V),), ("x",)),
-        (r"tangent 0 is an object of type str",),
+        (r"tangent 0 is a str, expected an array of shape",),
     ),
     Bad(
         "None as tangent",
         lambda gt, a: gt.jvp(total(gt), (a(V),), (None,)),
-        (r"tangent 0 (has the structure .*None|is an object of type NoneType)",),
+        (r"tangent 0 is None, expected an array of shape",),
     ),
     Bad(
         "pushforward of another shape",

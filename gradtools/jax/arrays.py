@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 
 X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
@@ -45,7 +46,7 @@ def to_numpy(x: Any) -> np.ndarray:
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return np.array(jax.random.key_data(x))
-    return np.array(_as_numpy(x))
+    return np.array(_as_numpy(x, "to_numpy"))
 
 
 def key(seed: Any) -> jax.Array:
@@ -107,15 +108,17 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
 
 
-def _as_numpy(x: Any) -> np.ndarray:
+def _as_numpy(x: Any, asked: str = "asarray") -> np.ndarray:
     try:
         array = np.asarray(x)
     except Exception as error:
-        raise GradtoolsError(f"asarray: a {type(x).__name__} is no array: {error}") from error
+        raise GradtoolsError(
+            f"{asked}: {with_article(type(x).__name__)} is no array: {error}"
+        ) from error
     if array.dtype.kind in "OSUMmT":
         raise GradtoolsError(
-            f"asarray: {_described(x, array)} holds no numbers that JAX could take. Give one "
-            "array of numbers (for a tree of arrays, call asarray on each leaf)."
+            f"{asked}: {_described(x, array)} holds no numbers that JAX could take. Give one "
+            f"array of numbers (for a tree of arrays, call {asked} on each leaf)."
         )
     return array
 
@@ -147,4 +150,6 @@ def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:
 
 
 def _described(x: Any, array: np.ndarray) -> str:
-    return f"a {type(x).__name__} (NumPy reads it as {array.dtype} of shape {array.shape})"
+    return (
+        f"{with_article(type(x).__name__)} (NumPy reads it as {array.dtype} of shape {array.shape})"
+    )

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.torch.compiling import is_compiling
 
@@ -43,7 +44,7 @@ def asarray(x: Any) -> torch.Tensor:
 def to_numpy(x: Any) -> np.ndarray:
     """A NumPy copy of one array, cut from the graph. See ``gradtools.models``."""
     if not isinstance(x, torch.Tensor):
-        return np.array(_as_numpy(x))
+        return np.array(_as_numpy(x, "to_numpy"))
     try:
         return _to_numpy(x.detach())
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -74,6 +75,7 @@ def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
 
 def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:
     """The child of a key that `split` would give at this index."""
+    check_key("chunked", key)
     return split(key, index + 1)[index]
 
 
@@ -116,15 +118,17 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
 
 
-def _as_numpy(x: Any) -> np.ndarray:
+def _as_numpy(x: Any, asked: str = "asarray") -> np.ndarray:
     try:
         array = np.asarray(x)
     except Exception as error:
-        raise GradtoolsError(f"asarray: a {type(x).__name__} is no array: {error}") from error
+        raise GradtoolsError(
+            f"{asked}: {with_article(type(x).__name__)} is no array: {error}"
+        ) from error
     if array.dtype.kind in "OSUMmT":
         raise GradtoolsError(
-            f"asarray: {_described(x, array)} holds no numbers that PyTorch could take. Give one "
-            "array of numbers (for a tree of arrays, call asarray on each leaf)."
+            f"{asked}: {_described(x, array)} holds no numbers that PyTorch could take. Give one "
+            f"array of numbers (for a tree of arrays, call {asked} on each leaf)."
         )
     return array
 
@@ -178,7 +182,9 @@ def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def _described(x: Any, array: np.ndarray) -> str:
-    return f"a {type(x).__name__} (NumPy reads it as {array.dtype} of shape {array.shape})"
+    return (
+        f"{with_article(type(x).__name__)} (NumPy reads it as {array.dtype} of shape {array.shape})"
+    )
 
 
 def _seed(seed: Any) -> torch.Tensor:

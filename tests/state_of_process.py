@@ -183,7 +183,7 @@ def _of_python() -> dict[str, Any]:
         "python's random stream": random.getstate(),
         "NumPy's random stream": (kind, keys.tobytes(), *rest),
         "NumPy's errors": np.geterr(),
-        "filters of warnings": list(warnings.filters),
+        "filters of warnings": [f for f in warnings.filters if _ours(f[2])],
         "the recursion limit": sys.getrecursionlimit(),
         "the tracing function": (sys.gettrace(), sys.getprofile()),
         "the handler of interrupts": signal.getsignal(signal.SIGINT),
@@ -192,6 +192,11 @@ def _of_python() -> dict[str, Any]:
         "the environment": dict(os.environ),
         "threads": threading.active_count(),
     }
+
+
+def _ours(category: type) -> bool:
+    """Whether a filter is none of those that packages add when they are imported."""
+    return category.__module__.partition(".")[0] in ("builtins", "gradtools")
 
 
 def _same(a: Any, b: Any) -> bool:

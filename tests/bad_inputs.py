@@ -480,8 +480,8 @@ BAD = (
         jax=(
             "grad: argument 0 does not reach the output of f by a differentiable path. It is "
             "cut by stop_gradient at PLACE. It may be unused, stopped or detached, cast to an "
-            "integer, compared, or it may leave the framework (.item(), .numpy(), no_grad). If zero is "
-            'what you mean, pass disconnected_inputs="zeros".'
+            "integer, compared, or it may leave the framework (.item(), .numpy(), no_grad). If "
+            'zero is what you mean, pass disconnected_inputs="zeros".'
         ),
     ),
     Bad(

@@ -58,11 +58,11 @@ class Case:
 
     @property
     def expected(self) -> set[tuple[str, int | None, bool]]:
-        """The kind and the line of each loss, and whether all is lost. Cancelling has no line."""
+        """The kind and the line of each loss, and whether all is lost."""
         lines, first = inspect.getsourcelines(self.written or self.f)
         marks = [(line.partition("# <- ")[2].strip(), first + i) for i, line in enumerate(lines)]
         return {
-            (kind, None if kind == "cancelled" else line, not partly)
+            (kind, line, not partly)
             for mark, line in marks
             for kind, _, partly in [mark.partition(", ")]
             if kind
@@ -681,9 +681,39 @@ def underflow_of_products(x):
     return (y * 1e-30).sum()
 
 
-@cause()  # <- cancelled
+@cause()
 def taken_from_itself(x):
-    return (x - x).sum()
+    return (x - x).sum()  # <- cancelled
+
+
+@cause()
+def two_paths_that_cancel(x):
+    there = jnp.sin(x) * 2
+    back = -there
+    return (there + back).sum()  # <- cancelled
+
+
+@cause()
+def all_of_it_is_set(x):
+    return (x * 2).at[:].set(1.0).sum()  # <- overwritten
+
+
+@cause()
+def updated_as_a_whole(x):
+    return lax.dynamic_update_slice(jnp.sin(x), 2 * POSITIVE, (0,)).sum()  # <- overwritten
+
+
+@cause()
+def set_at_every_index(x):
+    return (x * 2).at[jnp.arange(3)].set(1.0).sum()  # <- overwritten
+
+
+@cause()
+def set_in_every_round(x):
+    def body(i, c):
+        return c.at[:].set(1.0 * i)  # <- overwritten
+
+    return lax.fori_loop(0, 3, body, x).sum()
 
 
 # --- one term of several -----------------------------------------------------------------
@@ -815,6 +845,22 @@ CAUSES.append(Case(lambda x: _block(x), (X,), ("EquinoxBlock",), EquinoxBlock.__
 
 
 # --- healthy -----------------------------------------------------------------------------
+
+
+@healthy()
+def set_where_the_greatest_is(x):
+    return (x**2).at[jnp.argmax(x)].set(0.0).sum()
+
+
+@healthy()
+def added_where_it_is_positive(x):
+    return (x**2).at[x > 1.5].add(1.0).sum()
+
+
+@healthy()
+def an_old_buffer_is_filled_anew(x):
+    buffer = x.at[:].set(jnp.sin(x))
+    return (buffer + x.at[:].set(1.0)).sum()
 
 
 @healthy()

@@ -12,6 +12,7 @@ from jax import lax  # noqa: E402
 
 import gradtools.jax as gt  # noqa: E402
 from gradtools.errors import GradtoolsError  # noqa: E402
+from gradtools.jax import tape  # noqa: E402
 from gradtools.jax.deciding import jaxpr_with_answers  # noqa: E402
 from gradtools.jax.graphs import graph_of  # noqa: E402
 from gradtools.jax.seeing import captured_arrays, record  # noqa: E402
@@ -411,8 +412,50 @@ def test_an_underflow_is_told_from_a_zero_factor():
     assert (found.node.operation, found.underflow) == ("multiply", False)
 
 
-def test_values_that_cancel_vanish_nowhere():
-    assert vanished(lambda x: (x - x).sum()) == []
+def test_values_that_cancel_are_told_where_they_meet():
+    (found,) = vanished(lambda x: (x - x).sum())
+    assert (found.node.operation, found.cancelled) == ("subtract", True)
+    (found,) = vanished(lambda x: lax.concatenate([x, -x], 0).reshape(2, 3).sum(0).sum())
+    assert (found.node.operation, found.cancelled) == ("concatenate", True)
+
+
+def test_what_cancels_in_the_rounds_of_a_loop_is_told_there():
+    def f(x):
+        ys = lax.scan(lambda c, a: (c, a * 2 - a - a), 0.0, x)[1]
+        return (ys * jnp.arange(1.0, 4.0)).sum()
+
+    assert {(v.node.operation, v.cancelled) for v in vanished(f)} == {("subtract", True)}
+
+
+def test_what_goes_through_a_reference_is_not_blamed():
+    def kept(x):
+        ref = jax.new_ref(x)
+        ref[...] = jnp.sin(ref[...])
+        return ref[...].sum()
+
+    def zero(x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] * 0.0
+        return ref[...].sum()
+
+    assert vanished(kept) is None
+    assert vanished(zero) is not None
+
+
+def test_equal_layers_are_transposed_by_one_program():
+    sizes = []
+    for layers in (1, 9):
+        x = jnp.ones((3, 5 + layers))
+
+        def f(x, layers=layers):
+            for _ in range(layers):
+                x = jnp.tanh(x) * x
+            return x.sum()
+
+        before = tape._compiled._cache_size()
+        assert vanished(f, x) is None
+        sizes.append(tape._compiled._cache_size() - before)
+    assert sizes[0] == sizes[1] <= 4
 
 
 def test_loops_run_backwards_and_their_columns_are_written_out():

@@ -135,6 +135,63 @@ def test_a_gradient_that_is_zero_at_these_values_is_numerical(gt, x, name, kind)
     assert "zero at these values" in str(report)
 
 
+def test_what_cancels_is_told_where_it_comes_together(gt, x):
+    def f(x):
+        there = gt.xp.sin(x)
+        back = -there
+        return (there + back).sum()  # here
+
+    report = gt.why_zero(f, x)
+    assert kinds(report) == ["cancelled"]
+    assert lines(report)[0].endswith("# here")
+
+
+def overwritten(gt, x):
+    y = gt.xp.sin(x)
+    if hasattr(y, "at"):
+        return y.at[:].set(1.0)  # here
+    y[:] = 1.0  # here
+    return y
+
+
+def test_what_is_overwritten_is_no_data_flow_and_has_a_mend_of_its_own(gt, x):
+    f = lambda x: overwritten(gt, x).sum()
+    report = gt.why_zero(f, x)
+    assert kinds(report) == ["overwritten"]
+    assert lines(report)[0].endswith("# here")
+    assert "set before what is to be differentiated" in str(report)
+    assert str(gt.dependence(f, x)["output", "argument 0"]) == "none"
+
+
+def test_what_is_overwritten_is_no_lost_term(gt, x):
+    assert not gt.why_zero(lambda x: (overwritten(gt, x) + x).sum(), x)
+
+
+def test_the_guard_says_where_a_leaf_is_overwritten(gt, x):
+    guarded = gt.guard_gradients(lambda p: (overwritten(gt, p["a"]) + p["b"]).sum())
+    with pytest.warns(GradtoolsWarning, match=r"argument 0\['a'\]: overwritten at test_seeing"):
+        guarded({"a": x, "b": x})
+
+
+def test_many_leaves_that_do_not_move_the_output_cost_a_few_runs(gt, x):
+    runs = []
+
+    def f(p):
+        runs.append(1)
+        return (gt.xp.stack(p).sum() * 0).sum()
+
+    report = gt.why_zero(f, [x] * 30)
+    assert len(report.depends) == 30
+    assert set(report.depends.values()) == {False}
+    assert len(runs) <= 8
+
+
+def test_a_leaf_that_moves_is_told_from_those_that_do_not(gt, x):
+    stop = gt.stop_gradient
+    report = gt.why_zero(lambda x, y: (stop(x) + stop(y * 0)).sum(), x, x, wrt=(0, 1))
+    assert report.depends == {"argument 0": True, "argument 1": False}
+
+
 def test_what_is_constant_is_told_from_what_is_cut(gt, x):
     constant = gt.why_zero(lambda x: gt.stop_gradient(x * 0).sum(), x)
     cut = gt.why_zero(lambda x: gt.stop_gradient(x * 2).sum(), x)

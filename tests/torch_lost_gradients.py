@@ -686,6 +686,44 @@ def masked(x):
     return torch.where(x > 7, x, 1.0).sum()  # <- here
 
 
+@lost("cancelled")
+def taken_from_itself(x):
+    return (x - x).sum()  # <- here
+
+
+@lost("cancelled")
+def two_paths_that_cancel(x):
+    there = torch.sin(x) * 2
+    back = -there
+    return (there + back).sum()  # <- here
+
+
+@lost("overwritten")
+def all_of_it_is_set(x):
+    y = x * 2
+    y[:] = 1  # <- here
+    return y.sum()
+
+
+@lost("overwritten")
+def filled(x):
+    y = x.clone()
+    y.zero_()  # <- here
+    return y.sum()
+
+
+@lost("overwritten")
+def set_at_every_index(x):
+    y = x * 2
+    y[torch.arange(3)] = 1.0  # <- here
+    return y.sum()
+
+
+@lost("overwritten")
+def masked_fill_of_all(x):
+    return x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0).sum()  # <- here
+
+
 @lost("saturated")
 def saturated_sigmoid(x):
     return torch.sigmoid(x + 900).sum()  # <- here
@@ -713,6 +751,28 @@ def exponential_underflow(x):
 
 
 # --- healthy -----------------------------------------------------------------------------
+
+
+@healthy()
+def set_where_the_greatest_is(x):
+    y = x**2
+    y[x.argmax()] = 0.0
+    return y.sum()
+
+
+@healthy()
+def filled_where_it_is_negative(x):
+    y = x**2
+    y[x < 0] = 0.0
+    return y.masked_fill(x > 1.2, 0.0).sum()
+
+
+@healthy()
+def an_old_buffer_is_filled_anew(x):
+    buffer, ones = x.clone(), x.clone()
+    buffer[:] = x.sin()
+    ones[:] = 1
+    return (buffer + ones).sum()
 
 
 @healthy()

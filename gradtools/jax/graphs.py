@@ -133,6 +133,7 @@ class _Reader:
             loss=loss,
             mark=_mark(eqn),
             bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
+            overwrites=inputs[:1] if tracing.overwrites(eqn) else (),
         )
 
     def body_of(self, eqn: Eqn, body: Any, values: _Values, here: _Place) -> Body:
@@ -169,6 +170,9 @@ class _Reader:
         if tracing.is_activation_rule(eqn):
             values.flat.update(eqn.outvars)
             return tuple((_ZERO,) * len(eqn.invars) for _ in eqn.outvars)
+        if tracing.overwrites(eqn):
+            first = [[i > 0 for i in range(len(eqn.invars))]]
+            return _rows(eqn, first, _FULL, _NONE)
         passive = _passive(eqn)
         flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
         if not passive and not flat:

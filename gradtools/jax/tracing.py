@@ -90,6 +90,16 @@ def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> boo
     return False
 
 
+def overwrites(eqn: Eqn) -> bool:
+    """Whether an equation sets every entry of its first operand."""
+    name, atoms = eqn.primitive.name, eqn.invars
+    if name == "dynamic_update_slice":
+        return bool(atoms[0].aval.shape == atoms[1].aval.shape)
+    if name != "scatter" or atoms[1].aval.size:
+        return False
+    return bool(atoms[0].aval.size == atoms[2].aval.size)
+
+
 def is_batch_statistic(eqn: Eqn) -> bool:
     """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation."""
     names = [frame.function_name for frame in frames(eqn)]

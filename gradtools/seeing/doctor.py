@@ -19,7 +19,15 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.seeing.findings import KINDS, Finding
-from gradtools.seeing.flow import Loss, backward, dependence_matrix, forward, losses, losses_of
+from gradtools.seeing.flow import (
+    Loss,
+    backward,
+    dependence_matrix,
+    forward,
+    losses,
+    losses_of,
+    overwritten,
+)
 from gradtools.seeing.graph import Dependence, Graph, Node, Source
 from gradtools.seeing.program import Program
 from gradtools.seeing.recording import Recording, Refusal, Vanished
@@ -28,6 +36,12 @@ from gradtools.seeing.recording import Recording, Refusal, Vanished
 
 _ZEROING = frozenset(
     {"multiply", "divide", "matmul", "einsum", "dot_general", "convolution", "power", "square"}
+    | {"scatter-mul"}
+)
+_SETTING = frozenset(
+    {"scatter", "dynamic_update_slice", "setitem", "copy", "fill", "zero", "index_put"}
+    | {"index_copy", "index_fill", "masked_fill", "masked_scatter", "select_scatter"}
+    | {"slice_scatter", "diagonal_scatter"}
 )
 _FLAT = frozenset(
     {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
@@ -65,15 +79,17 @@ def _refused(program: Program, refusal: Refusal) -> Finding:
     )
 
 
-def from_losses(name: str, graph: Graph, found: Sequence[Loss]) -> list[Finding]:
-    """One finding for each line and kind of the losses of one leaf."""
+def from_losses(
+    name: str, graph: Graph, found: Sequence[Loss], kind: str | None = None
+) -> list[Finding]:
+    """One finding for each line and kind of the losses of one leaf; of this kind, if given."""
     findings = []
     for loss in found:
-        for node in _led_to(graph, loss):
+        for node in [loss.node] if kind else _led_to(graph, loss):
             findings.append(
                 Finding(
                     name,
-                    node.loss if node.loss in KINDS else "discrete",
+                    kind or (node.loss if node.loss in KINDS else None) or "discrete",
                     node.native or node.operation,
                     node.source or (loss.call.source if loss.call else None),
                     node.scope or (loss.call.scope if loss.call else ()),
@@ -124,12 +140,19 @@ def _from_ends(
     stand_in = recording.stand_ins[index] if recording.stand_ins else ""
     if stand_in:
         return [Finding(name, "captured", stand_in, line, detail=f"it reads {stand_in}")]
-    return [Finding(name, "unused", "argument", line)]
+    return overwriting(name, recording.graph, recording.graph.inputs[index]) or [
+        Finding(name, "unused", "argument", line)
+    ]
+
+
+def overwriting(name: str, graph: Graph, value: int) -> list[Finding]:
+    """One finding for each line at which all that a leaf gives is overwritten."""
+    return from_losses(name, graph, overwritten(graph, value), "overwritten")
 
 
 def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
     if not vanished:
-        return [Finding(name, "cancelled", "add")]
+        return [Finding(name, "cancelled", "add", detail="where is not known")]
     return _without_repeats(
         [
             Finding(
@@ -145,11 +168,15 @@ def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
 
 
 def _numerical_kind(found: Vanished) -> str:
+    if found.cancelled:
+        return "cancelled"
     if found.node.loss == "rule":
         return "rule"
     if found.underflow:
         return "underflow"
-    if found.node.operation in _ZEROING:
+    if found.node.native in _SETTING and found.operands == (0,):
+        return "overwritten"
+    if _ZEROING & {found.node.operation, found.node.native}:
         return "multiplied_by_zero"
     return "dead" if found.node.operation in _FLAT else "saturated"
 
@@ -197,6 +224,8 @@ def unreached(program: Program, recording: Recording) -> list[tuple[str, str]]:
         best = max((reached.get(out, Dependence.NONE) for out in graph.outputs), default=0)
         if best < Dependence.ZERO_DERIVATIVE:
             found = [] if value is None else from_losses(name, graph, losses_of(graph, value))
+            if value is not None and not found:
+                found = overwriting(name, graph, value)
             lost.append((name, "; ".join(map(_briefly, found)) or "unused"))
     return lost
 
@@ -208,32 +237,55 @@ def _briefly(finding: Finding) -> str:
 # --- is it constant ----------------------------------------------------------------------
 
 _STEPS = (1e-3, 0.1, 1.0)  # times the size of the leaf's entries
+_ALONE = 4  # so many leaves are moved alone, when moving all together has changed the output
 
 
-def moves(backend: Backend, program: Program, index: int) -> bool | None:
-    """Whether the output changes when a leaf is moved; None if f does not run there."""
-    leaf = backend.to_numpy(program.leaves[index])
-    if leaf.size == 0:
-        return None
-    before = _outputs(backend, program, program.leaves)
-    rng = np.random.default_rng(0)
-    size = np.maximum(1.0, np.abs(leaf))
-    for step in _STEPS:
-        moved = leaf + (step * size * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
-        leaves = list(program.leaves)
-        leaves[index] = backend.cast(backend.asarray(moved), program.leaves[index])
-        try:
-            after = _outputs(backend, program, leaves)
-        except Exception:  # a point outside of f's domain tells nothing
-            return None
-        if not all(map(_same, before, after)):
-            return True
-    return False
+def moved(backend: Backend, program: Program, indices: Sequence[int]) -> dict[int, bool | None]:
+    """For each leaf whether the output changes when it is moved; None where that is not known.
+
+    All are moved together first: where that changes nothing, a few runs answer for all of them.
+    """
+    found: dict[int, bool | None] = dict.fromkeys(indices)
+    indices = [k for k in indices if 0 not in program.leaves[k].shape]
+    if not indices:
+        return found
+    trial = _Trial(backend, program)
+    if len(indices) > 1 and trial.changes(indices) is False:
+        return found | dict.fromkeys(indices, False)
+    return found | {k: trial.changes([k]) for k in indices[:_ALONE]}
 
 
-def _outputs(backend: Backend, program: Program, leaves: Sequence[Any]) -> list[Any]:
-    outs = backend.rerun(program.run, leaves)
-    return [backend.to_numpy(x) if backend.is_array(x) else np.asarray(x) for x in outs]
+class _Trial:
+    """What f gives, here and at arguments that are moved a little, then more."""
+
+    def __init__(self, backend: Backend, program: Program) -> None:
+        self._backend, self._program = backend, program
+        self._before = self._outputs(program.leaves)
+
+    def changes(self, indices: Sequence[int]) -> bool | None:
+        """Whether the output changes with these leaves; None if f does not run there."""
+        for step in _STEPS:
+            rng = np.random.default_rng(0)
+            leaves = list(self._program.leaves)
+            for k in indices:
+                leaves[k] = self._moved(leaves[k], step, rng)
+            try:
+                after = self._outputs(leaves)
+            except Exception:  # a point outside of f's domain tells nothing
+                return None
+            if not all(map(_same, self._before, after)):
+                return True
+        return False
+
+    def _moved(self, leaf: Any, step: float, rng: np.random.Generator) -> Any:
+        x = self._backend.to_numpy(leaf)
+        by = step * np.maximum(1.0, np.abs(x)) * rng.standard_normal(x.shape)
+        return self._backend.cast(self._backend.asarray(x + by.astype(x.dtype)), leaf)
+
+    def _outputs(self, leaves: Sequence[Any]) -> list[Any]:
+        backend = self._backend
+        outs = backend.rerun(self._program.run, leaves)
+        return [backend.to_numpy(x) if backend.is_array(x) else np.asarray(x) for x in outs]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -61,6 +61,10 @@ KINDS: dict[str, Kind] = {
         "nothing of the argument flows to the output",
         "use the argument, or differentiate another one",
     ),
+    "overwritten": Kind(
+        "every entry of it is overwritten, so that nothing of it is left",
+        "overwrite a part, add instead of setting, or set before what is to be differentiated",
+    ),
     "captured": Kind(
         "f reads this array from outside instead of taking it as its argument",
         "use the argument that f is given: what is captured is a constant to it",

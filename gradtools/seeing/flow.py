@@ -18,7 +18,7 @@ taken off inside and added again, as in ``log(sum(exp(x - s))) + s``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -33,9 +33,8 @@ class _Reached(Protocol):
     def get(self, value: int, default: Dependence, /) -> Dependence: ...
 
 
-ADDITIVE = frozenset(
-    {"add", "subtract", "sum", "mean", "concatenate", "stack", "scatter", "scatter_add", "update"}
-)
+_AT_PLACES = frozenset({"scatter", "scatter_add", "update"})
+ADDITIVE = frozenset({"add", "subtract", "sum", "mean", "concatenate", "stack"}) | _AT_PLACES
 
 
 @dataclass(frozen=True)
@@ -253,6 +252,47 @@ def losses_of(graph: Graph, value: int) -> list[Loss]:
     return [*_whole(graph, start, dict.fromkeys(graph.outputs, _FULL), None)]
 
 
+def overwritten(graph: Graph, value: int) -> list[Loss]:
+    """Every place at which nothing is left of what a value gives to what matters."""
+    end = dict.fromkeys(graph.outputs, _FULL)
+    return [*_overwritten(graph, {value: _FULL}, end, None)]
+
+
+def _overwritten(
+    graph: Graph, start: Strengths, end: Strengths, call: Node | None
+) -> Iterator[Loss]:
+    reached, matters = forward(graph, start), backward(graph, end)
+    for node in graph.nodes:
+        entering = [reached.get(value, _NONE) for value in node.inputs]
+        leaving = [matters.get(value, _NONE) for value in node.outputs]
+        if not any(leaving):
+            continue
+        if any(value in reached for value in node.overwrites):
+            yield Loss(node, 0, 0, True, node.outputs[0], call)
+        elif node.bodies and node.links is None and any(entering):
+            yield from _in_bodies(graph, node, entering, leaving, call, _overwritten)
+
+
+def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[int]) -> int | None:
+    """The first operation to which data comes from all of several others, or that is all of them.
+
+    Args:
+        flows: Of each operation the values that it reads and those that it makes.
+        at: The positions of the others.
+    """
+    if not at:
+        return None
+    everything = (1 << len(at)) - 1
+    carried: dict[int, int] = {}
+    for position, (reads, makes) in enumerate(flows):
+        found = _any(1 << k for k, other in enumerate(at) if other == position)
+        found |= _any(carried.get(value, 0) for value in reads)
+        if found == everything:
+            return position
+        carried.update((value, found) for value in makes if found)
+    return None
+
+
 def _whole(graph: Graph, start: Strengths, end: Strengths, call: Node | None) -> Iterator[Loss]:
     """The losses between values that enter and values that matter, bodies' included."""
     reached, matters = forward(graph, start), backward(graph, end)
@@ -262,7 +302,7 @@ def _whole(graph: Graph, start: Strengths, end: Strengths, call: Node | None) ->
         if not any(entering) or not any(leaving):
             continue
         if node.bodies and node.links is None:
-            yield from _in_bodies(graph, node, entering, leaving, call)
+            yield from _in_bodies(graph, node, entering, leaving, call, _whole)
         else:
             yield from _at(graph, node, entering, leaving, call)
 
@@ -288,13 +328,14 @@ def _in_bodies(
     entering: Sequence[Dependence],
     leaving: Sequence[Dependence],
     call: Node | None,
+    within: Callable[[Graph, Strengths, Strengths, Node | None], Iterator[Loss]],
 ) -> Iterator[Loss]:
     links = links_of(graph, node)
     after = [_through(row, entering) for row in links]
     for body in node.bodies:
         start = _entering_body(body, entering, after)
         end = _leaving_body(body, node, leaving)
-        yield from _whole(body.graph, start, end, call or node)
+        yield from within(body.graph, start, end, call or node)
 
 
 def _entering_body(
@@ -410,7 +451,7 @@ def _behind_terms(
     graph: Graph, node: Node, start: Strengths, reached: _Reached, call: Node | None
 ) -> Iterator[Loss]:
     """The losses behind the lost terms of an additive node."""
-    flowing, lost = _parts(node, reached)
+    flowing, lost = _parts(graph, node, reached)
     terms = [v for v in lost if flowing and not flowing & ancestors(graph, v)]
     if not terms:
         return
@@ -423,11 +464,14 @@ def _behind_terms(
             yield Loss(loss.node, loss.output, loss.input, False, loss.value, loss.call)
 
 
-def _parts(node: Node, reached: _Reached) -> tuple[set[int], list[int]]:
-    """What flows into a node with its derivative, and what without."""
+def _parts(graph: Graph, node: Node, reached: _Reached) -> tuple[set[int], list[int]]:
+    """What flows into a node with its derivative, and what is added to that without."""
     strengths = [reached.get(value, _NONE) for value in node.inputs]
     flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
-    return flowing, [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
+    lost = [v for v, s in zip(node.inputs, strengths, strict=True) if _NONE < s < _FULL]
+    if node.operation in _AT_PLACES:  # integers and booleans are the places
+        lost = [v for v in lost if graph.values[v].is_inexact]
+    return flowing, lost
 
 
 def _taken_before(graph: Graph, flowing: set[int], reached: _Reached) -> set[int]:
@@ -436,7 +480,7 @@ def _taken_before(graph: Graph, flowing: set[int], reached: _Reached) -> set[int
     before: set[int] = set()
     for node in graph.nodes:
         if node.operation in ADDITIVE and behind.intersection(node.outputs):
-            beside, lost = _parts(node, reached)
+            beside, lost = _parts(graph, node, reached)
             for value in lost:
                 above = ancestors(graph, value)
                 if beside & above:

@@ -124,6 +124,7 @@ class Node:
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The programs inside.
         saved: The values that it keeps for its own backward.
+        overwrites: The values all of whose entries it replaces: nothing of them flows on.
     """
 
     operation: str
@@ -139,6 +140,7 @@ class Node:
     mark: str = ""
     bodies: tuple[Body, ...] = ()
     saved: tuple[int, ...] = ()
+    overwrites: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

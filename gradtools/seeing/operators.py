@@ -12,13 +12,11 @@ from typing import Any
 import gradtools
 from gradtools.backend import Operators
 from gradtools.errors import GradtoolsError, GradtoolsWarning
-from gradtools.seeing.doctor import diagnosed, differentiated, moves, unreached
+from gradtools.seeing.doctor import diagnosed, differentiated, moved, unreached
 from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.program import Program
 from gradtools.seeing.recording import Recording
 from gradtools.seeing.report import DependenceTable, Report
-
-_MOVED = 8  # so many leaves are moved to see whether the output depends on them: each costs runs
 
 
 class Seeing(Operators):
@@ -113,12 +111,11 @@ class Seeing(Operators):
         program = Program(self._backend, "why_zero", f, args, kwargs, wrt)
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
-        depends: dict[str, bool | None] = {}
-        for index in program.wrt:
-            name = program.names[index]
-            if any(finding.argument == name and finding.whole for finding in findings):
-                tried = recording.refusal is None and len(depends) < _MOVED
-                depends[name] = moves(self._backend, program, index) if tried else None
+        lost = {finding.argument for finding in findings if finding.whole}
+        asked = [k for k in program.wrt if program.names[k] in lost]
+        tried = asked if recording.refusal is None else []
+        found = moved(self._backend, program, tried)
+        depends = {program.names[k]: found.get(k) for k in asked}
         return Report(tuple(findings), tuple(program.names[k] for k in program.wrt), depends)
 
     def guard_gradients(

@@ -68,7 +68,11 @@ class Vanished:
     Attributes:
         node: The operation; its ``operation`` is the neutral name.
         underflow: Whether the factor is not zero, but the product is.
+        operands: The positions of its operands that got nothing; none where they are not known.
+        cancelled: Whether what comes over several paths, which meet here, adds up to zero.
     """
 
     node: Node
     underflow: bool = False
+    operands: tuple[int, ...] = ()
+    cancelled: bool = False

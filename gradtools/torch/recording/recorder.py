@@ -210,6 +210,7 @@ class Recorder(TorchFunctionMode):
         links: Links | None,
         loss: str | None = None,
         mark: str = "",
+        overwrites: Sequence[int] = (),
     ) -> int:
         """Adds a node at the line that is running."""
         source, found = place(self._end)
@@ -223,6 +224,7 @@ class Recorder(TorchFunctionMode):
             links=links,
             loss=loss,
             mark=mark or found,
+            overwrites=tuple(overwrites),
         )
         self.nodes.append(node)
         return len(self.nodes) - 1
@@ -245,7 +247,14 @@ class Recorder(TorchFunctionMode):
         found = links_of(call, outs, reached, hosts, dropped, managed)
         numbers = [numbering.new(y) for y in outs]
         node = self.add(
-            found.operation, call.name, found.inputs, numbers, found.links, found.loss, call.mark
+            found.operation,
+            call.name,
+            found.inputs,
+            numbers,
+            found.links,
+            found.loss,
+            call.mark,
+            [call.numbers[k] for k, x in enumerate(call.tensors) if id(x) in dropped],
         )
         if self.leavings:
             self.entries[node] = [fingerprint(x) for x in plain_hosts((call.args, call.kwargs))]

@@ -195,6 +195,11 @@ def _logaddexp(w: Any, jaxpr: Any, a: Entry, b: Entry) -> int:
     return w("softplus", y) if w.is_zero(x) else w("logaddexp", x, y)
 
 
+def _hypotenuse(w: Any, jaxpr: Any, a: Entry, b: Entry) -> int:
+    """The root of the sum of squares, without the care for great numbers."""
+    return w("sqrt", w("add", *(w("square", w.number(x)) for x in (a, b))))
+
+
 def _one_hot(w: Any, jaxpr: Any, i: Entry) -> int | None:
     shape, out = jaxpr.invars[0].aval.shape, jaxpr.outvars[0].aval
     return w("one_hot", w.number(i), size=out.shape[-1]) if out.shape[:-1] == shape else None
@@ -324,6 +329,7 @@ _WORDS: dict[str, Callable[..., Any]] = {
     "leaky_relu": _leaky_relu,
     "clip": _clip,
     "logaddexp": _logaddexp,
+    "hypot": _hypotenuse,
     "remainder": _binary("remainder"),
     "floor_divide": _binary("floor_divide"),
     "one_hot": _one_hot,

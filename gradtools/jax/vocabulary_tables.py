@@ -29,6 +29,7 @@ SAME = {
         expm1       expm1
         log         log
         log1p       log1p
+        log2        log2
         sqrt        sqrt
         rsqrt       rsqrt
         cbrt        cbrt
@@ -131,6 +132,14 @@ def _rounded(w: Any, p: Params, x: int) -> Any:
 
 def _integer_power(w: Any, p: Params, x: int) -> int:
     return w("square", x) if p["y"] == 2 else w("power", x, w.constant(float(p["y"])))
+
+
+def _polynomial(w: Any, p: Params, x: int, *coefficients: int) -> int:
+    """The lowest coefficient comes first; by Horner's rule."""
+    found = coefficients[-1]
+    for c in reversed(coefficients[:-1]):
+        found = w("add", c, w("multiply", x, found))
+    return found if w.shape(found) == w.shape(x) else w("broadcast", found, shape=w.shape(x))
 
 
 def _selected(w: Any, p: Params, which: int, *cases: int) -> int:
@@ -397,6 +406,8 @@ TABLE: dict[str, Translation] = {
     "round": _rounded,
     "integer_pow": _integer_power,
     "polygamma": _polygamma,
+    "polynomial": _polynomial,
+    "one_minus_square": lambda w, p, x: w("subtract", w.constant(1.0), w("square", x)),
     "select_n": _selected,
     "clamp": _clamped,
     "iota": lambda w, p: w("iota", shape=axes_of(p, "shape"), axis=int(p["dimension"])),

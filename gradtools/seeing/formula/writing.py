@@ -438,7 +438,7 @@ def _apart(coefficient: Any) -> tuple[Any, Written | None]:
     inverse = 1 / abs(coefficient)
     sign = 1.0 if coefficient > 0 else -1.0
     for n in (inverse, inverse * inverse):
-        if abs(n - round(n)) < 1e-12 * n and inverse < 1e6:
+        if inverse < 1e6 and abs(n - round(n)) < 1e-12 * n:
             below = round(n) if n == inverse else round(n) ** 0.5
             return sign, number(float(below))
     for up in range(2, 10):

@@ -16,10 +16,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.recorded import Recorded
 from gradtools.seeing.graph import Node
 from gradtools.seeing.program import Program
+from gradtools.torch.modes import Modes
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.rules import is_inexact
 from gradtools.torch.translating.arrays import ARRAYS
 from gradtools.torch.translating.composites import FUNCTIONS, PLAIN
+from gradtools.torch.translating.control import followed
 from gradtools.torch.translating.elementwise import ELEMENTWISE
 from gradtools.torch.translating.layers import LAYERS
 from gradtools.torch.translating.precision import origin_of, reading
@@ -59,7 +61,7 @@ def _recorded(program: Program, recorder: Recorder) -> Recorded:
     xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)
     inputs = [recorder.introduce(x, name) for x, name in pairs]
-    with watched(recorder), Functions(recorder), Operations(recorder):
+    with followed(), watched(recorder), Functions(recorder), Operations(recorder):
         ys = list(program.run(xs))
         outputs = [_output(recorder, y) for y in ys]
     captured = recorder.captured
@@ -104,7 +106,9 @@ def _with_others(program: Program, held: Sequence[Tensor]) -> Callable[[Sequence
 
     def run(values: Sequence[Any]) -> Sequence[Any]:
         place = {id(x): v for x, v in zip(held, values[count:], strict=True)}
-        with reading(place, wide=False):
+        kinds = {v.device.type for v in values if isinstance(v, Tensor)}
+        others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
+        with reading(place, wide=False), others.again():
             return program.run(values[:count])
 
     return run
@@ -113,7 +117,8 @@ def _with_others(program: Program, held: Sequence[Tensor]) -> Callable[[Sequence
 @contextmanager
 def trying(program: Program, wide: bool) -> Iterator[None]:
     """Inside, f may run; what it changes is undone. wide: what it holds is read in float64."""
-    with put_back(program.run, program.leaves), torch.enable_grad(), reading({}, wide):
+    here = put_back(program.run, program.leaves), followed(), reading({}, wide)
+    with here[0], here[1], here[2], torch.enable_grad():
         yield
 
 

@@ -26,7 +26,7 @@ def leaf_names(lowered: Lowered, outputs: Sequence[Expr]) -> tuple[dict[Expr, Wr
 def short_names(paths: Sequence[str]) -> list[str]:
     """Different names for the paths, as short as can be."""
     parts = [_parts(p) for p in paths]
-    length = [1] * len(paths)
+    length = [_shortest(p) for p in parts]
     for _ in range(max((len(p) for p in parts), default=0)):
         chosen = [_joined(p[-n:]) for p, n in zip(parts, length, strict=True)]
         same = {c for c in chosen if chosen.count(c) > 1}
@@ -39,9 +39,17 @@ def _parts(path: str) -> list[str]:
     return found or [path.strip() or "x"]
 
 
+def _shortest(parts: Sequence[str]) -> int:
+    """How many parts of a path make a name: a number alone is none."""
+    numbers = next((k for k, part in enumerate(reversed(parts)) if not part.isdigit()), 0)
+    return numbers + 1
+
+
 def _joined(parts: Sequence[str]) -> str:
-    """Parts of a path as one name; a number alone is no name."""
-    return "_".join(parts) if not parts[0].isdigit() else "x_" + "_".join(parts)
+    """Parts of a path as one name: 0.weight is weight_0."""
+    numbers = next((k for k, part in enumerate(parts) if not part.isdigit()), len(parts))
+    name = [*parts[numbers:], *parts[:numbers]]
+    return "_".join(name if numbers < len(parts) else ["x", *name])
 
 
 def _numbered(names: list[str]) -> list[str]:

@@ -91,6 +91,10 @@ class Recorder:
 
     def ref(self, x: Tensor) -> Ref:
         """The value of a tensor."""
+        with torch._C.DisableTorchFunction():  # a mode may give another tensor in its place
+            return self._ref(x)
+
+    def _ref(self, x: Tensor) -> Ref:
         held = self.held.get(id(x)) or self.seen.get(key_of(x))
         if held is None:
             self.hold(x, self.met(x))

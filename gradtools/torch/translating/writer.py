@@ -54,7 +54,8 @@ Like = tuple[Shape, str]
 
 def like(x: Tensor) -> Like:
     """A tensor's shape and dtype."""
-    return tuple(x.shape), str(x.dtype).removeprefix("torch.")
+    with torch._C.DisableTorchFunction():
+        return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 
 class Writer:

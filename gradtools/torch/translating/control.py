@@ -1,0 +1,68 @@
+"""PyTorch's own control flow, followed as Python would run it.
+
+``torch.cond`` runs the branch that is taken, ``while_loop`` its rounds, ``scan`` its slices, one
+after the other. They are compiled otherwise, and what they compute could not be seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+
+from gradtools.errors import GradtoolsError
+
+Tensor = torch.Tensor
+
+
+def _cond(chosen: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
+    return (yes if chosen else no)(*operands)
+
+
+def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
+    while goes_on(*carried, *more):
+        carried = tuple(body(*carried, *more))
+    return carried
+
+
+def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], more: Any = ()) -> Any:
+    """The last carries, and what each round gives, stacked."""
+    rounds: list[Any] = []
+    for k in range(xs[0].shape[0]):
+        found = list(combine(*carried, *(x[k] for x in xs), *more))
+        carried = found[: len(carried)]
+        rounds.append(found[len(carried) :])
+    return [*carried, *(torch.stack(column) for column in zip(*rounds, strict=True))]
+
+
+_FOLLOWED: dict[str, Callable[..., Any]] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "scan": _scan,
+}
+_REFUSED = ("associative_scan", "map_impl", "flex_attention", "switch")
+
+
+@contextmanager
+def followed() -> Iterator[None]:
+    """Inside, this thread's control flow runs in Python."""
+    thread, plain = threading.get_ident(), HigherOrderOperator.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and self.name() in _FOLLOWED:
+            return _FOLLOWED[self.name()](*args, **kwargs)
+        if threading.get_ident() == thread and self.name() in _REFUSED:
+            raise GradtoolsError(
+                f"formula: PyTorch's {self.name()} has no translation; write it as a loop."
+            )
+        return plain(self, *args, **kwargs)
+
+    HigherOrderOperator.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HigherOrderOperator.__call__ = plain  # type: ignore[method-assign]

@@ -934,7 +934,9 @@ def _leaves_reals(constant: Any, exponent: Any) -> bool:
 def _power_of_product(x: Expr, exponent: Any, whole: bool) -> Expr:
     c, factors, labels, out = parts(x)
     positive = not isinstance(c, complex) and c > 0
-    if whole or (positive and len(factors) == 1):
+    # Off a diagonal that is read the power need not exist, and its derivative would be NaN.
+    everywhere = (whole and exponent > 0) or all(len(set(n)) == len(n) for n in labels)
+    if everywhere and (whole or (positive and len(factors) == 1)):
         raised = [power(f, exponent) for f in factors]
         return product(raised, labels, out, x.shape, c**exponent)
     kept = [a for a in out if any(a in names for names in labels)]

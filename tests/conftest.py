@@ -10,15 +10,16 @@ GRADTOOLS_TEST_OPTIMIZED=1 leaves everything as it is.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import state_of_process
 
 from gradtools.testing import plugin
+from gradtools.testing.devices import placed
 from gradtools.testing.plugin import BACKENDS, wanted_backends
 
 
@@ -88,10 +89,19 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(20261121)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def device(gradtools_device: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where every test makes its arrays, in both frameworks: ``--gradtools-device``."""
+    with ExitStack() as inside:
+        for backend in wanted_backends(request.config):
+            inside.enter_context(placed(backend, gradtools_device))
+        yield gradtools_device
+
+
 @pytest.fixture(scope="session")
-def torch_device() -> str:
-    """The device of PyTorch's tests: GRADTOOLS_TEST_DEVICE, else the CPU."""
-    return os.environ.get("GRADTOOLS_TEST_DEVICE", "cpu")
+def torch_device(device: str) -> str:
+    """PyTorch's name of it, for tests that place one array beside another elsewhere."""
+    return "cpu" if device == "auto" else device.replace("gpu", "cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,15 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import gradtools
+from gradtools.testing.devices import described, placed
 from gradtools.testing.matrix import ARGUMENTS, DTYPES, TRANSFORMS, Cell, cells, programs
 
 BACKENDS = ("torch", "jax")
@@ -175,7 +176,11 @@ def check(options: argparse.Namespace) -> int:
         _one_thread()
     if options.quick and "jax" in here:
         _compile_quickly()
-    with _wide() if "jax" in here else nullcontext():
+    with ExitStack() as inside:
+        if "jax" in here:
+            inside.enter_context(_wide())
+        for name in here:
+            inside.enter_context(placed(name, options.device))
         verdicts = [_counted(i, *both) for i, both in enumerate(_progress(asked))]
         _print(options, here, verdicts)
     return 1 if any(v.failure for v in verdicts) else 0
@@ -278,25 +283,9 @@ def _record(here: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _devices(here: Sequence[str]) -> list[str]:
-    """What each framework has here, and what is absent."""
-    asks: dict[str, Callable[[], str]] = {"torch": _torch_devices, "jax": _jax_devices}
-    lines = [f"{name}: {asks[name]()}" for name in here]
+    """What each framework has here, with peaks of memory, and what is absent."""
+    lines = [f"{name}: {described(name)}" for name in here]
     return lines + [f"{name}: not run" for name in BACKENDS if name not in here]
-
-
-def _torch_devices() -> str:
-    import torch
-
-    cuda = torch.cuda.device_count()
-    return f"{torch.__version__}, run on the cpu; cuda devices: {cuda or 'absent'}"
-
-
-def _jax_devices() -> str:
-    import jax
-
-    kinds = sorted({device.platform for device in jax.devices()})
-    absent = [kind for kind in ("gpu", "tpu") if kind not in kinds]
-    return f"{jax.__version__}, run on {jax.devices()[0].platform}; absent: {', '.join(absent)}"
 
 
 if __name__ == "__main__":

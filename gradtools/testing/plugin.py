@@ -1,7 +1,8 @@
 """The pytest plugin: a test runs once for each backend, and frameworks are held to each other.
 
-It comes with the package. It gives the fixtures `gt` and `cross_check` and the option
-``--gradtools-backend``; a run that uses none of them imports no framework and prints nothing.
+It comes with the package. It gives the fixtures `gt`, `gradtools_device` and `cross_check` and the
+options ``--gradtools-backend`` and ``--gradtools-device``; a run that uses none of them imports no
+framework and prints nothing.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
         x = gt.asarray(np.float32(3.0))
@@ -26,7 +27,12 @@ _PROPERTY = "gradtools_cross_check"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--gradtools-backend``."""
+    """Adds ``--gradtools-backend`` and ``--gradtools-device``."""
+    parser.getgroup("gradtools").addoption(
+        "--gradtools-device",
+        default="auto",
+        help="where tests that take gt make their arrays: auto, cpu, gpu, tpu, or as gpu:1",
+    )
     parser.getgroup("gradtools").addoption(
         "--gradtools-backend",
         choices=(*BACKENDS, "both"),
@@ -52,10 +58,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("gradtools_backend", wanted)
 
 
+@pytest.fixture(scope="session")
+def gradtools_device(request: pytest.FixtureRequest) -> str:
+    """The device that was asked for by ``--gradtools-device``, "auto" by default."""
+    return str(request.config.getoption("--gradtools-device"))
+
+
 @pytest.fixture
-def gt(gradtools_backend: str) -> Any:
+def gt(gradtools_backend: str, gradtools_device: str) -> Iterator[Any]:
     """The namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each."""
-    return import_module(f"gradtools.{gradtools_backend}")
+    from gradtools.testing.devices import placed
+
+    with placed(gradtools_backend, gradtools_device):
+        yield import_module(f"gradtools.{gradtools_backend}")
 
 
 @pytest.fixture

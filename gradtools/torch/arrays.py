@@ -142,12 +142,16 @@ def _default_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def _from_numpy(array: np.ndarray) -> torch.Tensor:
-    """A tensor on memory of its own (``array`` may be read-only, reversed or byte-swapped)."""
+    """A tensor on memory of its own (``array`` may be read-only, reversed or byte-swapped).
+
+    It is made where PyTorch makes new tensors, which `torch.from_numpy` alone does not heed.
+    """
     owned = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
     try:
-        return torch.from_numpy(owned)
+        found = torch.from_numpy(owned)
     except TypeError:
-        return _reinterpreted(owned)
+        found = _reinterpreted(owned)
+    return found.to(torch.get_default_device())
 
 
 def _reinterpreted(array: np.ndarray) -> torch.Tensor:

@@ -12,6 +12,7 @@ and batched axes become one integer array each, over the axes of b and of those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,33 @@ class _Places:
 def gathered(w: Any, p: Params, x: int, indices: int) -> Any:
     """The translation of ``gather``."""
     d, sizes = p["dimension_numbers"], axes_of(p, "slice_sizes")
+    picked = axes_of(vars_of(d), "start_index_map")
+    found = _read(w, d, sizes, picked, x, indices)
+    if _is_within(w, _mode(p) != "FILL_OR_DROP", w.shape(x), sizes, picked, indices):
+        return found
+    batch = [k for k in range(len(w.shape(found))) if k not in d.offset_dims]
+    valid = _valid(w, indices, [w.shape(x)[a] - sizes[a] for a in picked])
+    valid = w("broadcast", valid, shape=w.shape(found), axes=tuple(batch))
+    fill = math.nan if p["fill_value"] is None else p["fill_value"]
+    return w("where", valid, found, w.constant(fill)) if w.is_inexact(found) else None
+
+
+def _valid(w: Any, indices: int, most: Sequence[int]) -> int:
+    """Where all indices of a place are within bounds."""
+    known = w.value(indices)
+    if known is not None:
+        return w.constant(np.all((known >= 0) & (known <= np.array(most)), axis=-1))
+    limits = w.constant(np.array(most))
+    low = w("compare", indices, w.constant(0), relation=">=")
+    both = w("logical_and", low, w("compare", indices, limits, relation="<="))
+    return w("all", both, axes=(len(w.shape(indices)) - 1,))
+
+
+def _read(w: Any, d: Any, sizes: Any, picked: Sequence[int], x: int, indices: int) -> int:
+    """What is read, indices beyond bounds being moved inside."""
     shape = w.shape(x)
     batched = axes_of(vars_of(d), "operand_batching_dims")
     over = axes_of(vars_of(d), "start_indices_batching_dims")
-    picked = axes_of(vars_of(d), "start_index_map")
-    if not _is_within(w, _mode(p) != "FILL_OR_DROP", shape, sizes, picked, indices):
-        return None
     collapsed = set(d.collapsed_slice_dims) | set(batched)
     kept = [a for a in range(len(shape)) if a not in collapsed]
     if len(w.shape(indices)) == 1 and any(sizes[a] != 1 for a in picked):
@@ -132,7 +154,9 @@ def _places(
 
 def _component(w: Any, indices: int, k: int) -> int:
     """The indices along one axis: entry k of their last axis."""
-    shape = w.shape(indices)
+    shape, known = w.shape(indices), w.value(indices)
+    if known is not None:
+        return w.constant(known[..., k])
     parts = w.parts_of(indices)
     if parts is not None and len(parts) == shape[-1]:
         return w("reshape", parts[k], shape=shape[:-1])

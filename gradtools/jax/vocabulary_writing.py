@@ -20,7 +20,6 @@ from gradtools.jax.vocabulary_folding import function_of, pullback_of
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.formula.operations import OPERATIONS
 from gradtools.seeing.graph import Graph, Node, Value
 
 
@@ -198,6 +197,8 @@ class Writer(Builder):
         known = self.concrete(i)
         if known is None or bool(np.all((known >= 0) & (known <= most))):
             return i
+        if i in self._constants:
+            return self.constant(np.clip(known, 0, most))
         return self("clip", i, low=0, high=most)
 
     def parts_of(self, number: int) -> tuple[int, ...] | None:
@@ -238,7 +239,6 @@ class Writer(Builder):
         """An equation without a translation: its name, and how JAX computes it."""
         outs = [placeholder("", v.aval.shape, kind_of(v.aval.dtype)) for v in eqn.outvars]
         attributes = {"function": function_of(eqn), "adjoint": pullback_of(eqn)}
-        name = f"jax.{name}" if name in OPERATIONS else name
         found = list(self._node(name, tuple(xs), outs, attributes))
         self._nodes[-1] = replace(self._nodes[-1], native=name)
         return found

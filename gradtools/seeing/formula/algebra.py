@@ -939,6 +939,8 @@ def _power_of_product(x: Expr, exponent: Any, whole: bool) -> Expr:
     if everywhere and (whole or (positive and len(factors) == 1)):
         raised = [power(f, exponent) for f in factors]
         return product(raised, labels, out, x.shape, c**exponent)
+    if positive and c != 1:
+        return scale(c**exponent, power(product(factors, labels, out, x.shape), exponent))
     kept = [a for a in out if any(a in names for names in labels)]
     if len(kept) < x.rank:
         return product([power(drop_axes(x, kept), exponent)], [kept], out, x.shape)

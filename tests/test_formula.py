@@ -263,13 +263,14 @@ def test_an_operation_without_translation_keeps_its_name_and_is_marked():
         formula.evaluate([np.ones(4)])
 
 
-def test_a_marked_operation_with_functions_of_its_own_is_computed():
+@pytest.mark.parametrize("name", ["my_op", "exp"])  # a kernel may be called like a word
+def test_a_marked_operation_with_functions_of_its_own_is_computed(name):
     b = Builder()
     x = b.input("x", (4,))
-    y = b.unknown(
-        "my_op", x, shape=(4,), function=lambda x: x**3, adjoint=lambda x, g: 3 * x**2 * g
-    )
-    values = derive(b.graph(y)).evaluate([np.arange(4.0)])
+    y = b.unknown(name, x, shape=(4,), function=lambda x: x**3, adjoint=lambda x, g: 3 * x**2 * g)
+    formula = derive(b.graph(y))
+    assert formula.marked == (name,)
+    values = formula.evaluate([np.arange(4.0)])
     np.testing.assert_array_equal(values.outputs[0], np.arange(4.0) ** 3)
     np.testing.assert_array_equal(values.gradients[0], 3 * np.arange(4.0) ** 2)
 
@@ -291,6 +292,18 @@ def test_captured_values_are_constants_that_must_be_given():
     np.testing.assert_allclose(values.gradients[0], given.sum(0))
     with pytest.raises(GradtoolsError, match="1 captured are needed"):
         formula.evaluate([np.ones(3)])
+
+
+def test_what_another_formula_has_made_does_not_move_a_factor():
+    mask = np.tri(3)
+
+    def masked():
+        b = Builder()
+        x = b.input("X", (3, 3))
+        return derive(b.graph(b("multiply", b("exp", x), b("constant", value=mask))))
+
+    first, kept = str(masked()), masked()
+    assert str(masked()) == str(kept) == first
 
 
 # What is refused.

@@ -169,3 +169,67 @@ def test_what_only_looks_like_log_softmax_is_left():
     at, cv, dv = RNG.normal(size=(4, 3)), RNG.normal(size=(4, 1)), RNG.normal(size=(4, 1))
     wanted = at - cv - np.log(np.exp(at - dv).sum(1, keepdims=True))
     np.testing.assert_allclose(formula.evaluate([at, cv, dv]).outputs[0], wanted, rtol=1e-12)
+
+
+# Indices.
+
+
+def from_the_end(b, i, size, *, modulo=False):
+    """As frameworks write it whose indexing does not count from the end."""
+    zero, n = b.number(0), b.number(size)
+    found = b("where", b("compare", i, zero, relation="<"), b("add", i, n), i)
+    return b("remainder", found, n) if modulo else found
+
+
+@pytest.mark.parametrize("modulo", [False, True])
+def test_indices_are_read_without_what_counts_from_the_end(modulo):
+    b = Builder()
+    x, i = b.input("X", (4, 3)), b.input("i", (2,), "int64")
+    formula = derive(b.graph(b("index", x, from_the_end(b, i, 4, modulo=modulo), axes=(0,))))
+    assert formula.lines(0) == ["Y = X[i]"]
+    value = np.arange(12.0).reshape(4, 3)
+    found = formula.evaluate([value, np.array([-1, 1])])
+    np.testing.assert_array_equal(found.outputs[0], value[[-1, 1]])
+
+
+def test_a_picked_entry_may_count_from_the_end():
+    b = Builder()
+    x, i = b.input("Z", (2, 3)), b.input("y", (2,), "int64")
+    at = b("reshape", from_the_end(b, i, 3), shape=(2, 1))
+    formula = derive(b.graph(b("sum", b("take_along", x, at, axis=1))))
+    assert formula.lines(0) == ["L = ⟨Z, onehot(y)⟩"]
+    value, labels = np.arange(6.0).reshape(2, 3), np.array([-1, 1])
+    assert formula.evaluate([value, labels]).outputs[0] == value[0, -1] + value[1, 1]
+    with pytest.raises(IndexError):  # no entry, so no zero either
+        formula.evaluate([value, np.array([3, 1])])
+
+
+def test_another_modulus_is_not_read_away():
+    b = Builder()
+    x, i = b.input("X", (4, 3)), b.input("i", (2,), "int64")
+    formula = derive(b.graph(b("index", x, b("remainder", i, b.number(4)), axes=(0,))))
+    assert "⌊" in str(formula)
+
+
+@pytest.mark.parametrize("at", [[1], [0, 2], [1, 2]])
+def test_known_places_are_a_slice(at):
+    b = Builder()
+    x = b.input("X", (3, 4))
+    index = b("constant", value=np.array(at))
+    formula = derive(b.graph(b("index", x, index, axes=(1,))))
+    value = np.arange(12.0).reshape(3, 4)
+    np.testing.assert_array_equal(formula.evaluate([value]).outputs[0], value[:, at].T)
+    assert "add_at" not in str(formula)
+
+
+def test_the_modulus_of_a_sum_of_exponentials_is_the_sum():
+    b = Builder()
+    x = b.input("X", (4, 3))
+    top = b("maximum", b.number(-np.inf), b("max", x, axes=(1,), keep=True))
+    e = b("exp", b("subtract", x, b("stop", top)))
+    low = b("log", b("abs", b("sum", e, axes=(1,), keep=True)))
+    whole = derive(b.graph(b("sum", b("add", low, b("stop", top)))))
+    assert whole.lines(1) == ["X̄ = L̄ softmaxⱼ(X)"]
+    b = Builder()
+    x = b.input("x", (3,))
+    assert "|" in str(derive(b.graph(b("abs", b("subtract", b("exp", x), b.number(1.0))))))

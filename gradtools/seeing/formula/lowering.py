@@ -101,9 +101,11 @@ def _check_attributes(node: Node) -> None:
 
 
 def _lower_node(node: Node, graph: Graph, args: list[Expr], lowered: Lowered) -> Sequence[Expr]:
+    expected = [graph.values[v] for v in node.outputs]
+    if "function" in node.attributes:  # a kernel, which may be called like a word
+        return _marked(node, expected, args, lowered)
     if node.operation in OPERATIONS and node.operation != "opaque":
         _check_attributes(node)
-    expected = [graph.values[v] for v in node.outputs]
     if node.operation in _WITH_BODIES:
         results = _WITH_BODIES[node.operation](node, args, lowered)
     elif node.operation == "random":

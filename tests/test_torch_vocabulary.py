@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
+from gradtools.torch import vocabulary
 
 # An expression of a, b, c, d, and what these are: a shape in brackets, after p (positive), u
 # (between -0.9 and 0.9), z (complex), s (symmetric, positive definite), h (the same, complex),
@@ -272,6 +273,252 @@ def test_more_than_a_hundred_functions_stand_in_the_table():
     assert len([s for _, _, s in LINES if "z" in s or "h" in s]) > 15
 
 
-def test_an_unknown_argument_is_refused():
-    with pytest.raises(GradtoolsError, match="order is 3"):
-        gt.formula(torch.exp, torch.ones(2), order=3)
+# What PyTorch's programs do besides calling functions.
+
+
+def checked(f, *args, tolerance=1e-8, **more):
+    """The formula, which was compared in double precision at three points."""
+    found = gt.formula(f, *args, **more)
+    assert found.marked == ()
+    assert (found.check.points, found.check.tolerance, found.check.note) == (3, tolerance, "")
+    return found
+
+
+X = torch.linspace(-1.0, 1.0, 4) + 0.1
+ROWS = torch.sin(torch.arange(12.0)).reshape(3, 4)
+
+
+def written_in_place(x):
+    y = torch.zeros(4)
+    y[1:3] = x[:2]
+    y[0] += x[3] ** 2
+    z = y.view(2, 2).t()
+    z[0] *= x[:2]
+    y.clamp_(-0.5, 0.5).add_(x.flip(0))
+    return y * y
+
+
+def written_through_a_view_of_what_was_read(x):
+    y = x.clone()
+    row, before = y.view(2, 2)[1], y * 2
+    row.exp_()
+    return y * before + row.sum()
+
+
+def updated_without_a_derivative(x):
+    y = x * 2
+    with torch.no_grad():
+        y.clamp_(min=0.3)
+        scale = x.exp()
+    return y * scale * x
+
+
+def in_rounds(x):
+    h = x
+    for _ in range(3):
+        h = torch.tanh(h * x)
+    return h
+
+
+def in_rounds_of_torch(x):
+    from torch._higher_order_ops.while_loop import while_loop
+
+    rounds = while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * h), (torch.tensor(0), x.sin()))
+    return torch.cond(x.sum() > 100, torch.sin, torch.exp, (rounds[1],))
+
+
+def with_a_derivative_inside(x):
+    return (gt.grad(lambda z: (torch.softmax(torch.tanh(z * z), 0) @ z).square())(x) ** 2).sum()
+
+
+def with_the_derivative_of_torch_func(x):
+    return torch.func.vmap(torch.func.grad(lambda z: (z**3).sin()))(x)
+
+
+PROGRAMS = [
+    written_in_place,
+    written_through_a_view_of_what_was_read,
+    updated_without_a_derivative,
+    in_rounds,
+    in_rounds_of_torch,
+    with_a_derivative_inside,
+    with_the_derivative_of_torch_func,
+    lambda x: gt.reverse_gradient(x, 0.5) ** 2,
+    lambda x: gt.scale_gradient(x.sin(), 0.5) ** 2,
+    lambda x: gt.clip_gradient(x.sin(), max_norm=0.1) ** 2,
+    lambda x: gt.known_gradient(x.sin(), torch.ones(4)) * x,
+    lambda x: gt.stop_gradient(x.sin()) * x + x.detach() ** 2 * x,
+    lambda x: gt.straight_through(torch.round)(x) * x,
+    lambda x: gt.checkpoint(lambda z: z.sin().exp())(x),
+    lambda x: F.dropout(x, 0.5) * x + torch.randn(4) * x,
+]
+
+
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_program_is_made_functional_and_keeps_its_rules(f, order):
+    checked(f, X, order=order)
+
+
+def test_statistics_that_a_derivative_inside_reads_are_known():
+    g = lambda x: F.layer_norm(x.reshape(2, 2), (2,), eps=0.1).exp().sum()
+    checked(lambda x: gt.grad(g)(x) ** 2, X)
+    h = lambda x: F.cross_entropy(F.batch_norm(x, None, None, training=True), torch.tensor([0, 1]))
+    checked(lambda x: gt.grad(h)(x.reshape(2, 2)) ** 2, X)
+
+
+class Cube(torch.autograd.Function):
+    """A rule of PyTorch's own kind."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, ct):
+        (x,) = ctx.saved_tensors
+        return 3 * ct * x**2
+
+
+class Wrong(Cube):
+    """A rule that is not the derivative."""
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 7 * ct
+
+
+def test_a_rule_is_written_as_it_stands_whether_right_or_wrong():
+    assert checked(lambda x: Cube.apply(x), X).lines(1) == ["x̄ = 3 ȳ ⊙ x²"]
+    assert checked(lambda x: Wrong.apply(x), X).lines(1) == ["x̄ = 7 ȳ"]
+    checked(lambda x: Cube.apply(Wrong.apply(x).sin()), X, order=2)
+
+
+def test_a_host_kernel_keeps_its_name_is_marked_and_still_compared():
+    kernel = gt.host_function(np.sin)
+    kernel.defvjp(lambda x: (kernel(x), x), lambda x, ct: (ct * torch.cos(x),))
+    found = gt.formula(lambda x: kernel(x) * x, X)
+    assert found.marked == ("sin",)
+    assert found.check.points == 3
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)),
+        torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2)),
+        torch.nn.GRU(4, 3),
+        torch.nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True).eval(),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_parameters_of_a_module_are_differentiated_and_it_stays_as_it_was(module):
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    stream = torch.get_rng_state()
+    found = checked(module, ROWS)
+    names = [n for n, _ in module.named_parameters()]
+    assert len(found.inputs) == 1 + len(names)
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(p.grad is None and p.dtype == torch.float32 for p in module.parameters())
+
+
+def test_leaves_are_called_as_f_calls_them():
+    found = checked(lambda p, x: p["w"] @ x + p["b"][0], {"w": ROWS, "b": [X[:3]]}, X, wrt=(0, 1))
+    assert sorted(found.inputs) == ["b₀", "w", "x"]
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    assert found.gradients[0] != checked(layers, ROWS).inputs[1] == "weight₀"
+
+
+def test_a_linear_layer_and_a_complex_one_read_as_in_a_book():
+    w, b = torch.complex(ROWS, ROWS.flip(0)), torch.complex(X[:3], X[1:])
+    found = checked(lambda W, x, b: W @ x + b, w, torch.complex(X, X), b, wrt=(0, 1, 2))
+    assert found.lines(1) == ["W̄ = ȳ xᴴ", "x̄ = Wᴴ ȳ", "b̄ = ȳ"]
+    found = checked(lambda z, t: F.cross_entropy(z, t), ROWS, torch.tensor([0, 3, 1]))
+    assert found.lines(1) == ["z̄ = L̄ (softmaxⱼ(z) - onehot(t)) / 3"]
+
+
+def test_a_derivation_in_pytorch_is_held_against_the_formula():
+    found = checked(lambda W, x: torch.tanh(W @ x), ROWS, X, wrt=(0, 1))
+
+    def right(W, x, ct):
+        inner = ct * (1 - torch.tanh(W @ x) ** 2)
+        return torch.outer(inner, x), W.T @ inner
+
+    def wrong(W, x, ct):
+        inner = ct * (1 - torch.tanh(W @ x))
+        return torch.outer(inner, x), W.T @ inner
+
+    assert found.agrees_with(right)
+    answer = found.agrees_with(wrong)
+    assert not answer
+    assert answer.where.startswith("W̄[")
+
+
+def test_parameters_take_part_in_a_derivation():
+    layer = torch.nn.Linear(4, 3, bias=False)
+    found = checked(layer, X)
+    assert found.agrees_with(lambda x, w, ct: (w.T @ ct, torch.outer(ct, x)))
+    assert not found.agrees_with(lambda x, w, ct: (w.T @ ct, torch.outer(ct, 2 * x)))
+
+
+# What is refused, and what is said.
+
+
+@pytest.mark.parametrize(
+    ("f", "said"),
+    [
+        (lambda x: torch.from_numpy(np.sin(x.detach().numpy())) * x, "compared at the given"),
+        (lambda x: x * x.max().item(), "compared at the given"),
+        (lambda x: x * 2 if x[0].item() == X[0].item() else x * 3, "compared at the given"),
+    ],
+    ids=["numpy", "item", "branch"],
+)
+def test_what_depends_on_the_values_holds_for_these_alone(f, said):
+    check = gt.formula(f, X).check
+    assert check.points == 1
+    assert said in check.note
+
+
+def test_a_formula_that_differs_from_autograd_is_not_shown(monkeypatch):
+    from gradtools.torch.translating.elementwise import ELEMENTWISE
+
+    monkeypatch.setitem(vocabulary.OPERATIONS, "sin", ELEMENTWISE["cos"])
+    with pytest.raises(GradtoolsError, match=r"by the formula and .* by automatic"):
+        gt.formula(lambda x: x.sin(), X)
+
+
+def test_a_wrong_gradient_of_right_values_is_not_shown(monkeypatch):
+    monkeypatch.setitem(vocabulary.OPERATIONS, "sin", lambda w, o: w("stop", w("sin", o.self)))
+    with pytest.raises(GradtoolsError, match=r"x̄\[0\] is 0.0 by the formula"):
+        gt.formula(lambda x: x.sin(), X)
+
+
+def test_an_operation_without_a_translation_is_marked():
+    found = gt.formula(lambda x: torch.special.i0e(x) * x, X)
+    assert found.marked == ("aten.special_i0e",)
+    assert "⚠ aten.special_i0e, no translation" in str(found)
+    assert found.check.points == 3  # PyTorch computes it
+    again = gt.formula(lambda x: torch.special.i0e(x) * x, X, order=2)
+    assert again.check is None  # of its second derivative nothing is known
+    assert "not compared" in str(again)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: gt.formula(torch.exp, X, order=3), "order is 3; expected 1, or 2"),
+        (lambda: gt.formula(torch.exp, X, order=True), "order is True"),
+        (lambda: gt.formula(torch.exp, X, wrt=1), "wrt holds 1"),
+        (lambda: gt.formula(torch.exp, torch.arange(3)), "dtype int64"),
+        (lambda: gt.formula(lambda x: None, X), "f returned None"),
+        (lambda: gt.formula(lambda x: x @ ROWS, X), "f raised RuntimeError"),
+        (lambda: gt.formula(3, X), "expected a function"),
+        (lambda: torch.func.vmap(lambda x: gt.formula(torch.exp, x).check)(ROWS), "plain eager"),
+    ],
+    ids=range(8),
+)
+def test_what_cannot_be_asked_is_refused_in_words(call, said):
+    with pytest.raises(GradtoolsError, match=re.escape(said)):
+        call()

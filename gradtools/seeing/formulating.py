@@ -91,6 +91,11 @@ class Formulating(Operators):
             raise GradtoolsError(
                 f"formula: order is {order!r}; expected 1, or 2 with the double backward."
             )
+        if not self._backend.watchable():
+            raise GradtoolsError(
+                "formula: f is looked at with numbers, in plain eager code only, not inside of a "
+                "transform (vmap, grad, jit) or in compiled code. Call formula outside."
+            )
         program = Program(self._backend, "formula", f, args, kwargs, wrt)
         names = _leaf_names(f, program.names)
         leaves = list(program.leaves)
@@ -349,8 +354,10 @@ class _Reference:
             first = self._backend.vjp(self._outputs, xs, groups=None, once=False)
             grads = self._filled(first.pullback(cts), xs)
             results = [self._ordered(first.outs, first.extras), self._spread(grads)]
-            if self._order == 2:
+        if self._order == 2:
+            with case.backend.trying(case.program, case.wide):  # the same draws again
                 results.append(self._second(xs, cts, us))
+        with case.backend.trying(case.program, case.wide):
             return tuple([self._numpy(x) for x in group] for group in results)
 
     def _outputs(self, *xs: Any) -> tuple[list[Any], list[Any]]:

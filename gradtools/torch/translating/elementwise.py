@@ -298,7 +298,7 @@ def _gelu(w: Writer, o: Any) -> Ref:
 
 @operation("log_sigmoid_forward", "log_sigmoid")
 def _log_sigmoid(w: Writer, o: Any) -> Any:
-    return [w("log_sigmoid", o.self), None]
+    return [w("log_sigmoid", o.self), w("exp", w("negate", w("abs", o.self)))]
 
 
 @operation("mish")

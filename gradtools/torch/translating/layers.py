@@ -341,7 +341,14 @@ def _layer_norm(w: Writer, o: Any) -> Any:
     axes = tuple(range(o.input.ndim - len(o.normalized_shape), o.input.ndim))
     given = _affine(w, o, o.normalized_shape)
     found = w("layer_norm", o.input, *given, shape=o.input.shape, axes=axes, eps=o.eps)
-    return [found, None, None]
+    return [found, *_statistics(w, o.input, axes, o.eps, o.likes)]
+
+
+def _statistics(w: Writer, x: Ref, axes: Any, eps: float, likes: Any) -> list[Ref]:
+    """The mean and 1 / sqrt(variance + eps), which a backward pass inside of f reads."""
+    width = w("rsqrt", w.add(w.reduce("variance", x, axes, True), eps))
+    both = w.mean(x, axes, True), width
+    return [w.reshape(y, shape) for y, (shape, _) in zip(both, likes[1:], strict=True)]
 
 
 def _affine(w: Writer, o: Any, shape: Sequence[int]) -> list[Ref]:
@@ -356,7 +363,9 @@ def _affine(w: Writer, o: Any, shape: Sequence[int]) -> list[Ref]:
 def _group_norm(w: Writer, o: Any) -> Any:
     given = _affine(w, o, [o.input.shape[1]])
     found = w("group_norm", o.input, *given, shape=o.input.shape, groups=o.group, eps=o.eps)
-    return [found, None, None]
+    lead = o.input.shape[0], o.group
+    parts = w.reshape(o.input, (*lead, o.input.size // max(1, lead[0] * lead[1])))
+    return [found, *_statistics(w, parts, [2], o.eps, o.likes)]
 
 
 @operation("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
@@ -366,9 +375,13 @@ def _batch_norm(w: Writer, o: Any) -> Any:
     given = _affine(w, o, [o.input.shape[1]])
     if not training:
         given += [o.running_mean, o.running_var]
-    eps = getattr(o, "eps", getattr(o, "epsilon", None))
+    eps = float(getattr(o, "eps", getattr(o, "epsilon", 0.0)))
     found = w("batch_norm", o.input, *given, shape=o.input.shape, training=training, eps=eps)
-    return [found, *[None] * (len(o.outs) - 1)]
+    if not training or len(o.outs) < 3:
+        return [found, *[None] * (len(o.outs) - 1)]
+    others = [a for a in range(o.input.ndim) if a != 1]
+    more = _statistics(w, o.input, others, eps, o.likes[:3])
+    return [found, *more, *[None] * (len(o.outs) - 3)]
 
 
 @operation("_fused_rms_norm")
@@ -376,7 +389,8 @@ def _rms_norm(w: Writer, o: Any) -> Any:
     axes = tuple(range(o.input.ndim - len(o.normalized_shape), o.input.ndim))
     given = [] if o.weight is None else [o.weight]
     found = w("rms_norm", o.input, *given, shape=o.input.shape, axes=axes, eps=o.eps)
-    return [found, None]
+    squares = w.mean(w("square", o.input), axes, True)
+    return [found, w("rsqrt", w.add(squares, o.eps))]
 
 
 # --- softmax, losses, attention ----------------------------------------------------------
@@ -438,7 +452,7 @@ def _nll(w: Writer, o: Any) -> Any:
         there = w.constant(kept.astype(float))
         weights = there if weights is None else w.mul(weights, there)
     if weights is None:
-        return [_reduced(w, losses, o.reduction), None]
+        return [_reduced(w, losses, o.reduction), o.recorder.constant(o.outs[1])]
     losses = w.mul(losses, weights)
     if o.reduction == 1:
         return [w.div(w.total(losses), w.total(weights)), None]

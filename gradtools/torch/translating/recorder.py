@@ -205,10 +205,9 @@ class Recorder:
         bound = self._bound(func, args, kwargs)
         translation = self.operations.get(_functional(name, bool(writes)))
         if translation is None and not writes and bound.given:
-            decomposed = _decomposition(func)
-            if decomposed is not None:
-                with again():
-                    return decomposed(*args, **kwargs)
+            parts = self._in_parts(func, args, kwargs, again)
+            if parts is not None:
+                return parts[0]
         out = func(*args, **kwargs)
         outs = writes if writes else list(tensors_in(out))
         self.writer.native = f"aten.{name}"
@@ -220,15 +219,28 @@ class Recorder:
             return out
         found = None if translation is None else translation(self.writer, bound)
         if found is None and translation is not None and not writes:
-            decomposed = _decomposition(func)
-            if decomposed is not None:
-                with again():
-                    return decomposed(*args, **kwargs)
+            parts = self._in_parts(func, args, kwargs, again)
+            if parts is not None:
+                return parts[0]
         if found is None:
             found = self._unknown(bound, outs, func, args, kwargs)
         refs = list(found) if isinstance(found, list | tuple) else [found]
         self._note(outs, refs[: len(outs)], bool(writes))
         return out
+
+    def _in_parts(self, func: Any, args: Any, kwargs: Any, again: Any) -> tuple[Any] | None:
+        """The result of PyTorch's own decomposition, if all parts of it have a translation."""
+        decomposed = _decomposition(func)
+        if decomposed is None:
+            return None
+        frame = self.writer.frames[-1]
+        before = len(frame)
+        with again():
+            out = decomposed(*args, **kwargs)
+        if out is NotImplemented or any(n.operation == "opaque" for n in frame[before:]):
+            del frame[before:]
+            return None
+        return (out,)
 
     def _note(self, outs: Sequence[Tensor], refs: Sequence[Ref | None], written: bool) -> None:
         for y, ref in zip(outs, refs, strict=True):
@@ -272,7 +284,7 @@ class Recorder:
         self.writer.native = name
         computing = Computing(func, args, kwargs)
         more: dict[str, Any] = {"function": computing.value, "adjoint": computing.adjoint}
-        return self.writer.node(name, bound.given, [like(y) for y in outs], **more)
+        return self.writer.node("opaque", bound.given, [like(y) for y in outs], **more)
 
     def _bound(self, func: Any, args: Any, kwargs: Any) -> SimpleNamespace:
         """The arguments by name, with values in place of tensors."""

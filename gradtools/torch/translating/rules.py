@@ -200,7 +200,7 @@ class _Rule:
         computing = Computing(apply, self.args, kwargs)
         given = [self.recorder.ref(x) for x in computing.xs]
         more: dict[str, Any] = {"function": computing.value, "adjoint": computing.adjoint}
-        made = w.node(self.name, given, [like(y) for y in outs], **more)
+        made = w.node("opaque", given, [like(y) for y in outs], **more)
         for y, ref in zip(outs, made, strict=True):
             self.recorder.hold(y, ref)
 

@@ -1,0 +1,65 @@
+"""Every public operator costs what the same thing costs by hand, in the benchmark's own cases.
+
+Of numbers that are counted, so the same on every machine; `make bench` adds the seconds.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from benchmarks import cost_jax
+from benchmarks.cost_jax import HAND, OURS
+from gradtools.seeing import measures
+
+CASES = cost_jax.cases()
+ARGS = cost_jax.arrays(64, 64)
+MORE = {
+    # the largest entry is divided out first, so that the norm cannot overflow
+    "clip_gradient": (1.03, 1.02),
+    # G runs once more, and keeps no graph for a use
+    "frozen": (1.19, 1.01),
+    # chunks are weighted before they are added
+    "microbatched": (1.02, 1.01),
+}
+# These have costs of their own in other tests, or none.
+ELSEWHERE = {
+    *("vmap", "compile"),  # the framework's own under one name
+    "gather",  # needs several processes or devices
+    *("xp", "asarray", "to_numpy", "key", "split", "Spec", "is_replaying"),  # no derivative
+    *("dependence", "why_zero", "guard_gradients"),  # looked at, not run in a program
+    *("gradient_graph", "graph_diff", "formula", "measure"),
+}
+
+
+@pytest.fixture(autouse=True)
+def counted_alone(monkeypatch):
+    """Without the clock."""
+    monkeypatch.setattr(measures, "_RUNS", (1, 1))
+
+
+def test_every_public_operator_has_a_case():
+    named = {name.partition(",")[0] for name in CASES}
+    missing = set(gt.__all__) - named - {"hvp", "jacobian"} - ELSEWHERE
+    assert not missing
+    assert {"hvp", "jacobian"} <= named
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_costs_what_it_costs_by_hand(name):
+    ours, hand = (gt.measure(run, *ARGS) for run in (CASES[name][OURS], CASES[name][HAND]))
+    flops, peak = MORE.get(name, (1.01, 1.01))
+    assert 0 < ours.flops <= flops * hand.flops
+    assert 0 < ours.peak_bytes <= peak * hand.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_gives_the_numbers_that_it_gives_by_hand(name):
+    ways = (CASES[name][OURS], CASES[name][HAND])
+    found, expected = (jax.tree.leaves(jax.jit(run)(*ARGS)) for run in ways)
+    assert len(found) == len(expected) > 0
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())

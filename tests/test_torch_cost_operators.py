@@ -1,0 +1,67 @@
+"""Every public operator costs what the same thing costs by hand, in the benchmark's own cases.
+
+Of numbers that are counted, so the same on every machine; `make bench` adds the seconds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from torch.utils._pytree import tree_leaves
+
+import gradtools.torch as gt
+from benchmarks import cost_torch
+from benchmarks.cost_torch import HAND, OURS
+from gradtools.seeing import measures
+
+CASES = cost_torch.cases(64, 64)
+MORE = {
+    # the largest entry is divided out first, so that the norm cannot overflow
+    "clip_gradient": (1.03, 1.01),
+    # G runs once more, and keeps no graph for a use
+    "frozen": (1.19, 1.75),
+    # what gradtools.measure sees of a kernel's result by hand is not a tensor's memory
+    "host_function": (1.01, 1.26),
+    "hvp, forward over reverse": (1.01, 1.26),
+    # outputs beside the chunks that they are joined from, and a snapshot of the state
+    "chunked": (1.01, 1.5),
+    "GradientAccumulator": (1.01, 1.24),
+}
+# These have costs of their own in other tests, or none.
+ELSEWHERE = {
+    *("vmap", "compile"),  # the framework's own under one name
+    "gather",  # needs several processes or devices
+    *("xp", "asarray", "to_numpy", "key", "split", "Spec", "is_replaying"),  # no derivative
+    *("dependence", "why_zero", "guard_gradients"),  # looked at, not run in a program
+    *("gradient_graph", "graph_diff", "formula", "measure"),
+}
+
+
+@pytest.fixture(autouse=True)
+def counted_alone(monkeypatch):
+    """Without the clock."""
+    monkeypatch.setattr(measures, "_RUNS", (1, 1))
+
+
+def test_every_public_operator_has_a_case():
+    named = {name.partition(",")[0] for name in CASES}
+    missing = set(gt.__all__) - named - {"hvp", "jacobian"} - ELSEWHERE
+    assert not missing
+    assert {"hvp", "jacobian"} <= named
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_costs_what_it_costs_by_hand(name):
+    ours, hand = (gt.measure(run) for run in (CASES[name][OURS], CASES[name][HAND]))
+    flops, peak = MORE.get(name, (1.01, 1.01))
+    assert 0 < ours.flops <= flops * hand.flops
+    assert 0 < ours.peak_bytes <= peak * hand.peak_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_gives_the_numbers_that_it_gives_by_hand(name):
+    ways = (CASES[name][OURS], CASES[name][HAND])
+    found, expected = ([x.detach().numpy() for x in tree_leaves(run())] for run in ways)
+    assert len(found) == len(expected) > 0
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())

@@ -183,12 +183,13 @@ def chain(f: Factors, axes: Axes) -> list[Link] | None:
     if entries is None or any(len(set(n)) < len(n) or len(n) > 2 for _, n in entries):
         return None
     out = [l for l in f.out if any(l in n for _, n in entries)]
-    groups = _groups(entries)
-    if len(out) > 2 or (not f.summed and (len(out) < 2 or len(groups) < 2)):
-        return None
-    if not _is_chain(groups, out):
-        return None
-    return _walk(groups, out)
+    for joins in (False, True):
+        groups = _groups(entries, joins)
+        if len(out) > 2 or (not f.summed and (len(out) < 2 or len(groups) < 2)):
+            return None
+        if _is_chain(groups, out):
+            return _walk(groups, out)
+    return None
 
 
 def _without_batch(f: Factors) -> list[Entry] | None:
@@ -210,12 +211,12 @@ def _without_batch(f: Factors) -> list[Entry] | None:
     return stripped
 
 
-def _groups(entries: Sequence[Entry]) -> list[tuple[list[Expr], tuple[int, ...]]]:
-    """Factors with the same labels form one matrix; a vector joins a matrix along its axis."""
+def _groups(entries: Sequence[Entry], joins: bool) -> list[tuple[list[Expr], tuple[int, ...]]]:
+    """Factors with the same labels form one; where it joins, a vector scales a matrix's axis."""
     groups: list[tuple[list[Expr], tuple[int, ...]]] = []
     for a, names in sorted(entries, key=lambda e: -len(e[1])):
         home = next((g for g in groups if g[1] == names), None)
-        if home is None and len(names) == 1 and _busy(names[0], entries) > 2:
+        if joins and home is None and len(names) == 1 and _busy(names[0], entries) > 2:
             home = next((g for g in groups if names[0] in g[1]), None)
         if home is None:
             groups.append(([a], names))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from every_operator import POINT, USES, Use, World, healthy, leaves
 from state_of_process import bits, changes, everything
-from test_faults import outcome
+from test_faults import Planted, outcome
 from test_faults_arrays import assert_same
 
 import gradtools.torch as gt
@@ -106,3 +106,143 @@ NO_VALUES = {
     "why_zero": "why_zero: the gradient is on the meta device, which holds no numbers",
     "formula": "has no values",
 }
+
+
+# --- hooks that raise, modes around the call -----------------------------------------------
+
+
+def raising(*given: Any) -> None:
+    raise Planted("planted by the test")
+
+
+class Net(torch.nn.Module):
+    """A layer whose buffers change and whose draws come from the global stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
+        ).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+HOOKS = {
+    "forward": lambda net: net.layers[2].register_forward_hook(raising),
+    "forward before": lambda net: net.layers[2].register_forward_pre_hook(raising),
+    "backward": lambda net: net.layers[0].register_full_backward_hook(raising),
+    "of a parameter": lambda net: net.layers[0].weight.register_hook(raising),
+}
+STEPS = {
+    "grad": lambda net, x: gt.grad(lambda x: net(x).sum() ** 2)(x),
+    "vjp": lambda net, x: gt.vjp(net, x)[1](x),
+    "chunked": lambda net, x: (gt.chunked(net, 3)(x) ** 2).sum().backward(),
+    "chunked: none retained": lambda net, x: (
+        (gt.chunked(net, 3, retain=0)(x) ** 2).sum().backward()
+    ),
+}
+
+
+def held(net: torch.nn.Module) -> list[Any]:
+    """All that a step may change behind its back, in a backward pass: nothing."""
+    named = [*net.named_parameters(), *net.named_buffers()]
+    return [(name, bits(x)) for name, x in named]
+
+
+@pytest.mark.filterwarnings("ignore:chunked. f.layers.1 is a batch normalisation")
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_hook_that_raises_reaches_the_user_and_leaves_the_model_alone(step, hook):
+    """After a failing forward pass f's own effects stay, those of the layers that ran."""
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(6, 4, dtype=torch.float64)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    STEPS["grad"](net, x)
+    handle = HOOKS[hook](net)
+    gradients = [bits(p.grad) for p in net.parameters()]
+    before, state = everything(), held(net)
+    try:
+        STEPS[step](net, x)
+    except Planted:
+        ended = True
+    else:
+        ended = False
+    asks_for_parameters = step.startswith("chunked")
+    assert ended or (hook == "of a parameter" and not asks_for_parameters)
+    if (hook, asks_for_parameters) != ("of a parameter", True):  # the engine wrote some before
+        assert [bits(p.grad) for p in net.parameters()] == gradients
+        left = [name for (name, a), (_, b) in zip(state, held(net), strict=True) if a != b]
+        assert all("running" in name or "batches" in name for name in left)
+    assert [c for c in changes(before, everything()) if "PyTorch's random stream" not in c] == []
+    handle.remove()
+    STEPS[step](net, x)
+
+
+def deterministic() -> Any:
+    return Flag(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
+
+
+class Flag:
+    """A flag that is on inside."""
+
+    def __init__(self, get: Any, put: Any) -> None:
+        self.get, self.put = get, put
+
+    def __enter__(self) -> None:
+        self.before = self.get()
+        self.put(True)
+
+    def __exit__(self, *error: Any) -> None:
+        self.put(self.before)
+
+
+AROUND = {
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic algorithms": deterministic,
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "the default dtype": lambda: Flag(lambda: torch.float32, set_double),
+    "one thread in autograd": lambda: torch.autograd.set_multithreading_enabled(False),
+}
+
+
+def set_double(on: Any) -> None:
+    torch.set_default_dtype(torch.float64 if on is True else torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("use", [u for u in MINE if u.name != "measure"], ids=str)
+def test_inside_any_mode_a_use_gives_the_same_and_the_mode_stays(use):
+    expected = result(use, P.clone())
+    for name, around in AROUND.items():
+        with around():
+            before = everything()
+            found = result(use, P.clone())
+            assert changes(before, everything()) == [], name
+            if (use.name, name) in INSIDE:
+                assert INSIDE[use.name, name] in str(found[0])
+            else:
+                assert_same(found, expected)
+
+
+# What f captures was made in inference mode, and is PyTorch's own to refuse.
+INSIDE = {
+    ("microbatched", "inference mode"): "Inference tensors cannot be saved for backward",
+    ("functionalize", "inference mode"): "Inference tensors cannot be saved for backward",
+}
+
+
+def test_a_backward_pass_inside_inference_mode_computes_its_chunks_again_with_a_graph():
+    """It gave zeros in silence for what was computed again there."""
+    x = P.clone().requires_grad_()
+    f = lambda x: torch.sin(x) + x * x
+    for again in (gt.chunked(f, 2, retain=0), gt.chunked(f, 2), gt.frozen(f)):
+        value = again(x).sum()
+        with torch.inference_mode():
+            (found,) = torch.autograd.grad(value, x)
+            (pulled,) = gt.vjp(again, x)[1](x)
+        torch.testing.assert_close(found, torch.cos(P) + 2 * P, rtol=1e-14, atol=0)
+        torch.testing.assert_close(pulled, P * (torch.cos(P) + 2 * P), rtol=1e-14, atol=0)

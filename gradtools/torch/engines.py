@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.rules import evaluated_to_push, is_inexact
 from gradtools.torch.terms import (
     NORMALISATIONS,
+    RightTangents,
     first_of,
     guarded_gradients,
     guarded_tangents,
@@ -171,10 +172,15 @@ def _spend(aliases: Sequence[Tensor], spent: bool) -> None:
 
 @contextmanager
 def _in_use(aliases: Sequence[Tensor]) -> Iterator[None]:
-    """While a pullback runs: a checkpoint computes again what then must be attached as before."""
+    """While a pullback runs: a checkpoint computes again what then must be attached as before.
+
+    That is not inside of inference mode, where nothing is attached.
+    """
     _spend(aliases, False)
+    keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
     try:
-        yield
+        with torch.inference_mode(False), torch.set_grad_enabled(keep):
+            yield
     finally:
         _spend(aliases, True)
 
@@ -232,7 +238,8 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
         ]
-        outs, extras = fun(*duals)
+        with RightTangents():
+            outs, extras = fun(*duals)
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
     primals = [y.primal for y in unpacked]
@@ -293,6 +300,10 @@ _MENDS = {
         "statistics in training mode), which torch.func's transforms cannot follow. Put the "
         "module in evaluation mode or functionalize it; or take the derivative outside of the "
         "transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
+    ),
+    "Nested forward mode AD is not supported": (
+        "f holds torch.func.jvp, jacfwd or hessian, which do not nest in the dual numbers that "
+        "jvp uses at the outermost level. Use gt.jvp, gt.jacobian and gt.hessian in f."
     ),
     "use_reentrant=True": (
         "f holds a reentrant torch.utils.checkpoint, which takes no derivative with respect to "
@@ -401,7 +412,8 @@ def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list
 
 def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     def paired(*xs: Tensor) -> Any:
-        outs, extras = fun(*xs)
+        with nullcontext() if is_compiling() else RightTangents():
+            outs, extras = fun(*xs)
         return tuple(outs), tuple(extras)
 
     apart = tuple(_unshared(x) for x in leaves)

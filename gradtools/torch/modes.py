@@ -84,6 +84,8 @@ class Modes:
             _set(_standing(), before)
 
     def _enter(self, inside: ExitStack) -> None:
+        if torch.is_inference_mode_enabled():  # a backward pass may be called there, not recorded
+            inside.enter_context(torch.inference_mode(False))
         inside.enter_context(torch.set_grad_enabled(self.grad))
         if torch.get_default_device() != self.device:
             inside.enter_context(self.device)

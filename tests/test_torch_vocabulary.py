@@ -305,6 +305,14 @@ def written_through_a_view_of_what_was_read(x):
     return y * before + row.sum()
 
 
+def written_through_other_views(x):
+    y = x * 2
+    part, turned = y[1:], y.view(2, 2).t()
+    y.mul_(x)
+    turned.add_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * x[0])
+    return part.sum() * y + torch.cat([part, x[:1]])
+
+
 def updated_without_a_derivative(x):
     y = x * 2
     with torch.no_grad():
@@ -338,6 +346,7 @@ def with_the_derivative_of_torch_func(x):
 PROGRAMS = [
     written_in_place,
     written_through_a_view_of_what_was_read,
+    written_through_other_views,
     updated_without_a_derivative,
     in_rounds,
     in_rounds_of_torch,
@@ -492,6 +501,14 @@ def test_a_formula_that_differs_from_autograd_is_not_shown(monkeypatch):
 def test_a_wrong_gradient_of_right_values_is_not_shown(monkeypatch):
     monkeypatch.setitem(vocabulary.OPERATIONS, "sin", lambda w, o: w("stop", w("sin", o.self)))
     with pytest.raises(GradtoolsError, match=r"x̄\[0\] is 0.0 by the formula"):
+        gt.formula(lambda x: x.sin(), X)
+
+
+def test_a_formula_that_is_right_at_one_point_alone_is_not_shown(monkeypatch):
+    at = X.double().numpy()
+    tangent = lambda w, o: w.add(np.sin(at), w.mul(np.cos(at), w.sub(o.self, at)))
+    monkeypatch.setitem(vocabulary.OPERATIONS, "sin", tangent)
+    with pytest.raises(GradtoolsError, match="by the formula and"):
         gt.formula(lambda x: x.sin(), X)
 
 

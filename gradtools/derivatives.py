@@ -460,8 +460,10 @@ class Derivatives(Operators):
         single = (
             not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
         )
-        found = self._mixed_partials(f, G, y, z, [u] if single else u)
-        return found[0] if single else found
+        if single:
+            return self._mixed_partials(f, G, y, z, [u])[0]
+        # Compiled PyTorch could not go back to where the random streams stood before the first.
+        return self._backend.uncompiled(self._mixed_partials, f, G, y, z, u)
 
     # --- helpers that need the backend
 

@@ -374,6 +374,20 @@ def test_flops_of_attention_are_those_of_its_products():
     assert count.get_total_flops() == 2 * layers + 3 * products
 
 
+def test_compiled_directions_of_mixed_partial_see_one_mask():
+    """Compiled code breaks its graph around several: it could not go back in a random stream."""
+    G = lambda z: nn.functional.dropout(torch.tanh(z), 0.5, True)
+    f = lambda y, g: (torch.sin(y * g) * y).sum()
+    run = lambda y, z, u: gt.mixed_partial(f, G, y, z, [u, u, 2 * u])
+    found = []
+    for way in (run, torch.compile(run, backend="aot_eager")):
+        torch.manual_seed(0)
+        found.append(way(torch.ones(64), torch.linspace(-1, 1, 64), torch.ones(64)))
+    eager, (first, second, third) = found
+    assert torch.equal(first, second) and torch.equal(2 * first, third)
+    assert torch.equal(first, eager[0]) and first.count_nonzero() > 8
+
+
 # --- parameters -------------------------------------------------------------------------------
 
 REFUSED = "a parameter of G is asked for its derivative"

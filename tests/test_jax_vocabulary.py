@@ -740,6 +740,15 @@ def tripled(x):
 tripled.defvjp(lambda x: (tripled(x), x), lambda x, ct: (3 * x * ct,))
 
 
+@jax.custom_vjp
+def forgetful(x):
+    """Its fwd does not call it: JAX has forgotten the rule in the second derivative."""
+    return x**2
+
+
+forgetful.defvjp(lambda x: (x**2, x), lambda x, ct: (3 * x * ct,))
+
+
 @jax.custom_jvp
 def halved(x):
     return x**2
@@ -750,6 +759,7 @@ RULES = {
     "a custom_rule": lambda x: sinh(x) * x,
     "a rule that uses itself": exponential,
     "jax.custom_vjp": lambda x: tripled(x) * x,
+    "jax.custom_vjp that forgets": lambda x: forgetful(forgetful(x)) * x,
     "jax.custom_jvp": lambda x: halved(x) * x,
     "a rule in a loop": lambda x: lax.scan(lambda c, _: (halved(c), c), x, length=2),
     "a complex rule": lambda x: jnp.abs(tripled(x * (1 + 2j))) ** 2,

@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 
 from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
-from gradtools.jax.vocabulary_folding import evaluated, pulled
+from gradtools.jax.vocabulary_folding import evaluated, forwarded, pulled
 from gradtools.jax.vocabulary_writing import Entry, Known
 from gradtools.seeing.formula.expressions import kind_of, placeholder
 from gradtools.seeing.graph import Body, Graph
@@ -85,12 +85,21 @@ def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         if found is not None:
             return found
     if _has_rule(eqn, jaxpr, own) and w.depth < _DEEPEST:
-        return custom_rule(w, eqn, entries, _name(eqn, jaxpr), partial(_opened_again, jaxpr))
+        return custom_rule(w, eqn, entries, _name(eqn, jaxpr), _of_rule(eqn), again=True)
     return w.run(jaxpr, [w.held(c) for c in consts], entries)
 
 
-def _opened_again(jaxpr: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:
-    return w.run(jaxpr, [], entries)
+def _of_rule(eqn: Any) -> Callable[[Any, list[Entry]], Sequence[Entry]]:
+    """What JAX takes for the value once it differentiates: what the rule gives, not f.
+
+    Where the rule calls f, it has its rule there again; where it does not, it has lost it.
+    """
+    closed = jax.make_jaxpr(lambda *xs: forwarded(eqn)(xs))(*_avals(eqn.invars))
+
+    def run(w: Any, entries: list[Entry]) -> Sequence[Entry]:
+        return w.run(*_program(w, closed), entries)
+
+    return run
 
 
 def _has_rule(eqn: Any, jaxpr: Any, own: bool) -> bool:
@@ -558,16 +567,20 @@ def custom_rule(
     entries: Sequence[Entry],
     name: str,
     value: Callable[[Any, list[Entry]], Sequence[Entry]],
+    again: bool = False,
 ) -> list[Entry]:
-    """A node ``custom_rule``: residuals are the operands themselves."""
+    """A node ``custom_rule``: residuals are the operands themselves.
+
+    again: Its value holds the rule again, where the rule lasts; the node itself has it once.
+    """
     avals = _avals(eqn.invars)
     operands: list[Entry] = [w.number(e) for e in entries]
-    forward = _body(w, lambda inner, xs: [*value(inner, xs), *xs], operands, avals)
+    forward = _body(w, lambda inner, xs: [*value(inner, xs), *xs], operands, avals, again)
     closed = jax.make_jaxpr(pulled(eqn))(avals, _avals(eqn.outvars))
     jaxpr, consts = tracing.open_jaxpr(closed), getattr(closed, "consts", ())
     run = lambda inner, xs: inner.run(jaxpr, [inner.held(c) for c in consts], xs)
     every = [*avals, *_avals(eqn.outvars)]
     backward = _body(w, run, [0] * len(every), every, deeper=True)
-    attributes = {"name": name, "residuals": len(operands)}
+    attributes = {"name": name, "residuals": len(operands), "once": again and not w.depth}
     bodies = [Body(forward, tuple(range(len(operands)))), Body(backward, ())]
     return _added(w, eqn, "custom_rule", tuple(operands), attributes, bodies)

@@ -94,22 +94,37 @@ def _like(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 def pulled(eqn: Any) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
     """What JAX pulls back through an equation, in gradtools' convention."""
-    active = [k for k, atom in enumerate(eqn.invars) if is_inexact(atom)]
-    moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
 
     def pull(xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-        def fun(*some: Any) -> list[Any]:
-            full = list(xs)
-            for k, x in zip(active, some, strict=True):
-                full[k] = x
-            found = bound(eqn, full)
-            return [found[k] for k in moving]
-
-        back = jax.vjp(fun, *[xs[k] for k in active])[1]
+        active, back, _ = _differentiated(eqn, xs)
+        moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
         place = dict(zip(active, back([conj(cts[k]) for k in moving]), strict=True))
         return [conj(place[k]) if k in place else jnp.zeros(x.shape) for k, x in enumerate(xs)]
 
     return pull
+
+
+def forwarded(eqn: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """What an equation gives while JAX differentiates it."""
+    return lambda xs: _differentiated(eqn, xs)[2]
+
+
+def _differentiated(eqn: Any, xs: Sequence[Any]) -> tuple[list[int], Any, list[Any]]:
+    """The operands that are differentiated, JAX's pullback along them, and the results."""
+    active = [k for k, atom in enumerate(eqn.invars) if is_inexact(atom)]
+    moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
+
+    def fun(*some: Any) -> tuple[list[Any], list[Any]]:
+        full = list(xs)
+        for k, x in zip(active, some, strict=True):
+            full[k] = x
+        found = bound(eqn, full)
+        return [found[k] for k in moving], found
+
+    inexact, back, outs = jax.vjp(fun, *[xs[k] for k in active], has_aux=True)
+    for k, y in zip(moving, inexact, strict=True):
+        outs[k] = y
+    return active, back, outs
 
 
 def _plain(x: Any) -> Any:

@@ -240,8 +240,12 @@ def ruled(
     inputs: Sequence[Expr],
     backward: Program,
     name: str,
+    once: bool = False,
 ) -> list[Expr]:
-    """The outputs, with cotangents of the inputs by a rule of their own."""
+    """The outputs, with cotangents of the inputs by a rule of their own.
+
+    once: In what is made by that rule they are what their program says (`without_rules`).
+    """
     return several(
         "ruled",
         (*outputs, *residuals, *inputs),
@@ -249,7 +253,21 @@ def ruled(
         backward=backward,
         name=name,
         residuals=len(residuals),
+        once=once,
     )
+
+
+def without_rules(roots: Sequence[Expr]) -> list[Expr]:
+    """The same, with what has a rule once as what its program says."""
+    new: dict[Expr, Expr] = {}
+    for x in order(roots):
+        args = tuple(new[a] for a in x.args)
+        if x.op == "ruled" and x["once"]:
+            new[x] = args[x["output"]]
+            continue
+        same = all(a is b for a, b in zip(args, x.args, strict=True))
+        new[x] = x if same else rebuild(x, args)
+    return [new[root] for root in roots]
 
 
 def _ruled_pullback(y: Expr, cotangents: Sequence[Expr], adjoint_of: Any) -> list[Expr | None]:

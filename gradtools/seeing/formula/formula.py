@@ -527,7 +527,8 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Derive
         directions = [placeholder(f"u {p['name']}", p.shape, p.kind) for p in sources]
         for u, p in zip(directions, sources, strict=True):
             names[u] = _direction(names[p], len(sources))
-        second, other = adjoint(found, directions, [*sources, *cotangents])
+        plain = control.without_rules(found)
+        second, other = adjoint(plain, directions, [*sources, *cotangents])
         tables.append(other)
         second_names = [_partial(names[p]) for p in (*sources, *cotangents)]
     outputs, found, second = _with_one_loop_each(outputs, found, second)

@@ -188,7 +188,8 @@ def _custom_rule(node: Node, args: list[Expr], lowered: Lowered) -> list[Expr]:
     count = len(node.outputs)
     name = node.attributes.get("name", "")
     rule = _body(backward, lowered)
-    return control.ruled(results[:count], results[count:], args, rule, name)
+    once = bool(node.attributes.get("once", False))
+    return control.ruled(results[:count], results[count:], args, rule, name, once)
 
 
 _WITH_BODIES = {

@@ -258,9 +258,10 @@ while | *const *carry | condition_consts body_consts |
 cond | index *operand |  |
     bodies[index] of the operands; a boolean index takes bodies[1] when true | out*
 call          | *x      |                | bodies[0] of the operands, written out | out*
-custom_rule | *x | name residuals |
+custom_rule | *x | name residuals once? |
     bodies[0]: x to (out*, residual*); bodies[1]: (residual*, cotangent of out*) to
-    cotangents of x | out*
+    cotangents of x; once: in a derivative the out* are what bodies[0] says, no rule any more
+    | out*
 scale_gradient | x      | scale          | x; its derivative times scale
 opaque | *x | function? adjoint? |
     any other name: out = function(*x); the cotangents = adjoint(*x, *cotangents), both in

@@ -24,7 +24,7 @@ import numpy as np
 from gradtools.jax.deciding import jaxpr_with_answers
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.places import source_of_error
-from gradtools.seeing.graph import Source
+from gradtools.seeing.graph import Graph, Source
 from gradtools.seeing.recording import Recording, Refusal, Run
 
 _LEAVING = (
@@ -44,7 +44,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    graph = graph_of(traced.closed, names, captured=found)
+    graph = _graphs[traced] = graph_of(traced.closed, names, captured=found)
     return Recording(
         graph, host_outputs=traced.host_outputs, stand_ins=_stand_ins(traced, leaves, found)
     )
@@ -89,6 +89,16 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
         traced = _trace(run, leaves)
         _traces[owner] = list(leaves), traced
     return traced
+
+
+def graph_once(traced: Traced) -> Graph:
+    """The graph of a program; of one that was recorded it is there already."""
+    if traced not in _graphs:
+        _graphs[traced] = graph_of(traced.closed)
+    return _graphs[traced]
+
+
+_graphs: WeakKeyDictionary[Traced, Graph] = WeakKeyDictionary()
 
 
 def _is(a: Any, b: Any) -> bool:

@@ -23,8 +23,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import tracing
-from gradtools.jax.graphs import graph_of
-from gradtools.jax.seeing import Traced, trace
+from gradtools.jax.seeing import Traced, graph_once, trace
 from gradtools.jax.tape import Moving, Step, Tape
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.flow import joined
@@ -37,7 +36,7 @@ def vanishing(run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | N
     """Where the cotangent of a connected leaf becomes zero; None if its gradient is not zero."""
     traced = trace(run, leaves)
     if traced not in _known:
-        _known[traced] = _returned(traced.closed, leaves)
+        _known[traced] = _returned(traced, leaves)
     found = _known[traced]
     if found.reached >> index & 1 or not leaves[index].size:
         return None
@@ -66,11 +65,12 @@ class _Returned:
     sums: list[tuple[Moving, list[int]]] = field(default_factory=list)
 
 
-def _returned(closed: Any, leaves: Sequence[Any]) -> _Returned:
+def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
+    closed, graph = traced.closed, graph_once(traced)
     tape = Tape()
     args = [tape.moving(x, 1 << i) for i, x in enumerate(leaves)]
     try:
-        outs = tape.run(closed, graph_of(closed), args)
+        outs = tape.run(closed, graph, args)
         found = _Returned(tape.steps)
         back = _Back(found, [y for y in outs if is_inexact(y.array)])
         found.reached |= back.reached(args)
@@ -213,11 +213,12 @@ def _is_always_zero(step: Step, given: dict[int, Any], stopped: list[int]) -> bo
 
 def _cancelled(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
     """The steps at which what cancels on the leaf's path comes together."""
-    flows = [(_numbers(step.operands), _numbers(step.results)) for step in found.steps]
     for x, readers in found.sums:
-        at = joined(flows, readers) if x.leaves & leaf else None
-        if at is not None:
-            yield at, Vanished(found.steps[at].node, cancelled=True)
+        if x.leaves & leaf:
+            flows = [(_numbers(step.operands), _numbers(step.results)) for step in found.steps]
+            at = joined(flows, readers)
+            if at is not None:
+                yield at, Vanished(found.steps[at].node, cancelled=True)
 
 
 def _numbers(xs: Mapping[int, Moving]) -> list[int]:

@@ -69,50 +69,88 @@ def _of_all(run: Run, leaves: Sequence[Any]) -> list[list[Vanished] | None]:
         if zero:
             with _watched(outs) as passed:
                 _gradients(outs, [seen.aliases[k] for k in zero])
+            back = _Back.of(outs, passed)
             for k in zero:
-                found[k] = _stops(seen.recorder, outs, seen.aliases[k], passed)
+                found[k] = _stops(seen.recorder, back, seen.aliases[k])
         return found
 
 
-def _stops(
-    recorder: Recorder, outs: Sequence[Tensor], leaf: Tensor, passed: Mapping[Any, _Passed]
-) -> list[Vanished]:
+def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
     """The nodes at which what goes to one leaf becomes zero, in the order of the program."""
-    leading = _leading_to(outs, leaf)
-    found = _cancelled(recorder, leading, passed)
+    leading = back.leading_to(leaf)
+    found = _cancelled(recorder, leading, back)
     made = recorder.numbering.made
-    for node, at in passed.items():
+    for node in back.stopping:
+        at = back.passed[node]
         path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
-        if path and any(at.moves) and not any(at.on[k] for k in path):
+        if path and not any(at.on[k] for k in path):
             vanished = Vanished(_named(recorder, node), _underflows(node, at.given), tuple(path))
             found.append((made.get(node, len(made)), vanished))
     return [vanished for _, vanished in sorted(found, key=lambda pair: pair[0])]
 
 
 def _cancelled(
-    recorder: Recorder, leading: Mapping[Any, None], passed: Mapping[Any, _Passed]
+    recorder: Recorder, leading: Mapping[Any, None], back: _Back
 ) -> list[tuple[int, Vanished]]:
     """The calls at which the paths come together of what adds up to zero, by position."""
-    made, given_by = recorder.numbering.made, _given_by(passed)
-    flows = [(node.inputs, node.outputs) for node in recorder.nodes]
-    found = []
-    for (to, slot), nodes in given_by.items():
-        cancels = to not in passed or not passed[to].moves[slot]
-        if to in leading and len(nodes) > 1 and cancels:
+    made, found = recorder.numbering.made, []
+    for (to, slot), nodes in back.summed.items():
+        cancels = to not in back.passed or not back.passed[to].moves[slot]
+        if to in leading and cancels:
+            flows = [(node.inputs, node.outputs) for node in recorder.nodes]
             at = joined(flows, [made[node] for node in nodes if node in made])
             if at is not None:
                 found.append((at, Vanished(recorder.nodes[at], cancelled=True)))
     return found
 
 
-def _given_by(passed: Mapping[Any, _Passed]) -> dict[tuple[Any, int], list[Any]]:
-    """The nodes that hand something that is not zero to each entry of a node."""
-    found: dict[tuple[Any, int], list[Any]] = {}
-    for node, at in passed.items():
-        for edge, on in zip(node.next_functions, at.on, strict=False):
-            if on and edge[0] is not None:
-                found.setdefault(edge, []).append(node)
-    return found
+@dataclass(frozen=True)
+class _Back:
+    """The graph of autograd, read backwards once for all leaves.
+
+    Attributes:
+        passed: What passed each node.
+        stopping: The nodes at which some of it became zero.
+        summed: For each entry of a node to which several hand what is not zero, these.
+        readers: For each node those that hand on to it.
+        ends: The node of each leaf, by its id.
+    """
+
+    passed: Mapping[Any, _Passed]
+    stopping: list[Any]
+    summed: dict[tuple[Any, int], list[Any]]
+    readers: dict[Any, list[Any]]
+    ends: dict[int, Any]
+
+    @classmethod
+    def of(cls, outs: Sequence[Tensor], passed: Mapping[Any, _Passed]) -> _Back:
+        readers: dict[Any, list[Any]] = {}
+        ends: dict[int, Any] = {}
+        for node in nodes_of(outs):
+            if type(node).__name__ == "AccumulateGrad":
+                ends[id(node.variable)] = node
+            for to, _ in node.next_functions:
+                if to is not None:
+                    readers.setdefault(to, []).append(node)
+        given: dict[tuple[Any, int], list[Any]] = {}
+        for node, at in passed.items():
+            for edge, on in zip(node.next_functions, at.on, strict=False):
+                if on and edge[0] is not None:
+                    given.setdefault(edge, []).append(node)
+        stopping = [node for node, at in passed.items() if any(at.moves) and not all(at.on)]
+        summed = {edge: nodes for edge, nodes in given.items() if len(nodes) > 1}
+        return cls(passed, stopping, summed, readers, ends)
+
+    def leading_to(self, leaf: Tensor) -> dict[Any, None]:
+        """The nodes of autograd from which the leaf is reached, its own among them."""
+        found: dict[Any, None] = {}
+        todo = [self.ends[id(leaf)]] if id(leaf) in self.ends else []
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found[node] = None
+                todo += self.readers.get(node, [])
+        return found
 
 
 @dataclass(frozen=True)
@@ -163,25 +201,6 @@ def _watched(outs: Sequence[Tensor]) -> Iterator[dict[Any, _Passed]]:
 
 def _moves(ct: Any) -> bool:
     return ct is not None and bool(ct.ne(0).any())
-
-
-def _leading_to(outs: Sequence[Tensor], leaf: Tensor) -> dict[Any, None]:
-    """The nodes of autograd from which the leaf is reached, its own among them."""
-    readers: dict[Any, list[Any]] = {}
-    ends = []
-    for node in nodes_of(outs):
-        if type(node).__name__ == "AccumulateGrad" and node.variable is leaf:
-            ends.append(node)
-        for to, _ in node.next_functions:
-            if to is not None:
-                readers.setdefault(to, []).append(node)
-    found: dict[Any, None] = {}
-    while ends:
-        node = ends.pop()
-        if node not in found:
-            found[node] = None
-            ends += readers.get(node, [])
-    return found
 
 
 def _named(recorder: Recorder, node: Any) -> Node:

@@ -69,6 +69,8 @@ def _note_moved(
 
 def _out_of_sight(graph: Graph, leavings: Sequence[Leaving]) -> list[int]:
     """The leavings whose data could explain a lost gradient, and was not seen to come back."""
+    if not leavings:
+        return []
     back = {source for source, _ in graph.outside}
     found: set[int] = set()
     for value in graph.inputs:

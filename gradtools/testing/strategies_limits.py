@@ -39,12 +39,21 @@ _REVERSE_ONLY = "a cotangent that is edited by any function has no forward mode"
 _HOOKS = "torch.func does not support the saved-tensor hooks of checkpoint"
 _AGAIN = "PyTorch's checkpoint computes again without the tangents, and says so"
 _COMPILED = "a compiled function in PyTorch has neither forward mode nor torch.func's transforms"
+_SHARED = "torch.func.jvp takes no argument whose entries share memory"
+_NESTED = "torch.func.jvp does not nest in dual numbers, which gt.jvp is made of"
 
 LIMITS = (
     Limit("torch", ("transform",), "has a reverse rule only|must implement the jvp", _REVERSE_ONLY),
-    Limit("jax", ("transform",), "can't apply forward-mode|reverse rule only", _REVERSE_ONLY),
+    Limit(
+        "jax",
+        ("transform",),
+        "can't apply forward-mode|reverse rule only|rule for 'custom_lin' not implemented",
+        _REVERSE_ONLY,
+    ),
     Limit("torch", ("gt.checkpoint",), "don't yet support saved tensor hooks", _HOOKS),
     Limit("torch", ("gt.checkpoint",), "number of tensors was saved during", _AGAIN),
+    Limit("torch", ("native.jvp",), "written-to tensor refers to a single memory", _SHARED),
+    Limit("torch", ("native.jvp",), "do not nest in the dual numbers", _NESTED),
     Limit("torch", ("compiled",), "must implement the jvp function", _COMPILED),
     Limit("torch", ("compiled",), "compiled backward function within vmap", _COMPILED),
 )

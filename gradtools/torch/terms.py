@@ -6,7 +6,7 @@ is right and may be read; here it is made to refuse the derivative that would be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ def _solved(B: Tensor, L: Tensor, upper: bool = False) -> Tensor:
 
 # PyTorch's forward-mode rules of these are wrong at first order, in silence;
 # test_torch_terms_upstream.py tells when they are mended.
-_BY_PLAIN_OPERATIONS = {
+_BY_PLAIN_OPERATIONS: dict[Any, Callable[..., Tensor]] = {
     torch.cholesky_inverse: _inverse_of,  # torch#196682
     Tensor.cholesky_inverse: _inverse_of,
     torch.cholesky_solve: _solved,  # torch#196694

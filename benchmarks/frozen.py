@@ -6,12 +6,14 @@ JAX's are what the compiled program needs beside its inputs and outputs, with th
 and the z_i in `jax.lax.map`. Loops are counted times their trips.
 
 Each framework's models run in processes of their own, two at a time, or as many as --jobs=... says.
---quick: small sizes, few rounds, and nothing is written.
+What was measured is kept in out/frozen.jsonl until all is, so a run that was ended goes on where it
+was. --quick: small sizes, few rounds, and nothing is written.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import math
 import os
 import pathlib
@@ -20,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -46,7 +48,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from live_bytes import LiveBytes  # noqa: E402, the tests' own counter
 
 QUICK = "--quick" in sys.argv
-ROUNDS = 3 if QUICK else 5
+ROUNDS = 3
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
@@ -56,9 +58,12 @@ PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
 OURS, BUDGET = "gt.frozen", "gt.frozen, memory_budget for all"
 CHECKPOINT = {"PyTorch": "torch.utils.checkpoint", "JAX": "jax.checkpoint"}
 MODELS = ("dense",) if QUICK else ("dense", "convolutional", "transformer")
-WIDTHS = {"dense": 128, "convolutional": 64, "transformer": 64}  # of what y multiplies
-CODES = {"dense": (64, 128), "convolutional": (8, 16), "transformer": (4, 8, 64)}
+CODES = {"dense": (64, 256), "convolutional": (16, 16), "transformer": (4, 16, 64)}
+if QUICK:
+    CODES["dense"] = (8, 16)
 CHANNELS, SIDE, HEADS = 16, 8, 4
+WIDTHS = {name: SIDE**2 if name == "convolutional" else x[-1] for name, x in CODES.items()}  # y's
+PARTS = HERE.parent / "out" / "frozen.jsonl"
 
 
 @dataclass(frozen=True)
@@ -377,7 +382,7 @@ class Cell:
     Attributes:
         over_uses: Whether it is one of those in which the number of uses changes.
         peaks: Bytes.
-        passes: The work, in forward passes; of the largest number of uses alone.
+        passes: The work, in forward passes for each use.
         times: Those over double backward's; empty where they were not taken.
     """
 
@@ -391,19 +396,42 @@ class Cell:
     times: dict[str, float]
 
 
-def measured(framework: str, model: str) -> list[Cell]:
+def sizes() -> list[tuple[int, int, bool]]:
+    """The depth and the number of uses of every cell, and whether it is one over the uses."""
+    return [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
+
+
+def settings() -> str:
+    """What cells have in common that belong together."""
+    return f"{version('torch')}, {version('jax')}, {ROUNDS}, {CODES}, {CHANNELS}, {SIDE}, {HEADS}"
+
+
+def measured(framework: str, model: str, chosen: Sequence[tuple[int, int, bool]]) -> list[Cell]:
     one_thread()
-    sizes = [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
+    found = []
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no second derivative
-        return [measured_at(framework, model, *size) for size in sizes]
+        for size in chosen:
+            found.append(measured_at(framework, model, *size))
+            if not QUICK:
+                PARTS.parent.mkdir(exist_ok=True)
+                with PARTS.open("a") as file:
+                    file.write(json.dumps({"settings": settings(), **asdict(found[-1])}) + "\n")
+    return found
+
+
+def kept() -> list[Cell]:
+    """What a run before this one had measured when it was ended."""
+    if QUICK or not PARTS.exists():
+        return []
+    lines = [json.loads(line) for line in PARTS.read_text().splitlines()]
+    return [Cell(**line) for line in lines if line.pop("settings") == settings()]
 
 
 def measured_at(framework: str, model: str, depth: int, uses: int, over_uses: bool) -> Cell:
     ways = {"PyTorch": torch_ways, "JAX": jax_ways}[framework](model, depth, uses)
     peaks = {name: way.peak for name, way in ways.items()}
-    largest = over_uses and uses == USES[-1]
-    passes = {name: way.passes() for name, way in ways.items()} if largest else {}
-    times = ratios(ways) if over_uses and uses in TIMED else {}
+    passes = {name: way.passes() for name, way in ways.items()}
+    times = ratios(ways) if uses in TIMED or not over_uses else {}
     print(f"{framework}, {model}: {depth} layers, {uses} uses", file=sys.stderr)
     return Cell(framework, model, depth, uses, over_uses, peaks, passes, times)
 
@@ -445,13 +473,14 @@ def times(cell: Cell, name: str) -> str:
 def report(cells: list[Cell]) -> str:
     over_uses = [c for c in cells if c.over_uses]
     over_depth = [c for c in cells if not c.over_uses]
-    single = [c for c in over_uses if c.uses == USES[-1]]
     timed = [c for c in over_uses if c.times]
     sections = [
-        (f"Work, in forward passes of G ({DEPTH} layers, {USES[-1]} uses)", single, flops),
+        (f"Work for each use, in forward passes of G ({DEPTH} layers)", over_uses, flops),
         (f"Peak MB over the number of uses ({DEPTH} layers)", over_uses, megabytes),
         (f"Time, times double backward ({DEPTH} layers)", timed, times),
-        (f"Peak MB over the depth ({FEW} uses)", over_depth, megabytes),
+        (f"Depth: work for each use, in forward passes of G ({FEW} uses)", over_depth, flops),
+        (f"Depth: peak MB ({FEW} uses)", over_depth, megabytes),
+        (f"Depth: time, times double backward ({FEW} uses)", over_depth, times),
     ]
     lines = [
         f"# Second derivatives through a frozen network, {datetime.date.today()}, Python "
@@ -501,10 +530,18 @@ def one_thread() -> None:
 
 
 def main() -> None:
-    jobs = [(framework, model) for framework in CHECKPOINT for model in MODELS]
+    cells = kept()
+    had = {(c.framework, c.model, c.depth, c.uses, c.over_uses) for c in cells}
+    jobs = {
+        (framework, model): [size for size in sizes() if (framework, model, *size) not in had]
+        for framework in CHECKPOINT
+        for model in MODELS
+    }
     with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:
-        futures = [pool.submit(measured, *job) for job in jobs]
-        cells = [cell for future in futures for cell in future.result()]
+        futures = [pool.submit(measured, *job, left) for job, left in jobs.items() if left]
+        cells += [cell for future in futures for cell in future.result()]
+    order = sizes()
+    cells.sort(key=lambda c: order.index((c.depth, c.uses, c.over_uses)))
     text = report(cells)
     print(text)
     if QUICK:
@@ -512,6 +549,7 @@ def main() -> None:
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / "frozen.md").write_text(text)
     picture(cells)
+    PARTS.unlink()
 
 
 if __name__ == "__main__":

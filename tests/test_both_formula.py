@@ -132,6 +132,7 @@ def power_spectrum(gt, x):
 SIGNS = np.sign(real(5))
 FUNCTIONS: dict[str, Written] = {
     "linear": Written(lambda gt, W, x, b: W @ x + b, (real(3, 4), real(4), real(3))),
+    "hidden layer": Written(lambda gt, W, x: gt.xp.tanh(W @ x), (real(3, 4), real(4))),
     "layer": Written(
         lambda gt, X, W, b: X @ gt.xp.matrix_transpose(W) + b, (real(5, 4), real(3, 4), real(3))
     ),
@@ -261,6 +262,7 @@ def agreement(one: Any, other: Any, inputs: tuple[np.ndarray, ...]) -> float:
 
 FAMOUS = {
     "linear": ["W̄ = ȳ xᵀ", "x̄ = Wᵀ ȳ", "b̄ = ȳ"],
+    "hidden layer": ["W̄ = (ȳ ⊙ (1 - y²)) xᵀ", "x̄ = Wᵀ (ȳ ⊙ (1 - y²))"],
     "layer": ["X̄ = Ȳ W", "W̄ = Ȳᵀ X", "b̄ = Σᵢ Ȳ"],
     "complex affine": ["W̄ = ȳ Iᴴ", "Ī = Wᴴ ȳ", "b̄ = ȳ"],
     "cross entropy": ["Z̄ = L̄ (softmaxⱼ(Z) - onehot(y)) / 4"],

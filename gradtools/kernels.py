@@ -157,9 +157,11 @@ class _OfKernels:
             outs=tuple(outs),
         )
 
+        given = found.tangent  # and not all that was found, whose arrays would stay
+
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-            if found.tangent is not None:
-                return found.tangent(saved[:k], dxs)
+            if given is not None:
+                return given(saved[:k], dxs)
             pushed = backend.apply_rule(
                 maps.push, *saved[k:], *saved[:k], *[dx for dx in dxs if dx is not None]
             )

@@ -113,8 +113,9 @@ def _linearized(rule: Rule, xs: Sequence[Any]) -> Rule:
 
     def forward(*xs: Any) -> list[Any]:
         split = _split(rule, xs) if rule.joint is not None and rule.linearize is None else None
-        found[:] = [split or _native(rule, rule.at(*xs), xs)]
-        return [*found[0].ys, *found[0].extras]
+        made = split or _native(rule, rule.at(*xs), xs)
+        found[:] = [replace(made, ys=[], extras=[None] * len(made.extras))]  # tracers would leak
+        return [*made.ys, *made.extras]
 
     closed = jax.make_jaxpr(forward)(*[jax.typeof(x) for x in xs])
     return rule.linearized(
@@ -175,6 +176,20 @@ def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
         return spread(_transpose(rule, "tangent", push, examples, full), moving)
 
     return replace(found, tangent=tangent, cotangent=cotangent)
+
+
+def _plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> Rule:
+    """The maps of a rule that needs no evaluation to have them.
+
+    They depend on what the arrays look like alone, and are kept with the rule: JAX compiles a
+    primitive for each rule that it is bound with, and would compile and keep each call's own.
+    """
+    looks = tuple(jax.typeof(x) for x in (*xs, *ys))
+    kept = rule.__dict__.setdefault("_kept_maps", {})
+    if looks not in kept:
+        made = _native(rule, rule.reading(xs, ys), xs)
+        kept[looks] = rule.linearized(replace(made, ys=[], extras=[]), rule.primal)
+    return kept[looks]
 
 
 def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
@@ -491,7 +506,7 @@ def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], Rule, list[Any]]:
     """
     if rule.linearize is None and rule.joint is None and rule.forward is None:
         ys = primal_p.bind(*xs, rule=rule)
-        maps = rule.linearized(_native(rule, rule.reading(xs, ys), xs), rule.primal)
+        maps = _plain_maps(rule, xs, ys)
         return ys, maps, maps.saved(xs, ys)
     maps = _linearized(rule, xs)
     assert maps.forward is not None

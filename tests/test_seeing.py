@@ -192,6 +192,17 @@ def test_a_leaf_that_moves_is_told_from_those_that_do_not(gt, x):
     assert report.depends == {"argument 0": True, "argument 1": False}
 
 
+def test_what_has_no_derivative_at_all_is_not_told_again_at_these_values(gt, x):
+    f = lambda x: gt.xp.round(x).sum() + (x * 0).sum()
+    assert kinds(gt.why_zero(f, x)) == ["zero_derivative", "multiplied_by_zero"]
+
+
+def test_an_error_of_fs_own_is_told_with_its_line(gt, x):
+    line = _raises.__code__.co_firstlineno + 1
+    with pytest.raises(GradtoolsError, match=rf"my own.* \(test_seeing.py:{line}\)"):
+        gt.why_zero(_raises, x)
+
+
 def test_what_is_constant_is_told_from_what_is_cut(gt, x):
     constant = gt.why_zero(lambda x: gt.stop_gradient(x * 0).sum(), x)
     cut = gt.why_zero(lambda x: gt.stop_gradient(x * 2).sum(), x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -129,15 +130,22 @@ def _module(w: World) -> Any:
                 return w.twice(x * self.a)
 
         return Net()
+    return _equinox_module()(w.gt.asarray(np.ones(())), w.twice)
+
+
+@cache
+def _equinox_module() -> Any:
+    """The class, made once: JAX keeps every class that is registered with it."""
     import equinox
 
     class Module(equinox.Module):
         a: Any
+        twice: Any = equinox.field(static=True)
 
         def __call__(self, x: Any) -> Any:
-            return w.twice(x * self.a)
+            return self.twice(x * self.a)
 
-    return Module(w.gt.asarray(np.ones(())))
+    return Module
 
 
 def _written(w: World, name: str) -> Any:

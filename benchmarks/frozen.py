@@ -7,7 +7,8 @@ and the z_i in `jax.lax.map`. Loops are counted times their trips.
 
 Each framework's models run in processes of their own, two at a time, or as many as --jobs=... says.
 What was measured is kept in out/frozen.jsonl until all is, so a run that was ended goes on where it
-was. --quick: small sizes, few rounds, and nothing is written.
+was. --report: writes what there is so far, a dash where a cell is missing. --quick: small sizes,
+few rounds, and nothing is written.
 """
 
 from __future__ import annotations
@@ -450,12 +451,10 @@ def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[
     for framework in CHECKPOINT:
         for model in MODELS:
             own = [c for c in cells if (c.framework, c.model) == (framework, model)]
-            row = [next(c for c in own if same(c, head)) for head in first]
-            for name in row[0].peaks:
-                yield (
-                    f"| {framework} | {model} | {name} | "
-                    f"{' | '.join(value(c, name) for c in row)} |"
-                )
+            row = [next((c for c in own if same(c, head)), None) for head in first]
+            for name in own[0].peaks:
+                values = ["–" if c is None else value(c, name) for c in row]
+                yield f"| {framework} | {model} | {name} | {' | '.join(values)} |"
 
 
 def flops(cell: Cell, name: str) -> str:
@@ -493,7 +492,8 @@ def report(cells: list[Cell]) -> str:
         "wide, attention by plain products. Peak: in PyTorch live storages, in JAX what the "
         "compiled program needs beside inputs and outputs. Work is that of products and "
         f"convolutions, f's share included. Times: CPU seconds, medians over {ROUNDS} rounds of "
-        "the ratio in one round, in which each way runs once, in an order that moves on.",
+        "the ratio in one round, in which each way runs once, in an order that moves on. A dash: "
+        "not measured.",
     ]
     for title, chosen, value in sections:
         lines += ["", f"## {title}", "", *table(chosen, value)]
@@ -514,7 +514,9 @@ def picture(cells: list[Cell]) -> None:
             for name, marker in zip(own[0].peaks, "osvDP", strict=True):
                 sizes = [c.peaks[name] / 1e6 for c in own]
                 colour = {OURS: "tab:red", BUDGET: "tab:orange"}.get(name)
-                panel.plot(USES, sizes, marker=marker, label=name, color=colour, alpha=0.8)
+                panel.plot(
+                    [c.uses for c in own], sizes, marker=marker, label=name, color=colour, alpha=0.8
+                )
             panel.set(xscale="log", yscale="log", xlabel="uses of G", ylabel="peak, MB")
             panel.set_xticks(USES, map(str, USES))
             panel.set_xticks([], minor=True)
@@ -537,6 +539,7 @@ def main() -> None:
         for framework in CHECKPOINT
         for model in MODELS
     }
+    jobs = {} if "--report" in sys.argv else jobs
     with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:
         futures = [pool.submit(measured, *job, left) for job, left in jobs.items() if left]
         cells += [cell for future in futures for cell in future.result()]
@@ -549,7 +552,8 @@ def main() -> None:
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / "frozen.md").write_text(text)
     picture(cells)
-    PARTS.unlink()
+    if len(cells) == len(CHECKPOINT) * len(MODELS) * len(order):
+        PARTS.unlink()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ A value is either the number of a node's result or `Known`. A random draw is a n
 with the value that it had. Numbers of integers are also known at the program's leaves, so that an
 index can be seen to be within bounds.
 
-The tables stand in `vocabulary_tables.py`, indexing in `vocabulary_indexing.py`, what holds
-programs inside in `vocabulary_calls.py`.
+The tables stand in `translating/tables.py`, indexing in `translating/indexing.py`, what holds
+programs inside in `translating/calls.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gradtools.jax import seeing, tracing
-from gradtools.jax import vocabulary_calls as calls
-from gradtools.jax.vocabulary_folding import folded, is_foldable
-from gradtools.jax.vocabulary_indexing import INDEXING
-from gradtools.jax.vocabulary_tables import TABLE
-from gradtools.jax.vocabulary_writing import Entry, Known, Writer
+from gradtools.jax.translating import calls
+from gradtools.jax.translating.folding import folded, is_foldable
+from gradtools.jax.translating.indexing import INDEXING
+from gradtools.jax.translating.tables import TABLE
+from gradtools.jax.translating.writing import Entry, Known, Writer
 from gradtools.seeing.formula.recorded import Recorded
 from gradtools.seeing.program import Program
 

@@ -21,8 +21,8 @@ from jax.extend.core import Literal
 
 from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
-from gradtools.jax.vocabulary_folding import evaluated, forwarded, pulled
-from gradtools.jax.vocabulary_writing import Entry, Known
+from gradtools.jax.translating.folding import evaluated, forwarded, pulled
+from gradtools.jax.translating.writing import Entry, Known
 from gradtools.seeing.formula.expressions import kind_of, placeholder
 from gradtools.seeing.graph import Body, Graph
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.jax.vocabulary_tables import Params, axes_of, updated, window
+from gradtools.jax.translating.tables import Params, axes_of, updated, window
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.jax import places
-from gradtools.jax.vocabulary_folding import function_of, pullback_of
+from gradtools.jax.translating.folding import function_of, pullback_of
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, kind_of, order, placeholder

@@ -3,7 +3,7 @@
 A translation takes the writer, the parameters of an equation and the numbers of its operands; it
 writes nodes, and returns the number of the result or a list of them. ``None`` says that there is
 no word for it: the equation then keeps its name and is marked. What holds programs inside stands
-in `vocabulary_calls.py`, what gathers and scatters in `vocabulary_indexing.py`.
+in `translating/calls.py`, what gathers and scatters in `translating/indexing.py`.
 """
 
 from __future__ import annotations

@@ -127,3 +127,28 @@ def test_a_compiled_function_has_no_forward_mode():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones(3))
         with pytest.raises(NotImplementedError, match="must implement the jvp function"):
             compiled(dual)
+
+
+def test_dynamo_does_not_resume_what_breaks_the_graph_inside_torch_func():
+    """Chunks leave the graph. No report of this was found upstream."""
+    torch._dynamo.reset()
+    cube = torch.compiler.disable(lambda x: x**3)
+    x = torch.ones(3, dtype=torch.float64)
+    slope = torch.compile(lambda x: torch.func.grad(lambda x: cube(x).sum())(x), backend="eager")
+    with pytest.raises(AssertionError, match="False != True"):
+        slope(x)
+    torch._dynamo.reset()
+    assert torch._C._functorch.peek_interpreter_stack() is None
+
+
+def test_91469_chunked_twice_has_no_compiled_double_backward():
+    """When this fails, take the cell "chunked, twice" under compile back in (matrix.py)."""
+    torch._dynamo.reset()
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64)
+    chunked = gt.chunked(lambda x: x**3, 2)
+    loss = lambda x: (chunked(x) ** 2).sum()
+    twice = lambda x: gt.hvp(loss, (x,), (x,), mode="reverse_over_reverse")[1][0]
+    torch.testing.assert_close(twice(x), 30 * x**5)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        gt.compile(twice, backend="aot_eager")(x)
+    torch._dynamo.reset()

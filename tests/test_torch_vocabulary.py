@@ -52,6 +52,11 @@ TABLE = """
 1 torch.linalg.solve_triangular(a, b, upper=True, unitriangular=True) ; s(3,3) (3,2)
 1 torch.cholesky_solve(b, torch.linalg.cholesky(a)) ; s(3,3) (3,2)
 1 torch.linalg.qr(a)[1]                             ; (4,3)
+1 torch.linalg.lstsq(a, b)[0]                       ; (4,3) (4,2)
+1 F.grid_sample(a, b, align_corners=False)          ; (1,2,4,4) u(1,3,3,2)
+1 torch.stft(a, 8, return_complex=True, window=torch.hann_window(8).double()).abs() ; (32)
+1 torch.zeros(3, 4).double().scatter(1, a.argmax(1, keepdim=True), 1.0) * a ; (3,4)
+1 a.half().float() * a.bfloat16()                   ; (4)
 1 torch.linalg.svdvals(a)                           ; (4,3)
 1 (lambda u, s, v: u @ torch.diag(s) @ v)(*torch.linalg.svd(a, full_matrices=False)) ; (4,3)
 2 torch.linalg.eigvalsh(a)                          ; s(3,3)
@@ -510,6 +515,18 @@ def test_a_formula_that_is_right_at_one_point_alone_is_not_shown(monkeypatch):
     monkeypatch.setitem(vocabulary.OPERATIONS, "sin", tangent)
     with pytest.raises(GradtoolsError, match="by the formula and"):
         gt.formula(lambda x: x.sin(), X)
+
+
+def test_where_f_is_not_defined_nothing_is_compared_and_that_is_said():
+    with pytest.raises(GradtoolsError, match="none of 3 random points are all values finite"):
+        gt.formula(lambda x: x.log(), -torch.ones(3))
+
+
+def test_a_marked_operation_with_several_results_is_compared_as_well():
+    a = ROWS[:, :3] + 3 * torch.eye(3)
+    found = gt.formula(lambda a: torch.linalg.lu_factor(a)[0], a)
+    assert found.marked == ("aten.linalg_lu_factor_ex",)
+    assert found.check.points == 3
 
 
 def test_an_operation_without_a_translation_is_marked():

@@ -34,10 +34,15 @@ def relative_error(a: Any, b: Any, least: float = 0.0) -> float:
         return 0.0
     both = np.isnan(a) & np.isnan(b)
     distance = np.where(both | (a == b), 0, np.abs(a - b))
-    size = max(np.max(np.abs(a), initial=0), np.max(np.abs(b), initial=0), least)
+    size = max(_greatest(a), _greatest(b), least)
     if not np.isfinite(distance).all():
         return float("inf")
     return float(np.max(distance) / size) if size else 0.0
+
+
+def _greatest(x: np.ndarray) -> float:
+    """The greatest modulus of what is finite."""
+    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
 
 
 def verify(

@@ -110,7 +110,7 @@ def put_along(y, u, i):
     """Zeros with u added along an axis."""
     out = np.zeros(y.shape, u.dtype)
     at = list(np.indices(i.shape, sparse=True))
-    at[y["axis"]] = i
+    at[y["axis"]] = np.asarray(i).astype(np.int64, copy=False)
     np.add.at(out, tuple(at), np.broadcast_to(u, i.shape))
     return out
 
@@ -118,7 +118,7 @@ def put_along(y, u, i):
 def along_set(y, x, i, u):
     """X with u put in along an axis."""
     out = np.array(x, np.result_type(x, u))
-    np.put_along_axis(out, i, u, y["axis"])
+    np.put_along_axis(out, np.asarray(i).astype(np.int64, copy=False), u, y["axis"])
     return out
 
 

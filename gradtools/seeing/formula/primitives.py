@@ -109,7 +109,7 @@ PRIMITIVES: dict[str, Primitive] = {
     "index_add": Primitive(kernels.index_add, linear(lambda y, g, u, *i: index(g, i, y["axes"]))),
     "index_set": Primitive(kernels.index_set, index_set_pullback),
     "take_along": Primitive(
-        lambda y, x, i: np.take_along_axis(x, i, y["axis"]),
+        lambda y, x, i: np.take_along_axis(x, i.astype(np.int64, copy=False), y["axis"]),
         linear(lambda y, g, x, i: put_along(g, i, y["axis"], x.shape[y["axis"]])),
     ),
     "put_along": Primitive(

@@ -459,8 +459,10 @@ def _argument(word: str) -> Translation:
         axis = 0 if o.dim is None else o.dim % max(1, x.ndim)
         if o.dim is None or not x.ndim:
             x = w.reshape(x, (x.size,))
-        shape = [n for a, n in enumerate(x.shape) if a != axis]
-        found = w(word, x, shape=shape, dtype="int64", axis=axis)
+        kept: dict[str, Any] = {"shape": _kept_shape(x, axis), "keep": True}
+        if o.dim is None or not o.keepdim:
+            kept = {"shape": [n for a, n in enumerate(x.shape) if a != axis]}
+        found = w(word, x, dtype="int64", axis=axis, **kept)
         return w.reshape(found, o.likes[0][0])
 
     return translated

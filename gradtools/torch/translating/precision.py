@@ -62,6 +62,7 @@ class _Reading(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKS:
             return func(*args, **(kwargs or {}))
+        func = _WIDER.get(func, func) if self.wide else func
         args, kwargs = pytree.tree_map(self.read, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
 
@@ -81,6 +82,7 @@ def origin_of(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 _TENSOR: Any = Tensor
+_WIDER = dict.fromkeys((Tensor.half, Tensor.float, Tensor.bfloat16), Tensor.double)
 _ASKS = frozenset({_TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__})
 
 

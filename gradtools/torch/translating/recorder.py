@@ -284,7 +284,9 @@ class Recorder:
         self.writer.native = name
         computing = Computing(func, args, kwargs)
         more: dict[str, Any] = {"function": computing.value, "adjoint": computing.adjoint}
-        return self.writer.node("opaque", bound.given, [like(y) for y in outs], **more)
+        some = [like(y) for y in outs if is_inexact(y)]
+        made = iter(self.writer.node("opaque", bound.given, some, **more))
+        return [next(made) if is_inexact(y) else self.constant(y) for y in outs]
 
     def _bound(self, func: Any, args: Any, kwargs: Any) -> SimpleNamespace:
         """The arguments by name, with values in place of tensors."""
@@ -355,12 +357,15 @@ class Computing:
         with _disable_current_modes(), torch.enable_grad():
             xs, ys = self._run(both[:count])
             asked = [x for x in xs if x.requires_grad]
-            given = [torch.tensor(c).to(y.dtype) for c, y in zip(both[count:], ys, strict=True)]
-            found = torch.autograd.grad(ys, asked, given, allow_unused=True)
+            pairs = zip(both[count:], ys, strict=True)
+            given = [(y, torch.tensor(c).to(y.dtype)) for c, y in pairs if y.requires_grad]
+            found = torch.autograd.grad(
+                [y for y, _ in given], asked, [c for _, c in given], allow_unused=True
+            )
         place = {id(x): g for x, g in zip(asked, found, strict=True)}
         grads = [place.get(id(x)) for x in xs]
-        pairs = zip(grads, both, strict=False)
-        return [np.zeros(v.shape) if g is None else g.numpy() for g, v in pairs]
+        given_back = zip(grads, both, strict=False)
+        return [np.zeros(v.shape) if g is None else g.numpy() for g, v in given_back]
 
 
 class Operations(TorchDispatchMode):

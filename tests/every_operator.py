@@ -333,7 +333,7 @@ USES = (
     Use("gradient_graph", lambda w: len(w.gt.gradient_graph(w.loss, w.x).nodes)),
     Use("gradient_graph: twice", lambda w: len(w.gt.gradient_graph(w.loss, w.x, order=2).nodes)),
     Use("graph_diff", _compared),
-    Use("formula", lambda w: str(w.gt.formula(w.loss, w.x)), backends=("torch",), retries=True),
+    Use("formula", lambda w: str(w.gt.formula(w.loss, w.x)), retries=True),
     Use("measure", _measured),
     Use("asarray", lambda w: w.gt.asarray(w.gt.to_numpy(w.x)), rows=True, planted=False),
     Use("to_numpy", lambda w: w.gt.to_numpy(w.x), rows=True, planted=False),

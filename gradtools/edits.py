@@ -197,9 +197,13 @@ class Edits(Operators):
     def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
         backend = self._backend
 
+        is_number = isinstance(scale, int | float)  # of these no operation takes the sign
+        signed = -scale if is_number and sign < 0 else scale
+
         def one(leaf: Array, path: str) -> Array:
-            factor = _factor(backend, name, leaf, path, scale)
-            return backend.apply_rule(SCALE, leaf, factor if sign > 0 else -factor)[0]
+            factor = _factor(backend, name, leaf, path, signed)
+            turned = factor if sign > 0 or is_number else -factor
+            return backend.apply_rule(SCALE, leaf, turned)[0]
 
         return _map_inexact(backend, one, x)
 

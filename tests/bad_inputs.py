@@ -1886,12 +1886,12 @@ BAD = (
         "why_zero of a function that raises",
         lambda gt, a: gt.why_zero(lambda x: x["w"], a(V)),
         (
-            "why_zero: f raised TypeError: new(): invalid data type 'str'. It must run at the "
-            "arguments at which it is looked at."
+            "why_zero: f raised TypeError: new(): invalid data type 'str' (PLACE). It must run at "
+            "the arguments at which it is looked at."
         ),
         jax=(
-            "why_zero: f raised TypeError: JAX does not support string indexing; got idx='w'. "
-            "It must run at the arguments at which it is looked at."
+            "why_zero: f raised TypeError: JAX does not support string indexing; got idx='w' "
+            "(PLACE). It must run at the arguments at which it is looked at."
         ),
     ),
     Bad(

@@ -17,6 +17,7 @@ from gradtools import GradtoolsError
 def without_what_changes(text: str) -> str:
     """The text with placeholders for addresses and for lines of these tests."""
     text = re.sub(r" at \S+\.py:\d+", " at PLACE", text)
+    text = re.sub(r"\(\S+\.py:\d+\)", "(PLACE)", text)
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
 
 

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
-from gradtools.errors import GradtoolsError  # noqa: E402
+from gradtools.errors import GradtoolsError, GradtoolsWarning  # noqa: E402
 
 
 def names(graph, numbers):
@@ -127,6 +127,23 @@ def test_a_saved_tensor_that_is_then_overwritten_is_refused():
 
     with pytest.raises(GradtoolsError, match="modified in place after it was saved"):
         gt.gradient_graph(f, torch.ones(3))
+
+
+def test_a_piece_that_autograd_counts_by_itself_may_be_written():
+    """A GRU adds in place to pieces of one array, each with a version of its own."""
+    gru = torch.nn.GRU(3, 4)
+    graph = gt.gradient_graph(lambda x: gru(x)[0], torch.randn(5, 1, 3), order=2)
+    assert "second gradient of argument 0" in {graph.values[v].name for v in graph.outputs}
+
+
+def test_a_kernel_without_double_backward_gives_way_to_its_alternative():
+    attention = torch.nn.functional.scaled_dot_product_attention
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.warns(GradtoolsWarning, match="flash_attention.* has no derivative"):
+        graph = gt.gradient_graph(lambda q: attention(q, q, q), q, order=2)
+    assert {n.phase for n in graph.nodes} == {0, 1, 2}
+    once = gt.gradient_graph(lambda q: attention(q, q, q), q, order=1)
+    assert any("flash" in n.native for n in once.nodes)
 
 
 def test_a_functions_backward_is_marked_at_its_own_line():

@@ -12,8 +12,10 @@ has another number from then on, and so has every view of it when it is read the
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +27,7 @@ from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
     FORWARD,
@@ -38,6 +40,7 @@ from gradtools.seeing.passes import (
 )
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
+from gradtools.torch.modes import Modes
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
@@ -56,6 +59,28 @@ def gradient_graph(asked: Differentiated) -> Graph:
             f"{asked.program.asked}: a program can be recorded in plain eager code only, not "
             "inside a transform of torch.func, in compiled code, or while another is recorded."
         )
+    try:
+        return _hooked_or_not(asked)
+    except (RuntimeError, NotImplementedError) as error:
+        lacking = re.search(r"derivative for (\S+) is not implemented", str(error))
+        if lacking is None or asked.order < SECOND:
+            raise
+    _tell(lacking[1])
+    kinds = {x.device.type for x in asked.program.leaves if isinstance(x, Tensor)}
+    with Modes.now(kinds).by_other_kernels().again():
+        return _hooked_or_not(asked)
+
+
+def _tell(kernel: str) -> None:
+    warnings.warn(
+        f"gradient_graph: {kernel} has no derivative; the passes are those of PyTorch's own "
+        "alternative to that kernel.",
+        GradtoolsWarning,
+        stacklevel=2,
+    )
+
+
+def _hooked_or_not(asked: Differentiated) -> Graph:
     try:
         return _observed(asked, hooked=True)
     except RuntimeError as error:
@@ -394,11 +419,11 @@ class _Recorder(Watching):
             sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             self._packed.append((sequence, number, self._phase))
             self.hold(kept, number)
-            return kept, len(self._storage(x).written)
+            return kept, kept._version
 
     def _unpack(self, packed: Any) -> Tensor:
-        x, writes = packed
-        if len(self._storage(x).written) != writes:
+        x, version = packed
+        if x._version != version:
             raise RuntimeError(
                 "a tensor that is needed for the gradient was modified in place after it was "
                 f"saved (shape {tuple(x.shape)}); use an operation that is not in place"

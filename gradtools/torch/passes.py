@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -293,7 +294,8 @@ class _Recorder(Watching):
         self._phase = phase
         hooks: AbstractContextManager[Any] = nullcontext()
         if self._hooked:
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            me = weakref.proxy(self)  # autograd's nodes hold the hooks, and this holds the nodes
+            hooks = saved_tensors_hooks(lambda x: me._pack(x), _unpack)
         with self.scopes.watching(), self._rules_watched(), hooks, self:
             yield
 
@@ -420,16 +422,6 @@ class _Recorder(Watching):
             self._packed.append((sequence, number, self._phase))
             self.hold(kept, number)
             return kept, kept._version
-
-    def _unpack(self, packed: Any) -> Tensor:
-        x, version = packed
-        if x._version != version:
-            raise RuntimeError(
-                "a tensor that is needed for the gradient was modified in place after it was "
-                f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
-            )
-        found: Tensor = x
-        return found
 
     def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
         """For nodes, by position, what they keep for a pass that there is."""
@@ -598,6 +590,16 @@ class _Recorder(Watching):
             return strength if both else _CUT
 
         return tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    x, version = packed
+    if x._version != version:
+        raise RuntimeError(
+            "a tensor that is needed for the gradient was modified in place after it was "
+            f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
+        )
+    return x
 
 
 def _needed(outputs: Sequence[int], nodes: Sequence[Node]) -> list[Node]:

@@ -5,6 +5,9 @@ Of numbers that are counted, so the same on every machine; `make bench` adds the
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from torch.utils._pytree import tree_leaves
@@ -50,12 +53,37 @@ def test_every_public_operator_has_a_case():
     assert {"hvp", "jacobian"} <= named
 
 
+# What PyTorch's forward mode allocates here grew once in a process that had run much else.
+IN_A_PROCESS_OF_ITS_OWN = "hvp, forward over reverse"
+_MEASURED = """
+import gradtools.torch as gt
+from benchmarks import cost_torch
+from gradtools.seeing import measures
+
+measures._RUNS = (1, 1)
+for way in (cost_torch.OURS, cost_torch.HAND):
+    found = gt.measure(cost_torch.cases(64, 64)[{name!r}][way])
+    print("measured", found.flops, found.peak_bytes)
+"""
+
+
+def costs(name):
+    """Flops and peak bytes of ours, and by hand."""
+    if name == IN_A_PROCESS_OF_ITS_OWN:
+        command = [sys.executable, "-c", _MEASURED.format(name=name)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        lines = [line.split()[1:] for line in done.stdout.splitlines() if "measured" in line]
+        return [tuple(map(int, line)) for line in lines]
+    found = [gt.measure(CASES[name][way]) for way in (OURS, HAND)]
+    return [(x.flops, x.peak_bytes) for x in found]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_costs_what_it_costs_by_hand(name):
-    ours, hand = (gt.measure(run) for run in (CASES[name][OURS], CASES[name][HAND]))
-    flops, peak = MORE.get(name, (1.01, 1.01))
-    assert 0 < ours.flops <= flops * hand.flops
-    assert 0 < ours.peak_bytes <= peak * hand.peak_bytes
+    (flops, peak), (flops_by_hand, peak_by_hand) = costs(name)
+    more_flops, more_peak = MORE.get(name, (1.01, 1.01))
+    assert 0 < flops <= more_flops * flops_by_hand
+    assert 0 < peak <= more_peak * peak_by_hand
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,7 @@ GRADTOOLS_TEST_OPTIMIZED=1 leaves everything as it is.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,16 @@ def pytest_ignore_collect(collection_path, config: pytest.Config) -> bool | None
         if name.startswith((f"test_{backend}_", "test_both_")) and backend not in wanted:
             return True
     return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_not_collected_again() -> None:
+    """What caches hold by now is out of the garbage collector's way: JAX's are millions of objects.
+
+    A test that counts objects, or asks for a collection, sees what has been made since.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

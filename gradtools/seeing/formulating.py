@@ -51,8 +51,8 @@ class Formulating(Operators):
         The formula is computed at random points near the arguments and compared with what the
         framework differentiates itself; where they differ nothing is returned. What holds for
         one run of f alone, such as the branch of a Python ``if``, is part of the formula.
-        Operations without a translation keep their names and are marked; the formula is then not
-        compared, and says so.
+        Operations without a translation keep their names and are marked; where such a one cannot be
+        computed or differentiated, the formula is not compared, and says so.
 
         Args:
             f: Takes and returns pytrees of arrays; a module, too. Inputs are called as f calls

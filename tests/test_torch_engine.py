@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -678,3 +680,60 @@ def test_a_normalisation_by_fixed_statistics_has_every_derivative(at_and_along):
     found, step = gt.grad(product)(a), 1e-4
     slope = (product(a + step * t) - product(a - step * t)) / (2 * step)
     assert torch.allclose((found * t).sum(), slope, rtol=1e-6)
+
+
+# --- threads ------------------------------------------------------------------------------
+
+FORWARD = {
+    "jvp": lambda f, x: gt.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "hvp": lambda f, x: gt.hvp(f, (x,), (torch.ones_like(x),), "forward_over_reverse"),
+    "jacobian": lambda f, x: gt.jacobian(f, mode="forward")(x),
+    "mixed_partial": lambda f, x: gt.mixed_partial(f, torch.sin, x, x, torch.ones_like(x)),
+    "frozen": lambda f, x: gt.grad(lambda x: gt.grad(lambda z: f(gt.frozen(f)(z)))(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("inside", ["ours", "PyTorch's"])
+@pytest.mark.parametrize("operator", FORWARD)
+def test_the_one_dual_level_may_be_taken_by_another_thread(operator, inside):
+    """The other thread stays in forward mode until this one is done."""
+    f = lambda x, y=1.0: (x**3 * torch.sin(y * torch.ones(()))).sum()
+    if operator == "mixed_partial":
+        f = lambda y, x: (x**3 * y).sum()
+    x = _x()
+    alone = FORWARD[operator](f, x)
+    entered, done = threading.Event(), threading.Event()
+
+    def waiting(x):
+        entered.set()
+        assert done.wait(60)
+        return x**2
+
+    jvp = gt.jvp if inside == "ours" else torch.func.jvp
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(jvp, waiting, (_x(),), (torch.ones_like(x),))
+        try:
+            assert entered.wait(60)
+            found = FORWARD[operator](f, x)
+        finally:
+            done.set()
+        np.testing.assert_allclose(other.result()[1], 2 * _x(), rtol=1e-15)
+    np.testing.assert_allclose(found, alone, rtol=1e-14)
+    assert forward_ad._current_level == -1
+
+
+def test_threads_that_enter_and_leave_the_dual_level_at_once():
+    x = _x()
+    f = lambda x: (x**3).sum()
+    expected = 3 * x**2
+    run = lambda _: FORWARD["jacobian"](f, x)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(run, range(100)))
+    finally:
+        sys.setswitchinterval(interval)
+    for row in found:
+        np.testing.assert_allclose(row, expected, rtol=1e-14)
+    assert forward_ad._current_level == -1

@@ -5,7 +5,8 @@ Which one does depends on where the call stands:
 - in eager code `torch.autograd.grad` on aliases of the inputs, which takes any eager function;
 - inside functorch's transforms and in compiled code `torch.func`, which is what traces there;
 - forward mode by dual numbers at the outermost level, by `torch.func.jvp` inside functorch, and
-  inside another dual level as the transpose of the pullback, since dual levels do not nest.
+  where the dual level is taken, by a call around this one or by another thread, as the transpose
+  of the pullback: there is one dual level in a process.
 
 Results stay differentiable exactly when grad mode is on at entry and an argument or a captured
 tensor requires grad; otherwise they are detached and the graph is freed.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from gradtools.backend import Evaluation, Fun
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
+from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
 from gradtools.torch.rules import evaluated_to_push, is_inexact
 from gradtools.torch.terms import (
     NORMALISATIONS,
@@ -53,14 +55,15 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     _note_derivative()
     with explained(asked_of(fun)):
         if _in_functorch():
-            if _is_differentiated_again():
-                outs, extras, push = _functorch_linearize(fun, leaves)
-                return outs, extras, push(tangents)
-            return _functorch_jvp(fun, leaves, tangents)
-        if forward_ad._current_level >= 0:
-            outs, extras, push = _eager_linearize(fun, leaves)
+            if not _is_differentiated_again():
+                with suppress(LevelTaken):
+                    return _functorch_jvp(fun, leaves, tangents)
+            outs, extras, push = _functorch_linearize(fun, leaves)
             return outs, extras, push(tangents)
-        return _dual_jvp(fun, leaves, tangents)
+        with suppress(LevelTaken):
+            return _dual_jvp(fun, leaves, tangents)
+        outs, extras, push = _eager_linearize(fun, leaves)
+        return outs, extras, push(tangents)
 
 
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
@@ -233,7 +236,7 @@ def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
 
 def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
-    with torch.inference_mode(False), torch.set_grad_enabled(keep), forward_ad.dual_level():
+    with torch.inference_mode(False), torch.set_grad_enabled(keep), dual_level():
         duals = [
             forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
@@ -417,7 +420,8 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
         return tuple(outs), tuple(extras)
 
     apart = tuple(_unshared(x) for x in leaves)
-    outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
+    with nullcontext() if is_compiling() else forward_mode():
+        outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
     return list(outs), list(extras), list(pushed)
 
 

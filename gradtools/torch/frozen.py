@@ -41,7 +41,7 @@ from gradtools.torch.chunking import (
     _Sums,
     own_wrapper,
 )
-from gradtools.torch.modes import Modes, batchings
+from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
@@ -196,6 +196,8 @@ class _Use(_Forward):
                 self.refuse_once("give it a jvp, or ")
             try:
                 found = way(self.with_modes(self.modes.by_other_kernels()) if other else self)
+            except LevelTaken:
+                return self.by_any_kernel(asked, None, slow)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = _lacking(error)
                 if kernel == _FUNCTION:  # it is no kernel that flags choose
@@ -228,7 +230,7 @@ class _Use(_Forward):
         use = self.with_modes(replace(self.modes, grad=False, flags=flags))
         _products_of_zero_cost_nothing()
         fixed = [x for x, _ in self.start.reached.watched]
-        with use.replaying(), forward_ad.dual_level(), torch.no_grad(), OneTangent(fixed):
+        with use.replaying(), dual_level(), torch.no_grad(), OneTangent(fixed):
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
@@ -237,7 +239,7 @@ class _Use(_Forward):
         """The tangent of the pullback of cts along dzs: forward over reverse."""
         _products_of_zero_cost_nothing()
         own = saved_tensors_hooks(lambda x: x, lambda x: x)  # others cannot pack symbolic zeros
-        level, graph = forward_ad.dual_level(), torch.enable_grad()
+        level, graph = dual_level(), torch.enable_grad()
         with self.without_hooks(), self.replaying(), own, level, graph:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]

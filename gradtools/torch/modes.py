@@ -6,6 +6,7 @@ all of them is quick; they are set only where they stand otherwise.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from gradtools.torch.compiling import is_compiling
 
@@ -40,6 +42,50 @@ def outside_of_batchings() -> Iterator[None]:
     finally:
         for _ in range(depth):
             torch._C._vmapmode_increment_nesting()
+
+
+class LevelTaken(Exception):
+    """Someone is in forward mode already: the caller's caller, or another thread."""
+
+
+_FORWARD_MODE = threading.Lock()
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """The right to enter forward mode, of which PyTorch has one level for all threads.
+
+    Raises `LevelTaken`, upon which a derivative goes by reverse mode twice. Waiting would not do:
+    who is in the level may himself be waiting for this thread.
+    """
+    if not _FORWARD_MODE.acquire(blocking=False):
+        raise LevelTaken
+    try:
+        if forward_ad._current_level >= 0:
+            raise LevelTaken
+        yield
+    finally:
+        _FORWARD_MODE.release()
+
+
+@contextmanager
+def dual_level() -> Iterator[None]:
+    """The level of forward mode. Raises `LevelTaken`."""
+    with forward_mode():
+        level = _entered()
+        try:
+            yield
+        finally:
+            forward_ad.exit_dual_level(level=level)
+
+
+def _entered() -> int:
+    try:
+        return forward_ad.enter_dual_level()
+    except RuntimeError as error:  # another thread is about to enter or leave torch.func.jvp
+        if "but the current level is not valid" in str(error):
+            torch._C._exit_dual_level(level=0)
+        raise LevelTaken from error
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,12 @@ def sum_chunks(chunks: Chunks) -> list[Tensor]:
 class _Program:
     """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
 
-    forward: _Forward
     leaves: list[Tensor]  # what it reaches by itself
+
+    @property
+    def forward(self) -> _Forward:
+        """What runs f. None holds itself: what is let go of is freed at once, and not by gc."""
+        raise NotImplementedError
 
     def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
         """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
@@ -126,7 +130,7 @@ class _Forward(_Program):
     """
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
-        self.forward, self.chunks, self.beneath = self, chunks, beneath
+        self.chunks, self.beneath = chunks, beneath
         self.asked = chunks.batch.asked
         self.pieces, self.count = _pieces(chunks), chunks.cut.count
         tensors = [*chunks.shared, *chunks.carry, *self.pieces[0]]
@@ -152,6 +156,10 @@ class _Forward(_Program):
         self.once: str | None = None  # a Function in f's graph that has no second derivative
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
+    @property
+    def forward(self) -> _Forward:
+        return self
+
     def _check_modules(self) -> None:
         _check_modules(self.asked, self.start, self.chunks.f)
 
@@ -159,7 +167,7 @@ class _Forward(_Program):
         found = copy.copy(self)
         # What was drawn before there was a batch is drawn again once for all of it.
         randomness = randomness if any(map(any, on)) else "same"
-        found.forward, found.batches = found, ((size, randomness), *self.batches)
+        found.batches = ((size, randomness), *self.batches)
         return found, [[True for _ in row] for row in on]
 
     def _moving(self, xs: Entries) -> list[int]:
@@ -401,11 +409,15 @@ class _Derived(_Program):
     def __init__(
         self, of: _Program, widths: list[int], shared_width: int, there: list[list[bool]]
     ) -> None:
-        self.of, self.forward, self.leaves = of, of.forward, of.leaves
+        self.of, self.leaves = of, of.leaves
         self.widths, self.shared_width, self.there = widths, shared_width, there
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
+
+    @property
+    def forward(self) -> _Forward:
+        return self.of.forward
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         found, widths = copy.copy(self), [*self.widths, self.shared_width]
@@ -415,7 +427,6 @@ class _Derived(_Program):
         wanted = own
         if not alone:
             found.of, wanted = self.of.batched(size, own, randomness, True)
-            found.forward = found.of.forward
         vectors = zip(wanted, on, widths, strict=True)
         return found, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
 

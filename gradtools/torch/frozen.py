@@ -221,7 +221,7 @@ class _Use(_Forward):
     def with_modes(self, modes: Modes) -> _Use:
         """The same use, computed again in other modes."""
         use = copy.copy(self)
-        use.forward, use.modes, use.retained = use, modes, {}
+        use.modes, use.retained = modes, {}
         return use
 
     def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:

@@ -15,7 +15,10 @@ import pytest
 
 from gradtools import GradtoolsError
 from gradtools.testing import strategies
+from gradtools.testing import strategies_numbers as numbers
 from gradtools.testing.strategies_limits import LIMITS, limit_of
+from gradtools.testing.strategies_program import REVERSE_ONLY
+from gradtools.testing.strategies_reference import evaluated
 
 MORE = int(os.environ.get("GRADTOOLS_TEST_EXAMPLES", "0"))
 EXAMPLES = {"torch": MORE or 400, "jax": MORE or 200}
@@ -114,6 +117,47 @@ def test_defects_of_operators_are_caught(gt, backend_name, monkeypatch):
         assert f"gt.{name}(" in said
 
 
+def test_defects_of_edits_are_caught(monkeypatch):
+    """In PyTorch alone: it is the strategies that are tried."""
+    pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    clip, known, total = gt.clip_gradient, gt.known_gradient, gt.GradientAccumulator
+    mutants = {
+        "clip_gradient": lambda x, max_norm=None, max_value=None: clip(x, max_norm or max_value),
+        "known_gradient": lambda x, dx: known(x, 2 * dx),
+        "GradientAccumulator": lambda: unweighted(total()),
+    }
+    for name, mutant in mutants.items():
+        with monkeypatch.context() as patch:
+            operators = [f"gt.{name}" if name == "GradientAccumulator" else "gt.grad"]
+            said = caught("torch", patch, gt, name, mutant, operators=operators, order=1)
+        assert f"gt.{name}(" in said
+
+
+def unweighted(total):
+    class Total:
+        def add(self, grads, weight):
+            total.add(grads)
+
+        mean = staticmethod(total.mean)
+
+    return Total()
+
+
+def test_a_number_where_forward_mode_has_none_is_caught(monkeypatch):
+    pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    linear = lambda x, dx: gt.scale_gradient(x, 1.0)
+    said = caught(
+        "torch", monkeypatch, gt, "known_gradient", linear, operators=["gt.jvp"], complex=False
+    )
+    assert "is answered: forward mode meets an edit of the cotangent alone" in said
+    with pytest.raises(AssertionError, match="which it must refuse"):
+        exec(compile(said.partition("\n\n")[2], "<printed>", "exec"), {})
+
+
 # --- what was found by drawing many ----------------------------------------------------------
 
 
@@ -163,6 +207,90 @@ def test_a_forward_jacobian_is_pushed_along(gt):
     np.testing.assert_allclose(gt.to_numpy(pushed), 6 * gt.to_numpy(x) ** 2, rtol=1e-12)
 
 
+def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt):
+    """PyTorch's wing took the edit for its own transposed, in silence."""
+    x = array(gt, 3)
+    G = gt.frozen(lambda x: gt.clip_gradient(x, max_norm=0.45) ** 2)
+    loss = lambda x: gt.xp.sum(G(x) ** 2)
+    norm = np.linalg.norm(gt.to_numpy(gt.grad(loss)(x)))
+    np.testing.assert_allclose(norm, 0.45, rtol=1e-12)
+    for mode in ("forward_over_reverse", "reverse_over_reverse"):
+        with pytest.raises((GradtoolsError, TypeError), match=r"reverse rule only|forward-mode"):
+            gt.hvp(loss, (x,), (x,), mode)
+
+
+def test_a_frozen_host_function_has_a_second_derivative(gt):
+    """Its jvp, which is a transposed vjp, met saved-tensor hooks in PyTorch."""
+    sin = gt.host_function(np.sin)
+    sin.defvjp(lambda x: (sin(x), x), lambda x, c: (gt.xp.cos(x) * c,))
+    x = array(gt, 3)
+    G = gt.frozen(sin)
+    _, (found,) = gt.hvp(lambda x: gt.xp.sum(G(x)), (x,), (x,), "reverse_over_reverse")
+    at = gt.to_numpy(x)
+    np.testing.assert_allclose(gt.to_numpy(found), -np.sin(at) * at, rtol=1e-12)
+
+
+def test_forward_over_reverse_inside_a_checkpoint_is_right_or_refused(gt, backend_name):
+    """PyTorch computes f again in the midst of f, and lost the tangent in silence."""
+    x = array(gt, 3)
+    power = lambda x: gt.xp.sum((x * x) * (x * x))
+    second = lambda mode: gt.checkpoint(lambda x: gt.hvp(power, (x,), (x,), mode)[1][0])(x)
+    expected = 12 * gt.to_numpy(x) ** 3
+    found = gt.to_numpy(second("reverse_over_reverse"))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    if backend_name == "torch":
+        with pytest.raises(GradtoolsError, match="checkpoint: f takes a gradient and pushes"):
+            second("forward_over_reverse")
+    else:
+        found = gt.to_numpy(second("forward_over_reverse"))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+# --- the reference ------------------------------------------------------------------------
+
+
+def test_reverse_mode_of_the_reference_agrees_with_its_forward_mode():
+    seen = Counter()
+
+    def holds(program):
+        if {*program.operators()} & {*REVERSE_ONLY}:
+            return
+        seen["programs"] += 1
+        expected, sight = evaluated(program)
+        found, _ = evaluated(program, taped=True)
+        assert np.abs(found - expected).max(initial=0) <= 1e-11 * sight.largest
+
+    drawn(strategies.compositions(), MORE or 150, holds)
+    assert seen["programs"] > 75
+
+
+@pytest.mark.parametrize("values", [[3.0, -4.0], [3.0 + 4.0j, 0.1j], [0.1, 0.2]])
+def test_the_reference_clips_in_closed_form(values):
+    """f = Re<a, x> has the gradient a, first clipped and then clipped again at second order."""
+    a, x = np.array(values), np.array(values) * 0.5
+    leaf = numbers.Taped(x, (), 1)
+    edits = {
+        "modulus": (lambda c: numbers.by_modulus(c, 0.5), a * np.minimum(1, 0.5 / np.abs(a))),
+        "norm": (lambda c: numbers.by_norm(c, 0.5), a * min(1, 0.5 / np.linalg.norm(a))),
+    }
+    for edit, expected in edits.values():
+        out = numbers.edited_by(edit, leaf)
+        np.testing.assert_allclose(numbers.pulled(out, a, leaf), expected, rtol=1e-14)
+        tangent = numbers.edited_by(edit, numbers.Dual(x, a, 1)).tangent
+        assert np.isnan(tangent).all()
+
+
+def test_what_rows_share_is_clipped_once_and_their_own_is_clipped_each(gt):
+    """As vmap has it: what does not depend on the row is computed once, and so is its edit."""
+    w, rows = array(gt, 2), array(gt, 3, 2)
+    by_clip = lambda w: gt.clip_gradient(w, max_norm=1e-3)
+    outside = gt.grad(lambda w: gt.xp.sum(gt.vmap(lambda x: by_clip(w) * x)(rows)))(w)
+    each = gt.per_example_grad(lambda w, x: gt.xp.sum(by_clip(w) * x))(w, rows)
+    norm = lambda x: float(gt.xp.linalg.vector_norm(x))
+    np.testing.assert_allclose(norm(outside), 1e-3, rtol=1e-12)
+    np.testing.assert_allclose([norm(row) for row in each], 1e-3, rtol=1e-12)
+
+
 # --- the strategies themselves ------------------------------------------------------------
 
 
@@ -170,12 +298,12 @@ def test_the_reference_shares_nothing_with_what_it_judges():
     import gradtools.testing.strategies_program as program
     import gradtools.testing.strategies_reference as reference
 
-    for module in (program, reference):
+    for module in (program, reference, numbers):
         found = {
             getattr(value, "__module__", "") for value in vars(module).values() if callable(value)
         }
         ours = {name for name in found if name.startswith("gradtools")}
-        assert ours <= {"gradtools.errors", program.__name__, reference.__name__}
+        assert ours <= {"gradtools.errors", *(m.__name__ for m in (program, reference, numbers))}
 
 
 def test_text_and_meaning_know_the_same_operations():
@@ -183,7 +311,7 @@ def test_text_and_meaning_know_the_same_operations():
     import gradtools.testing.strategies_reference as reference
 
     assert set(program.CALLS) == set(reference.CALLS)
-    assert set(program.SIMPLE) == {*reference.SIMPLE, "where"}
+    assert set(program.SIMPLE) == {*reference.SIMPLE, *reference.SWITCHED}
 
 
 def test_an_unknown_operator_is_refused_by_name():

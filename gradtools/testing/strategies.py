@@ -18,21 +18,31 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from gradtools.errors import GradtoolsError
-from gradtools.testing.strategies_program import CALLS, Composition, Function, Kind, Line
+from gradtools.testing.strategies_program import (
+    CALLS,
+    REVERSE_ONLY,
+    Composition,
+    Function,
+    Kind,
+    Line,
+)
 
 __all__ = ["Composition", "OPERATORS", "compositions", "example"]
 
 OPERATORS = tuple(CALLS)
 SHAPES = ((3,), (2,), (2, 3), (), (3, 3))
-_EDITS = ("reverse", "scale", "stop", "straight", "transform")
+_EDITS = ("reverse", "scale", "stop", "straight", "transform", *REVERSE_ONLY)
 _OWN = ("rule, vjp", "rule, jvp", "rule, both", "host")
 _REAL = ("tanh", "root", "log", "inverse", "turn", "log of sum", "straight", *_OWN)
 _ANY = ("sin", "half", "exp", "square", "power", "sum", "mean", "reverse", "scale", "transform")
-_ANY = (*_ANY, "stop")
+_ANY = (*_ANY, "stop", "clip norm", "clip value")
 _ROWS = ("first", "rest", "flip", "take", "sum of rows", "cumulative sum", "broadcast")
 _COMPLEX = ("real", "imag", "conj", "modulus")
 _PAIRS = ("add", "subtract", "multiply", "divide", "stack", "concat", "where", "complex", "matmul")
+_PAIRS = (*_PAIRS, "known", "clip pair")
 # Simple things first: what fails shrinks towards the beginning.
 _OPS = tuple(dict.fromkeys((*_ANY, *_REAL, *_PAIRS, *_ROWS, "transpose", "reshape", *_COMPLEX)))
 _LARGEST = 12  # entries of an array
@@ -40,8 +50,12 @@ _LARGEST = 12  # entries of an array
 _ORDERS = {
     **dict.fromkeys(CALLS, 1),
     **dict.fromkeys(("gt.vmap", "native.vmap", "gt.chunked", "gt.checkpoint"), 0),
-    **dict.fromkeys(("gt.frozen", "compiled", "loop"), 0),
+    **dict.fromkeys(("gt.frozen", "compiled", "loop", "gt.functionalize"), 0),
     **dict.fromkeys(("gt.hvp", "gt.hessian", "gt.mixed_partial"), 2),
+}
+_NUMBERS_OF = {
+    **dict.fromkeys(("reverse", "scale"), (0.5, 2.0)),
+    **dict.fromkeys(("clip norm", "clip value", "clip pair"), (0.45, 1.3)),
 }
 _MODES = ("reverse_over_reverse", "forward_over_reverse", "auto")
 
@@ -137,7 +151,8 @@ def _well_placed(program: Composition) -> bool:
     from gradtools.testing.strategies_reference import evaluated
 
     found, sight = evaluated(program)
-    return bool(sight.largest < 1e4 and sight.nearest > 1e-6 and abs(found).max(initial=0) < 1e4)
+    size = abs(found)[~np.isnan(found)].max(initial=0)
+    return bool(sight.largest < 1e4 and sight.nearest > 1e-6 and size < 1e4)
 
 
 Names = list[tuple[str, Kind]]
@@ -210,7 +225,7 @@ class _Drawing:
                 args, kind = (x, found[0]), found[1]
         else:
             kind = _kind_of(op, kind)
-        option = self.one([0.5, 2.0]) if op in ("reverse", "scale") else None
+        option = self.one(_NUMBERS_OF[op]) if op in _NUMBERS_OF else None
         return Line(self.fresh(), kind, op, args, option=option)
 
     def pair(self, op: str, kind: Kind, seen: Names) -> tuple[str, Kind] | None:
@@ -265,7 +280,7 @@ class _Inside:
 
     def of_several(self, x: tuple[str, Kind]) -> Line:
         """Values and gradients of a function of one or two arrays."""
-        same = self.op in ("gt.checkpoint", "gt.frozen", "compiled")
+        same = self.op in ("gt.checkpoint", "gt.frozen", "gt.functionalize", "compiled")
         plain = self.op.startswith(("native", "gt.jacobian"))
         xs = [x, *self.others(self.real() if plain else self.seen)]
         f = self.function([kind for _, kind in xs], sealed=self.op == "gt.frozen")
@@ -327,17 +342,18 @@ class _Inside:
         return self.line(x[1], [x], f, 2 + self.drawing.below(2))
 
 
+_OF_EXAMPLES = ("gt.per_example_grad", "gt.microbatched", "gt.GradientAccumulator")
 _MAKERS: dict[str, Callable[[_Inside, Any], Line | None]] = {
     **dict.fromkeys(("gt.jvp", "gt.linearize", "native.jvp"), _Inside.of_directions),
     **dict.fromkeys(("gt.vjp", "native.vjp"), _Inside.of_cotangents),
     **dict.fromkeys(("gt.hvp", "gt.hessian"), _Inside.of_second_order),
     **dict.fromkeys(("gt.vmap", "native.vmap", "gt.chunked"), _Inside.of_rows),
-    **dict.fromkeys(("gt.per_example_grad", "gt.microbatched"), _Inside.of_examples),
+    **dict.fromkeys(_OF_EXAMPLES, _Inside.of_examples),
     "gt.minimax_value_and_grad": _Inside.of_players,
     "gt.mixed_partial": _Inside.of_direction,
     "loop": _Inside.of_loop,
 }
-_BY_ROWS = ("gt.vmap", "native.vmap", "gt.chunked", "gt.per_example_grad", "gt.microbatched")
+_BY_ROWS = ("gt.vmap", "native.vmap", "gt.chunked", *_OF_EXAMPLES)
 _OF_REALS = ("gt.jacobian", "gt.jacobian, forward", "gt.hessian", "gt.minimax_value_and_grad")
 
 
@@ -347,7 +363,7 @@ def _may(op: str, kind: Kind) -> bool:
         return False
     if op in ("native.grad", "native.vjp", *_OF_REALS):
         return not kind.complex
-    return not (op in ("gt.per_example_grad", "gt.microbatched") and kind.complex)
+    return not (op in _OF_EXAMPLES and kind.complex)
 
 
 def _row(kind: Kind) -> Kind:
@@ -418,7 +434,7 @@ def _kind_of_pair(op: str, a: Kind, b: Kind) -> Kind | None:
         if not fits or _entries(a) + _entries(b) > _LARGEST:
             return None
         return Kind((a.shape[0] + b.shape[0], *a.shape[1:]), a.complex)
-    if op == "where":
+    if op in ("where", "known", "clip pair"):
         return a if a == b else None
     if op == "complex":
         return Kind(a.shape, True) if a.shape == b.shape and not b.complex else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gradtools.testing.strategies_program import Composition
+from gradtools.testing.strategies_program import REVERSE_ONLY, Composition
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,27 @@ class Limit:
         return backend == self.backend and bool(occurs) and re.search(self.says, error) is not None
 
 
+_EDITS = ("transform", *REVERSE_ONLY)
 _REVERSE_ONLY = "a cotangent that is edited by any function has no forward mode"
-_HOOKS = "torch.func does not support the saved-tensor hooks of checkpoint"
+_HOOKS = "torch.func does not support the saved-tensor hooks of checkpoint (pytorch#122729)"
+_ESCAPED = "PyTorch's checkpoint cannot compute again what was computed under vmap (pytorch#165880)"
+_MIDST = "PyTorch's checkpoint computes again without the tangents of f's own forward mode"
 _AGAIN = "PyTorch's checkpoint computes again without the tangents, and says so"
 _COMPILED = "a compiled function in PyTorch has neither forward mode nor torch.func's transforms"
 _SHARED = "torch.func.jvp takes no argument whose entries share memory"
 _NESTED = "torch.func.jvp does not nest in dual numbers, which gt.jvp is made of"
 
 LIMITS = (
-    Limit("torch", ("transform",), "has a reverse rule only|must implement the jvp", _REVERSE_ONLY),
+    Limit("torch", _EDITS, "has a reverse rule only|must implement the jvp", _REVERSE_ONLY),
     Limit(
         "jax",
-        ("transform",),
+        _EDITS,
         "can't apply forward-mode|reverse rule only|rule for 'custom_lin' not implemented",
         _REVERSE_ONLY,
     ),
     Limit("torch", ("gt.checkpoint",), "don't yet support saved tensor hooks", _HOOKS),
+    Limit("torch", ("gt.checkpoint",), "escaped from inside a function being vmapped", _ESCAPED),
+    Limit("torch", ("gt.checkpoint",), "^This program raises GradtoolsError: checkpoint: ", _MIDST),
     Limit("torch", ("gt.checkpoint",), "number of tensors was saved during", _AGAIN),
     Limit("torch", ("native.jvp",), "written-to tensor refers to a single memory", _SHARED),
     Limit("torch", ("native.jvp",), "do not nest in the dual numbers", _NESTED),

@@ -1,149 +1,82 @@
 """The meaning of a random composition, in NumPy alone.
 
-A number is an array or a `Dual`: a primal and a tangent, which may be duals of lower levels. So
-every derivative, of any order and in any mode, is forward mode through the same forty lines; a
-gradient is one push for each entry (two where it is complex). Nothing here is shared with the
-operators that it judges: not their pullbacks, not their chunks, not their rules.
+Every derivative, of any order and in any mode, is forward mode through the few lines of
+`strategies_numbers`; a gradient is one push for each entry (two where it is complex). Where a
+cotangent is clipped or replaced there is no forward mode, and gradients are pulled back over a
+tape. Nothing here is shared with the operators that it judges: not their pullbacks, not their
+chunks, not their rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradtools.testing.strategies_program import Composition, Function, Line, constant
+from gradtools.testing.strategies_numbers import (
+    Dual,
+    Number,
+    Taped,
+    add,
+    base,
+    bilinear,
+    by_modulus,
+    by_norm,
+    conj,
+    directions,
+    edited,
+    edited_by,
+    exp,
+    inverse,
+    known,
+    linear,
+    log,
+    mul,
+    plus,
+    pulled,
+    real,
+    root,
+    scaled,
+    sin,
+    tanh,
+    total,
+    with_value,
+)
+from gradtools.testing.strategies_program import (
+    REVERSE_ONLY,
+    Composition,
+    Function,
+    Kind,
+    Line,
+    constant,
+)
 
-Number = Any  # an array or a Dual
 THRESHOLD = 0.1234  # where a composition's `where` switches
-
-
-@dataclass(frozen=True)
-class Dual:
-    """primal + tangent e, where e^2 = 0 and e belongs to a level."""
-
-    primal: Number
-    tangent: Number
-    level: int
 
 
 @dataclass
 class Sight:
-    """What evaluation came across: how large numbers were, how near a switch."""
+    """What evaluation came across.
+
+    Attributes:
+        largest: The largest number.
+        nearest: The distance to the nearest switch.
+        levels: How many derivatives are being taken.
+        taped: Whether gradients are pulled back over tapes.
+    """
 
     largest: float = 1.0
     nearest: float = np.inf
     levels: int = 0
+    taped: bool = False
 
-
-def base(x: Number) -> np.ndarray:
-    """The value itself, at the bottom of all levels."""
-    return base(x.primal) if isinstance(x, Dual) else np.asarray(x)
-
-
-def linear(f: Callable[..., Any], *xs: Number) -> Number:
-    """A real-linear function, jointly in xs."""
-    level = max((x.level for x in xs if isinstance(x, Dual)), default=0)
-    if not level:
-        return f(*xs)
-    parts = [_split(x, level) for x in xs]
-    return Dual(linear(f, *(p for p, _ in parts)), linear(f, *(t for _, t in parts)), level)
-
-
-def bilinear(f: Callable[..., Any], x: Number, y: Number) -> Number:
-    """A function that is linear in each of two."""
-    level = max((v.level for v in (x, y) if isinstance(v, Dual)), default=0)
-    if not level:
-        return f(x, y)
-    (a, b), (c, d) = _split(x, level), _split(y, level)
-    both = linear(np.add, bilinear(f, a, d), bilinear(f, b, c))
-    return Dual(bilinear(f, a, c), both, level)
-
-
-def _split(x: Number, level: int) -> tuple[Number, Number]:
-    """The primal and the tangent at a level, which is the highest one."""
-    if isinstance(x, Dual) and x.level == level:
-        return x.primal, x.tangent
-    return x, linear(np.zeros_like, x)
-
-
-def smooth(f: Callable[..., Any], slope: Callable[[Number], Number], x: Number) -> Number:
-    """A function of each entry, with its derivative as a function of numbers."""
-    if not isinstance(x, Dual):
-        return f(x)
-    return Dual(smooth(f, slope, x.primal), mul(slope(x.primal), x.tangent), x.level)
-
-
-add = partial(linear, np.add)
-sub = partial(linear, np.subtract)
-mul = partial(bilinear, np.multiply)
-
-
-def _scaled(x: Number, factor: Any) -> Number:
-    return linear(lambda a: factor * a, x)
-
-
-def plus(x: Number, c: float) -> Number:
-    """x + c."""
-    return Dual(plus(x.primal, c), x.tangent, x.level) if isinstance(x, Dual) else x + c
-
-
-def _sin(x: Number) -> Number:
-    return smooth(np.sin, _cos, x)
-
-
-def _cos(x: Number) -> Number:
-    return smooth(np.cos, lambda a: _scaled(_sin(a), -1.0), x)
-
-
-def _exp(x: Number) -> Number:
-    return smooth(np.exp, _exp, x)
-
-
-def _tanh(x: Number) -> Number:
-    return smooth(np.tanh, lambda a: plus(_scaled(mul(_tanh(a), _tanh(a)), -1.0), 1.0), x)
-
-
-def _inverse(x: Number) -> Number:
-    return smooth(lambda a: 1 / a, lambda a: _scaled(mul(_inverse(a), _inverse(a)), -1.0), x)
-
-
-def _log(x: Number) -> Number:
-    return smooth(np.log, _inverse, x)
-
-
-def _root(x: Number) -> Number:
-    return smooth(np.sqrt, lambda a: _scaled(_inverse(_root(a)), 0.5), x)
-
-
-def _real(x: Number) -> Number:
-    return linear(np.real, x)
-
-
-def _conj(x: Number) -> Number:
-    return linear(np.conj, x)
-
-
-def total(x: Number) -> Number:
-    """A real number of any array: what a composition differentiates."""
-    return linear(lambda a: np.sum(a.real) + 0.5 * np.sum(np.imag(a)), x)
-
-
-def edited(x: Number, factor: float) -> Number:
-    """The value of x with its derivative times the factor."""
-    if not isinstance(x, Dual):
-        return x
-    return Dual(edited(x.primal, factor), _scaled(x.tangent, factor), x.level)
-
-
-def with_value(x: Number, value: np.ndarray) -> Number:
-    """The derivatives of x beside another value."""
-    if not isinstance(x, Dual):
-        return value
-    return Dual(with_value(x.primal, value), x.tangent, x.level)
+    def switch(self, x: Any, at: float) -> None:
+        """Notes that something is decided by whether x is above a number."""
+        self.nearest = min(self.nearest, float(np.min(np.abs(x - at), initial=np.inf)))
 
 
 # --- the operations ----------------------------------------------------------------------
@@ -151,8 +84,8 @@ def with_value(x: Number, value: np.ndarray) -> Number:
 
 def _where(sight: Sight, x: Number, y: Number) -> Number:
     switch = base(x)
-    sight.nearest = min(sight.nearest, float(np.abs(switch - THRESHOLD).min(initial=np.inf)))
-    return linear(lambda a, b: np.where(switch > THRESHOLD, a, b), y, _sin(x))
+    sight.switch(switch, THRESHOLD)
+    return linear(lambda a, b: np.where(switch > THRESHOLD, a, b), y, sin(x))
 
 
 def _of(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,33 +94,53 @@ def _of(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bent(x: Number) -> Number:
-    return with_value(_sin(x), 0.9 * base(x) + 0.01)
+    return with_value(sin(x), 0.9 * base(x) + 0.01)
 
 
 def _cube(x: Number) -> Number:
-    return _scaled(mul(x, mul(x, x)), 1 / 3)
+    return scaled(mul(x, mul(x, x)), 1 / 3)
+
+
+def _clipped(sight: Sight, x: Number, norm: float | None, value: float | None) -> Number:
+    """The value of x, its cotangent clipped: by modulus, then by the norm of all of it."""
+
+    def edit(c: Number) -> Number:
+        if value is not None:
+            sight.switch(np.abs(base(c)), value)
+            c = by_modulus(c, value)
+        if norm is not None:
+            sight.switch(np.linalg.norm(base(c)), norm)
+            c = by_norm(c, norm)
+        return c
+
+    return edited_by(edit, x)
+
+
+def _clipped_pair(sight: Sight, bound: float, x: Number, y: Number) -> Number:
+    both = _clipped(sight, linear(lambda *xs: np.stack(xs), x, y), bound, 1.1)
+    return mul(linear(lambda a: a[0], both), linear(lambda a: a[1], both))
 
 
 SIMPLE: dict[str, Callable[..., Any]] = {
-    "sin": lambda line, x: _sin(x),
-    "half": lambda line, x: _scaled(x, -0.5),
+    "sin": lambda line, x: sin(x),
+    "half": lambda line, x: scaled(x, -0.5),
     "add": _of(np.add),
     "multiply": lambda line, x, y: mul(x, y),
     "subtract": _of(np.subtract),
-    "divide": lambda line, x, y: mul(x, _inverse(plus(mul(y, y), 2.0))),
-    "tanh": lambda line, x: _tanh(x),
-    "exp": lambda line, x: _exp(_scaled(x, 0.5)),
+    "divide": lambda line, x, y: mul(x, inverse(plus(mul(y, y), 2.0))),
+    "tanh": lambda line, x: tanh(x),
+    "exp": lambda line, x: exp(scaled(x, 0.5)),
     "square": lambda line, x: mul(x, x),
     "power": lambda line, x: mul(x, mul(x, x)),
-    "root": lambda line, x: _root(plus(mul(x, x), 1.0)),
-    "log": lambda line, x: _log(plus(mul(x, x), 1.5)),
-    "inverse": lambda line, x: _inverse(plus(mul(x, x), 2.0)),
+    "root": lambda line, x: root(plus(mul(x, x), 1.0)),
+    "log": lambda line, x: log(plus(mul(x, x), 1.5)),
+    "inverse": lambda line, x: inverse(plus(mul(x, x), 2.0)),
     "matmul": lambda line, x, y: bilinear(np.matmul, x, y),
     "sum": _of(np.sum),
     "mean": _of(np.mean),
     "sum of rows": _of(partial(np.sum, axis=0)),
     "cumulative sum": _of(partial(np.cumsum, axis=0)),
-    "log of sum": lambda line, x: _log(linear(np.sum, _exp(_scaled(x, 0.5)))),
+    "log of sum": lambda line, x: log(linear(np.sum, exp(scaled(x, 0.5)))),
     "first": _of(lambda a: a[0]),
     "rest": _of(lambda a: a[1:]),
     "flip": _of(partial(np.flip, axis=0)),
@@ -197,12 +150,12 @@ SIMPLE: dict[str, Callable[..., Any]] = {
     "stack": _of(lambda *xs: np.stack(xs)),
     "concat": _of(lambda *xs: np.concatenate(xs)),
     "broadcast": _of(lambda a: np.broadcast_to(a, (2, *np.shape(a)))),
-    "complex": lambda line, x, y: add(x, _scaled(_sin(y), 1j)),
-    "turn": lambda line, x: _exp(_scaled(x, 1j)),
-    "real": lambda line, x: _real(x),
+    "complex": lambda line, x, y: add(x, scaled(sin(y), 1j)),
+    "turn": lambda line, x: exp(scaled(x, 1j)),
+    "real": lambda line, x: real(x),
     "imag": _of(np.imag),
-    "conj": lambda line, x: _conj(x),
-    "modulus": lambda line, x: _real(mul(x, _conj(x))),
+    "conj": lambda line, x: conj(x),
+    "modulus": lambda line, x: real(mul(x, conj(x))),
     "reverse": lambda line, x: edited(x, -line.option),
     "scale": lambda line, x: edited(x, line.option),
     "transform": lambda line, x: edited(x, 2.0),
@@ -211,8 +164,15 @@ SIMPLE: dict[str, Callable[..., Any]] = {
     "rule, vjp": lambda line, x: _cube(x),
     "rule, jvp": lambda line, x: _cube(x),
     "rule, both": lambda line, x: _cube(x),
-    "host": lambda line, x: _sin(x),
+    "host": lambda line, x: sin(x),
     "constant": lambda line: constant(line.kind, line.option),
+    "known": lambda line, x, dx: known(x, dx),
+}
+SWITCHED: dict[str, Callable[..., Any]] = {
+    "where": lambda sight, line, x, y: _where(sight, x, y),
+    "clip norm": lambda sight, line, x: _clipped(sight, x, line.option, None),
+    "clip value": lambda sight, line, x: _clipped(sight, x, None, line.option),
+    "clip pair": lambda sight, line, x, y: _clipped_pair(sight, line.option, x, y),
 }
 
 
@@ -221,30 +181,52 @@ SIMPLE: dict[str, Callable[..., Any]] = {
 
 @dataclass
 class Evaluation:
-    """One evaluation of a composition; `sight` is what it came across."""
+    """One evaluation of a composition.
+
+    Attributes:
+        sight: What it came across.
+        shared: Within rows, each line that was met with what it was given: what is the same for
+            all rows is computed once, by vmap too, so a cotangent that is clipped there is
+            the sum of theirs.
+        turn: Which chunk and which trip through a loop this is; nothing is shared among them.
+    """
 
     sight: Sight
+    shared: dict[Any, tuple[Number, Any]] | None = None
+    turn: tuple[int, ...] = ()
 
     def function(self, f: Function, outer: dict[str, Number], *xs: Number) -> Number:
         """The result of f at xs, where outer are the names it may see."""
         names = outer | dict(zip((name for name, _ in f.params), xs, strict=True))
         for line in f.lines:
-            names[line.name] = self._line(line, names)
+            names[line.name] = self._once(line, names)
             self._note(names[line.name])
         return names[f.out]
 
     def _note(self, x: Number) -> None:
         if isinstance(x, Dual):
-            self._note(x.primal)
             self._note(x.tangent)
-            return
-        found = float(np.abs(x).max(initial=0.0))
+        if isinstance(x, Dual | Taped):
+            return self._note(x.primal)
+        sizes = np.abs(x)
+        if self.sight.taped:  # where forward mode has no answer, that answer has no size
+            sizes = sizes[~np.isnan(sizes)]
+        found = float(sizes.max(initial=0.0))
         self.sight.largest = max(self.sight.largest, found if np.isfinite(found) else np.inf)
+
+    def _once(self, line: Line, names: dict[str, Number]) -> Number:
+        if self.shared is None:
+            return self._line(line, names)
+        read = [names[n] for n in sorted(line.names()) if n in names]
+        key = (self.turn, id(line), *(id(x) for x in read))
+        if key not in self.shared:
+            self.shared[key] = self._line(line, names), read
+        return self.shared[key][0]
 
     def _line(self, line: Line, names: dict[str, Number]) -> Number:
         xs = [names[a] for a in line.args]
-        if line.op == "where":
-            return _where(self.sight, *xs)
+        if line.op in SWITCHED:
+            return SWITCHED[line.op](self.sight, line, *xs)
         if line.op in SIMPLE:
             return SIMPLE[line.op](line, *xs)
         fs = [partial(self.function, f, names) for f in line.inner]
@@ -260,7 +242,7 @@ class Evaluation:
             self.sight.levels -= 1
         if isinstance(out, Dual) and out.level == level:
             return out.tangent
-        return linear(np.zeros_like, out)
+        return np.zeros_like(base(out))
 
     def gradient(self, f: Callable[..., Any], xs: Sequence[Number], k: int) -> Number:
         """Of the total of f's result to argument k: one push for each entry."""
@@ -269,36 +251,66 @@ class Evaluation:
 
     def pulled(self, loss: Callable[..., Any], x: Number) -> Number:
         """The gradient of a real number, df/dRe + i df/dIm."""
+        if self.sight.taped:
+            return self.pull(loss, x, np.ones(()))
         at = base(x)
         found: Number = np.zeros_like(at)
-        for direction, answer in _directions(at):
+        for direction, answer in directions(at):
             slope = self.push(loss, [x], [direction])
             found = add(found, linear(lambda s, e=answer: s * e, slope))
         return found
 
-    def second(
-        self, f: Callable[..., Any], xs: Sequence[Number], k: int, t: Number, rows: bool = False
-    ) -> Number:
-        """The Hessian to argument k times t; transposed (equal but for edits) if rows."""
-        gradient = lambda x: self.gradient(f, [*xs[:k], x, *xs[k + 1 :]], k)
-        return self.push(gradient, [xs[k]], [t])
+    def pull(self, f: Callable[..., Any], x: Number, *cs: Number) -> Number:
+        """The sum of what each of cs, at f's result, is pulled back to; f is evaluated once."""
+        self.sight.levels += 1
+        leaf = Taped(x, (), self.sight.levels)
+        try:
+            out = f(leaf)
+            found = [pulled(out, c, leaf) for c in cs]
+        finally:
+            self.sight.levels -= 1
+        if not found:
+            return np.zeros_like(base(x))
+        both = linear(lambda *xs: sum(xs), *found)
+        self._note(both)
+        return both
 
-    def rows(self, f: Callable[..., Any], xs: Sequence[Number], mapped: Sequence[bool]) -> Number:
-        """f row by row of what is mapped."""
+    def each(self, f: Callable[..., Any], x: Number, kind: Kind) -> Number:
+        """The sum of the rows of f's Jacobian: one pull for each, where that matters."""
+        if not self.sight.taped:
+            return self.pulled(lambda x: total(f(x)), x)
+        return self.pull(f, x, *(e for e, _ in directions(np.zeros(kind.shape))))
+
+    def second(self, f: Callable[..., Any], x: Number, t: Number, mode: str) -> Number:
+        """The Hessian times t: the push of the gradient, or with edits what the mode says."""
+        gradient = lambda x: self.gradient(f, [x], 0)
+        if self.sight.taped and mode != "forward_over_reverse":
+            return self.pull(gradient, x, t)
+        return self.push(gradient, [x], [t])
+
+    def rows(
+        self, f: Callable[..., Any], xs: Sequence[Number], mapped: Sequence[bool], at_once: int = 0
+    ) -> Number:
+        """f row by row of what is mapped, in chunks of `at_once` rows (0: all)."""
         count = next(len(base(x)) for x, m in zip(xs, mapped, strict=True) if m)
         row = lambda i: [
             linear(lambda a: a[i], x) if m else x for x, m in zip(xs, mapped, strict=True)
         ]
-        return linear(lambda *ys: np.stack(ys), *(f(*row(i)) for i in range(count)))
+        found: list[Number] = []
+        for start in range(0, count, at_once or count):
+            with self._rows(start if at_once else None):
+                found += [f(*row(i)) for i in range(start, min(count, start + (at_once or count)))]
+        return linear(lambda *ys: np.stack(ys), *found)
 
-
-def _directions(x: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for index in np.ndindex(x.shape):
-        e = np.zeros_like(x)
-        e[index] = 1
-        yield e, e
-        if np.iscomplexobj(x):
-            yield 1j * e, 1j * e
+    @contextmanager
+    def _rows(self, turn: int | None) -> Iterator[None]:
+        before = self.shared, self.turn
+        self.shared = {} if self.shared is None else self.shared
+        self.turn = self.turn if turn is None else (*self.turn, turn)
+        try:
+            yield
+        finally:
+            self.shared, self.turn = before
 
 
 def _jvp(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
@@ -309,9 +321,10 @@ def _jvp(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
 def _vjp(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
     """Re<c, f> has the pullback of c for its gradient."""
     (*given, c), k = xs, line.option
-    paired = lambda x: linear(
-        lambda a: np.sum(np.real(a)), mul(_conj(c), fs[0](*given[:k], x, *given[k + 1 :]))
-    )
+    f = lambda x: fs[0](*given[:k], x, *given[k + 1 :])
+    if e.sight.taped:
+        return e.pull(f, given[k], c)
+    paired = lambda x: linear(lambda a: np.sum(np.real(a)), mul(conj(c), f(x)))
     return e.pulled(paired, given[k])
 
 
@@ -319,12 +332,32 @@ def _gradient(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
     return e.gradient(fs[0], xs, line.option)
 
 
+def _rows(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+    """The Jacobian in reverse mode, summed over its rows."""
+    k = line.option
+    f = lambda x: fs[0](*xs[:k], x, *xs[k + 1 :])
+    return e.each(f, xs[k], line.inner[0].kind)
+
+
+def _pushed_rows(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+    """The Jacobian in forward mode, summed over its rows."""
+    k, at = line.option, base(xs[line.option])
+    loss = lambda x: total(fs[0](*xs[:k], x, *xs[k + 1 :]))
+    found: Number = np.zeros_like(at)
+    for direction, _ in directions(at):
+        slope = e.push(loss, [xs[k]], [direction])
+        found = add(found, linear(lambda s, d=direction: s * d, slope))
+    return found
+
+
 def _hvp(e: Evaluation, line: Line, fs: Any, x: Number, t: Number) -> Number:
-    return e.second(fs[0], [x], 0, t)
+    return e.second(fs[0], x, t, line.option)
 
 
 def _hessian(e: Evaluation, line: Line, fs: Any, x: Number) -> Number:
-    return e.second(fs[0], [x], 0, np.ones_like(base(x)))
+    if e.sight.taped:
+        return e.each(lambda x: e.gradient(fs[0], [x], 0), x, line.kind)
+    return e.second(fs[0], x, np.ones_like(base(x)), "auto")
 
 
 def _plain(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
@@ -335,29 +368,58 @@ def _mapped(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
     return e.rows(fs[0], xs, [True] + [False] * (len(xs) - 1))
 
 
+def _chunked(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+    return e.rows(fs[0], xs, [True] + [False] * (len(xs) - 1), line.option)
+
+
 def _each(e: Evaluation, line: Line, fs: Any, w: Number, x: Number) -> Number:
     return e.rows(lambda w, x: e.gradient(fs[0], [w, x], 0), [w, x], [False, True])
 
 
 def _micro(e: Evaluation, line: Line, fs: Any, w: Number, x: Number) -> Number:
-    return linear(partial(np.mean, axis=0), _each(e, line, fs, w, x))
+    """The mean over all rows; each chunk's loss is its own mean, which clips may see."""
+    count = len(base(x))
+    found: Number = np.zeros_like(base(w))
+    for start in range(0, count, line.option):
+        e.turn = (*e.turn, start)
+        chunk = linear(lambda a, k=start: a[k : k + line.option], x)
+        part = len(base(chunk))
+        loss = lambda w, x=chunk: linear(
+            np.mean, e.rows(lambda w, x: total(fs[0](w, x)), [w, x], [False, True])
+        )
+        found = add(found, scaled(e.pulled(loss, w), part / count))
+        e.turn = e.turn[:-1]
+    return found
+
+
+def _accumulated(e: Evaluation, line: Line, fs: Any, w: Number, x: Number) -> np.ndarray:
+    """A mean of the rows' gradients, by weights 1, 2, and so on, cut from what it was made of."""
+    each = base(_each(e, line, fs, w, x))
+    return np.asarray(np.average(each, axis=0, weights=1.0 + np.arange(len(each))))
 
 
 def _minimax(e: Evaluation, line: Line, fs: Any, x: Number, y: Number) -> Number:
     k = line.option
     touched = lambda *xs: add(add(total(fs[0](*xs)), total(xs[0])), total(xs[1]))
     loss = lambda x_k: touched(*(x_k if i == k else v for i, v in enumerate((x, y))))
-    return _scaled(e.pulled(loss, (x, y)[k]), -1.0 if k else 1.0)
+    return scaled(e.pulled(loss, (x, y)[k]), -1.0 if k else 1.0)
 
 
 def _mixed(e: Evaluation, line: Line, fs: Any, y: Number, z: Number, u: Number) -> Number:
-    through = lambda y, z: total(fs[0](y, mul(_sin(z), z)))
-    return e.pulled(lambda y: e.push(partial(through, y), [z], [u]), y)
+    """(d/dy) <u, (d/dz) f(y, G(z))> = (d/dy) <w, (d/dg) f(y, g)>, where w = J_G u."""
+    G = lambda z: mul(sin(z), z)
+    g, w = G(z), e.push(G, [z], [u])
+    loss = lambda y, g: total(fs[0](y, g))
+    if e.sight.taped:
+        return e.pull(lambda y: e.gradient(fs[0], [y, g], 1), y, w)
+    return e.pulled(lambda y: e.push(partial(loss, y), [g], [w]), y)
 
 
 def _loop(e: Evaluation, line: Line, fs: Any, x: Number) -> Number:
-    for _ in range(line.option):
-        x = _sin(fs[0](x))
+    for trip in range(line.option):
+        e.turn = (*e.turn, trip)
+        x = sin(fs[0](x))
+        e.turn = e.turn[:-1]
     return x
 
 
@@ -366,7 +428,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "gt.jvp": _jvp,
     "gt.vjp": _vjp,
     "gt.vmap": _mapped,
-    "gt.chunked": _mapped,
+    "gt.chunked": _chunked,
     "gt.hvp": _hvp,
     "gt.checkpoint": _plain,
     "gt.frozen": _plain,
@@ -375,11 +437,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "gt.linearize": _jvp,
     "gt.value_and_grad": _gradient,
     "gt.grad of a tree": _gradient,
-    "gt.jacobian": _gradient,
-    "gt.jacobian, forward": _gradient,
+    "gt.jacobian": _rows,
+    "gt.jacobian, forward": _pushed_rows,
     "gt.hessian": _hessian,
     "gt.per_example_grad": _each,
     "gt.microbatched": _micro,
+    "gt.GradientAccumulator": _accumulated,
+    "gt.functionalize": _plain,
     "gt.minimax_value_and_grad": _minimax,
     "gt.mixed_partial": _mixed,
     "native.grad": _gradient,
@@ -389,9 +453,12 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def evaluated(composition: Composition) -> tuple[np.ndarray, Sight]:
-    """The result of a composition, and what its evaluation came across."""
-    sight = Sight()
+def evaluated(composition: Composition, taped: bool = False) -> tuple[np.ndarray, Sight]:
+    """The result of a composition, and what its evaluation came across.
+
+    Gradients are pulled back over tapes if a cotangent is edited, or if `taped` asks for it.
+    """
+    sight = Sight(taped=taped or bool(composition.operators() & {*REVERSE_ONLY}))
     with np.errstate(all="ignore"):
         found = Evaluation(sight).function(composition.function, {}, *composition.inputs())
     return base(found), sight

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from gradtools.backend import Array, Fun, Staged
 from gradtools.errors import GradtoolsError
@@ -199,7 +200,8 @@ class TorchBackend:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             from torch.utils.checkpoint import checkpoint
 
-            return checkpoint(f, *args, use_reentrant=False, **kwargs)
+            region: dict[str, Any] = {} if is_compiling() else {"context_fn": _Region().contexts}
+            return checkpoint(f, *args, use_reentrant=False, **region, **kwargs)
 
         return checkpointed
 
@@ -229,6 +231,45 @@ class TorchBackend:
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)
+
+
+class _Region:
+    """One checkpointed call, which PyTorch may compute again while it is being computed.
+
+    It does where f takes a gradient itself. Where f also pushes a tangent through that gradient,
+    what is computed again stands in f's own dual numbers and has no tangent: the result would be
+    wrong, in silence.
+    """
+
+    def __init__(self) -> None:
+        self.running, self.level = False, -1
+
+    def contexts(self) -> tuple[_Region, _Again]:
+        """What stands around the first computation, and around every other one."""
+        return self, _Again(self)
+
+    def __enter__(self) -> None:
+        self.running, self.level = True, forward_ad._current_level
+
+    def __exit__(self, *error: object) -> None:
+        self.running = False
+
+
+class _Again:
+    def __init__(self, region: _Region) -> None:
+        self.region = region
+
+    def __enter__(self) -> None:
+        if self.region.running and forward_ad._current_level != self.region.level:
+            raise GradtoolsError(
+                "checkpoint: f takes a gradient and pushes a tangent through it, as hvp with "
+                "mode='forward_over_reverse' does. PyTorch then computes f again in the midst of "
+                "itself, without the tangent. Take mode='reverse_over_reverse', or checkpoint "
+                "what f differentiates."
+            )
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 class _Constant(torch.autograd.Function):

@@ -36,7 +36,7 @@ from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
 from gradtools.torch.modes import Modes, outside_of_batchings
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact
+from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
 from gradtools.torch.state import Snapshot
 from gradtools.torch.terms import guarded_gradients
 
@@ -154,6 +154,7 @@ class _Forward(_Program):
         self.versions: list[tuple[Tensor, int, str]] = []
         self.drawn: Randomness | None = None
         self.once: str | None = None  # a Function in f's graph that has no second derivative
+        self.edit: str | None = None  # a rule there that has a reverse rule only
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
     @property
@@ -321,6 +322,7 @@ class _Forward(_Program):
         for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
             if isinstance(node, BackwardCFunction) and _is_once_differentiable(type(node)):
                 self.once = type(node).__name__.removesuffix("Backward")
+            self.edit = reverse_only_at(node) or self.edit
             if type(node).__name__ == "AccumulateGrad":
                 if id(node.variable) not in own:
                     leaves[id(node.variable)] = node.variable

@@ -189,6 +189,7 @@ class _Use(_Forward):
         """
         ways = [(way, other) for way in (fast, slow) if way is not None for other in (False, True)]
         count = len(ways)
+        self.refuse_edit()
         ways = ways[self.uses.skipped.get((asked, count), 0) :]
         while True:
             way, other = ways.pop(0)
@@ -208,6 +209,15 @@ class _Use(_Forward):
             else:
                 self.uses.skipped[asked, count] = count - 1 - len(ways)
                 return found
+
+    def refuse_edit(self) -> None:
+        """Raises if G edits a cotangent: the derivative of its pullback is forward mode's."""
+        if self.edit is not None:
+            raise GradtoolsError(
+                f"frozen: G holds {self.edit}, which has a reverse rule only, and a derivative of "
+                "G's pullback is asked for, which frozen takes by forward mode. Edit gradients "
+                "outside of G, or take G itself."
+            )
 
     def refuse_once(self, mend: str = "") -> None:
         """Raises if G's pullback has no derivative; PyTorch's would lack a part, in silence."""
@@ -238,7 +248,9 @@ class _Use(_Forward):
     def second(self, zs: Entries, dzs: Entries, cts: Entries) -> list[Any]:
         """The tangent of the pullback of cts along dzs: forward over reverse."""
         _products_of_zero_cost_nothing()
-        own = saved_tensors_hooks(lambda x: x, lambda x: x)  # others cannot pack symbolic zeros
+        # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
+        packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        own = saved_tensors_hooks(lambda x: x, lambda x: x) if packed else nullcontext()
         level, graph = dual_level(), torch.enable_grad()
         with self.without_hooks(), self.replaying(), own, level, graph:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
@@ -286,6 +298,7 @@ class _FrozenBackward(_Backward):
         cts = rows[0]
         use: Any = self.of
         if self.graph is not None and use.may_use_graph():
+            use.refuse_edit()
             _, vs, grads = self.graph
             pulled = _pulled(grads, [v for v in vs if v is not None], us, True, False)
             return [*pulled, *us]
@@ -303,6 +316,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     if all(u is None for u in us):
         return [None] * len(zs)
     use.refuse_once()
+    use.refuse_edit()
     if back.graph is not None and use.may_use_graph():
         own, _, grads = back.graph
         return _pulled(grads, own, us, True, False)

@@ -312,6 +312,12 @@ class _ReverseOnly(torch.autograd.Function):
 _ReverseOnly.forward.__signature__ = inspect.signature(_ReverseOnly.forward)  # type: ignore[attr-defined]
 
 
+def reverse_only_at(node: Any) -> str | None:
+    """The name of the rule without forward mode that a node of a graph stands for."""
+    is_one = type(node) is _ReverseOnly._backward_cls  # type: ignore[attr-defined]
+    return node.point.rule.name if is_one else None
+
+
 class _BothModes(_ReverseOnly):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:

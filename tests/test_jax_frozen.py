@@ -64,6 +64,47 @@ def test_eager_and_jit_agree_and_nothing_is_traced_twice():
     same(found, run(Y))
 
 
+def second(G):
+    return jax.grad(lambda y: (by_z(G)(y, ZS[0]) ** 2).sum())
+
+
+def along_z(G):
+    return lambda y: gt.hvp(lambda z: jnp.sum(jnp.tanh(y * G(z))), (ZS[0],), (ZS[1],))
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.parametrize("derivative", [by_z, second, along_z])
+def test_a_use_is_traced_once_for_all_its_derivatives(derivative, budget):
+    traced = []
+
+    def G(z):
+        traced.append(None)
+        return net(z)
+
+    args = (Y, ZS[0])[: 2 if derivative is by_z else 1]
+    within = gt.frozen(lambda z: gt.frozen(G)(z), budget)
+    same(derivative(within)(*args), derivative(net)(*args))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_what_it_closes_over_may_be_of_a_trace_that_has_ended(budget):
+    """The pullback runs after the scan's body was traced, of which `a` is."""
+
+    def total(G_of):
+        def run(y):
+            def body(carry, a):
+                G = G_of(lambda z: jnp.sin(jnp.tanh(z @ a) * a[0]))
+                return carry + (by_z(G)(y, ZS[0]) ** 2).sum(), None
+
+            return jax.lax.scan(body, 0.0, jnp.stack([A, A.T]))[0]
+
+        return jax.grad(run)
+
+    both = total(lambda G: gt.frozen(G, budget)), total(lambda G: G)
+    same(*jax.jit(lambda y: [one(y) for one in both])(Y))
+
+
 def test_a_closed_over_parameter_that_is_differentiated_raises():
     def loss(a):
         return gt.frozen(lambda z: jnp.sin(z @ a))(ZS[0]).sum()

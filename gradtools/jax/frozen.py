@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Chunks
@@ -44,16 +46,49 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
         outs, _ = whole.call(0, 0, [], shared, [])
         return [y if isinstance(y, jax.Array) else asarray(y) for y in outs]
 
-    return _Use(fun, xs, budget).outs
+    return apply_rule(_Use(fun, xs, budget).rule, *xs)
+
+
+class _Traced:
+    """A function of flat arrays that Python runs once, for all that differentiates it.
+
+    Each derivative repeats the program that was found, which is as good and does not multiply
+    where frozen functions use frozen functions. Arrays of another type, as those that vary over
+    a mesh, are the function's own matter.
+    """
+
+    def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
+        self.fun, self.closed = fun, jax.make_jaxpr(fun)(*xs)
+        self.avals = [_strong(aval) for aval in self.closed.in_avals]
+
+    def __call__(self, *xs: Array) -> list[Array]:
+        if [_strong(jax.typeof(x)) for x in xs] != self.avals:
+            return self.fun(*xs)
+        # JAX leaves NumPy's arrays what they are here, and a scan keeps a copy of such.
+        consts = [jnp.asarray(c) if isinstance(c, np.ndarray) else c for c in self.closed.consts]
+        return list(jax.core.eval_jaxpr(self.closed.jaxpr, consts, *xs))
+
+
+def _strong(aval: Any) -> Any:
+    return aval.update(weak_type=False)
 
 
 class _Use:
-    """One use of a function of flat arrays."""
+    """One use of a function of flat arrays.
+
+    Attributes:
+        written: What may hold arrays that the function closes over.
+    """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: list[Array], budget: int) -> None:
         self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
-        rule = Rule("frozen", fun, linearize=self.linearize, written=(fun,), flow=fun)
-        self.outs = apply_rule(rule, *xs)
+        self.written: Any = (fun,)
+        if any(isinstance(x, jax.core.Tracer) for x in xs):  # else values may decide what G does
+            self.fun = _Traced(fun, xs)
+            self.written = (list(self.fun.closed.consts),)
+        self.rule = Rule(
+            "frozen", self.fun, linearize=self.linearize, written=self.written, flow=self.fun
+        )
 
     def of_moving(self, xs: Entries) -> Callable[..., Any]:
         """G of the arguments that can be differentiated: `(floating outputs, others)`."""
@@ -204,7 +239,7 @@ def _pullback(use: _Use, graph: _Graph, there: list[bool]) -> Rule:
         saves=graph.reads(sum(there)),
         passive=tuple(passive),
         captures=True,
-        written=(use.fun,),
+        written=use.written,
         flow=lambda *operands: use.pulled(there, operands[:count], operands[graph.stop :]),
     )
     return rule
@@ -241,7 +276,7 @@ def _pushed_by_graph(use: _Use, graph: _Graph, saved: Entries, dxs: Entries) -> 
         tangent,
         saves=graph.reads(sum(there)),
         passive=tuple(passive),
-        written=(use.fun,),
+        written=use.written,
         flow=anew,
     )
     return spread(apply_rule(rule, *saved[: graph.stop], *given), use.inexact)
@@ -273,4 +308,4 @@ def _full(likes: Any, inexact: Sequence[bool], there: Sequence[bool], cts: Entri
 
 def _filled(values: Entries, likes: Entries) -> list[Any]:
     pairs = zip(values, likes, strict=True)
-    return [jax.numpy.zeros(like.shape, like.dtype) if v is None else v for v, like in pairs]
+    return [jnp.zeros(like.shape, like.dtype) if v is None else v for v, like in pairs]

@@ -1,8 +1,14 @@
-"""Quick compilation of what tests run, and XLA's own defaults for what they look into."""
+"""Quick compilation of what tests run, and XLA's own defaults for what they look into.
+
+JAX also makes a compiler's context for each program, which takes as long as all the rest of a
+small one's lowering. A context keeps nothing of a program but what two programs may share, so
+here one serves many.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from importlib.metadata import version
 from typing import Any
 
@@ -28,6 +34,7 @@ def compile_quickly() -> None:
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} {given}" if flags not in given else given
     _compile_by_hand_as_users_do()
+    _reuse_contexts()
 
 
 def _compile_by_hand_as_users_do() -> None:
@@ -39,3 +46,20 @@ def _compile_by_hand_as_users_do() -> None:
         return plain(self, {**DEFAULTS, **(compiler_options or {})}, **options)
 
     jax.stages.Lowered.compile = compile
+
+
+def _reuse_contexts(uses: int = 64) -> None:
+    """Each thread takes a new context after so many programs: its constants are freed with it."""
+    from jax._src.interpreters import mlir  # a public name there is none
+
+    fresh, kept = mlir.make_ir_context, threading.local()
+
+    def make_ir_context() -> Any:
+        if mlir.ir.Context.current is not None:  # a lowering that runs a program has its own
+            return fresh()
+        if not getattr(kept, "left", 0):
+            kept.context, kept.left = fresh(), uses
+        kept.left -= 1
+        return kept.context
+
+    mlir.make_ir_context = make_ir_context

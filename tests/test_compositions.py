@@ -219,6 +219,21 @@ def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt
             gt.hvp(loss, (x,), (x,), mode)
 
 
+def test_forward_mode_does_not_enter_a_chunked_function_that_edits_a_cotangent(gt):
+    """PyTorch's wing transposed its pullback, in silence."""
+    x = array(gt, 3)
+    f = gt.chunked(lambda x: gt.clip_gradient(x, max_norm=0.45) ** 2, 2)
+    loss = lambda x: 100.0 * gt.xp.sum(f(x) ** 2)
+    edit = r"reverse rule only|forward-mode"
+    with pytest.raises((GradtoolsError, TypeError), match=edit):
+        gt.jvp(f, (x,), (x,))
+    with pytest.raises((GradtoolsError, TypeError), match=edit):
+        gt.hvp(loss, (x,), (x,), "forward_over_reverse")
+    gradient, _ = gt.hvp(loss, (x,), (x,), "reverse_over_reverse")
+    sizes = np.split(gt.to_numpy(gradient[0]), [2])
+    np.testing.assert_allclose([np.linalg.norm(part) for part in sizes], 0.45, rtol=1e-12)
+
+
 def test_a_frozen_host_function_has_a_second_derivative(gt):
     """Its jvp, which is a transposed vjp, met saved-tensor hooks in PyTorch."""
     sin = gt.host_function(np.sin)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from every_operator import POINT, USES, Use, World, healthy, leaves
 from state_of_process import bits, changes, everything
-from test_faults import Planted, outcome
-from test_faults_arrays import assert_same
+from test_faults import FAULTS, Planted, chosen, counted, outcome, reaches, same
+from test_faults_arrays import ODD, assert_same
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -106,6 +106,77 @@ NO_VALUES = {
     "why_zero": "why_zero: the gradient is on the meta device, which holds no numbers",
     "formula": "has no values",
 }
+
+
+# --- what the shared table leaves out here: it needs a process group, or seconds to compile -----
+
+
+@pytest.fixture
+def alone():
+    """A group of one process."""
+    dist = torch.distributed
+    if not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gathered(w: World) -> Any:
+    return w.gt.grad(lambda x: torch.sum(w.part(w.gt.gather(w.part(x) * 0.5))))
+
+
+def compiled(w: World) -> Any:
+    return w.gt.compile(w.gt.grad(w.loss), backend="aot_eager")
+
+
+def derived(w: World) -> Any:
+    """A gradient of what is compiled."""
+    return w.gt.grad(w.gt.compile(w.loss, backend="aot_eager"))
+
+
+APART = {"gather": gathered, "compile": compiled, "grad: of compile": derived}
+
+
+@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
+@pytest.mark.parametrize("name", APART)
+def test_gather_and_compiled_functions_survive_every_fault(name, alone):
+    """As in `test_faults.py`: told, nothing left behind, and what is kept is not poisoned."""
+    run = lambda part, x: APART[name](World(gt, part, x))(x)
+    use = Use(name, APART[name])
+    x = P.clone().requires_grad_()
+    x.grad = P + 1
+    part, calls = counted(gt)
+    expected = leaves(gt, run(part, x))
+    found = [(fault, at) for at in chosen(calls()) for fault in FAULTS]
+    assert len(found) >= 6
+    for fault, at in found:
+        error = fault.make("torch")
+        before, memory = everything(), bits(x)
+        told = outcome(use, World(gt, counted(gt, at, error)[0], x))
+        assert reaches(told, error), (fault.name, at, told)
+        assert changes(before, everything()) == [], (fault.name, at)
+        assert bits(x) == memory
+        assert same(gt, run(healthy(gt), x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
+@pytest.mark.parametrize("name", APART)
+def test_gather_and_compiled_functions_take_unusual_arrays(name, alone):
+    run = lambda x: leaves(gt, APART[name](World(gt, healthy(gt), x))(x))
+    (expected,) = run(P.clone())
+    for odd, value in ODD.items():
+        x = P.clone()
+        x[1] = value
+        (found,) = run(x)
+        assert found[[0, 2, 3]].tobytes() == expected[[0, 2, 3]].tobytes(), odd
+        assert np.isnan(found[1]) or odd != "NaN"
+        assert found[1] != expected[1], odd
+    for shape in ((0,), (0, 3)):
+        assert run(torch.zeros(shape, dtype=torch.float64))[0].shape == shape
+    for view in ("every second entry", "with an offset", "a negative view", "expanded"):
+        x = TENSORS[view]()
+        assert_same(run(x), run(plain(x)))
 
 
 # --- hooks that raise, modes around the call -----------------------------------------------

@@ -551,6 +551,18 @@ class _Backward(_Derived):
         return had
 
 
+def _refuse_edits(outs: Entries) -> None:
+    """An edited cotangent is no linear map, whose transposed would be the pushforward."""
+    for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
+        edit = reverse_only_at(node)
+        if edit is not None:
+            raise GradtoolsError(
+                f"chunked: f holds {edit}, which has a reverse rule only, so forward mode cannot "
+                "enter it. Use vjp or grad, or for second derivatives "
+                "mode='reverse_over_reverse'."
+            )
+
+
 class _Pushed(_Derived):
     """The pushforward, as the transpose of the pullback: dual levels do not nest."""
 
@@ -565,6 +577,7 @@ class _Pushed(_Derived):
         xs, shared, dxs, dshared = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
         outs = [*ys, *terms]
+        _refuse_edits(outs)
         with torch.enable_grad():
             dummies = [_dummy(y) for y in outs]
             pulled = _pulled(outs, inputs, dummies, True, True)

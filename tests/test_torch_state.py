@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradtools.torch import randomness
+from gradtools.torch.randomness import Randomness
 from gradtools.torch.state import Snapshot
 
 seed_numpy, draw_numpy, get_numpy_state = np.random.seed, np.random.randn, np.random.get_state
@@ -144,6 +146,27 @@ def test_streams_that_were_drawn_from_are_kept():
     before = Snapshot.of([], [])
     draw_numpy()
     assert before.without_unused_streams().streams.numpy is not None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_python_s_generator_is_compared_where_it_lies_or_read_out(known, monkeypatch):
+    assert randomness._KNOWN, "CPython lays its generator out in another way; the slow one serves"
+    monkeypatch.setattr(randomness, "_KNOWN", known)
+    first = Randomness.everywhere([])
+    assert first.again() is first and first.used().python is None
+    for draw in (random.random, lambda: random.seed(1), lambda: random.gauss(0, 1), random.random):
+        before = Randomness.everywhere([])
+        draw()
+        assert before.used().python is not None
+        later = before.again()
+        assert later is not before and later.numpy is before.numpy
+        assert Randomness.everywhere([], before).python[0] == random.getstate()
+        before.restore()
+        assert random.getstate() == before.python[0]
+    random.gauss(0, 1)
+    before = Randomness.everywhere([])
+    random.gauss(0, 1)  # the number that was left over, which takes nothing more from the stream
+    assert before.again() is not before
 
 
 def test_a_container_that_was_empty_is_walked_once_it_is_not(model):

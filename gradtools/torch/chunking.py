@@ -144,7 +144,8 @@ class _Forward(_Program):
         self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
         self.shared = [chunks.shared[k] for k in self.moving_shared]
         self.first_carry = self.carry = [_untracked(x) for x in chunks.carry]
-        self.leaves, self.attached = [], list[list[bool]]()
+        self.leaves: list[Tensor] = []
+        self.attached: list[list[bool]] = []
         if beneath:
             self.shared += self.carry
             self.leaves = _parameters(self.start)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -106,7 +106,7 @@ class Modes:
             _casts(sorted({"cpu", *kinds} - {"meta"})),
             torch.is_autocast_cache_enabled(),
             torch.is_grad_enabled(),
-            torch.get_default_device(),
+            _default_device(),
         )
 
     def by_other_kernels(self) -> Modes:
@@ -123,25 +123,44 @@ class Modes:
         before = _standing()
         try:
             _set(before, self.flags)
-            with ExitStack() as inside:
-                self._enter(inside)
+            with torch.set_grad_enabled(self.grad), self._others():
                 yield
         finally:
             _set(_standing(), before)
 
-    def _enter(self, inside: ExitStack) -> None:
-        if torch.is_inference_mode_enabled():  # a backward pass may be called there, not recorded
-            inside.enter_context(torch.inference_mode(False))
-        inside.enter_context(torch.set_grad_enabled(self.grad))
-        if torch.get_default_device() != self.device:
-            inside.enter_context(self.device)
+    def _others(self) -> AbstractContextManager[Any]:
+        """What is entered and left besides, which mostly is nothing."""
         casts = _casts([kind for kind, _, _ in self.autocast])
-        if casts == self.autocast and not any(on for _, on, _ in casts):
-            return
-        for kind, on, dtype in self.autocast:
-            inside.enter_context(
-                torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
-            )
+        cast_as_here = casts == self.autocast and not any(on for _, on, _ in casts)
+        device_as_here = _default_device() == self.device
+        if cast_as_here and device_as_here and not torch.is_inference_mode_enabled():
+            return nullcontext()
+        return self._entered(not device_as_here, not cast_as_here)
+
+    @contextmanager
+    def _entered(self, device: bool, casts: bool) -> Iterator[None]:
+        with ExitStack() as inside:
+            if torch.is_inference_mode_enabled():  # a backward pass may be called, not recorded
+                inside.enter_context(torch.inference_mode(False))
+                inside.enter_context(torch.set_grad_enabled(self.grad))
+            if device:
+                inside.enter_context(self.device)
+            for kind, on, dtype in self.autocast if casts else ():
+                inside.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self.cached)
+                )
+            yield
+
+
+def _default_device() -> torch.device:
+    """PyTorch's, which imports and searches at every call even where nothing was set."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    if context is None and torch._C._len_torch_function_stack() == 0:
+        return _CPU
+    return torch.get_default_device()
+
+
+_CPU = torch.device("cpu")
 
 
 def _casts(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:

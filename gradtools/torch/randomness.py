@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Randomness:
     """The states of generators: PyTorch's on some devices, and python's and NumPy's if asked."""
 
     states: dict[torch.device, Tensor]
-    python: Any = None
+    python: Any = None  # as `_python_state` gives it
     numpy: Any = None
 
     @classmethod
@@ -35,62 +36,75 @@ class Randomness:
         return cls({d: _state(d) for d in devices if d.type != "meta"})
 
     @classmethod
-    def everywhere(cls, kinds: Iterable[str]) -> Randomness:
-        """Python's, NumPy's, and PyTorch's on the CPU and all devices of these kinds."""
+    def everywhere(cls, kinds: Iterable[str], like: Randomness | None = None) -> Randomness:
+        """Python's, NumPy's, and PyTorch's on the CPU and all devices of these kinds.
+
+        like: An earlier one, which is shared as far as nothing was drawn since.
+        """
         devices = [torch.device("cpu")]
         for kind in sorted(set(kinds) - {"cpu", "meta"}):
             count = torch.get_device_module(kind).device_count()
             devices += [torch.device(kind, i) for i in range(count)]
-        return cls({d: _state(d) for d in devices}, random.getstate(), numpy_state(legacy=False))
+        return (like or cls({}))._at(devices, True, True)
 
     def again(self) -> Randomness:
-        """The same generators' states, where they stand now."""
-        return Randomness(
-            {d: _state(d) for d in self.states},
-            None if self.python is None else random.getstate(),
-            None if self.numpy is None else numpy_state(legacy=False),
-        ).shared_with(self)
+        """The same generators' states, where they stand now; itself, if nothing was drawn."""
+        return self._at(self.states, self.python is not None, self.numpy is not None)
 
-    def shared_with(self, other: Randomness) -> Randomness:
-        """The same, with the parts of another where they are equal; that itself, if all are."""
-        mine, its = self.states, other.states
-        states = {d: its[d] if d in its and torch.equal(its[d], s) else s for d, s in mine.items()}
-        python = other.python if self.python == other.python else self.python
-        numpy = other.numpy if _same_numpy(self.numpy, other.numpy) else self.numpy
-        same = python is other.python and numpy is other.numpy and states.keys() == its.keys()
-        if same and all(s is its[d] for d, s in states.items()):
-            return other
-        return Randomness(states, python, numpy)
+    def _at(self, devices: Iterable[torch.device], python: bool, numpy: bool) -> Randomness:
+        """The states of these generators now, those of self where they are the same."""
+        states = {d: self._state_of(d) for d in devices}
+        found = Randomness(
+            states,
+            None if not python else self.python if self._python_stands() else _python_state(),
+            None if not numpy else self.numpy if self._numpy_stands() else _numpy_state(),
+        )
+        same = found.python is self.python and found.numpy is self.numpy
+        if same and states.keys() == self.states.keys():
+            return self if all(s is self.states[d] for d, s in states.items()) else found
+        return found
+
+    def _state_of(self, device: torch.device) -> Tensor:
+        known, now = self.states.get(device), _state(device)
+        return now if known is None or not torch.equal(known, now) else known
 
     def used(self) -> Randomness:
         """The same, less python's and NumPy's generators if nothing was drawn from them since.
 
-        These two take longer to read, and to put back, than a small layer takes to compute.
+        These two take longer to put back than a small layer takes to compute.
         """
-        python = self.python
-        if python is not None and python == random.getstate():
-            python = None
-        return Randomness(self.states, python, None if self._numpy_stands() else self.numpy)
+        python = None if self._python_stands() else self.python
+        numpy = None if self._numpy_stands() else self.numpy
+        if python is self.python and numpy is self.numpy:
+            return self
+        return Randomness(self.states, python, numpy)
+
+    def _python_stands(self) -> bool:
+        if self.python is None:
+            return False
+        state, bits = self.python
+        if bits is None:
+            return bool(state == random.getstate())
+        return bool(bits == _python_bits() and state[-1] == _PYTHON.gauss_next)
 
     def _numpy_stands(self) -> bool:
         if self.numpy is None:
-            return True
+            return False
+        state, known = self.numpy
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if self.numpy.get("has_gauss") or type(bits) is not np.random.MT19937:
-            return _same_numpy(self.numpy, numpy_state(legacy=False))
+        if state.get("has_gauss") or type(bits) is not np.random.MT19937:
+            return _same_numpy(state, numpy_state(legacy=False))
         # With no number left over from before, whatever is drawn moves these.
-        state = self.numpy["state"]
-        known = state["key"].tobytes() + state["pos"].to_bytes(4, sys.byteorder)
-        return known == ctypes.string_at(bits.ctypes.state_address, len(known))
+        return bool(known == ctypes.string_at(bits.ctypes.state_address, len(known)))
 
     def restore(self) -> None:
         """Puts the generators where they stood."""
         for device, state in self.states.items():
             _set_state(device, state)
         if self.python is not None:
-            random.setstate(self.python)
+            random.setstate(self.python[0])
         if self.numpy is not None:
-            set_numpy_state(self.numpy)
+            set_numpy_state(self.numpy[0])
 
     def stands(self) -> bool:
         """Whether nothing was drawn since."""
@@ -118,6 +132,50 @@ def restored(randomness: Randomness | None) -> Iterator[None]:
         yield
     finally:
         standing.restore()
+
+
+# --- python's and NumPy's generators -------------------------------------------------------------
+#
+# To read their states out takes longer than a small layer does. So they come with the bytes in
+# which they lie in memory, and are asked by those whether they still stand.
+
+_PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
+_NUMBERS = 625  # the state's, each of 32 bits
+
+
+def _python_bits() -> bytes:
+    return ctypes.string_at(id(_PYTHON) + object.__basicsize__, 4 * _NUMBERS)
+
+
+def _in_memory(numbers: Sequence[int]) -> bytes:
+    """The state's numbers as CPython lays them out: the position, which is the last one, first."""
+    return array("I", (numbers[-1], *numbers[:-1])).tobytes()
+
+
+def _python_is_known() -> bool:
+    """Whether CPython lays its generator out as it did in all versions so far."""
+    large = _PYTHON.__sizeof__() >= object.__basicsize__ + 4 * _NUMBERS
+    if sys.implementation.name != "cpython" or not large or type(_PYTHON) is not random.Random:
+        return False
+    return _python_bits() == _in_memory(random.getstate()[1])
+
+
+_KNOWN = _python_is_known()
+
+
+def _python_state() -> Any:
+    """The state, and its bytes in memory if these can be read."""
+    state = random.getstate()
+    return state, _in_memory(state[1]) if _KNOWN else None
+
+
+def _numpy_state() -> Any:
+    """The state, and its bytes in memory for the generator that NumPy begins with."""
+    state = numpy_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return state, b""
+    inner = state["state"]
+    return state, inner["key"].tobytes() + inner["pos"].to_bytes(4, sys.byteorder)
 
 
 def _same_numpy(a: Any, b: Any) -> bool:

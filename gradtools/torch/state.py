@@ -77,7 +77,7 @@ class Snapshot:
         roots = [x for x in roots if type(x) not in _ATOMS]
         kinds = {x.device.type for x in tensors}
         if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
-            return like._taken_again(Randomness.everywhere(like.reached.kinds))
+            return like._taken_again(Randomness.everywhere(like.reached.kinds, like.streams))
         return cls._walked(roots, kinds)
 
     @classmethod
@@ -108,7 +108,6 @@ class Snapshot:
             contents = [x.detach().clone() if c else old for x, old, c in triples]
         if not all(map(_same_array, reached.arrays, arrays)):
             arrays = [x.copy() for x in reached.arrays]
-        streams = streams.shared_with(self.streams)
         if versions == self.versions:
             versions = self.versions
         same = contents is self._contents and arrays is self._arrays and not states
@@ -118,7 +117,8 @@ class Snapshot:
 
     def without_unused_streams(self) -> Snapshot:
         """The same after the function has run, less the streams that it drew nothing from."""
-        return replace(self, streams=self.streams.used())
+        streams = self.streams.used()
+        return self if streams is self.streams else replace(self, streams=streams)
 
     def restore(self) -> None:
         """Puts everything back, bit for bit."""
@@ -253,24 +253,26 @@ class Reached:
 
     @cached_property
     def _parts(self) -> tuple[Any, ...]:
-        """The maps, flat: comparing them then takes no step of python's."""
-        plain = [(x, kept) for x, kept in self.maps if type(x) is dict]
+        """The maps, flat: comparing them then takes no step of python's.
+
+        Those with text for keys come first; equal text is as good as the same.
+        """
+        texts = lambda kept: set(map(type, kept)) <= {str}
+        plain = [(x, kept) for x, kept in self.maps if type(x) is dict and texts(kept)]
         kept = [k for _, k in plain]
         return (
             [x for x, _ in plain],
-            [len(k) for k in kept],
-            [*chain.from_iterable(kept)],
+            [*map(list, kept)],
             [*chain.from_iterable(k.values() for k in kept)],
-            [(x, k) for x, k in self.maps if type(x) is not dict],
+            [(x, k) for x, k in self.maps if type(x) is not dict or not texts(k)],
         )
 
     def stands(self) -> bool:
         """Whether every holder holds the very objects that it held."""
-        maps, lengths, keys, values, others = self._parts
+        maps, keys, values, others = self._parts
         return (
             self.comparable
-            and [*map(len, maps)] == lengths
-            and all(map(is_, chain.from_iterable(maps), keys))
+            and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
             and not any(self.empty)
             and [x.requires_grad for x, _ in self.watched] == self.tracked

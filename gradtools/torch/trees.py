@@ -37,6 +37,10 @@ class TreeDef:
 
 
 _LEAF = TreeDef(pytree.tree_structure(0), (True,))
+_NONE, _NO_KEYWORDS = (
+    TreeDef(pytree.tree_structure(None), (False,)),
+    TreeDef(pytree.tree_structure({}), ()),
+)
 _TUPLES = [TreeDef(pytree.tree_structure((0,) * n), (True,) * n) for n in range(8)]
 
 
@@ -51,6 +55,10 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
         return [tree], _LEAF
     if type(tree) is tuple and len(tree) < 8 and all(map(_is_tensor, tree)):
         return list(tree), _TUPLES[len(tree)]
+    if tree is None:
+        return [], _NONE
+    if type(tree) is dict and not tree:
+        return [], _NO_KEYWORDS
     leaves, spec = pytree.tree_flatten(tree)
     present = tuple([leaf is not None for leaf in leaves])
     return [leaf for leaf in leaves if leaf is not None], TreeDef(spec, present)
@@ -60,6 +68,8 @@ def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
     """The tree with these leaves."""
     if treedef is _LEAF:
         return leaves[0]
+    if treedef is _NO_KEYWORDS:
+        return {}
     if len(treedef.present) < 8 and treedef is _TUPLES[len(treedef.present)]:
         return tuple(leaves)
     left = iter(leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
-from gradtools.torch.frozen import _TOLD, _products_of_zero_cost_nothing
+from gradtools.torch.frozen import _TOLD, _products_of_zero_cost_nothing, _Use
 from gradtools.torch.modes import Modes
 from gradtools.torch.onetangent import OneTangent
 
@@ -296,6 +297,16 @@ def test_a_third_derivative_that_pytorch_gets_wrong_is_refused(tracked):
 # --- tangents by hand -------------------------------------------------------------------------
 
 W = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
+V = torch.linspace(-1, 1, 48, dtype=D).reshape(12, 4).sin()
+
+
+def heads(q, k, v, **options):
+    """Two heads over rows of four."""
+    fixed = (4, 2, V, V[:, 0], None, None, False, 0.0, V[:4], V[0])
+    q, k, v = (x[:, None] for x in (q, k, v))
+    return nn.functional.multi_head_attention_forward(q, k, v, *fixed, **options)[0]
+
+
 ONE_TANGENT = {
     "linear": lambda z: nn.functional.linear(z, W.T, W[0]),
     "linear without bias": lambda z: nn.functional.linear(z, W.T),
@@ -340,6 +351,12 @@ ONE_TANGENT = {
     "causal attention": lambda z: nn.functional.scaled_dot_product_attention(
         z, 2 * z, z, is_causal=True, scale=0.3
     ),
+    "heads": lambda z: heads(z, z, z, need_weights=False),
+    "heads and their weights": lambda z: heads(z, z, z.sin()),
+    "heads across": lambda z: (
+        heads(z.cos(), W.T, W.T, need_weights=False) + heads(W.T[:2, :], z, z, need_weights=False)
+    ),
+    "masked heads": lambda z: heads(z, z.sin(), z, attn_mask=W[:2, :2], need_weights=False),
 }
 
 
@@ -349,6 +366,23 @@ def test_what_is_pushed_by_hand_has_its_derivative(name):
     reduced = lambda z: ONE_TANGENT[name](z).sin()
     with sdpa_kernel(SDPBackend.MATH):
         same(second(gt.frozen(reduced), zs, y), second(reduced, zs, y))
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("along", [False, True])
+def test_an_argument_may_be_expanded(tracked, along):
+    """Its entries share memory, and PyTorch lays the tangents out as it lies."""
+    base, y = torch.linspace(-1, 1, 4, dtype=D, requires_grad=True), torch.ones(3, dtype=D)
+    model, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(D), y.requires_grad_()
+    model.requires_grad_(tracked)
+    found = []
+    for G in (model, gt.frozen(model)):
+        z = base.expand(5, 4)
+        (slope,) = torch.autograd.grad((y * G(z)).square().sum(), z, create_graph=True)
+        asked = [y, base] if along else [y]
+        found.append(torch.autograd.grad(slope.pow(3).sum(), asked))
+    for own, plain in zip(*found, strict=True):
+        torch.testing.assert_close(own, plain)
 
 
 def test_a_fixed_tensor_that_is_changed_in_place_may_have_a_tangent():
@@ -386,6 +420,25 @@ def test_compiled_directions_of_mixed_partial_see_one_mask():
     eager, (first, second, third) = found
     assert torch.equal(first, second) and torch.equal(2 * first, third)
     assert torch.equal(first, eager[0]) and first.count_nonzero() > 8
+
+
+def test_a_use_is_freed_with_its_last_holder():
+    """And not by gc, which comes when it likes: a graph of G would wait for it."""
+    model = nn.Linear(4, 3).to(D).requires_grad_(False)
+    (z,), y = inputs(2, 4, count=1)
+    z, y = z.requires_grad_(), y.requires_grad_()
+    G, uses = gt.frozen(model), lambda: sum(type(x) is _Use for x in gc.get_objects())
+    gc.collect()
+    gc.disable()
+    try:
+        before = uses()
+        (slope,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
+        assert uses() > before
+        torch.autograd.grad(slope.square().sum(), y)
+        del slope
+        assert uses() == before
+    finally:
+        gc.enable()
 
 
 # --- parameters -------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ asked for that.
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 import weakref
@@ -41,6 +40,7 @@ from gradtools.torch.chunking import (
     _Sums,
     own_wrapper,
 )
+from gradtools.torch.engines import _unshared
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
 from gradtools.torch.rules import is_dual, is_inexact
@@ -230,7 +230,8 @@ class _Use(_Forward):
 
     def with_modes(self, modes: Modes) -> _Use:
         """The same use, computed again in other modes."""
-        use = copy.copy(self)
+        use = object.__new__(_Use)
+        use.__dict__.update(self.__dict__)
         use.modes, use.retained = modes, {}
         return use
 
@@ -445,7 +446,7 @@ def _convolved(x: Any, w: Any, stride: Any, pad: Any, dilation: Any, *more: Any)
 
 def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
     z = z.detach()
-    return z if dz is None else forward_ad.make_dual(z, dz.detach())
+    return z if dz is None else forward_ad.make_dual(_unshared(z), dz.detach())
 
 
 def _tangent(y: Any) -> Tensor | None:

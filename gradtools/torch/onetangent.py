@@ -14,6 +14,7 @@ way; so does what is called inside of PyTorch, which a function mode does not se
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
@@ -70,7 +71,11 @@ class OneTangent(TorchFunctionMode):
 
     def fixes(self, xs: Iterable[Any]) -> bool:
         """Whether none of these has a tangent."""
-        return all(x is None or self.parts(x)[1] is None for x in xs)
+        for x in xs:  # most of which are known
+            version = self._versions.get(id(x))
+            if (version is None or version != x._version) and self.parts(x)[1] is not None:
+                return False
+        return True
 
 
 # --- rules: the result, or None where PyTorch's own way is taken --------------------------------
@@ -82,14 +87,14 @@ def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = _positional(args, kwargs)
     if len(args) < 3:
         return None
-    x, dx = mode.parts(args[0])
-    weight, bias, more = args[1], args[2], args[3:]
-    if dx is None or mode.parts(weight)[1] is not None or mode.parts(bias)[1] is not None:
+    x, weight, bias, *more = args
+    if not mode.fixes((weight, bias)):
+        return None
+    x, dx = mode.parts(x)
+    if dx is None:
         return None
     if fun is functional.linear and dx.dim() > 2:  # else each row of a view is multiplied apart
         dx = dx.contiguous()
-    if not kwargs:  # as a module calls it, many times
-        return mode.dual(fun(x, weight, bias, *more), fun(dx, weight, None, *more))
     dy = fun(dx, weight, None, *more, **kwargs)
     return mode.dual(fun(x, weight, bias, *more, **kwargs), dy)
 
@@ -188,9 +193,19 @@ def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _multi_head_attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A function in python, whose layers are to be seen: its body, past the question for modes."""
-    with mode:
-        return _ATTENTION(*args, **kwargs)
+    """A function in python, whose layers are to be seen: its body, past the question for modes.
+
+    Where it gives no weights its layers are few, and call their rules by themselves; the shapes
+    and views between them then need not pass through the mode.
+    """
+    if kwargs.get("need_weights", True):
+        with mode:
+            return _ATTENTION(*args, **kwargs)
+    before, _here.mode = getattr(_here, "mode", None), mode
+    try:
+        return _RULED_ATTENTION(*args, **kwargs)
+    finally:
+        _here.mode = before
 
 
 def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -225,16 +240,36 @@ def _product_of(a: Tensor, da: Any, b: Tensor, db: Any) -> Any:
     return da @ b if db is None else (da @ b).add_(a @ db)
 
 
-def _without_question(fun: Any) -> Any:
-    """A function of PyTorch's that does not ask whether a mode wants its call."""
-    no = dict.fromkeys([name for name in fun.__globals__ if "has_torch_function" in name], _no)
-    found = FunctionType(fun.__code__, {**fun.__globals__, **no}, fun.__name__, fun.__defaults__)
+def _without_question(fun: Any, **others: Any) -> Any:
+    """A function of PyTorch's that asks for no mode, with others in place of some it calls."""
+    seen = {**fun.__globals__, **_UNASKED, **others}
+    found = FunctionType(fun.__code__, seen, fun.__name__, fun.__defaults__)
     found.__kwdefaults__ = fun.__kwdefaults__
     return found
 
 
 def _no(*_: Any) -> bool:
     return False
+
+
+_UNASKED = dict.fromkeys([name for name in vars(functional) if "has_torch_function" in name], _no)
+
+
+def _ruled(fun: Any) -> Any:
+    """The function, as the mode sees it whose rule is under way."""
+    return lambda *args, **kwargs: _here.mode.__torch_function__(fun, (), args, kwargs)
+
+
+def _ruled_attention() -> Any:
+    """The body of multi-head attention, whose layers are ruled."""
+    own = {name: _ruled(getattr(functional, name)) for name in _LAYERS}
+    own |= {name: _without_question(getattr(functional, name), **own) for name in _PROJECTIONS}
+    return _without_question(functional.multi_head_attention_forward, **own)
+
+
+_here = threading.local()
+_LAYERS = ("linear", "scaled_dot_product_attention")
+_PROJECTIONS = ("_in_projection", "_in_projection_packed")
 
 
 def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
@@ -297,6 +332,7 @@ def _of_attention(
 
 _WIDE = (torch.float32, torch.float64)  # the plain formula of others has steps of its own
 _ATTENTION = _without_question(functional.multi_head_attention_forward)
+_RULED_ATTENTION = _ruled_attention()
 _FUSED = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,

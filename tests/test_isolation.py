@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
+from functools import cache
 
 import pytest
 
@@ -51,15 +53,87 @@ def test_importing_gradtools_imports_no_framework():
     assert run(program) == "[]"
 
 
+# --- what is seen in one fresh process that imports a framework, then its wing
+
+
+TORCH = """
+    import json, sys, torch
+    has = lambda *names: sorted({n for n in sys.modules if n.split(".")[0] in names})
+    defaults = lambda: (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads())
+    found = {"dynamo after torch": "torch._dynamo" in sys.modules}
+    state, before = torch.get_rng_state(), defaults()
+
+    import gradtools.torch as gt
+    found["the twin"] = has("jax", "jaxlib") + [n for n in sys.modules if "gradtools.jax" in n]
+    found["defaults are kept"] = before == defaults()
+    found["no number was drawn"] = torch.equal(state, torch.get_rng_state())
+    found["array_api_compat"] = bool(has("array_api_compat"))
+    gt.xp
+    found["array_api_compat after xp"] = bool(has("array_api_compat"))
+
+    import numpy as np
+    gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(np.float32(2.0)))
+    found["dynamo after a gradient"] = "torch._dynamo" in sys.modules
+    print(json.dumps(found))
+"""
+JAX = """
+    import json, sys, jax
+    from jax._src import xla_bridge
+    has = lambda *names: sorted({n for n in sys.modules if n.split(".")[0] in names})
+    before, found = dict(jax.config.values), {}
+
+    import gradtools.jax
+    found["the twin"] = has("torch") + [n for n in sys.modules if "gradtools.torch" in n]
+    found["libraries of modules"] = has("flax", "optax", "equinox")
+    found["a device is started"] = xla_bridge.backends_are_initialized()
+    found["settings are kept"] = dict(jax.config.values) == before
+    found["floats"] = str(jax.numpy.ones(2).dtype)
+    print(json.dumps(found))
+"""
+
+
+@cache
+def seen(backend: str) -> dict[str, object]:
+    """What that process prints; asked for once."""
+    return json.loads(run({"torch": TORCH, "jax": JAX}[backend]))
+
+
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_a_wing_never_imports_its_twin(backend):
-    other = {"torch": "jax", "jax": "torch"}[backend]
-    program = f"""
-        import sys, gradtools.{backend}
-        print([name for name in sys.modules if name.split(".")[0] in ("{other}", "{other}lib")])
-        print([name for name in sys.modules if name.startswith("gradtools.{other}")])
-    """
-    assert run(program) == "[]\n[]"
+    assert seen(backend)["the twin"] == []
+
+
+@needs("torch")
+def test_importing_the_torch_wing_does_not_import_dynamo_which_is_slow():
+    found = seen("torch")
+    assert not found["dynamo after torch"] and not found["dynamo after a gradient"]
+
+
+@needs("torch")
+def test_array_api_compat_is_imported_when_xp_is_asked_for():
+    found = seen("torch")
+    assert (found["array_api_compat"], found["array_api_compat after xp"]) == (False, True)
+
+
+@needs("jax")
+def test_importing_the_jax_wing_switches_nothing_in_jax():
+    found = seen("jax")
+    assert (found["settings are kept"], found["floats"]) == (True, "float32")
+
+
+@needs("jax")
+def test_importing_the_jax_wing_imports_no_library_of_modules_and_starts_no_device():
+    found = seen("jax")
+    assert (found["libraries of modules"], found["a device is started"]) == ([], False)
+
+
+@needs("torch")
+def test_importing_the_torch_wing_changes_no_default_and_draws_no_random_number():
+    found = seen("torch")
+    assert found["defaults are kept"] and found["no number was drawn"]
+
+
+# --- processes of their own
 
 
 WORK = """
@@ -105,65 +179,6 @@ def test_a_wing_without_its_framework_says_which_import_failed(backend):
             print(error.name)
     """
     assert run(program, (backend,)) == backend
-
-
-@needs("torch")
-def test_importing_the_torch_wing_does_not_import_dynamo_which_is_slow():
-    program = """
-        import sys, torch
-        before = "torch._dynamo" in sys.modules
-        import numpy as np
-        import gradtools.torch as gt
-        gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(np.float32(2.0)))
-        print(before, "torch._dynamo" in sys.modules)
-    """
-    assert run(program) == "False False"
-
-
-@needs("torch")
-def test_array_api_compat_is_imported_when_xp_is_asked_for():
-    program = """
-        import sys, gradtools.torch as gt
-        before = "array_api_compat" in sys.modules
-        gt.xp
-        print(before, "array_api_compat" in sys.modules)
-    """
-    assert run(program) == "False True"
-
-
-@needs("jax")
-def test_importing_the_jax_wing_switches_nothing_in_jax():
-    program = """
-        import jax
-        before = dict(jax.config.values)
-        import gradtools.jax as gt
-        print(dict(jax.config.values) == before, jax.numpy.ones(2).dtype)
-    """
-    assert run(program) == "True float32"
-
-
-@needs("jax")
-def test_importing_the_jax_wing_imports_no_library_of_modules_and_starts_no_device():
-    program = """
-        import sys, gradtools.jax
-        print(sorted({n.split(".")[0] for n in sys.modules} & {"flax", "optax", "equinox"}))
-        from jax._src import xla_bridge
-        print(xla_bridge.backends_are_initialized())
-    """
-    assert run(program) == "[]\nFalse"
-
-
-@needs("torch")
-def test_importing_the_torch_wing_changes_no_default_and_draws_no_random_number():
-    program = """
-        import torch
-        state = torch.get_rng_state()
-        before = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
-        import gradtools.torch
-        after = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
-        print(before == after, torch.equal(state, torch.get_rng_state()))
-    """
-    assert run(program) == "True True"
 
 
 @needs("torch", "jax")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
@@ -306,6 +308,13 @@ def describe(backend: Backend, x: Any) -> str:
     if isinstance(x, tuple | list | dict):
         return f"a {type(x).__name__} of {len(x)}"
     return "None" if x is None else with_article(type(x).__name__)
+
+
+def is_numeric(backend: Backend, x: Any) -> bool:
+    """Whether x is an array of the framework, a number, or NumPy's array of numbers."""
+    if backend.is_array(x) or isinstance(x, bool | int | float | complex):
+        return True
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
 
 
 def with_article(name: str) -> str:

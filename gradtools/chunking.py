@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from gradtools.backend import Array, Backend, Operators
 from gradtools.batches import Batch, shared_unless_named
-from gradtools.calls import describe, normalized_argnums
+from gradtools.calls import describe, is_numeric, normalized_argnums
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -420,6 +420,7 @@ class Chunks:
             return [leaf for leaves, _ in flat for leaf in leaves], carry_leaves
         leaves = self._same("output", out, number)
         if self.out_axes is SUMMED:
+            self._check_numeric(leaves, out)
             return leaves, carry_leaves
         if self.axes is None:
             self.axes = _axes_of(self.backend, self.out_axes, out)
@@ -468,6 +469,14 @@ class Chunks:
                 f"{known}, as before. It must be the same for all chunks."
             )
         return leaves
+
+    def _check_numeric(self, leaves: list[Any], out: Any) -> None:
+        for k, leaf in enumerate(leaves):
+            if not is_numeric(self.backend, leaf):
+                raise GradtoolsError(
+                    f"{self.batch.asked}: the function returned {describe(self.backend, leaf)} at "
+                    f"output{self.backend.leaf_paths(out)[k]}, expected an array. Return arrays."
+                )
 
     def _checked(self, leaf: Any, axis: int, out: Any, k: int) -> Array:
         if not self.backend.is_array(leaf):

@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gradtools.backend import Array, Backend, Operators
-from gradtools.calls import describe
+from gradtools.calls import describe, is_numeric
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 
@@ -479,6 +479,7 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
         )
     found = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
     for i, (new, ct) in enumerate(zip(found, cts, strict=True)):
+        _check_array(backend, "transform_gradient: fn", i, new)
         came = (tuple(new.shape), backend.dtype_name(new))
         wanted = (tuple(ct.shape), backend.dtype_name(ct))
         if came != wanted:
@@ -487,6 +488,13 @@ def _like_cotangents(backend: Backend, found: Any, like: Any, cts: Any) -> list[
                 f"{came[1]}, expected {wanted[0]} and {wanted[1]}, those of the cotangent."
             )
     return found
+
+
+def _check_array(backend: Backend, who: str, i: int, x: Any) -> None:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise GradtoolsError(
+            f"{who} returned {describe(backend, x)} at leaf {i}, expected an array. Return arrays."
+        )
 
 
 class _StraightThrough:
@@ -531,6 +539,10 @@ class _StraightThrough:
 
     def _leaf(self, i: int, value: Any, through: Array) -> Array:
         backend = self._backend
+        name = "identity" if self._surrogate is None else _name(self._surrogate)
+        _check_array(backend, f"straight_through: the surrogate {name}", i, through)
+        if not is_numeric(backend, value):
+            _check_array(backend, f"straight_through: {_name(self._f)}", i, value)
         from_numpy = not backend.is_array(value)
         if from_numpy:
             value = backend.cast(value, through)

@@ -1285,6 +1285,64 @@ BAD = (
         "straight_through: surrogate must be a function, got a float.",
     ),
     Bad(
+        "dependence of a string",
+        lambda gt, a: gt.dependence(lambda x: "done", a(V)),
+        ("dependence: f returned a str; it must return arrays. Is a return statement missing?"),
+    ),
+    Bad(
+        "why_zero of a string",
+        lambda gt, a: gt.why_zero(lambda x: "done", a(V)),
+        ("why_zero: f returned a str; it must return arrays. Is a return statement missing?"),
+    ),
+    Bad(
+        "guard_gradients of a list of strings",
+        lambda gt, a: gt.guard_gradients(lambda x: ["a", "b"])(a(V)),
+        (
+            "guard_gradients: f returned a list of 2; it must return arrays. Is a return "
+            "statement missing?"
+        ),
+    ),
+    Bad(
+        "gradient_graph of a string beside an array",
+        lambda gt, a: gt.gradient_graph(lambda x: (x, "done"), a(V)),
+        ("gradient_graph: f returned a str at output[1], expected an array. Return arrays."),
+    ),
+    Bad(
+        "formula of an object beside an array",
+        lambda gt, a: gt.formula(lambda x: {"v": x, "w": object()}, a(V)),
+        ("formula: f returned an object at output['w'], expected an array. Return arrays."),
+    ),
+    Bad(
+        "frozen, a string returned",
+        lambda gt, a: gt.frozen(lambda x: "done")(a(V)),
+        ("frozen: the function returned a str at output, expected an array. Return arrays."),
+    ),
+    Bad(
+        "frozen, an object returned beside an array",
+        lambda gt, a: gt.frozen(lambda x: (x, object()))(a(V)),
+        ("frozen: the function returned an object at output[1], expected an array. Return arrays."),
+    ),
+    Bad(
+        "straight_through to a string",
+        lambda gt, a: gt.straight_through(lambda x: "done")(a(V)),
+        ("straight_through: <lambda> returned a str at leaf 0, expected an array. Return arrays."),
+    ),
+    Bad(
+        "straight_through, a surrogate that returns a string",
+        lambda gt, a: gt.straight_through(gt.xp.round, lambda x: "done")(a(V)),
+        (
+            "straight_through: the surrogate <lambda> returned a str at leaf 0, expected an "
+            "array. Return arrays."
+        ),
+    ),
+    Bad(
+        "transform_gradient to a string",
+        lambda gt, a: gt.grad(lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: "done")))(
+            a(V)
+        ),
+        ("transform_gradient: fn returned a str at leaf 0, expected an array. Return arrays."),
+    ),
+    Bad(
         "straight_through to nothing",
         lambda gt, a: gt.straight_through(lambda x: None)(a(V)),
         (

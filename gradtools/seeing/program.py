@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from gradtools.backend import Backend
-from gradtools.calls import describe, differentiable_leaf, normalized_argnums
+from gradtools.calls import describe, differentiable_leaf, is_numeric, normalized_argnums
 from gradtools.errors import GradtoolsError
 
 _Taken = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a static for a leaf
+
+_WHOLE = ("gradient_graph", "formula")  # these show every output; others pass by what is none
 
 
 class Program:
@@ -92,12 +94,18 @@ class Program:
         kwargs = {k: self._tree(*taken, leaves) for k, taken in self._named.items()}
         result = self.f(*args, **kwargs)
         outs, _ = self.backend.flatten(result)
-        if not outs:
+        if not any(is_numeric(self.backend, x) for x in outs):
             raise GradtoolsError(
                 f"{self.asked}: f returned {describe(self.backend, result)}; it must return "
                 "arrays. Is a return statement missing?"
             )
         self.out_names = [f"output{path}" for path in self.backend.leaf_paths(result)]
+        for name, out in zip(self.out_names, outs, strict=True):
+            if self.asked in _WHOLE and not is_numeric(self.backend, out):
+                raise GradtoolsError(
+                    f"{self.asked}: f returned {describe(self.backend, out)} at {name}, expected "
+                    "an array. Return arrays."
+                )
         return outs
 
     def _tree(self, treedef: Any, places: Sequence[Any], leaves: Sequence[Any]) -> Any:

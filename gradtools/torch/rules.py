@@ -267,7 +267,9 @@ class _ReverseOnly(torch.autograd.Function):
             # The tangent of an output that is an input, or a view, would have to be one too.
             identity = point.rule.identity
             out = [y.clone() if identity or y._is_view() else y for y in out]
-        return tuple(out)
+        # What torch.func unwraps may be one tensor under two names, as in `_apart`.
+        saved = [xs[i] for i in point.found.saves]
+        return tuple([y.view_as(y) if any(y is x for x in saved) else y for y in out])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:

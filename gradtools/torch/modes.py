@@ -179,12 +179,15 @@ def _set(now: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @cache
 def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How each flag of PyTorch that changes numbers is read and set."""
-    cuda, mha = torch.backends.cuda, torch.backends.mha
+    """How each flag of PyTorch that changes numbers is read and set.
+
+    A use of a frozen function reads them several times, so without python's wrappers.
+    """
+    of, cuda, mha = torch._C, torch.backends.cuda, torch.backends.mha
     found: dict[str, Any] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "matmul precision": (
-            torch.get_float32_matmul_precision,
+            of._get_float32_matmul_precision,
             torch.set_float32_matmul_precision,
         ),
         "deterministic": (
@@ -192,10 +195,10 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
             lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
         ),
         "encoder fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
-        "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-        "lean attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-        "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-        "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        "flash attention": (of._get_flash_sdp_enabled, cuda.enable_flash_sdp),
+        "lean attention": (of._get_mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "plain attention": (of._get_math_sdp_enabled, cuda.enable_math_sdp),
+        "cudnn attention": (of._get_cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     }
     holders = {"cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
     for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32"):
@@ -204,11 +207,9 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    return partial(getattr, holder, name), partial(setattr, holder, name)
+    return vars(type(holder))[name].getter, partial(setattr, holder, name)
 
 
 def _deterministic() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    of = torch._C
+    return of._get_deterministic_algorithms(), of._get_deterministic_algorithms_warn_only()

@@ -2,52 +2,100 @@
 
     python benchmarks/leaks.py --backend torch --calls 10000
 
-Counted are Python's objects, the bytes of live arrays, and entries of caches of compiled functions:
-after some calls that fill what is filled once, then after each of up to three series. What grows
-in each of them leaks. Operators are used as in tests/every_operator.py, each call with new
-functions, which is the hardest for caches.
+Counted are Python's objects, the bytes of live arrays, and entries of caches (in JAX also the
+compiled programs): after some calls that fill what is filled once, and again at the end. The
+operators are used as in tests/every_operator.py. In PyTorch each call makes its operator of new
+functions, which is the hardest for caches; in JAX it is made once, for eager JAX keeps what it
+compiled for functions that are new in each call (see tests/test_leaks.py, which measures that).
+
+A run takes the operators in the order of their cost, each for --seconds at most, and keeps what it
+found in out/leaks.jsonl, so one that was ended goes on where it was. --report: writes
+results/leaks.md of what there is so far.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import functools
 import gc
 import importlib
+import json
+import pathlib
+import platform
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from time import perf_counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from time import process_time
 from typing import Any
 
-FEW = 5  # calls that fill what is filled once
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from every_operator import POINT, USES, Use, World, healthy  # noqa: E402, it is no package
+
+CALLS = 10_000
+FEW = 20  # calls that fill what is filled once
 SERIES = 3
+PARTS = HERE.parent / "out" / "leaks.jsonl"
+RESULTS = HERE / "results" / "leaks.md"
+ONCE = {"torch": False, "jax": True}
+COUNTS = ("objects", "bytes of arrays", "entries of caches", "compiled programs")
 
 
-def grown(run: Callable[[], Any], backend: str, calls: int) -> dict[str, int]:
-    """By how much each count grew in `calls` calls, if it did so in each of three series."""
-    for _ in range(FEW + calls):
+@dataclass(frozen=True)
+class Run:
+    """Many calls of one operator: their cost, and what was alive before and after them."""
+
+    backend: str
+    version: str
+    use: str
+    calls: int
+    milliseconds: float
+    before: dict[str, int]
+    after: dict[str, int]
+
+    @property
+    def grown(self) -> dict[str, int]:
+        """What grew by more than one in a hundred calls."""
+        more = {k: self.after[k] - self.before[k] for k in self.after}
+        return {k: n for k, n in more.items() if n > max(3, self.calls // 100)}
+
+
+def calls_of(use: Use, gt: Any, x: Any, once: bool) -> Callable[[], Any]:
+    """One call of a use, of an operator that was made once or of a new one."""
+    made = use.make(World(gt, healthy(gt), x))
+    return (lambda: made(x)) if once else lambda: use.run(World(gt, healthy(gt), x))
+
+
+def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dict[str, float]:
+    """By how much each count grew a call, if it did so in each of three series of calls."""
+    for _ in range(few):
         run()
-    more: dict[str, int] = {}
+    more: dict[str, float] = {}
     for _ in range(SERIES):
         before = alive(backend)
         for _ in range(calls):
             run()
         after = alive(backend)
-        more = {k: after[k] - before[k] for k in after if after[k] - before[k] >= _noise(calls)}
+        more = {k: (after[k] - before[k]) / calls for k in after if after[k] - before[k] >= 3}
         if not more:
             break  # what grew before was filled once
     return more
 
 
-def _noise(calls: int) -> int:
-    return max(3, calls // 10)
-
-
 def alive(backend: str) -> dict[str, int]:
     """What is alive now."""
-    gc.collect()
-    found = {"objects": len(gc.get_objects())}
-    return found | (_alive_in_torch() if backend == "torch" else _alive_in_jax())
+    while gc.collect():  # what a cache forgets when something dies is freed only after that
+        pass
+    objects = gc.get_objects()
+    caches = [x for x in objects if type(x) is functools._lru_cache_wrapper]
+    found = {"objects": len(objects)}
+    del objects
+    entries = sum(x.cache_info().currsize for x in caches)
+    more = _alive_in_torch() if backend == "torch" else _alive_in_jax()
+    return found | more | {"entries of caches": entries + more.get("entries of caches", 0)}
 
 
 def _alive_in_torch() -> dict[str, int]:
@@ -61,37 +109,119 @@ def _alive_in_torch() -> dict[str, int]:
 def _alive_in_jax() -> dict[str, int]:
     import jax
 
-    return {"bytes of arrays": sum(x.nbytes for x in jax.live_arrays())}
+    weak = [x for x in gc.get_objects() if type(x).__name__ == "WeakrefLRUCache"]
+    return {
+        "bytes of arrays": sum(x.nbytes for x in jax.live_arrays()),
+        "entries of caches": sum(x.cache_info().currsize for x in weak),
+        "compiled programs": len(jax.devices()[0].client.live_executables()),
+    }
+
+
+def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float) -> Run:
+    """Many calls of one use, or as many as fit into the seconds."""
+    run, done = calls_of(use, gt, gt.asarray(POINT), ONCE[backend]), 0
+    for _ in range(FEW):
+        run()
+    before, start = alive(backend), process_time()
+    while done < calls and process_time() - start < seconds:
+        run()
+        done += 1
+    spent = (process_time() - start) * 1e3 / done
+    return Run(backend, version(backend), use.name, done, spent, before, alive(backend))
+
+
+def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
+    """The cheapest first."""
+    spent = {}
+    for use in uses:
+        run = calls_of(use, gt, gt.asarray(POINT), ONCE[backend])
+        run()
+        start = process_time()
+        run()
+        spent[use.name] = process_time() - start
+    return sorted(uses, key=lambda use: spent[use.name])
+
+
+def kept() -> list[Run]:
+    """The run of most calls of each use; of as many the last."""
+    lines = PARTS.read_text().splitlines() if PARTS.exists() else []
+    runs = sorted([Run(**json.loads(line)) for line in lines], key=lambda r: r.calls)
+    return list({(r.backend, r.use): r for r in runs if r.version == version(r.backend)}.values())
+
+
+def keep(run: Run) -> None:
+    PARTS.parent.mkdir(exist_ok=True)
+    with PARTS.open("a") as file:
+        file.write(json.dumps(asdict(run)) + "\n")
+
+
+# --- the report --------------------------------------------------------------------------
+
+
+def report(runs: list[Run]) -> Iterator[str]:
+    """The page of results."""
+    yield f"# Leaks, {datetime.date.today()}, Python {platform.python_version()}"
+    yield ""
+    yield (
+        "Live before many calls of an operator, and how much more after them. In PyTorch each call "
+        "makes its operator of new functions; in JAX it is made once."
+    )
+    for backend in ONCE:
+        found = [r for r in runs if r.backend == backend]
+        if found:
+            yield from table(backend, found)
+
+
+def table(backend: str, runs: list[Run]) -> Iterator[str]:
+    """One row for each operator, in their order."""
+    heads = [c for c in COUNTS if c in runs[0].after]
+    order = [use.name for use in USES]
+    lost = [use.name for use in USES if backend in use.backends]
+    lost = [name for name in lost if name not in {r.use for r in runs}]
+    grew = sum(bool(r.grown) for r in runs)
+    yield from ("", f"## {backend} {runs[0].version}", "")
+    full = sum(r.calls >= CALLS for r in runs)
+    yield (
+        f"{len(runs)} uses, {full} of them with {CALLS:,} calls or more, the others with as many "
+        f"as are told; {grew or 'none'} grew."
+    )
+    if lost:
+        yield f"Not measured: {', '.join(lost)}."
+    yield from ("", f"| use | calls | ms a call | {' | '.join(heads)} | grew |")
+    yield "|---" * (len(heads) + 4) + "|"
+    for run in sorted(runs, key=lambda r: order.index(r.use)):
+        pairs = [f"{run.before[c]:,} {run.after[c] - run.before[c]:+,}" for c in heads]
+        grew_by = ", ".join(run.grown) or "nothing"
+        cells = [run.use, f"{run.calls:,}", f"{run.milliseconds:.2f}", *pairs, grew_by]
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures what is not measured yet, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=("torch", "jax"), default="torch")
-    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--backend", choices=tuple(ONCE), default="torch")
+    parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--filter", default="", help="only uses with this text in their name")
+    parser.add_argument("--seconds", type=float, default=1e9, help="at most these for each use")
+    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from every_operator import POINT, USES, World, healthy
+    if not options.report:
+        measure_all(options.backend, options.calls, options.filter, options.seconds)
+    RESULTS.write_text("\n".join(report(kept())) + "\n")
 
-    gt = importlib.import_module(f"gradtools.{options.backend}")
-    if options.backend == "jax":
+
+def measure_all(backend: str, calls: int, text: str, seconds: float) -> None:
+    gt = importlib.import_module(f"gradtools.{backend}")
+    if backend == "jax":
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    x = gt.asarray(POINT)
-    print(f"{'use':<36}{'ms a call':>10}  grew in {options.calls} calls")
-    for use in USES:
-        if options.filter in use.name and options.backend in use.backends:
-            ran, start = [0], perf_counter()
-
-            def run(use: Any = use, ran: list[int] = ran) -> None:
-                ran[0] += 1
-                use.run(World(gt, healthy(gt), x))
-
-            more = grown(run, options.backend, options.calls)
-            spent = (perf_counter() - start) * 1e3 / ran[0]
-            print(f"{use.name:<36}{spent:>10.2f}  {more or 'nothing'}", flush=True)
+    have = {r.use for r in kept() if r.backend == backend and r.calls >= calls}
+    uses = [u for u in USES if backend in u.backends and text in u.name and u.name not in have]
+    for use in by_cost(uses, gt, backend):
+        run = measured(use, backend, gt, calls, seconds)
+        print(f"{use.name:<36}{run.milliseconds:>10.2f} ms  {run.grown or 'flat'}", flush=True)
+        keep(run)
 
 
 if __name__ == "__main__":

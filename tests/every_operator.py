@@ -1,6 +1,6 @@
 """Every public operator in one small use each, as data, for what must hold of all of them.
 
-A `Use` runs its operator on a function that calls `w.part` at several places: an elementwise
+A `Use` makes its operator of a function that calls `w.part` at several places: an elementwise
 function of an array of four numbers, which a test may replace by one that counts, raises, or
 returns something else. The result is a tree of arrays. Where `rows` is set, entry i of the result
 is a function of entry i of the argument alone; that makes an oracle which needs no framework.
@@ -54,7 +54,7 @@ class Use:
 
     Attributes:
         name: The public name, and after a colon which use of it.
-        run: The use.
+        make: The use, as a function of the array that may be called again and again.
         rows: Whether the result, of the shape of x, depends on x entry by entry.
         planted: Whether `part` is called at all.
         backends: Where it runs.
@@ -62,7 +62,7 @@ class Use:
     """
 
     name: str
-    run: Callable[[World], Any]
+    make: Callable[[World], Callable[[Any], Any]]
     rows: bool = False
     planted: bool = True
     backends: tuple[str, ...] = ("torch", "jax")
@@ -70,6 +70,10 @@ class Use:
 
     def __str__(self) -> str:
         return self.name
+
+    def run(self, w: World) -> Any:
+        """The use, made and called once."""
+        return self.make(w)(w.x)
 
     @property
     def public(self) -> str:
@@ -99,7 +103,9 @@ def _rule(w: World, where: str) -> Any:
         f.defvjp(lambda x: (plain(x), x), lambda x, c: (slope(w.gt, x) * c + 0 * w.part(x),))
     else:
         f.defvjp(lambda x: (here(x), x), lambda x, c: (slope(w.gt, x) * c,))
-    return w.gt.vjp(f, w.x)[1](w.t)[0] if where != "value" else f(w.gt.stop_gradient(w.x))
+    if where == "value":
+        return lambda x: f(w.gt.stop_gradient(x))
+    return lambda x: w.gt.vjp(f, x)[1](w.t)[0]
 
 
 def _host(w: World, where: str) -> Any:
@@ -108,12 +114,13 @@ def _host(w: World, where: str) -> Any:
     back = w.part if where == "bwd" else plain
     bwd = w.gt.host_function(lambda x, c: slope(w.gt, x) * c + 0 * back(x))
     kernel.defvjp(lambda x: (kernel(x), x), lambda x, c: (bwd(x, c),))
-    return w.gt.grad(lambda x: w.gt.xp.sum(kernel(x)))(w.x)
+    return w.gt.grad(lambda x: w.gt.xp.sum(kernel(x)))
 
 
 def _functionalized(w: World) -> Any:
     apply, params, state = w.gt.functionalize(_module(w))
-    return w.gt.grad(lambda params: w.gt.xp.sum(apply(params, state, w.x)[0]))(params)
+    gradient = w.gt.grad(lambda params, x: w.gt.xp.sum(apply(params, state, x)[0]))
+    return lambda x: gradient(params, x)
 
 
 def _module(w: World) -> Any:
@@ -149,127 +156,152 @@ def _equinox_module() -> Any:
 
 
 def _written(w: World, name: str) -> Any:
-    write = getattr(w.gt, name)
-    grads = w.gt.grad(w.loss)(w.x)
+    write, gradient = getattr(w.gt, name), w.gt.grad(w.loss)
     if w.torch:
-        return write([w.x.detach().clone().requires_grad_()], [grads])[0].grad
-    return write([w.x], [grads])[0]
+        return lambda x: write([x.detach().clone().requires_grad_()], [gradient(x)])[0].grad
+    return lambda x: write([x], [gradient(x)])[0]
 
 
 def _accumulated(w: World) -> Any:
-    total = w.gt.GradientAccumulator(compensated=True)
-    for weight in (1, 2):
-        total.add(w.gt.grad(w.loss)(w.x), weight)
-    return total.mean()
+    gradient = w.gt.grad(w.loss)
+
+    def run(x: Any) -> Any:
+        total = w.gt.GradientAccumulator(compensated=True)
+        for weight in (1, 2):
+            total.add(gradient(x), weight)
+        return total.mean()
+
+    return run
 
 
 def _gathered(w: World) -> Any:
     import jax
 
-    row = lambda x: w.gt.grad(lambda x: w.gt.gather(w.twice(x), axis_name="i").sum())(x)
-    return jax.vmap(row, axis_name="i")(w.x[:, None])[:, 0]
+    gradient = w.gt.grad(lambda x: w.gt.gather(w.twice(x), axis_name="i").sum())
+    rows = jax.vmap(gradient, axis_name="i")
+    return lambda x: rows(x[:, None])[:, 0]
 
 
 def _aux(w: World) -> Any:
-    (value, aux), grads = w.gt.value_and_grad(lambda x: (w.loss(x), w.part(x)), has_aux=True)(w.x)
-    return value, aux, grads
+    both = w.gt.value_and_grad(lambda x: (w.loss(x), w.part(x)), has_aux=True)
+
+    def run(x: Any) -> Any:
+        (value, aux), grads = both(x)
+        return value, aux, grads
+
+    return run
 
 
 def _mixed(w: World, planted: str) -> Any:
-    f = w.twice if planted == "f" else healthy(w.gt)
+    inner = w.twice if planted == "f" else healthy(w.gt)
     G = w.twice if planted == "G" else healthy(w.gt)
-    return w.gt.mixed_partial(lambda y, g: w.gt.xp.sum(f(y) * g * g), G, w.x, w.x, w.t)
+    f = lambda y, g: w.gt.xp.sum(inner(y) * g * g)
+    return lambda x: w.gt.mixed_partial(f, G, x, x, w.t)
 
 
 def _frozen(w: World, order: int) -> Any:
     G = w.gt.frozen(w.twice)
     gradient = w.gt.grad(lambda x: w.gt.xp.sum(G(x)))
-    if order == 1:
-        return gradient(w.x)
-    return w.gt.grad(lambda x: w.gt.xp.sum(gradient(x) ** 2))(w.x)
+    return gradient if order == 1 else w.gt.grad(lambda x: w.gt.xp.sum(gradient(x) ** 2))
+
+
+def _gradient(w: World, f: Callable[[Any], Any]) -> Any:
+    """The gradient of the sum of f's entries."""
+    return w.gt.grad(lambda x: w.gt.xp.sum(f(x)))
 
 
 def _through(w: World, edit: Callable[[Any], Any]) -> Any:
     """The gradient where the edit stands between two calls of `part`."""
-    return w.gt.grad(lambda x: w.gt.xp.sum(w.part(edit(w.part(x) * 0.5))))(w.x)
+    return _gradient(w, lambda x: w.part(edit(w.part(x) * 0.5)))
 
 
 def _compared(w: World) -> Any:
-    graphs = [w.gt.gradient_graph(w.loss, w.x, order=k) for k in (0, 1)]
-    return len(w.gt.graph_diff(*graphs).matched)
+    graphs = lambda x: [w.gt.gradient_graph(w.loss, x, order=k) for k in (0, 1)]
+    return lambda x: len(w.gt.graph_diff(*graphs(x)).matched)
 
 
 def _measured(w: World) -> Any:
-    cost = w.gt.measure(w.gt.grad(w.loss), w.x)
-    return cost.flops, *cost.notes  # f that has no second derivative is told in a note
+    gradient = w.gt.grad(w.loss)
+
+    def run(x: Any) -> Any:
+        cost = w.gt.measure(gradient, x)
+        return cost.flops, *cost.notes  # f that has no second derivative is told in a note
+
+    return run
 
 
 def _guarded(w: World) -> Any:
     loss = w.gt.guard_gradients(w.loss)
-    return [loss(w.x) for _ in range(2)]
+    return lambda x: [loss(x) for _ in range(2)]
+
+
+def _minimax(w: World) -> Any:
+    both = w.gt.minimax_value_and_grad(lambda x, y: w.loss(x * y), 0, 1)
+    return lambda x: both(x, w.t)
+
+
+def _per_example(w: World) -> Any:
+    gradient = w.gt.per_example_grad(lambda a, x: w.loss(a * x))
+    return lambda x: gradient(w.one, x)
+
+
+def _straight(w: World) -> Any:
+    through = w.gt.straight_through(w.twice)
+    return _gradient(w, lambda x: through(x) * x)
+
+
+def _microbatched(w: World) -> Any:
+    loss = w.gt.microbatched(lambda a, x: w.gt.xp.mean(w.twice(a * x)), 3)
+    return lambda x: loss(w.one, x)
+
+
+def _of_f(operator: str, *options: Any, **more: Any) -> Callable[[World], Any]:
+    """Uses of an operator that makes a function of a function with values of x's shape."""
+    return lambda w: getattr(w.gt, operator)(w.twice, *options, **more)
+
+
+def _of_loss(operator: str, *options: Any, **more: Any) -> Callable[[World], Any]:
+    return lambda w: getattr(w.gt, operator)(w.loss, *options, **more)
+
+
+def _hvp(*mode: str) -> Callable[[World], Any]:
+    return lambda w: lambda x: w.gt.hvp(w.loss, (x,), (w.t,), *mode)[1][0]
 
 
 USES = (
-    Use("grad", lambda w: w.gt.grad(w.loss)(w.x), rows=True),
-    Use("value_and_grad", lambda w: w.gt.value_and_grad(w.loss)(w.x)),
+    Use("grad", _of_loss("grad"), rows=True),
+    Use("value_and_grad", _of_loss("value_and_grad")),
     Use("value_and_grad: aux", _aux),
+    Use("minimax_value_and_grad", _minimax),
+    Use("vjp", lambda w: lambda x: w.gt.vjp(w.twice, x)[1](w.t)[0], rows=True),
+    Use("jvp", lambda w: lambda x: w.gt.jvp(w.twice, (x,), (w.t,))[1], rows=True),
+    Use("linearize", lambda w: lambda x: w.gt.linearize(w.twice, x)[1](w.t), rows=True),
+    Use("jacobian", _of_f("jacobian")),
+    Use("jacobian: forward", _of_f("jacobian", mode="forward")),
+    Use("jacobian: a loop", _of_f("jacobian", chunk_size=1)),
+    Use("hvp", _hvp(), rows=True),
+    Use("hvp: forward over reverse", _hvp("forward_over_reverse"), rows=True),
+    Use("hvp: reverse over reverse", _hvp("reverse_over_reverse"), rows=True),
+    Use("hessian", _of_loss("hessian")),
+    Use("per_example_grad", _per_example, rows=True),
     Use(
-        "minimax_value_and_grad",
-        lambda w: w.gt.minimax_value_and_grad(lambda x, y: w.loss(x * y), 0, 1)(w.x, w.t),
-    ),
-    Use("vjp", lambda w: w.gt.vjp(w.twice, w.x)[1](w.t)[0], rows=True),
-    Use("jvp", lambda w: w.gt.jvp(w.twice, (w.x,), (w.t,))[1], rows=True),
-    Use("linearize", lambda w: w.gt.linearize(w.twice, w.x)[1](w.t), rows=True),
-    Use("jacobian", lambda w: w.gt.jacobian(w.twice)(w.x)),
-    Use("jacobian: forward", lambda w: w.gt.jacobian(w.twice, mode="forward")(w.x)),
-    Use("jacobian: a loop", lambda w: w.gt.jacobian(w.twice, chunk_size=1)(w.x)),
-    Use("hvp", lambda w: w.gt.hvp(w.loss, (w.x,), (w.t,))[1][0], rows=True),
-    Use(
-        "hvp: forward over reverse",
-        lambda w: w.gt.hvp(w.loss, (w.x,), (w.t,), "forward_over_reverse")[1][0],
-        rows=True,
-    ),
-    Use(
-        "hvp: reverse over reverse",
-        lambda w: w.gt.hvp(w.loss, (w.x,), (w.t,), "reverse_over_reverse")[1][0],
-        rows=True,
-    ),
-    Use("hessian", lambda w: w.gt.hessian(w.loss)(w.x)),
-    Use(
-        "per_example_grad",
-        lambda w: w.gt.per_example_grad(lambda a, x: w.loss(a * x))(w.one, w.x),
-        rows=True,
-    ),
-    Use(
-        "per_example_grad: a loop",
-        lambda w: w.gt.per_example_grad(lambda x: w.loss(x), in_axes=0, chunk_size=1)(w.x),
-        rows=True,
+        "per_example_grad: a loop", _of_loss("per_example_grad", in_axes=0, chunk_size=1), rows=True
     ),
     Use("mixed_partial", lambda w: _mixed(w, "f"), rows=True),
     Use("mixed_partial: G", lambda w: _mixed(w, "G"), rows=True),
-    Use("vmap", lambda w: w.gt.vmap(w.twice)(w.x), rows=True),
-    Use("vmap: of grad", lambda w: w.gt.vmap(w.gt.grad(w.loss))(w.x), rows=True),
+    Use("vmap", _of_f("vmap"), rows=True),
+    Use("vmap: of grad", lambda w: w.gt.vmap(w.gt.grad(w.loss)), rows=True),
+    Use("grad: of vmap", lambda w: _gradient(w, w.gt.vmap(w.twice)), rows=True),
+    Use("grad: of grad", lambda w: _gradient(w, w.gt.grad(w.loss)), rows=True),
+    Use("checkpoint", lambda w: _gradient(w, w.gt.checkpoint(w.twice)), rows=True),
     Use(
-        "grad: of vmap", lambda w: w.gt.grad(lambda x: w.gt.vmap(w.twice)(x).sum())(w.x), rows=True
-    ),
-    Use(
-        "grad: of grad",
-        lambda w: w.gt.grad(lambda x: w.gt.xp.sum(w.gt.grad(w.loss)(x)))(w.x),
-        rows=True,
-    ),
-    Use(
-        "checkpoint",
-        lambda w: w.gt.grad(lambda x: w.gt.xp.sum(w.gt.checkpoint(w.twice)(x)))(w.x),
-        rows=True,
-    ),
-    Use(
-        "compile", lambda w: w.gt.compile(w.gt.grad(w.loss))(w.x), rows=True, backends=("jax",)
+        "compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True, backends=("jax",)
     ),  # in PyTorch a compilation takes seconds: see `COMPILED`
     Use("reverse_gradient", lambda w: _through(w, w.gt.reverse_gradient), rows=True),
     Use("scale_gradient", lambda w: _through(w, lambda x: w.gt.scale_gradient(x, 3.0)), rows=True),
     Use(
         "stop_gradient",
-        lambda w: w.gt.grad(lambda x: w.gt.xp.sum(w.twice(x) * w.gt.stop_gradient(x)))(w.x),
+        lambda w: _gradient(w, lambda x: w.twice(x) * w.gt.stop_gradient(x)),
         rows=True,
     ),
     Use("clip_gradient", lambda w: _through(w, lambda x: w.gt.clip_gradient(x, max_norm=0.1))),
@@ -284,16 +316,10 @@ USES = (
         rows=True,
     ),
     Use("known_gradient", lambda w: _through(w, lambda x: w.gt.known_gradient(x, w.t)), rows=True),
-    Use(
-        "straight_through",
-        lambda w: w.gt.grad(lambda x: w.gt.xp.sum(w.gt.straight_through(w.twice)(x) * x))(w.x),
-        rows=True,
-    ),
+    Use("straight_through", _straight, rows=True),
     Use(
         "straight_through: the surrogate",
-        lambda w: w.gt.grad(
-            lambda x: w.gt.xp.sum(w.gt.straight_through(w.gt.xp.round, surrogate=w.twice)(x))
-        )(w.x),
+        lambda w: _gradient(w, w.gt.straight_through(w.gt.xp.round, surrogate=w.twice)),
         rows=True,
     ),
     *(
@@ -306,44 +332,38 @@ USES = (
     ),
     Use("frozen", lambda w: _frozen(w, 1), rows=True),
     Use("frozen: second order", lambda w: _frozen(w, 2), rows=True),
-    Use(
-        "chunked",
-        lambda w: w.gt.grad(lambda x: w.gt.xp.sum(w.gt.chunked(w.twice, 2)(x)))(w.x),
-        rows=True,
-    ),
+    Use("chunked", lambda w: _gradient(w, w.gt.chunked(w.twice, 2)), rows=True),
     Use(
         "chunked: none retained",
-        lambda w: w.gt.grad(
-            lambda x: w.gt.xp.sum(w.gt.chunked(w.twice, 3, retain=0, verify=True)(x))
-        )(w.x),
+        lambda w: _gradient(w, w.gt.chunked(w.twice, 3, retain=0, verify=True)),
         rows=True,
     ),
-    Use(
-        "microbatched",
-        lambda w: w.gt.microbatched(lambda a, x: w.gt.xp.mean(w.twice(a * x)), 3)(w.one, w.x),
-    ),
+    Use("microbatched", _microbatched),
     Use("functionalize", _functionalized),
     Use("GradientAccumulator", _accumulated, rows=True),
     Use("accumulate_gradients", lambda w: _written(w, "accumulate_gradients"), rows=True),
     Use("assign_gradients", lambda w: _written(w, "assign_gradients"), rows=True),
     Use("gather", _gathered, rows=True, backends=("jax",)),  # in PyTorch it needs processes
-    Use("dependence", lambda w: str(w.gt.dependence(w.twice, w.x))),
-    Use("why_zero", lambda w: bool(w.gt.why_zero(w.loss, w.x))),
+    Use("dependence", lambda w: lambda x: str(w.gt.dependence(w.twice, x))),
+    Use("why_zero", lambda w: lambda x: bool(w.gt.why_zero(w.loss, x))),
     Use("guard_gradients", _guarded),
-    Use("gradient_graph", lambda w: len(w.gt.gradient_graph(w.loss, w.x).nodes)),
-    Use("gradient_graph: twice", lambda w: len(w.gt.gradient_graph(w.loss, w.x, order=2).nodes)),
+    Use("gradient_graph", lambda w: lambda x: len(w.gt.gradient_graph(w.loss, x).nodes)),
+    Use(
+        "gradient_graph: twice",
+        lambda w: lambda x: len(w.gt.gradient_graph(w.loss, x, order=2).nodes),
+    ),
     Use("graph_diff", _compared),
-    Use("formula", lambda w: str(w.gt.formula(w.loss, w.x)), retries=True),
+    Use("formula", lambda w: lambda x: str(w.gt.formula(w.loss, x)), retries=True),
     Use("measure", _measured),
-    Use("asarray", lambda w: w.gt.asarray(w.gt.to_numpy(w.x)), rows=True, planted=False),
-    Use("to_numpy", lambda w: w.gt.to_numpy(w.x), rows=True, planted=False),
-    Use("key", lambda w: w.gt.key(3), planted=False),
-    Use("split", lambda w: w.gt.split(w.gt.key(3), 3), planted=False),
-    Use("Spec", lambda w: w.gt.Spec((2,), "float32"), planted=False),
-    Use("is_replaying", lambda w: w.gt.is_replaying(), planted=False),
-    Use("xp", lambda w: w.gt.xp.sum(w.x), planted=False),
+    Use("asarray", lambda w: lambda x: w.gt.asarray(w.gt.to_numpy(x)), rows=True, planted=False),
+    Use("to_numpy", lambda w: w.gt.to_numpy, rows=True, planted=False),
+    Use("key", lambda w: lambda x: w.gt.key(3), planted=False),
+    Use("split", lambda w: lambda x: w.gt.split(w.gt.key(3), 3), planted=False),
+    Use("Spec", lambda w: lambda x: w.gt.Spec((2,), "float32"), planted=False),
+    Use("is_replaying", lambda w: lambda x: w.gt.is_replaying(), planted=False),
+    Use("xp", lambda w: w.gt.xp.sum, planted=False),
 )
-COMPILED = Use("compile", lambda w: w.gt.compile(w.gt.grad(w.loss))(w.x), rows=True)
+COMPILED = Use("compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True)
 
 
 def leaves(gt: Any, tree: Any) -> list[np.ndarray]:

@@ -24,6 +24,7 @@ from gradtools.jax import (
     vocabulary,
 )
 from gradtools.jax.host import call_kernel
+from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Rule, by_key
@@ -156,7 +157,7 @@ class JaxBackend:
         if chunk_size is None:
             return jax.vmap(f)(*batch)
         size = None if chunk_size == 1 else chunk_size
-        return jax.lax.map(lambda xs: f(*xs), tuple(batch), batch_size=size)
+        return map_batch(f, batch, size)
 
     def checkpoint(self, f: Any) -> Callable[..., Any]:
         return jax.checkpoint(f)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
+from gradtools.jax.lifetimes import LIFE, remembered
 from gradtools.seeing import measures as costs
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr
@@ -84,8 +85,7 @@ def bodies(eqn: Eqn) -> list[Body]:
     if name == "cond":
         return [Body.of(b) for b in params["branches"]]
     if name.startswith("gradtools_"):
-        avals = tuple([v.aval for v in eqn.invars])
-        return [_own(eqn.primitive, avals, tuple(eqn.params.items()))]
+        return [_own(eqn)]
     found = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
     return [] if found is None else [Body.of(found)]
 
@@ -95,11 +95,19 @@ def is_call(name: str) -> bool:
     return name in _CALLS or (name.startswith("gradtools_") and name not in _OPAQUE)
 
 
-@lru_cache(maxsize=1024)
-def _own(primitive: Any, avals: tuple[Any, ...], params: tuple[Any, ...]) -> Body:
+def _own(eqn: Eqn) -> Body:
     """What a primitive of gradtools runs, without what no result of it needs."""
-    closed = jax.make_jaxpr(lambda *xs: primitive.impl(*xs, **dict(params)))(*avals)
-    return Body(live(closed.jaxpr), tuple(closed.consts))
+    avals = tuple([v.aval for v in eqn.invars])
+    params = {name: value for name, value in eqn.params.items() if name != LIFE}
+
+    def make() -> Body:
+        closed = jax.make_jaxpr(lambda *xs: eqn.primitive.impl(*xs, **params))(*avals)
+        return Body(live(closed.jaxpr), tuple(closed.consts))
+
+    if "rule" not in params:
+        return make()
+    key = tuple([item for item in params.items() if item[0] != "rule"])
+    return remembered(params["rule"], (eqn.primitive, avals, key), make)
 
 
 def _sites(jaxpr: Jaxpr, path: Path) -> Iterator[Path]:

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from gradtools.host import KernelCall, Results, Shape, Spec
 from gradtools.jax.arrays import X64
+from gradtools.jax.lifetimes import MortalPrimitive, mortal
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
@@ -119,10 +119,9 @@ def _jvp(xs: Any, dxs: Any, *, call: KernelCall, **params: Any) -> Any:
     raise call.no_derivative()
 
 
-kernel_p = Primitive("gradtools_kernel")
-kernel_p.multiple_results = True
-kernel_p.def_impl(_eager)
-kernel_p.def_abstract_eval(_abstract)
-batching.primitive_batchers[kernel_p] = _batch
-ad.primitive_jvps[kernel_p] = _jvp
-mlir.register_lowering(kernel_p, _lower)
+kernel_p = MortalPrimitive("gradtools_kernel", "call")
+kernel_p.def_impl(mortal(_eager))
+kernel_p.def_abstract_eval(mortal(_abstract))
+batching.primitive_batchers[kernel_p] = mortal(_batch)
+ad.primitive_jvps[kernel_p] = mortal(_jvp)
+mlir.register_lowering(kernel_p, mortal(_lower))

@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ from jax.interpreters import ad, batching, mlir
 
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.jax import tracing
+from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import (
     KEYS,
@@ -185,11 +186,12 @@ def _plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> Rule:
     primitive for each rule that it is bound with, and would compile and keep each call's own.
     """
     looks = tuple(jax.typeof(x) for x in (*xs, *ys))
-    kept = rule.__dict__.setdefault("_kept_maps", {})
-    if looks not in kept:
+
+    def make() -> Rule:
         made = _native(rule, rule.reading(xs, ys), xs)
-        kept[looks] = rule.linearized(replace(made, ys=[], extras=[]), rule.primal)
-    return kept[looks]
+        return rule.linearized(replace(made, ys=[], extras=[]), rule.primal)
+
+    return remembered(rule, ("maps", looks), make)
 
 
 def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
@@ -350,14 +352,11 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 
 
 def _check_runs(closed: Any) -> None:
-    runs = {tangent_p: _tangent, cotangent_p: _cotangent, primal_p: _primal}
-
     def expand(eqn: Any) -> bool:
-        run = runs.get(eqn.primitive)
         derived = eqn.primitive is not primal_p or eqn.params["rule"].source is not None
-        if run is not None and derived:
+        if eqn.primitive in (tangent_p, cotangent_p, primal_p) and derived:
             avals = [v.aval for v in eqn.invars]
-            _check_runs(jax.make_jaxpr(partial(run, **eqn.params))(*avals))
+            _check_runs(jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals))
         return False
 
     tracing.uses_primitive(closed, expand)
@@ -406,11 +405,10 @@ def _without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) ->
 
 
 def _define(name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(run)
-    primitive.def_abstract_eval(abstract)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    primitive = MortalPrimitive(name, "rule")
+    primitive.def_impl(mortal(run))
+    primitive.def_abstract_eval(mortal(abstract))
+    mlir.register_lowering(primitive, mlir.lower_fun(mortal(run), multiple_results=True))
     return primitive
 
 
@@ -418,18 +416,16 @@ def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
     def abstract(*avals: Any, **params: Any) -> list[Any]:
         # `make_jaxpr`, not `eval_shape`: its avals keep weak types and, under shard_map, the
         # axes over which a value varies.
-        return _abstract(run, tuple(avals), tuple(params.items()))
+        return list(_jaxpr(run, tuple(avals), params).out_avals)
 
     return abstract
 
 
-def _abstract(run: Any, avals: tuple[Any, ...], params: tuple[Any, ...]) -> list[Any]:
-    return list(_jaxpr(run, avals, params).out_avals)
-
-
-@lru_cache(maxsize=1024)
-def _jaxpr(run: Any, avals: tuple[Any, ...], params: tuple[Any, ...]) -> Any:
-    return jax.make_jaxpr(lambda *xs: run(*xs, **dict(params)))(*avals)
+def _jaxpr(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
+    params = {name: value for name, value in params.items() if name != LIFE}
+    key = tuple([item for item in params.items() if item[0] != "rule"])
+    make = lambda: jax.make_jaxpr(lambda *xs: run(*xs, **params))(*avals)
+    return remembered(params["rule"], (run, avals, key), make)
 
 
 primal_p = _define("gradtools_primal", _primal, _traced_outs(_primal))
@@ -449,7 +445,7 @@ def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
     def flow(eqn: Any) -> Any:
         if eqn.params["rule"].flow is None:
             return None
-        return _jaxpr(run, tuple([v.aval for v in eqn.invars]), tuple(eqn.params.items()))
+        return _jaxpr(run, tuple([v.aval for v in eqn.invars]), eqn.params)
 
     return flow
 
@@ -702,13 +698,13 @@ def _near(a: Any, b: Any) -> bool:
     return bool(jnp.all((jnp.abs(a - b) <= bound) | (jnp.isnan(a) & jnp.isnan(b))))
 
 
-ad.primitive_jvps[primal_p] = _primal_jvp
-ad.primitive_jvps[value_p] = _value_jvp
-ad.primitive_jvps[tangent_p] = _tangent_jvp
-ad.primitive_jvps[cotangent_p] = _cotangent_jvp
-ad.primitive_transposes[primal_p] = _primal_transpose
-ad.primitive_transposes[tangent_p] = _tangent_transpose
-ad.primitive_transposes[cotangent_p] = _cotangent_transpose
+ad.primitive_jvps[primal_p] = mortal(_primal_jvp)
+ad.primitive_jvps[value_p] = mortal(_value_jvp)
+ad.primitive_jvps[tangent_p] = mortal(_tangent_jvp)
+ad.primitive_jvps[cotangent_p] = mortal(_cotangent_jvp)
+ad.primitive_transposes[primal_p] = mortal(_primal_transpose)
+ad.primitive_transposes[tangent_p] = mortal(_tangent_transpose)
+ad.primitive_transposes[cotangent_p] = mortal(_cotangent_transpose)
 
 
 # --- vmap --------------------------------------------------------------------------------
@@ -762,9 +758,9 @@ def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
     return [0 if i < first or c else None for i, c in enumerate(carried)]
 
 
-@lru_cache(maxsize=1024)
 def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int) -> Rule:
-    return batched(rule, _Lists, x_axes, saved_axes, size)
+    make = lambda: batched(rule, _Lists, x_axes, saved_axes, size)
+    return remembered(rule, ("batched", x_axes, saved_axes, size), make)
 
 
 def _batch(primitive: Primitive) -> Any:
@@ -812,14 +808,16 @@ def _to_front(x: Any, dim: int | None) -> Any:
 
 
 for _p in (primal_p, value_p, tangent_p, cotangent_p):
-    batching.primitive_batchers[_p] = _batch(_p)
+    batching.primitive_batchers[_p] = mortal(_batch(_p))
 
 
 # --- rules without a tangent map ---------------------------------------------------------
 
-reverse_only_p = _define(
-    "gradtools_reverse_only", lambda *xs: list(xs), _traced_outs(lambda *xs: list(xs))
-)
+reverse_only_p = Primitive("gradtools_reverse_only")
+reverse_only_p.multiple_results = True
+reverse_only_p.def_impl(lambda *xs: list(xs))
+reverse_only_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(reverse_only_p, mlir.lower_fun(lambda *xs: list(xs), multiple_results=True))
 reverse_only_p.__doc__ = "Marks, in a jaxpr, a function that forward mode cannot enter."
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from gradtools.jax.lifetimes import LIFE
 from gradtools.jax.places import frames, is_of
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
@@ -121,7 +122,7 @@ def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
     if hasattr(open_jaxpr(value), "eqns"):
         yield open_jaxpr(value)
     elif isinstance(value, dict):
-        yield from sub_jaxprs(tuple(value.values()))
+        yield from sub_jaxprs(tuple(v for key, v in value.items() if key != LIFE))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from sub_jaxprs(item)

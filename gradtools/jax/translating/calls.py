@@ -534,10 +534,7 @@ def _rule(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
 
 def _written_out(eqn: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:
     """What a primitive of gradtools runs, equation by equation."""
-    from gradtools.jax import rules
-
-    run = getattr(rules, eqn.primitive.name.replace("gradtools", ""))
-    closed = jax.make_jaxpr(partial(run, **eqn.params))(*_avals(eqn.invars))
+    closed = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*_avals(eqn.invars))
     jaxpr, consts = _program(w, closed)
     return w.run(jaxpr, consts, entries)
 

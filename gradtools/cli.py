@@ -97,7 +97,7 @@ def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     check = commands.add_parser(
         "crosscheck",
         help="compare one program in both frameworks: value and every derivative",
-        description="Exit status 0 if the two agree, 1 if not.",
+        description="Exit status 0 if the two agree, 1 if not, 2 if they could not be compared.",
     )
     check.add_argument("torch", metavar="TORCH", help="package.module:name, or a module's instance")
     check.add_argument("jax", metavar="JAX", help="the same program in JAX")
@@ -217,10 +217,10 @@ def _crosscheck(args: argparse.Namespace) -> int:
 
     missing = [name for name in _FRAMEWORKS if name not in gradtools.available_backends()]
     if missing:
-        raise gradtools.GradtoolsError(
-            f"needs both frameworks; {missing[0]} is not installed. "
-            f'Mend: pip install "gradtools[{missing[0]}]"'
-        )
+        said = f"needs both frameworks; {missing[0]} is not installed."
+        mend = f'pip install "gradtools[{missing[0]}]"'
+        print(f"gradtools crosscheck: {said} Mend: {mend}", file=sys.stderr)
+        return 2
     return crosscheck(args)
 
 

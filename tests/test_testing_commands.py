@@ -118,7 +118,7 @@ def test_what_cannot_be_compared_is_said_with_status_2(programs, capsys, options
 
 def test_without_a_framework_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(gradtools, "available_backends", lambda: ("torch",))
-    assert main(["crosscheck", "a:b", "c:d", "--shapes", "3"]) == 1
+    assert main(["crosscheck", "a:b", "c:d", "--shapes", "3"]) == 2
     assert 'pip install "gradtools[jax]"' in capsys.readouterr().err
 
 

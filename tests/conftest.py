@@ -45,6 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+    inside = ExitStack()  # from here on: what modules make while they are collected is placed, too
+    for backend in wanted:
+        inside.enter_context(placed(backend, config.getoption("--gradtools-device")))
+    config.add_cleanup(inside.close)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -96,17 +100,26 @@ def default_precision() -> Iterator[None]:
 
 
 @pytest.fixture
+def quick_by_hand(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What is compiled by hand is compiled quickly, too, for who asks XLA for bytes alone.
+
+    XLA plans the same bytes (seen in every digit that the examples print); the code is slower.
+    """
+    if "jax" in wanted_backends(request.config):
+        import xla_defaults
+
+        monkeypatch.setattr(xla_defaults, "DEFAULTS", {})
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20261121)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def device(gradtools_device: str, request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(scope="session")
+def device(gradtools_device: str) -> str:
     """Where every test makes its arrays, in both frameworks: ``--gradtools-device``."""
-    with ExitStack() as inside:
-        for backend in wanted_backends(request.config):
-            inside.enter_context(placed(backend, gradtools_device))
-        yield gradtools_device
+    return gradtools_device
 
 
 @pytest.fixture(scope="session")

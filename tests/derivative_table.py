@@ -339,7 +339,18 @@ class Problem:
         return [draw_like(self.primals, rng) for _ in range(count)]
 
 
+_PROBLEMS: dict[tuple[str, str], Problem] = {}
+
+
 def make_problem(scenario: Scenario, gt: Any, backend_name: str) -> Problem:
+    """The problem of a scenario, which is the same for every test."""
+    key = (scenario.name, backend_name)
+    if key not in _PROBLEMS:
+        _PROBLEMS[key] = _problem(scenario, gt, backend_name)
+    return _PROBLEMS[key]
+
+
+def _problem(scenario: Scenario, gt: Any, backend_name: str) -> Problem:
     rng = np.random.default_rng(7)
     args = scenario.args(rng)
     bare = Problem(scenario, gt, backend_name, args, None)

@@ -29,9 +29,13 @@ class Cost(NamedTuple):
     loops: int
 
 
-def cost(f, *args):
+AS_A_USER = {"xla_backend_optimization_level": 3}
+QUICK = {"xla_backend_optimization_level": 0}  # what is counted is the program, not its code
+
+
+def cost(f, *args, options=QUICK):
     """What a jitted f is, counted by XLA."""
-    program = jax.jit(f).lower(*args).compile()
+    program = jax.jit(f).lower(*args).compile(options)
     found, memory = program.cost_analysis(), program.memory_analysis()
     return Cost(
         *(found.get(key, 0.0) for key in ("flops", "transcendentals", "bytes accessed")),
@@ -322,6 +326,15 @@ def test_a_second_derivative_costs_no_more_than_with_custom_jvp(program, rule, g
 def test_a_derivative_of_a_tangent_costs_no_more_than_with_custom_jvp(program, rule, given):
     of, *args = program
     assert no_more(cost(of(own(rule, given)), *args), by_hand(with_jvp(rule), program))
+
+
+@pytest.mark.parametrize("name", ["value in scan", "grad of scan", "vmap of jvp"])
+def test_a_programs_cost_is_the_same_however_well_its_code_is_optimised(name):
+    of, *args = (VALUE | REVERSE | FORWARD)[name]
+    f = of(own(RULES["inner"], "vjp and jvp"))
+    found = cost(f, *args)
+    assert found.flops > 0
+    assert found == cost(f, *args, options=AS_A_USER)
 
 
 # --- what an expensive forward pass has found is shared ----------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -61,18 +62,21 @@ Terms = Sequence[tuple[float, tuple[int, ...]]]  # a sum of coefficient times pr
 
 
 def polynomial(*outputs: Terms) -> Derivatives:
-    """Of polynomials, by the rule for a power."""
+    """Of polynomials, by the rule for a power; of each point once."""
 
-    def at(x: np.ndarray) -> list[np.ndarray]:
-        n = len(x)
+    @cache
+    def at(point: tuple[float, ...]) -> list[np.ndarray]:
+        x, n = np.array(point), len(point)
         found = [np.zeros((len(outputs), *(n,) * k)) for k in range(4)]
         for i, terms in enumerate(outputs):
             for k in range(4):
                 for by in np.ndindex(*(n,) * k):
                     found[k][(i, *by)] = sum(c * _product(x, vs, by) for c, vs in terms)
+        for derivative in found:
+            derivative.flags.writeable = False
         return found
 
-    return at
+    return lambda x: at(tuple(x.tolist()))
 
 
 def _product(x: np.ndarray, variables: tuple[int, ...], by: tuple[int, ...]) -> float:

@@ -9,6 +9,9 @@ from gradtools.testing.matrix import OPERATORS, cells, families
 from gradtools.testing.tolerances import tolerance
 from gradtools.testing.trial import answers
 
+pytest_plugins = ["compiled_programs"]
+pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
+
 # Layer norm does not feel the scale of its argument, along which these two take a derivative: what
 # is left is a rounding error. The finite differences of test_matrix.py judge it by its terms.
 CANCELS = {("per_example_grad", "layer norm"), ("microbatched", "layer norm")}

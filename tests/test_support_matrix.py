@@ -16,6 +16,9 @@ from support_ways import WAYS, Way
 
 import gradtools
 
+pytest_plugins = ["compiled_programs"]
+pytestmark = pytest.mark.usefixtures("compiled_programs_kept")
+
 # The ways that are not plain run in these transforms alone unless slow tests are wanted.
 PLAIN_TRANSFORMS = (
     "value",

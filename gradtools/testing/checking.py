@@ -14,10 +14,11 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gradtools
@@ -179,6 +180,7 @@ def check(options: argparse.Namespace) -> int:
     with ExitStack() as inside:
         if "jax" in here:
             inside.enter_context(_wide())
+            inside.enter_context(programs_kept(inside.enter_context(TemporaryDirectory())))
         for name in here:
             inside.enter_context(placed(name, options.device))
         verdicts = [_counted(i, *both) for i, both in enumerate(_progress(asked))]
@@ -216,6 +218,43 @@ def forget_compiled(backend: str) -> None:
         import jax
 
         jax.clear_caches()
+
+
+@contextmanager
+def programs_kept(folder: str) -> Iterator[None]:
+    """JAX keeps what it compiles in a folder, inside this block, if it does not so already.
+
+    What is traced anew for each cell, such as a loop, often becomes a program that was there
+    before, or that was forgotten. Programs that call back into Python are not kept.
+    """
+    import jax
+
+    before = {name: getattr(jax.config, name) for name in _KEEP}
+    if before["jax_compilation_cache_dir"]:
+        yield
+        return
+    _configure({**_KEEP, "jax_compilation_cache_dir": folder})
+    try:
+        yield
+    finally:
+        _configure(before)
+
+
+_KEEP: dict[str, Any] = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+def _configure(values: dict[str, Any]) -> None:
+    """Sets JAX's options; its cache is opened by the first program and must be told of others."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def _wide() -> Any:

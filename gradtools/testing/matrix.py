@@ -136,11 +136,15 @@ def programs() -> tuple[Scenario, ...]:
 
 def cells(backend: str) -> Iterator[Cell]:
     """Every cell for one backend, those that are left out with their reasons among them."""
-    seen = set()
+    return iter(_cells(backend))
+
+
+@lru_cache
+def _cells(backend: str) -> tuple[Cell, ...]:
+    named: dict[str, Cell] = {}
     for cell in _chosen():
-        if str(cell) not in seen:
-            seen.add(str(cell))
-            yield replace(cell, reason=_reason(cell, backend))
+        named.setdefault(str(cell), cell)
+    return tuple(replace(cell, reason=_reason(cell, backend)) for cell in named.values())
 
 
 def _chosen() -> Iterator[Cell]:

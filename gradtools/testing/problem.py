@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -54,6 +55,30 @@ class Outcome:
 
     def __bool__(self) -> bool:
         return self.error <= 1
+
+
+@lru_cache
+def _share(backend: str, is_complex: bool) -> Callable[[Any, Any], Any]:
+    """One output's part of the loss, with weights.
+
+    The loss is no part of what is tried. In JAX it is compiled as a whole, once for a shape: op by
+    op it would be twenty programs, with those of its derivatives.
+    """
+    gt = import_module(f"gradtools.{backend}")
+    xp, cast = gt.xp, gt._api._backend.cast
+
+    def of_real(y: Any, w: Any) -> Any:
+        return xp.sum(cast(w, y) * y + y * y / 2)
+
+    def of_complex(y: Any, w: Any) -> Any:
+        return xp.sum(xp.real(xp.conj(cast(w, y)) * y) + xp.abs(y) ** 2 / 2)
+
+    share = of_complex if is_complex else of_real
+    if backend != "jax":
+        return share
+    import jax
+
+    return jax.jit(share)
 
 
 class Problem:
@@ -126,17 +151,9 @@ class Problem:
 
     def total(self, out: Any) -> Any:
         """The loss of what the program returned."""
-        parts = [
-            self._share(y, self.waist.cast(w, y))
-            for y, w in zip(self.outputs(out), self._weights, strict=True)
-        ]
+        pairs = zip(self.outputs(out), self._weights, strict=True)
+        parts = [_share(self.name, self.waist.is_complex(y))(y, w) for y, w in pairs]
         return sum(parts[1:], parts[0])
-
-    def _share(self, y: Any, w: Any) -> Any:
-        xp = self.gt.xp
-        if not self.waist.is_complex(y):
-            return xp.sum(w * y + y * y / 2)
-        return xp.sum(xp.real(xp.conj(w) * y) + xp.abs(y) ** 2 / 2)
 
     def call(self, active: Sequence[Any], f: Callable[..., Any] | None = None) -> Any:
         """The program, or f in its place, at these active arguments."""

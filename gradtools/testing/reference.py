@@ -52,6 +52,8 @@ def rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
 
 def each_leaf(f: Callable[..., Any], tree: Any, *more: Any) -> Any:
     """f of each leaf, and of its fellows in further trees."""
+    if not _inner(tree):
+        return f(tree, *more)
     rows = zip(*(leaves_of(t) for t in (tree, *more)), strict=True)
     return rebuilt(tree, iter([f(*row) for row in rows]))
 

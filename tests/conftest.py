@@ -31,6 +31,9 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A twentieth of the time went into looking for garbage, of which there is little: what needs
+    # a collection asks for one.
+    gc.set_threshold(20_000, 20, 20)
     wanted = wanted_backends(config)
     if not wanted:
         raise pytest.UsageError("no backend to test: install torch or jax, or change the option")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -595,14 +595,17 @@ class Check:
         return False
 
     def _line_and_slope(self, direction: Direction) -> tuple[numeric.Line, numeric.Line]:
-        """f along a line and its derivative there: of each entry, or of Re<v, f>."""
+        """f along a line and its derivative there: of each entry, or of Re<v, f>.
+
+        Every look for a jump begins with the same places, so each place is computed once.
+        """
         probe, us = self.probe, direction.us
         if self.present.get("forward"):
             line = lambda t: _flat(probe.value(self._moved(us, t)))
-            return line, lambda t: _flat(probe.forward(self._moved(us, t), us))
+            return cache(line), cache(lambda t: _flat(probe.forward(self._moved(us, t), us)))
         along = lambda t: np.array([inner(self.vs, probe.value(self._moved(us, t)))])
         slope = lambda t: np.array([inner(probe.reverse(self._moved(us, t), self.vs), us)])
-        return along, slope
+        return cache(along), cache(slope)
 
     def _jumped(
         self,

@@ -22,7 +22,7 @@ from flax import nnx  # noqa: E402
 def random_module(module):
     """The module with random parameters and statistics in double precision."""
     module = module.double()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     with torch.no_grad():
         for name, x in module.state_dict().items():
             if x.is_floating_point():

@@ -21,7 +21,7 @@ def network():
 
 
 def batch(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    return torch.randn(*shape, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
 
 def contents(module):

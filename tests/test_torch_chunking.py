@@ -41,7 +41,7 @@ SIZES = [len(c) for c in X.split(CHUNK)]
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=dtype)
 
 

@@ -159,7 +159,7 @@ def state_of(model):
 def frozen(value):
     """What it holds, so that it can be compared later."""
     if isinstance(value, torch.Tensor):
-        return value.detach().numpy().tobytes()
+        return value.detach().cpu().numpy().tobytes()
     if isinstance(value, torch.Generator):
         return frozen(value.get_state())
     if isinstance(value, list | tuple):
@@ -407,7 +407,10 @@ class Drawing(nn.Module):
 class Generated(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.generator = linear(), torch.Generator().manual_seed(5)
+        self.linear, self.generator = (
+            linear(),
+            torch.Generator(torch.get_default_device()).manual_seed(5),
+        )
 
     def forward(self, x):
         mask = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
@@ -432,7 +435,7 @@ class Legacy(nn.Module):
 
 
 def over_a_captured_generator():
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
     return Drawing(lambda x: torch.rand(x.shape, generator=generator, dtype=x.dtype))
 
 

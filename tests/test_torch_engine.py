@@ -612,7 +612,7 @@ _WRONG_TWICE = {**_LOSES_A_TERM, **_NORMALISED}
 
 @pytest.fixture
 def at_and_along():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     return [torch.randn(3, 3, dtype=torch.float64, generator=generator) for _ in range(3)]
 
 

@@ -56,7 +56,7 @@ def same(found, expected, tolerance=1e-11):
 
 
 def inputs(*shape, count=3, dtype=D):
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     make = lambda *s: torch.randn(s, generator=generator, dtype=dtype).mul(0.5).requires_grad_()
     return [make(*shape) for _ in range(count)], make(2)
 

@@ -17,7 +17,11 @@ from gradtools.torch.modes import Modes
 
 
 def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape,
+        generator=torch.Generator(torch.get_default_device()).manual_seed(seed),
+        dtype=torch.float64,
+    )
 
 
 SAYS_SO = pytest.mark.filterwarnings("ignore::gradtools.GradtoolsWarning")

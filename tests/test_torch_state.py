@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.register_buffer("b", torch.zeros(2))
         self.plain, self.table, self.seen = 1.5, {"a": None, "b": None}, [1]
         self.array, self.slotted, self.inner = np.zeros(2), Slotted(), nn.Linear(1, 1)
-        self.generator = torch.Generator()
+        self.generator = torch.Generator(torch.get_default_device())
 
     def forward(self, z):
         return helper(z) * self.b * type(self).count * len(LIST)
@@ -86,7 +86,9 @@ def everything(model):
     """All that stands behind the model, in a form that can be compared."""
     state = lambda x: x.tobytes() if isinstance(x, np.ndarray) else x
     numpy = [state(x) for x in get_numpy_state()]
-    buffers = [(k, tuple(x.shape), x.clone().numpy().tobytes()) for k, x in model.named_buffers()]
+    buffers = [
+        (k, tuple(x.shape), x.cpu().clone().numpy().tobytes()) for k, x in model.named_buffers()
+    ]
     streams = [torch.get_rng_state(), model.generator.get_state()]
     return [
         *(model.plain, sorted(vars(model)), list(model.table), list(model.seen), buffers),

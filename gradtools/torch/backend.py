@@ -94,7 +94,8 @@ class TorchBackend:
 
     def real_scalar(self, x: Any, like: Array) -> Array:
         dtype = _REAL.get(like.dtype, like.dtype)
-        return x.to(dtype) if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype)
+        # A single number on the CPU goes with arrays anywhere; the default device may be another.
+        return x.to(dtype) if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype, device="cpu")
 
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)

@@ -170,7 +170,10 @@ def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
     if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
         return [torch.ones_like(outs[0])]
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(y.shape, dtype=y.dtype, generator=generator).to(y.device) for y in outs]
+    return [
+        torch.randn(y.shape, dtype=y.dtype, generator=generator, device="cpu").to(y.device)
+        for y in outs
+    ]
 
 
 def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -58,9 +58,9 @@ class Run:
 
     @property
     def grown(self) -> dict[str, int]:
-        """What grew by more than one in a hundred calls."""
+        """What grew by more than one in a hundred calls, and by more than comes and goes."""
         more = {k: self.after[k] - self.before[k] for k in self.after}
-        return {k: n for k, n in more.items() if n > max(3, self.calls // 100)}
+        return {k: n for k, n in more.items() if n > max(30, self.calls // 100)}
 
 
 def calls_of(use: Use, gt: Any, x: Any, once: bool) -> Callable[[], Any]:
@@ -164,7 +164,9 @@ def report(runs: list[Run]) -> Iterator[str]:
     yield ""
     yield (
         "Live before many calls of an operator, and how much more after them. In PyTorch each call "
-        "makes its operator of new functions; in JAX it is made once."
+        "makes its operator of new functions; in JAX it is made once. The object a call of "
+        "`mixed_partial` in JAX is a dead weak reference in JAX's own caches, as `jax.jvp` of a "
+        "`jax.grad` written by hand leaves one (tests/test_leaks.py measures both)."
     )
     for backend in ONCE:
         found = [r for r in runs if r.backend == backend]

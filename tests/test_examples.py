@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gradtools.testing.plugin import wanted_backends
+
 FOLDER = Path(__file__).parents[1] / "examples"
 
 # What every example of own rules prints.
@@ -136,31 +138,57 @@ PRINTED = {
 
 QUICK = ("u03_latent_gradients", "u06_contrastive_retrieval")  # which have --quick
 
+# Whose backends differ by rounding, neither by nothing nor by more.
+CLOSE = (
+    *("u03_gradient_penalty", "u04_mixed_partial", "u05_pallas", "u09_complex_affine"),
+    "u09_formula",
+)
+LEFT_OUT = re.compile(r"^  left out: (.*)", re.MULTILINE)
+
+
+def sections(printed: str) -> dict[str, str]:
+    """What was printed under each heading: a backend, or both."""
+    parts = re.split(r"^(torch|jax|both):\n", printed, flags=re.MULTILINE)
+    assert parts[0] == "", printed
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
 
 def test_every_example_is_listed_here():
     assert {path.stem for path in FOLDER.glob("u*.py")} == set(PRINTED)
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_an_example_keeps_its_claims(name, backend_name, run):
-    printed = run(name, backend_name)
-    assert printed.startswith(f"{backend_name}:\n")
-    if left_out := re.search(r"^  left out: (.*)", printed, re.MULTILINE):
-        pytest.skip(left_out[1])  # such as: no C compiler
-    for line in PRINTED[name]:
-        assert re.search(line, printed), f"{line!r} was not printed:\n{printed}"
+def test_an_example_keeps_its_claims(name, asked, run):
+    """One run for both backends, as a user's own is, which also compares their numbers."""
+    printed = run(name, asked)
+    parts = sections(printed)
+    expected = ["torch", "jax"] if asked == "both" else [asked]
+    left_out = [found[1] for part in parts.values() for found in LEFT_OUT.finditer(part)]
+    assert list(parts) == [*expected, *(["both"] if asked == "both" and not left_out else [])]
+    for backend in expected:
+        for line in () if LEFT_OUT.search(parts[backend]) else PRINTED[name]:
+            assert re.search(line, parts[backend]), (
+                f"{name} on {backend}: {line!r} was not printed:\n{printed}"
+            )
+    if left_out:
+        pytest.skip("; ".join(left_out))  # such as: no C compiler
+    if asked == "both":
+        difference = r"e-1\d" if name in CLOSE else r"\S+"
+        assert re.match(
+            rf"  largest difference between the backends \d\.\d{difference}\n", parts["both"]
+        )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("u03_gradient_penalty", "u04_mixed_partial", "u05_pallas", "u09_complex_affine"),
-        "u09_formula",
-    ],
-)
-def test_both_backends_are_compared(name, run, both):
-    printed = run(name, "both")
-    assert re.search(r"both:\n  largest difference between the backends \d\.\de-1\d", printed)
+def test_an_example_that_fails_is_told_by_its_name_with_what_it_printed(run, monkeypatch):
+    def broken(*args, **kwargs):
+        print("torch:\n  as it should be")
+        sys.exit("  FAILED: two and two are five")
+
+    monkeypatch.setattr(runpy, "run_path", broken)
+    with pytest.raises(pytest.fail.Exception) as left:
+        run("u09_formula", "both")
+    for part in ("u09_formula --backend both", "as it should be", "FAILED: two and two are five"):
+        assert part in str(left.value)
 
 
 def test_an_example_is_a_program_of_its_own(backend_name):
@@ -200,17 +228,27 @@ def test_double_precision_is_given_back(common):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(monkeypatch, capsys, quick_by_hand):
     """Runs an example as `python examples/NAME.py --backend BACKEND` does, in this process."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def run(name: str, backend: str) -> str:
         quick = ["--quick"] if name in QUICK else []
         monkeypatch.setattr(sys, "argv", [name, "--backend", backend, *quick])
-        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        try:
+            runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        except SystemExit as left:
+            pytest.fail(f"{name} --backend {backend}:\n{capsys.readouterr().out}{left.code}")
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def asked(pytestconfig):
+    """What is given as --backend: both, unless only one is there or wanted."""
+    wanted = wanted_backends(pytestconfig)
+    return wanted[0] if len(wanted) == 1 else "both"
 
 
 @pytest.fixture

@@ -67,7 +67,6 @@ def named(found: list[Block]) -> dict:
 
 
 @pytest.mark.parametrize("block", **named([b for b in blocks() if b.picks_a_backend]))
-@pytest.mark.usefixtures("quick_by_hand")
 def test_a_block_runs_as_it_stands(block):
     block.run()
 

@@ -268,7 +268,7 @@ class _ReverseOnly(torch.autograd.Function):
             identity = point.rule.identity
             out = [y.clone() if identity or y._is_view() else y for y in out]
         # What torch.func unwraps may be one tensor under two names, as in `_apart`.
-        saved = [xs[i] for i in point.found.saves]
+        saved = [xs[i] for i in point.found.saves if i < len(xs)]
         return tuple([y.view_as(y) if any(y is x for x in saved) else y for y in out])
 
     @staticmethod

@@ -9,8 +9,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-# One thread for each worker: more threads than cores make both slower.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# One thread for each worker: more threads than cores make both slower. Compiled modules are kept,
+# which the many processes that tests start would each compile again.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: demo test lint format types examples bench clean
 

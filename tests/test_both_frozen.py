@@ -78,10 +78,21 @@ def test_the_results_keep_the_bounds_of_work_and_bytes():
             assert ours[-1] - ours[-2] < (plain[-1] - plain[-2]) / 2
 
 
-@pytest.mark.slow
-def test_the_benchmark_runs():
-    command = [sys.executable, str(ROOT / "benchmarks" / "frozen.py"), "--quick"]
+def printed(program):
+    command = [sys.executable, str(ROOT / "benchmarks" / program), "--quick"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
-    check(done.stdout, ["dense"])
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs():
+    check(printed("frozen.py"), ["dense"])
+
+
+@pytest.mark.slow
+def test_the_time_is_measured_over_the_size_of_the_network():
+    (row,) = (line for line in printed("frozen_sizes.py").splitlines() if "dense layers" in line)
+    once, plain, more, ours, by_hand = (float(x) for x in row.split("|")[2:-1])
+    assert 0 < once < plain and more > 0 and ours > 1 and by_hand > 1

@@ -1,0 +1,158 @@
+"""From what size of G on the time of `frozen` in PyTorch is what its work says.
+
+A use costs some Python besides its work, and forward mode a little for each layer. So the time over
+double backward's is put beside that of one forward pass, for networks from tiny to large, with
+forward over reverse written by hand beside it. dg/dy is the same as in frozen.py. --quick: one
+network, few rounds, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import frozen
+import torch
+from frozen import BY_HAND, OURS, PLAIN, seconds, through, torch_by_hand
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import gradtools.torch as gt
+
+USES = 4
+ROUNDS = 3 if frozen.QUICK else 15
+
+
+class Network(NamedTuple):
+    """A frozen network, by what it is called and what goes in.
+
+    Attributes:
+        name: In words.
+        make: Makes it.
+        code: The shape of one z.
+        width: The size of the last axis of what comes out as f reads it.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    code: tuple[int, ...]
+    width: int
+
+
+def dense(depth: int, width: int, rows: int = 64) -> Network:
+    def make() -> nn.Module:
+        pairs = [(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+        return nn.Sequential(*(part for pair in pairs for part in pair))
+
+    return Network(f"{depth} dense layers of {width}, {rows} rows", make, (rows, width), width)
+
+
+class Decoder(nn.Module):
+    """Codes to images: a dense layer, then convolutions."""
+
+    def __init__(self, depth: int, channels: int, side: int) -> None:
+        super().__init__()
+        self.shape = (-1, channels, side, side)
+        self.dense = nn.Linear(16, channels * side * side)
+        layer = partial(nn.Conv2d, channels, channels, 3, padding=1)
+        self.layers = nn.ModuleList(layer() for _ in range(depth))
+        self.image = nn.Conv2d(channels, 1, 3, padding=1)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        """Images of one channel."""
+        x = torch.tanh(self.dense(z)).reshape(self.shape)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.image(x)
+
+
+def decoder(depth: int, channels: int, side: int, images: int = 16) -> Network:
+    name = f"{depth} convolutions, {channels} channels of {side} x {side}, {images} images"
+    return Network(name, partial(Decoder, depth, channels, side), (images, 16), side * side)
+
+
+def encoder(depth: int, width: int, rows: int, tokens: int) -> Network:
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+
+    name = f"{depth} encoder layers of {width}, {rows} x {tokens} tokens"
+    return Network(name, make, (rows, tokens, width), width)
+
+
+NETWORKS = [
+    dense(1, 8, rows=8),
+    dense(8, 64),
+    dense(24, 64),
+    dense(8, 256),
+    dense(24, 256),
+    dense(8, 1024),
+    decoder(8, 16, 8),
+    decoder(24, 16, 8),
+    decoder(8, 32, 16),
+    encoder(1, 64, 4, 16),
+    encoder(8, 64, 4, 16),
+    encoder(24, 64, 4, 16),
+    encoder(4, 256, 4, 32),
+]
+
+
+def row(network: Network) -> str:
+    torch.manual_seed(0)
+    G = network.make().requires_grad_(False)
+    y, zs = torch.randn(network.width, 8) / network.width**0.5, torch.randn(USES, *network.code)
+    ways: dict[str, Callable[[], Any]] = {
+        PLAIN: partial(through, G, y, zs),
+        OURS: partial(through, gt.frozen(G), y, zs),
+        BY_HAND: partial(torch_by_hand, G, y, zs),
+    }
+    frozen.agree({name: run().numpy() for name, run in ways.items()})
+    names, rounds = list(ways), []
+    for k in range(ROUNDS):
+        first = k % len(names)
+        rounds.append({n: seconds(ways[n]) for n in names[first:] + names[:first]})
+    with torch.no_grad():
+        once = min(seconds(lambda: G(zs[0])) for _ in range(ROUNDS))
+    times = {n: statistics.median(r[n] / r[PLAIN] for r in rounds) for n in names}
+    plain = statistics.median(r[PLAIN] for r in rounds) / USES
+    besides = statistics.median(r[OURS] - r[PLAIN] for r in rounds) / USES
+    cells = [f"{once * 1e3:.1f}", f"{plain * 1e3:.1f}", f"{besides * 1e3:.1f}"]
+    return f"| {network.name} | {' | '.join(cells)} | {times[OURS]:.2f} | {times[BY_HAND]:.2f} |"
+
+
+def report() -> str:
+    lines = [
+        f"# The time of frozen over the size of G, {datetime.date.today()}, Python "
+        f"{sys.version.split()[0]}, torch {torch.__version__}",
+        "",
+        f"dg/dy of g(df/dz_1, ..., df/dz_{USES}); float32, one thread, CPU seconds; medians over "
+        f"{ROUNDS} rounds in which each way runs once, in an order that moves on; of the forward "
+        "pass the least.",
+        "",
+        "| G | a forward pass, ms | double backward, ms each use | `frozen`, ms more "
+        "| `frozen`, times double backward | by hand, times double backward |",
+        "|---|---|---|---|---|---|",
+    ]
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no second derivative
+        for network in NETWORKS[1:2] if frozen.QUICK else NETWORKS:
+            lines.append(row(network))
+            print(network.name, file=sys.stderr)
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    text = report()
+    print(text)
+    if not frozen.QUICK:
+        (frozen.HERE / "results" / "frozen_sizes.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

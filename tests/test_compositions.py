@@ -55,7 +55,10 @@ def test_a_random_composition_has_the_numbers_of_the_reference(gt, backend_name)
     slow = {"compiled"} if backend_name == "torch" else set()  # a compilation takes seconds there
     operators = set(strategies.OPERATORS) - slow
     everything = strategies.compositions(operators=operators)
-    drawn(everything, EXAMPLES[backend_name], lambda program: tried(program, backend_name, seen))
+    try_it = lambda program: tried(program, backend_name, seen)
+    drawn(everything, EXAMPLES[backend_name], try_it)
+    for rare in sorted(operators - set(seen)):
+        drawn(strategies.compositions(operators={rare}), 10, try_it)
     assert seen["programs"] >= EXAMPLES[backend_name] // 2
     assert seen["refused"] < seen["programs"] / 10
     assert operators <= set(seen), "an operator never came"

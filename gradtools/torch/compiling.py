@@ -29,6 +29,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"
 _OPAQUE: list[Callable[..., Any]] = []
 _SKIPPED: dict[str, Callable[..., Any]] = {}
+# Rooms of which no line is compiled, though what they call may be. They run a function again in
+# other modes, nested too deeply for dynamo, which meets errors of its own there.
+_IN_PYTHON = ("gradtools.torch.chunking", "gradtools.torch.frozen", "gradtools.torch.state")
 
 
 def is_compiling() -> bool:
@@ -91,9 +94,19 @@ class _Registering(Loader):
             torch.compiler.allow_in_graph(fun)
         for name, fun in _SKIPPED.items():
             _SKIPPED[name] = torch.compiler.disable(fun)
+        _leave_rooms_to_python()
 
 
-if _DYNAMO not in sys.modules:
+def _leave_rooms_to_python() -> None:
+    from torch._dynamo import trace_rules
+
+    for name in _IN_PYTHON:
+        trace_rules.add(name)
+
+
+if _DYNAMO in sys.modules:
+    _leave_rooms_to_python()
+else:
     sys.meta_path.insert(0, _WhenDynamoArrives())
 
 

@@ -48,7 +48,8 @@ def dense(depth: int, width: int, rows: int = 64) -> Network:
         pairs = [(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
         return nn.Sequential(*(part for pair in pairs for part in pair))
 
-    return Network(f"{depth} dense layers of {width}, {rows} rows", make, (rows, width), width)
+    name = f"{depth} dense layer{'s' * (depth > 1)} of {width}, {rows} rows"
+    return Network(name, make, (rows, width), width)
 
 
 class Decoder(nn.Module):
@@ -82,7 +83,7 @@ def encoder(depth: int, width: int, rows: int, tokens: int) -> Network:
         )
         return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
 
-    name = f"{depth} encoder layers of {width}, {rows} x {tokens} tokens"
+    name = f"{depth} encoder layer{'s' * (depth > 1)} of {width}, {rows} x {tokens} tokens"
     return Network(name, make, (rows, tokens, width), width)
 
 

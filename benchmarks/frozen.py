@@ -3,7 +3,8 @@
 N uses of G feed one loss: g(df/dz_1, ..., df/dz_N) with f(y, G(z_i)), and dg/dy is taken. G is a
 dense network, a convolutional decoder or a transformer. PyTorch's bytes are those of live storages;
 JAX's are what the compiled program needs beside its inputs and outputs, with the layers in a scan
-and the z_i in `jax.lax.map`. Loops are counted times their trips.
+and the z_i in `jax.lax.map`. Loops are counted times their trips. The networks are such that even a
+few layers take some milliseconds; frozen_sizes.py times smaller ones.
 
 Each framework's models run in processes of their own, two at a time, or as many as --jobs=... says.
 What was measured is kept in out/frozen.jsonl until all is, so a run that was ended goes on where it
@@ -59,10 +60,10 @@ PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
 OURS, BUDGET = "gt.frozen", "gt.frozen, memory_budget for all"
 CHECKPOINT = {"PyTorch": "torch.utils.checkpoint", "JAX": "jax.checkpoint"}
 MODELS = ("dense",) if QUICK else ("dense", "convolutional", "transformer")
-CODES = {"dense": (64, 256), "convolutional": (16, 16), "transformer": (4, 16, 64)}
+CODES = {"dense": (64, 1024), "convolutional": (16, 16), "transformer": (4, 32, 128)}
 if QUICK:
     CODES["dense"] = (8, 16)
-CHANNELS, SIDE, HEADS = 16, 8, 4
+CHANNELS, SIDE, HEADS = 32, 16, 4
 WIDTHS = {name: SIDE**2 if name == "convolutional" else x[-1] for name, x in CODES.items()}  # y's
 PARTS = HERE.parent / "out" / "frozen.jsonl"
 

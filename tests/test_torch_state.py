@@ -177,3 +177,15 @@ def test_a_container_that_was_empty_is_walked_once_it_is_not(model):
     model.inner.register_forward_hook(lambda *_: state.add_(0))
     later = Snapshot.of([model], [], first)
     assert any(x is state for x, _ in later.reached.watched)
+
+
+def test_another_numpy_generator_is_no_generator_that_stands():
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(0))
+        known = Randomness.everywhere(())
+        assert known.used().numpy is None
+        np.random.set_bit_generator(np.random.MT19937(0))
+        assert known.used().numpy is not None
+    finally:
+        np.random.set_bit_generator(before)

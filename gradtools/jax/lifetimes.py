@@ -70,8 +70,9 @@ def mortal(run: Callable[..., T]) -> Callable[..., T]:
 def remembered(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     """`make()`, made once for each key while the owner lives; the last 64 of them."""
     kept = vars(owner).setdefault("_remembered", {})
-    if key in kept:
-        return kept[key]
+    found = kept.get(key)
+    if found is not None:
+        return found
     made = make()
     for old in list(kept)[: len(kept) - MOST + 1]:
         kept.pop(old, None)

@@ -87,7 +87,7 @@ def _value(x: Any) -> Any:
     An array is the same object or another one; the loop that is kept keeps it, and its identity.
     """
     if isinstance(x, dict):
-        return tuple([(name, _value(item)) for name, item in sorted(x.items())])
+        return tuple([(name, _value(item)) for name, item in x.items()])
     if isinstance(x, list | tuple):
         return (type(x), tuple(map(_value, x)))
     if isinstance(x, np.ndarray | np.generic | float | complex):

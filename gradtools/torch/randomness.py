@@ -92,7 +92,7 @@ class Randomness:
             return False
         state, known = self.numpy
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if state.get("has_gauss") or type(bits) is not np.random.MT19937:
+        if not known or state.get("has_gauss") or type(bits) is not np.random.MT19937:
             return _same_numpy(state, numpy_state(legacy=False))
         # With no number left over from before, whatever is drawn moves these.
         return bool(known == ctypes.string_at(bits.ctypes.state_address, len(known)))

@@ -50,7 +50,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from live_bytes import LiveBytes  # noqa: E402, the tests' own counter
 
 QUICK = "--quick" in sys.argv
-ROUNDS = 3
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 25, 40)  # rounds, and when they are enough
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
@@ -65,6 +65,7 @@ if QUICK:
     CODES["dense"] = (8, 16)
 CHANNELS, SIDE, HEADS = 32, 16, 4
 WIDTHS = {name: SIDE**2 if name == "convolutional" else x[-1] for name, x in CODES.items()}  # y's
+SIZES = CODES, CHANNELS, SIDE, HEADS
 PARTS = HERE.parent / "out" / "frozen.jsonl"
 
 
@@ -363,10 +364,11 @@ def agree(found: dict[str, np.ndarray]) -> None:
 
 def ratios(ways: Ways) -> dict[str, float]:
     """Medians over rounds of the time over double backward's in the same round."""
-    names, rounds = list(ways), []
-    for k in range(ROUNDS):
-        first = k % len(names)
+    names, rounds, spent = list(ways), [], 0.0
+    while len(rounds) < LEAST or (spent < SECONDS and len(rounds) < MOST):
+        first = len(rounds) % len(names)
         rounds.append({n: seconds(ways[n].run) for n in names[first:] + names[:first]})
+        spent += sum(rounds[-1].values())
     return {n: statistics.median(r[n] / r[PLAIN] for r in rounds) for n in names}
 
 
@@ -405,7 +407,7 @@ def sizes() -> list[tuple[int, int, bool]]:
 
 def settings() -> str:
     """What cells have in common that belong together."""
-    return f"{version('torch')}, {version('jax')}, {ROUNDS}, {CODES}, {CHANNELS}, {SIDE}, {HEADS}"
+    return f"{version('torch')}, {version('jax')}, {LEAST, MOST, SECONDS}, {SIZES}"
 
 
 def measured(framework: str, model: str, chosen: Sequence[tuple[int, int, bool]]) -> list[Cell]:
@@ -492,9 +494,9 @@ def report(cells: list[Cell]) -> str:
         f"{CODES['transformer'][0]} x {CODES['transformer'][1]} tokens, {CODES['transformer'][2]} "
         "wide, attention by plain products. Peak: in PyTorch live storages, in JAX what the "
         "compiled program needs beside inputs and outputs. Work is that of products and "
-        f"convolutions, f's share included. Times: CPU seconds, medians over {ROUNDS} rounds of "
-        "the ratio in one round, in which each way runs once, in an order that moves on. A dash: "
-        "not measured.",
+        f"convolutions, f's share included. Times: CPU seconds, medians over {LEAST} to {MOST} "
+        f"rounds ({LEAST} if they take {SECONDS} s) of the ratio in one round, in which each way "
+        "runs once, in an order that moves on. A dash: not measured.",
     ]
     for title, chosen, value in sections:
         lines += ["", f"## {title}", "", *table(chosen, value)]

@@ -9,7 +9,8 @@ functions, which is the hardest for caches; in JAX it is made once, for eager JA
 compiled for functions that are new in each call (see tests/test_leaks.py, which measures that).
 
 A run takes the operators in the order of their cost, each for --seconds at most, and keeps what it
-found in out/leaks.jsonl, so one that was ended goes on where it was. --report: writes
+found in out/leaks.jsonl, so one that was ended goes on where it was; a second process that begins
+at the other end with --costly-first meets it in the middle. --report: writes
 results/leaks.md of what there is so far.
 """
 
@@ -87,6 +88,7 @@ def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dic
 
 def alive(backend: str) -> dict[str, int]:
     """What is alive now."""
+    gc.unfreeze()
     while gc.collect():  # what a cache forgets when something dies is freed only after that
         pass
     objects = gc.get_objects()
@@ -122,7 +124,9 @@ def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float) -> Run
     run, done = calls_of(use, gt, gt.asarray(POINT), ONCE[backend]), 0
     for _ in range(FEW):
         run()
-    before, start = alive(backend), process_time()
+    before = alive(backend)
+    gc.freeze()  # what stands already need not be looked at by each collection
+    start = process_time()
     while done < calls and process_time() - start < seconds:
         run()
         done += 1
@@ -205,25 +209,34 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--filter", default="", help="only uses with this text in their name")
     parser.add_argument("--seconds", type=float, default=1e9, help="at most these for each use")
+    parser.add_argument("--costly-first", action="store_true", help="the costliest use first")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     if not options.report:
-        measure_all(options.backend, options.calls, options.filter, options.seconds)
+        measure_all(options)
     RESULTS.write_text("\n".join(report(kept())) + "\n")
 
 
-def measure_all(backend: str, calls: int, text: str, seconds: float) -> None:
+def measure_all(options: argparse.Namespace) -> None:
+    """Every use that was not measured with as many calls yet."""
+    backend, calls = options.backend, options.calls
     gt = importlib.import_module(f"gradtools.{backend}")
     if backend == "jax":
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    have = {r.use for r in kept() if r.backend == backend and r.calls >= calls}
-    uses = [u for u in USES if backend in u.backends and text in u.name and u.name not in have]
-    for use in by_cost(uses, gt, backend):
-        run = measured(use, backend, gt, calls, seconds)
+    uses = [u for u in USES if backend in u.backends and options.filter in u.name]
+    uses = by_cost([u for u in uses if not measured_already(u, backend, calls)], gt, backend)
+    for use in reversed(uses) if options.costly_first else uses:
+        if measured_already(use, backend, calls):
+            continue  # by the process that came from the other end
+        run = measured(use, backend, gt, calls, options.seconds)
         print(f"{use.name:<36}{run.milliseconds:>10.2f} ms  {run.grown or 'flat'}", flush=True)
         keep(run)
+
+
+def measured_already(use: Use, backend: str, calls: int) -> bool:
+    return any(r.backend == backend and r.use == use.name and r.calls >= calls for r in kept())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._functorch import eager_transforms
 from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
@@ -719,6 +720,43 @@ def test_the_one_dual_level_may_be_taken_by_another_thread(operator, inside):
             done.set()
         np.testing.assert_allclose(other.result()[1], 2 * _x(), rtol=1e-15)
     np.testing.assert_allclose(found, alone, rtol=1e-14)
+    assert forward_ad._current_level == -1
+
+
+def test_between_the_question_for_the_dual_level_and_the_step_into_it_no_other_thread_comes(
+    monkeypatch,
+):
+    """One thread stands at the door; the other comes, and leaves while the first is inside."""
+    at_the_door, other_inside, inside, other_left = (threading.Event() for _ in range(4))
+    enter = eager_transforms.enter_jvp_nesting
+
+    def enter_late():
+        at_the_door.set()
+        assert other_inside.wait(60)
+        return enter()
+
+    def stays(x):
+        inside.set()
+        assert other_left.wait(60)
+        return (x**3).sum()
+
+    def comes(x):
+        other_inside.set()
+        assert inside.wait(60)
+        return (x**2).sum()
+
+    x = _x()
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(eager_transforms, "enter_jvp_nesting", enter_late)
+        first = pool.submit(FORWARD["jacobian"], stays, x)
+        assert at_the_door.wait(60)
+        monkeypatch.setattr(eager_transforms, "enter_jvp_nesting", enter)
+        try:
+            found = FORWARD["jacobian"](comes, x)
+        finally:
+            other_left.set()
+        np.testing.assert_allclose(first.result(), 3 * x**2, rtol=1e-14)
+    np.testing.assert_allclose(found, 2 * x, rtol=1e-14)
     assert forward_ad._current_level == -1
 
 

@@ -269,8 +269,7 @@ class Flag:
 
 
 ELSEWHERE = "a default device elsewhere"
-# These make arrays where the default says; formula evaluates what it shows there, too.
-MADE_THERE = ("asarray", "key", "split", "formula")
+MADE_THERE = ("asarray", "key", "split")  # these make arrays where the default says
 AROUND = {
     "no_grad": torch.no_grad,
     "inference mode": torch.inference_mode,

@@ -311,7 +311,8 @@ class _Case:
 
     def arrays(self, values: Sequence[Any]) -> list[Any]:
         """The framework's arrays."""
-        return [self.backend.asarray(np.asarray(x)) for x in values]
+        beside = next(iter(self.program.leaves), None)
+        return [self.backend.asarray(np.asarray(x), beside) for x in values]
 
     def calling(self, derivation: Callable[..., Any]) -> Callable[..., Any]:
         """A derivation in the framework as one of NumPy arrays, in the same precision."""
@@ -366,7 +367,8 @@ class _Reference:
         for k, x in zip(self._active, xs, strict=True):
             leaves[k] = x
         run = self._case.recorded.run or self._case.program.run
-        ys = [y if self._backend.is_array(y) else self._backend.asarray(y) for y in run(leaves)]
+        beside = next(iter(leaves), None)
+        ys = [self._backend.asarray(y, beside) for y in run(leaves)]
         pairs = list(zip(ys, self._inexact, strict=True))
         return [y for y, inexact in pairs if inexact], [y for y, inexact in pairs if not inexact]
 

@@ -29,16 +29,20 @@ GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word
 ODD = -0x4498517A7B3558C5  # another odd word with about as many ones as zeros
 
 
-def asarray(x: Any) -> torch.Tensor:
-    """One array as a tensor of the same dtype; tensors pass through. See ``gradtools.models``."""
+def asarray(x: Any, beside: Any = None) -> torch.Tensor:
+    """One array as a tensor of the same dtype; tensors pass through. See ``gradtools.models``.
+
+    beside: A tensor on whose device it is made, in place of the default one.
+    """
     if isinstance(x, torch.Tensor):
         return x
     if is_compiling():  # dynamo's arrays are tensors already
         return torch.asarray(x)
     array = _as_numpy(x)
+    device = torch.get_default_device() if beside is None else beside.device
     if _is_plain(x):
-        return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype))
-    return _from_numpy(array)
+        return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype), device=device)
+    return _from_numpy(array, device)
 
 
 def to_numpy(x: Any) -> np.ndarray:
@@ -141,17 +145,14 @@ def _default_dtype(dtype: np.dtype) -> torch.dtype:
     return table.get(dtype.kind) or torch.promote_types(default, torch.complex32)
 
 
-def _from_numpy(array: np.ndarray) -> torch.Tensor:
-    """A tensor on memory of its own (``array`` may be read-only, reversed or byte-swapped).
-
-    It is made where PyTorch makes new tensors, which `torch.from_numpy` alone does not heed.
-    """
+def _from_numpy(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor on memory of its own (``array`` may be read-only, reversed or byte-swapped)."""
     owned = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
     try:
         found = torch.from_numpy(owned)
     except TypeError:
         found = _reinterpreted(owned)
-    return found.to(torch.get_default_device())
+    return found.to(device)
 
 
 def _reinterpreted(array: np.ndarray) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -122,7 +124,7 @@ def alone():
 
 
 def gathered(w: World) -> Any:
-    return w.gt.grad(lambda x: torch.sum(w.part(w.gt.gather(w.part(x) * 0.5))))
+    return w.gt.grad(lambda x: torch.sum(w.part(w.gt.gather(w.part(x) * 0.5)).real))
 
 
 def compiled(w: World) -> Any:
@@ -176,6 +178,42 @@ def test_gather_and_compiled_functions_take_unusual_arrays(name, alone):
     for view in ("every second entry", "with an offset", "a negative view", "expanded"):
         x = TENSORS[view]()
         assert_same(run(x), run(plain(x)))
+
+
+@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
+@pytest.mark.parametrize("name", APART)
+def test_gather_and_compiled_functions_of_complex_arrays_are_the_plain_gradient(name, alone):
+    w = World(gt, healthy(gt), torch.complex(P, P.flip(0)))
+    expected = w.gt.grad(w.loss)(w.x)
+    assert expected.imag.abs().min() > 0.1
+    torch.testing.assert_close(APART[name](w)(w.x), expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
+@pytest.mark.parametrize("name", APART)
+def test_gather_and_compiled_functions_give_shapes_on_the_meta_device(name, alone):
+    w = World(gt, healthy(gt), P.to("meta"))
+    found = APART[name](w)(w.x)
+    assert (found.device.type, found.shape, found.dtype) == ("meta", P.shape, P.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:compile. loss is run again outside")
+@pytest.mark.parametrize("name", APART)
+def test_gather_and_compiled_functions_in_many_threads_are_each_right(name, alone):
+    w = World(gt, healthy(gt), P)
+    run = APART[name](w)
+    points = [P * (1 + i / 10) for i in range(8)]
+    expected = [w.gt.grad(w.loss)(x) for x in points]
+    before, interval = everything(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(run, points))
+    finally:
+        sys.setswitchinterval(interval)
+    assert changes(before, everything()) == []
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
 
 
 # --- hooks that raise, modes around the call -----------------------------------------------

@@ -1,7 +1,8 @@
 """The command line: ``gradtools demo``, ``backends``, ``check``, ``crosscheck`` and others.
 
 No framework is imported before a command needs it, so ``--help`` answers at once.
-Exit status: 0 when the command did what was asked, 1 when it could not, 2 for wrong usage.
+Exit status: 0 when the command did what was asked, 1 when it did not or what it looked at does
+not hold, 2 for wrong usage, and where a command that judges a program could not be run on it.
 """
 
 import argparse
@@ -90,7 +91,11 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _check(args: argparse.Namespace) -> int:
     from gradtools.testing.checking import check
 
-    return check(args)
+    try:
+        return check(args)
+    except gradtools.GradtoolsError as error:  # such as a device that there is not
+        print(f"gradtools check: {error}", file=sys.stderr)
+        return 2
 
 
 def _add_crosscheck(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -207,9 +212,17 @@ def _add_function(command: argparse.ArgumentParser, json: bool = True) -> None:
 
 def _add_inputs(command: argparse.ArgumentParser, required: bool) -> None:
     inputs = command.add_mutually_exclusive_group(required=required)
-    inputs.add_argument("--args", metavar="FILE", help="a .npz file: its arrays in their order")
+    inputs.add_argument(
+        "--args", metavar="FILE", help="a .npz file, its arrays in their order, or .npy"
+    )
     inputs.add_argument("--shapes", metavar="SHAPES", help='random arguments: "3x4,5:float32,()"')
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    command.add_argument(
+        "--seed",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="of random arguments (default: 0)",
+    )
 
 
 def _crosscheck(args: argparse.Namespace) -> int:
@@ -276,10 +289,17 @@ def _positions(text: str) -> list[int]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text}")
-    return number
+    return _whole(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+    return int(text)
 
 
 def _backends(_: argparse.Namespace) -> int:
@@ -304,6 +324,11 @@ def _version(package: str) -> str:
 def _demo(args: argparse.Namespace) -> int:
     backends = ("torch", "jax") if args.backend == "both" else (args.backend,)
     _require(_DEMO_NEEDS["both"] + sum((_DEMO_NEEDS[name] for name in backends), ()))
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        said = f"no picture can be written there: {error.strerror}."
+        raise gradtools.GradtoolsError(f"--out {args.out}: {said}") from error
     from gradtools.demo.run import run_demo
 
     return run_demo(backends, seeds=args.seeds, out=args.out, quick=args.quick)

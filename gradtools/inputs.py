@@ -8,9 +8,11 @@ which is told by what its module imports where nobody says it.
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import re
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +22,8 @@ from typing import Any
 import numpy as np
 
 import gradtools
-from gradtools.errors import GradtoolsError
+from gradtools.calls import with_article
+from gradtools.errors import GradtoolsError, place_of
 
 _BACKENDS = ("torch", "jax")
 _OF_JAX = ("jax", "jaxlib", "flax", "equinox", "optax")
@@ -49,7 +52,8 @@ class Given:
         f = named(options.function)
         if not callable(f):
             raise GradtoolsError(
-                f"{options.function} is a {type(f).__name__}; expected a function or a module."
+                f"{options.function} is {with_article(type(f).__name__)}; expected a function or "
+                "a module."
             )
         backend = options.backend or _told(f, options.function)
         if backend not in gradtools.available_backends():
@@ -58,6 +62,7 @@ class Given:
             )
         gt = import_module(f"gradtools.{backend}")
         found = arrays(options.args, options.shapes, options.seed, "float32")
+        _taken(f, options.function, found)
         return cls(f, tuple(gt.asarray(x) for x in found), gt)
 
 
@@ -75,11 +80,30 @@ def named(path: str) -> Any:
         found = import_module(module)
     except ImportError as error:
         raise GradtoolsError(f"{path}: the module {module} cannot be imported: {error}") from error
+    except Exception as error:  # what the module's own code raises
+        said = f"{type(error).__name__}: {str(error).rstrip('.')}{place_of(error)}"
+        raise GradtoolsError(f"{path}: importing the module {module} raised {said}.") from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise GradtoolsError(f"{path}: {module} has no {name}.")
         found = getattr(found, part)
     return found
+
+
+def _taken(f: Any, path: str, given: tuple[np.ndarray, ...]) -> None:
+    """Refuses another number of arrays than the function takes, before anything runs."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):
+        return  # a builtin need not have one
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        count = f"{len(given)} array{'s' * (len(given) != 1)}" if given else "no arrays"
+        raise GradtoolsError(
+            f"{path}{signature} was given {count}: {error}. Give one array for each argument: "
+            '--shapes "3x4,5", or --args file.npz.'
+        ) from error
 
 
 def _told(f: Any, path: str) -> str:
@@ -149,8 +173,13 @@ def _read(path: str) -> tuple[np.ndarray, ...]:
         if isinstance(found, np.ndarray):
             return (found,)
         return tuple(found[name] for name in found.files)
-    except (OSError, ValueError) as error:
-        raise GradtoolsError(f"--args {path}: {error}") from error
+    except FileNotFoundError as error:
+        raise GradtoolsError(f"--args {path}: there is no such file.") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise GradtoolsError(
+            f"--args {path}: NumPy cannot read it as arrays of numbers; write it with numpy.savez. "
+            f"NumPy says: {error}"
+        ) from error
 
 
 def _drawn(rng: np.random.Generator, text: str, default: str) -> np.ndarray:
@@ -164,7 +193,18 @@ def _drawn(rng: np.random.Generator, text: str, default: str) -> np.ndarray:
     try:
         kind = np.dtype(dtype or default)
     except TypeError as error:
-        raise GradtoolsError(f"--shapes: {dtype!r} is no NumPy dtype.") from error
+        raise GradtoolsError(
+            f"--shapes: {dtype!r} is no NumPy dtype; write for example float32, complex64 or int32."
+        ) from error
+    if kind.kind not in "fciub":
+        raise GradtoolsError(f"--shapes: {dtype!r} holds no numbers; write for example float32.")
+    try:
+        return _normal(rng, shape, kind)
+    except (MemoryError, ValueError) as error:
+        raise GradtoolsError(f"--shapes: {text.strip()!r} is too large here: {error}.") from error
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
     if kind.kind in "iub":
         return rng.integers(0, 3, shape).astype(kind)
     drawn = rng.standard_normal(shape)

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 import gradtools
-from gradtools import cli
+from gradtools import GradtoolsError, cli, inputs
+from gradtools.testing import checking
 
 
 def run(*args: str) -> "subprocess.CompletedProcess[str]":
@@ -37,12 +38,72 @@ def test_no_command_shows_the_help_and_is_wrong_usage():
     assert "demo" in done.stdout
 
 
-@pytest.mark.parametrize("seeds", ["0", "-1", "many"])
+@pytest.mark.parametrize("seeds", ["0", "-1", "1.5", "many"])
 def test_seeds_are_whole_and_positive(seeds, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["demo", "--seeds", seeds])
     assert stop.value.code == 2
-    assert "--seeds" in capsys.readouterr().err
+    assert f"--seeds: expected a whole number from 1 on, got {seeds!r}" in capsys.readouterr().err
+
+
+def test_a_seed_is_not_negative(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["measure", "a:b", "--shapes", "3", "--seed", "-1"])
+    assert stop.value.code == 2
+    assert "--seed: expected a whole number from 0 on, got '-1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("1 / 0", r"raised ZeroDivisionError: division by zero \(broken.py:1\)\.$"),
+        ("def f(x: return", r"raised SyntaxError: invalid syntax \(broken.py, line 1\)\.$"),
+        ("import no_such_module", r"cannot be imported: No module named 'no_such_module'$"),
+    ],
+)
+def test_a_module_that_raises_is_told_with_its_line(tmp_path, monkeypatch, code, says):
+    (tmp_path / "broken.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(GradtoolsError, match=says):
+        inputs.named("broken:f")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ("3:U5", "'U5' holds no numbers"),
+        ("3:object", "'object' holds no numbers"),
+        ("99999999999999", "'99999999999999' is too large here"),
+    ],
+)
+def test_shapes_that_cannot_be_drawn_are_told(shapes, says):
+    with pytest.raises(GradtoolsError, match=f"^--shapes: {says}"):
+        inputs.arrays(None, shapes, 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"def f(x): return x", b"PK\x03\x04 no archive"])
+def test_a_file_without_arrays_is_told(tmp_path, content):
+    path = tmp_path / "x.npz"
+    path.write_bytes(content)
+    with pytest.raises(GradtoolsError, match="NumPy cannot read it as arrays of numbers"):
+        inputs.arrays(str(path), None, 0)
+
+
+def test_a_check_that_cannot_be_run_is_status_2(capsys, monkeypatch):
+    def refuse(_):
+        raise GradtoolsError("no such device")
+
+    monkeypatch.setattr(checking, "check", refuse)
+    assert cli.main(["check", "--device", "none"]) == 2
+    assert capsys.readouterr().err == "gradtools check: no such device\n"
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_demo_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_require", lambda _: None)
+    (tmp_path / "file").touch()
+    assert cli.main(["demo", "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "no picture can be written there: Not a directory." in capsys.readouterr().err
 
 
 def test_backends_lists_versions_of_what_is_installed(capsys):

@@ -97,3 +97,25 @@ def test_a_function_that_raises_ends_with_2(program, capsys):
 def test_a_name_that_there_is_not_ends_with_2(program, capsys):
     assert main(["graph", "drawn:absent", "--shapes", "3"]) == 2
     assert "drawn has no absent" in capsys.readouterr().err
+
+
+def test_a_folder_that_there_is_not_is_told_before_anything_runs(program, capsys):
+    assert main(["graph", "no_such_module:f", "-o", "absent/f.svg"]) == 2
+    assert "-o absent/f.svg: there is no folder absent. Make it first." in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_said(program, capsys):
+    (program / "taken.svg").mkdir()
+    assert graph("-o", "taken.svg") == 2
+    assert "-o taken.svg: it cannot be written: Is a directory." in capsys.readouterr().err
+
+
+def test_an_error_of_the_functions_own_is_told_with_its_line(program, capsys):
+    assert main(["graph", "drawn:broken", "--shapes", "3"]) == 2
+    assert "raised RuntimeError: on purpose (drawn.py:8)." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shapes", "count"), [("3", "1 array"), ("4x3,3,3", "3 arrays")])
+def test_another_number_of_arrays_than_the_function_takes_is_told(program, capsys, shapes, count):
+    assert main(["graph", "drawn:loss", "--shapes", shapes]) == 2
+    assert f"drawn:loss(w, x) was given {count}: " in capsys.readouterr().err

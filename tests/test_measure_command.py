@@ -101,9 +101,9 @@ def test_a_terminal_gets_bold_names(programs, monkeypatch):
         (["measured:PI"], "is a float; expected a function"),
         (["measured:loss", "--shapes", "3 by 4"], "is no shape"),
         (["measured:loss", "--args", "absent.npz"], "absent.npz"),
-        (["measured:loss"], "measured:loss raised TypeError on no arguments"),
+        (["measured:loss"], "(w, x) was given no arrays: missing a required argument: 'w'"),
         (["measured:broken", "--shapes", "3"], "measured:broken raised RuntimeError on 3"),
-        (["measured:loss", "--shapes", "3:int32", "--grad"], "no floating array"),
+        (["measured:loss", "--shapes", "3:int32,3:int32", "--grad"], "no floating array"),
     ],
 )
 def test_what_cannot_be_measured_is_said_with_status_2(programs, capsys, options, says):

@@ -12,6 +12,7 @@ from typing import Any
 from gradtools.errors import GradtoolsError
 from gradtools.inputs import Given
 from gradtools.seeing.formula import Formula, files
+from gradtools.seeing.graph import Graph
 from gradtools.seeing.measures import Measurement
 from gradtools.seeing.report import Report
 from gradtools.seeing.saving import SUFFIXES
@@ -55,28 +56,32 @@ def _shown(options: argparse.Namespace) -> None:
     given = Given.by(options)
     wrt = tuple(options.wrt)
     found = given.gt.gradient_graph(given.f, *given.args, order=options.order, wrt=wrt)
-    if options.out is None:
+    _put(found, options.out)
+
+
+def _put(found: Graph | Formula, out: str | None) -> None:
+    """Prints what was found, or writes it."""
+    if out is None:
         print(found)
         return
-    found.save(options.out)
-    print(f"wrote {options.out}")
+    try:
+        found.save(out)
+    except OSError as error:
+        raise GradtoolsError(f"-o {out}: it cannot be written: {error.strerror}.") from error
+    print(f"wrote {out}")
 
 
 def formula(options: argparse.Namespace) -> int:
     """Prints or writes a function's formula; 0 if it was compared, 1 if not, 2 if there is none."""
     try:
         found = _derived(options)
+        _put(found, options.out)
     except GradtoolsError as error:
         print(f"gradtools formula: {error}", file=sys.stderr)
         return 2
     except Exception:  # a program's own: its place is worth more than a sentence
         traceback.print_exc()
         return 2
-    if options.out is None:
-        print(found)
-    else:
-        found.save(options.out)
-        print(f"wrote {options.out}")
     return 0 if found.check is not None else 1
 
 
@@ -89,11 +94,13 @@ def _derived(options: argparse.Namespace) -> Formula:
 
 
 def _known(out: str, suffixes: tuple[str, ...]) -> None:
-    """A suffix without a form is told before anything runs."""
+    """A suffix without a form, or a folder that there is not, is told before anything runs."""
     suffix = Path(out).suffix.lower()
     if suffix not in suffixes:
         expected = ", ".join(suffixes)
         raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {expected}.")
+    if not Path(out).parent.is_dir():
+        raise GradtoolsError(f"-o {out}: there is no folder {Path(out).parent}. Make it first.")
 
 
 def measure(options: argparse.Namespace) -> int:

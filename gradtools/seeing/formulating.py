@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.backend import Backend, Operators
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing.formula import Formula, derive
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.graph import Graph
@@ -116,7 +116,7 @@ def _in_own_precision(program: Program, names: Sequence[str], order: int) -> For
     except GradtoolsError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
         raise GradtoolsError(
             f"formula: f raised {what}. It must run, and be differentiated, at the arguments at "
             "which it is looked at."

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradtools.backend import Operators
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing import difference
 from gradtools.seeing.difference import GraphDifference
 from gradtools.seeing.graph import Graph
@@ -85,7 +85,7 @@ class Graphing(Operators):
         except GradtoolsError:
             raise
         except Exception as error:
-            what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
             raise GradtoolsError(
                 f"gradient_graph: f, differentiated {('not', 'once', 'twice')[order]}, raised "
                 f"{what}. It must run at the arguments at which it is looked at."

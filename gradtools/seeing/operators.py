@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import gradtools
 from gradtools.backend import Operators
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, GradtoolsWarning, place_of
 from gradtools.seeing.doctor import diagnosed, differentiated, moved, unreached
 from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.program import Program
@@ -193,21 +192,9 @@ class Seeing(Operators):
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
             raise GradtoolsError(
-                f"{program.asked}: f raised {said}{_place_of(error)}. It must run at the arguments "
+                f"{program.asked}: f raised {said}{place_of(error)}. It must run at the arguments "
                 "at which it is looked at."
             ) from error
-
-
-def _place_of(error: BaseException) -> str:
-    """The innermost line of the user's that an error went through, in brackets."""
-    ours = os.path.dirname(gradtools.__file__) + os.sep
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [
-        frame
-        for frame in frames
-        if "-packages" not in frame.filename and not frame.filename.startswith((ours, "<"))
-    ]
-    return f" ({os.path.basename(users[-1].filename)}:{users[-1].lineno})" if users else ""
 
 
 def _frames_to_the_user() -> int:

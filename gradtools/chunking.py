@@ -546,6 +546,8 @@ class _Microbatches:
                     "itself use chunked."
                 )
         self.in_axes = axes
+        if self.weights is not None and backend.is_complex(self.weights):
+            raise GradtoolsError("microbatched: weights is complex; expected real numbers.")
         if self.weights is not None and len(self.weights.shape) != 1:
             raise GradtoolsError(
                 f"microbatched: weights has shape {tuple(self.weights.shape)}; expected one "
@@ -567,9 +569,10 @@ class _Microbatches:
         if self.weigh is not None:
             found = self.weigh(*args)
             shape = tuple(getattr(found, "shape", ()))
-            if shape != ():
+            if shape != () or not _is_real(self.backend, found):
+                came = describe(self.backend, found) if shape == () else f"shape {shape}"
                 raise GradtoolsError(
-                    f"microbatched: the function of weights returned shape {shape}; expected one "
+                    f"microbatched: the function of weights returned {came}; expected one real "
                     "number, the weight of its chunk."
                 )
         elif given is not None:
@@ -582,6 +585,10 @@ class _Microbatches:
         """In at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
         narrow = self.backend.dtype_name(x) in ("float16", "bfloat16")
         return self.backend.cast(x, "float32") if narrow else x
+
+
+def _is_real(backend: Backend, x: Any) -> bool:
+    return is_numeric(backend, x) and not backend.is_complex(backend.asarray(x))
 
 
 def _positions(what: str, argnums: Any, count: int) -> tuple[int, ...]:

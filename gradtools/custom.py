@@ -107,8 +107,7 @@ class CustomRule:
         self.bwd: Callable[..., Any] | None = None
         self.jvp: Callable[..., Any] | None = None
         self._backend = backend
-        names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
-        self.static_argnames: tuple[str, ...] = tuple(names)
+        self.static_argnames = _static_names(static_argnames)
         self._parameters = Parameters.of(self.__name__, fun, self.static_argnames)
         self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
         self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
@@ -250,6 +249,18 @@ def _is_hashable(x: Any) -> bool:
 
 def _name(f: Any) -> str:
     return getattr(f, "__name__", None) or type(f).__name__
+
+
+def _static_names(given: Any) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, tuple | list | set | frozenset) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise GradtoolsError(
+            f"custom_rule: static_argnames is {given!r}; expected an argument's name, or a tuple "
+            "of names."
+        )
+    return tuple(names)
 
 
 def _signature(fun: Any) -> inspect.Signature | None:

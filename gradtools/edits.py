@@ -240,7 +240,8 @@ class Edits(Operators):
             x, bit for bit.
 
         Raises:
-            GradtoolsError: Neither bound is given, or one is negative; under `gt.jvp`.
+            GradtoolsError: Neither bound is given, or one is negative or no real scalar; under
+                `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32([3.0, 4.0]))
@@ -255,7 +256,8 @@ class Edits(Operators):
         if not given:
             raise GradtoolsError("clip_gradient: give max_norm, max_value or both.")
         for name, bound in given.items():
-            if not isinstance(bound, int | float) and not _has_real_dtype(bound):
+            real = isinstance(bound, int | float) or _has_real_dtype(bound)
+            if not real or getattr(bound, "shape", ()) != ():
                 raise GradtoolsError(
                     f"clip_gradient: {name} is {describe(self._backend, bound)}; it must be a real "
                     "number, or an array of shape () that holds one."

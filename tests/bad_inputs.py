@@ -2013,6 +2013,45 @@ BAD = (
         ),
     ),
     Bad(
+        "microbatched with complex weights",
+        lambda gt, a: gt.microbatched(lambda w, x: w @ x[0], 1, weights=[1j, 1.0])(a(V), a([V, V])),
+        "microbatched: weights is complex; expected real numbers.",
+    ),
+    Bad(
+        "microbatched with a function of weights that returns nothing",
+        lambda gt, a: gt.microbatched(lambda w, x: w @ x[0], 1, weights=lambda w, x: None)(
+            a(V), a([V, V])
+        ),
+        "microbatched: the function of weights returned None; expected one real number, the "
+        "weight of its chunk.",
+    ),
+    Bad(
+        "microbatched with a function of weights that returns a complex number",
+        lambda gt, a: gt.microbatched(lambda w, x: w @ x[0], 1, weights=lambda w, x: 1j)(
+            a(V), a([V, V])
+        ),
+        "microbatched: the function of weights returned a complex; expected one real number, the "
+        "weight of its chunk.",
+    ),
+    Bad(
+        "clip_gradient with a bound for each entry",
+        lambda gt, a: gt.clip_gradient(a(V), max_norm=a(V)),
+        "clip_gradient: max_norm is an array of shape (2,) and dtype float64; it must be a real "
+        "number, or an array of shape () that holds one.",
+    ),
+    Bad(
+        "custom_rule with a number for names",
+        lambda gt, a: gt.custom_rule(total(gt), static_argnames=3),
+        "custom_rule: static_argnames is 3; expected an argument's name, or a tuple of names.",
+    ),
+    Bad(
+        "a key of floats",
+        lambda gt, a: gt.key(a(V)),
+        "key: a seed is an integer, got tensor([1., 2.], dtype=torch.float64).",
+        jax="key: a seed is an integer, got an array of shape (2,) and dtype float64. Of several, "
+        "vmap key.",
+    ),
+    Bad(
         "measure of a function that raises",
         lambda gt, a: gt.measure(lambda x: x["w"], a(V)),
         "new(): invalid data type 'str'",

@@ -321,6 +321,16 @@ def test_a_third_order_is_refused():
         derive(PROGRAMS["linear"](), 3)
 
 
+def test_a_part_that_a_formula_has_not_is_told_by_its_number():
+    with pytest.raises(GradtoolsError, match="lines of part 2; it has the parts 0 to 1"):
+        lines("square", section=2)
+
+
+def test_a_derivation_is_a_function():
+    with pytest.raises(GradtoolsError, match="the derivation must be a function, got an int"):
+        derive(PROGRAMS["square"](), 1).agrees_with(3)
+
+
 def test_the_wrong_number_of_inputs_is_refused():
     with pytest.raises(GradtoolsError, match="3 inputs are needed"):
         derive(PROGRAMS["linear"]()).evaluate([np.ones(3)])

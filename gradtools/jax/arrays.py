@@ -52,6 +52,9 @@ def to_numpy(x: Any) -> np.ndarray:
 def key(seed: Any) -> jax.Array:
     """JAX's key of an integer seed. See ``gradtools.models``."""
     if isinstance(seed, jax.Array):
+        if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
+            came = f"an array of shape {seed.shape} and dtype {seed.dtype}"
+            raise GradtoolsError(f"key: a seed is an integer, got {came}. Of several, vmap key.")
         return jax.random.key(seed)
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise GradtoolsError(f"key: a seed is an integer, got {seed!r}.")

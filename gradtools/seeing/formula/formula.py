@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control, files
 from gradtools.seeing.formula import typesetting as ts
@@ -157,7 +158,13 @@ class Formula:
 
     def lines(self, section: int) -> list[str]:
         """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
-        return [line.strip() for line in _aligned_text(self._written()[section].lines)]
+        parts = self._written()
+        if section not in range(len(parts)):
+            raise GradtoolsError(
+                f"formula: lines of part {section!r}; it has the parts 0 to {len(parts) - 1}. "
+                "formula(f, *args, order=2) has one more than order 1."
+            )
+        return [line.strip() for line in _aligned_text(parts[section].lines)]
 
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part."""
@@ -282,7 +289,14 @@ class Formula:
 
         Returns:
             Yes, or the first entry that differs, with both values.
+
+        Raises:
+            GradtoolsError: `derivation` is no function, or returns another number of cotangents
+                than there are inputs. What it raises itself comes through.
         """
+        if not callable(derivation):
+            came = with_article(type(derivation).__name__)
+            raise GradtoolsError(f"agrees_with: the derivation must be a function, got {came}.")
         rng = np.random.default_rng(seed)
         known = self._derived
         if sample is None and known.given is not None:

@@ -202,8 +202,7 @@ def normalized_argnums(
             many = f"{count} positional argument{'s' * (count > 1)}"
             called = f"{many} (0 to {count - 1})" if count else "no positional argument"
             raise GradtoolsError(
-                f"{asked}: {name} holds {i}, but f was called with {called}. Keyword arguments "
-                "are not differentiated; pass what is to be differentiated by position."
+                f"{asked}: {name} holds {i}, but f was called with {called}. {_by_position(name)}"
             )
         positions.append(i % count)
     if len(set(positions)) < len(positions):
@@ -211,6 +210,25 @@ def normalized_argnums(
     if not positions:
         raise GradtoolsError(f"{asked}: {name} is empty; name at least one argument.")
     return tuple(positions)
+
+
+def _by_position(name: str) -> str:
+    if name in ("key_argnums", "carry_argnums"):
+        return "Keyword arguments are no such arguments; pass by position what it names."
+    return (
+        "Keyword arguments are not differentiated; pass what is to be differentiated by position."
+    )
+
+
+def as_array(backend: Backend, asked: str, x: Any, name: str) -> Array:
+    """x as an array of the framework, or an error that names it."""
+    if backend.is_array(x):
+        return x
+    try:
+        return backend.asarray(x)
+    except GradtoolsError as error:
+        came = describe(backend, x)
+        raise GradtoolsError(f"{asked}: {name} is {came}; expected an array of numbers.") from error
 
 
 def differentiable_leaf(backend: Backend, asked: str, leaf: Any, name: str) -> Array:

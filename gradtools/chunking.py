@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from gradtools.backend import Array, Backend, Operators
 from gradtools.batches import Batch, shared_unless_named
-from gradtools.calls import describe, is_numeric, normalized_argnums
+from gradtools.calls import as_array, describe, is_numeric, normalized_argnums
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -534,7 +534,9 @@ class _Microbatches:
     ) -> None:
         self.backend, self.args, self.kwargs, self.positions = backend, args, kwargs, positions
         self.weigh = weights if callable(weights) else None
-        self.weights = None if callable(weights) or weights is None else backend.asarray(weights)
+        self.weights = None
+        if weights is not None and not callable(weights):
+            self.weights = as_array(backend, "microbatched", weights, "weights")
         axes = shared_unless_named(positions, len(args)) if in_axes is None else in_axes
         if isinstance(axes, int):
             axes = (axes,) * len(args)
@@ -594,7 +596,7 @@ def _is_real(backend: Backend, x: Any) -> bool:
 def _positions(what: str, argnums: Any, count: int) -> tuple[int, ...]:
     if argnums == () or argnums == []:
         return ()
-    return normalized_argnums(f"chunked ({what})", argnums, count)
+    return normalized_argnums("chunked", argnums, count, what)
 
 
 def _at_least(asked: str, name: str, value: Any, least: int, unit: str) -> None:

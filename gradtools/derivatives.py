@@ -26,6 +26,7 @@ JacobianMode = Literal["auto", "forward", "reverse"]
 HvpMode = Literal["auto", "forward_over_reverse", "reverse_over_reverse"]
 _DISCONNECTED = ("raise", "warn", "zeros", "strict")
 _JACOBIAN_MODES = ("auto", "forward", "reverse")
+_PLAYERS = "minimize or maximize"
 _HVP_MODES = ("auto", "forward_over_reverse", "reverse_over_reverse")
 
 
@@ -475,7 +476,8 @@ class Derivatives(Operators):
         _callable(asked, f)
 
         def run(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-            positions = normalized_argnums(asked, argnums, len(args))
+            name = _PLAYERS if asked == "minimax_value_and_grad" else "argnums"
+            positions = normalized_argnums(asked, argnums, len(args), name)
             call = Call(self._backend, asked, f, args, kwargs, positions, has_aux)
             groups = {"zeros": None, "strict": [1] * len(call.leaves)}.get(
                 disconnected, call.counts

@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gradtools.backend import Array, Backend, Operators
-from gradtools.calls import describe, is_numeric
+from gradtools.calls import as_array, describe, is_numeric
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 
@@ -459,7 +459,7 @@ def _has_real_dtype(x: Any) -> bool:
 
 
 def _known(backend: Backend, x: Array, dx: Any, path: str) -> Array:
-    dx = dx if backend.is_array(dx) else backend.asarray(dx)
+    dx = as_array(backend, "known_gradient", dx, f"dx{path}")
     came = (tuple(dx.shape), backend.dtype_name(dx))
     wanted = (tuple(x.shape), backend.dtype_name(x))
     if came != wanted:

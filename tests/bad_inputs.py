@@ -586,14 +586,15 @@ BAD = (
     Bad(
         "a player on both sides",
         lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x, (0, 1), 1)(a(S), a(S)),
-        ("minimax_value_and_grad: argnums (0, 1, 1) names an argument twice. Name each once."),
+        "minimax_value_and_grad: minimize or maximize (0, 1, 1) names an argument twice. Name each "
+        "once.",
     ),
     Bad(
         "minimize None",
         lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x, None, 1)(a(S), a(S)),
         (
-            "minimax_value_and_grad: argnums must hold integers, got None. Give the position of an "
-            "argument, counted from 0, or a tuple of positions."
+            "minimax_value_and_grad: minimize or maximize must hold integers, got None. Give the "
+            "position of an argument, counted from 0, or a tuple of positions."
         ),
     ),
     # --- options
@@ -2032,6 +2033,22 @@ BAD = (
         ),
         "microbatched: the function of weights returned a complex; expected one real number, the "
         "weight of its chunk.",
+    ),
+    Bad(
+        "microbatched with a string for weights",
+        lambda gt, a: gt.microbatched(lambda w, x: w @ x[0], 1, weights="x")(a(V), a([V, V])),
+        "microbatched: weights is a str; expected an array of numbers.",
+    ),
+    Bad(
+        "known_gradient of a string",
+        lambda gt, a: gt.known_gradient(a(V), "x"),
+        "known_gradient: dx is a str; expected an array of numbers.",
+    ),
+    Bad(
+        "chunked with a key that is not there",
+        lambda gt, a: gt.chunked(total(gt), 1, key_argnums=5)(a(V)),
+        "chunked: key_argnums holds 5, but f was called with 1 positional argument (0 to 0). "
+        "Keyword arguments are no such arguments; pass by position what it names.",
     ),
     Bad(
         "clip_gradient with a bound for each entry",

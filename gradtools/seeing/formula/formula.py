@@ -161,8 +161,8 @@ class Formula:
         parts = self._written()
         if section not in range(len(parts)):
             raise GradtoolsError(
-                f"formula: lines of part {section!r}; it has the parts 0 to {len(parts) - 1}. "
-                "formula(f, *args, order=2) has one more than order 1."
+                f"formula.lines: part is {section!r}; expected one of 0 to {len(parts) - 1}. "
+                "formula(f, *args, order=2) has one part more than order 1."
             )
         return [line.strip() for line in _aligned_text(parts[section].lines)]
 
@@ -296,7 +296,9 @@ class Formula:
         """
         if not callable(derivation):
             came = with_article(type(derivation).__name__)
-            raise GradtoolsError(f"agrees_with: the derivation must be a function, got {came}.")
+            raise GradtoolsError(
+                f"formula.agrees_with: the derivation must be a function, got {came}."
+            )
         rng = np.random.default_rng(seed)
         known = self._derived
         if sample is None and known.given is not None:

@@ -123,6 +123,7 @@ ALONE = {
     ("jax", "linen.py"): "the reversal layer of flax.linen",
     ("torch", "modes.py"): "flags that choose kernels; JAX has none",
     ("torch", "onetangent.py"): "tangents by hand where PyTorch's rules are slow",
+    ("torch", "stopping.py"): "gradients switched off in forward mode; JAX has no such switch",
     ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",
     ("torch", "randomness.py"): "generators with a state; JAX has keys",
     ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",

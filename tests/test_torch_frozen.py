@@ -235,6 +235,183 @@ def test_a_forward_rule_is_enough_for_what_forward_mode_gives():
         second(G, zs, y, along=True)
 
 
+# --- what stops or changes gradients in reverse mode ------------------------------------------
+
+
+def under_no_grad(z):
+    with torch.no_grad():
+        s = nn.functional.linear(z.sin(), torch.ones(4, 4, dtype=D))
+    return z * s
+
+
+def switched_off_and_on(z):
+    torch.set_grad_enabled(False)
+    s = z.sin()
+    torch.set_grad_enabled(True)
+    return z * s
+
+
+def on_within_off(z):
+    with torch.no_grad():
+        s = z.sin()
+        with torch.enable_grad():
+            t = z.cos()
+    return z * s * t
+
+
+def in_place_under_no_grad(z):
+    h = z * 2
+    with torch.no_grad():
+        h[:, 0].mul_(h[:, 1])
+    return h.sin()
+
+
+def in_inference_mode(z):
+    with torch.inference_mode():
+        s = z @ torch.ones(4, 4, dtype=D)
+    return z * s.clone()
+
+
+def under_no_grad_by_a_rule(z):
+    with torch.no_grad():
+        s = gt.scale_gradient(z.sin(), 2.0)
+    return z * s
+
+
+def under_no_grad_in_vmap(z):
+    def row(x):
+        with torch.no_grad():
+            s = x.sin()
+        return x * s
+
+    return torch.vmap(row)(z)
+
+
+def a_transform_under_no_grad(z):
+    with torch.no_grad():
+        s = torch.func.grad(lambda x: (x.sin() * x).sum())(z)
+    return z * s
+
+
+def under_no_grad_in_a_checkpoint(z):
+    return gt.checkpoint(under_no_grad)(z)
+
+
+def a_hook(z):
+    h = z.sin()
+    h.register_hook(lambda g: 0.5 * g)
+    return h**2
+
+
+def a_hook_where_gradients_are_wanted(z):
+    h = z.sin()
+    if h.requires_grad:
+        h.register_hook(lambda g: 0.5 * g)
+    return h**2
+
+
+def a_hook_on_a_node(z):
+    h = z.sin()
+    if h.grad_fn is not None:
+        h.grad_fn.register_hook(lambda grads, _: (0.5 * grads[0],))
+    return h**2
+
+
+def own_derivative(z):
+    return torch.autograd.grad((z.sin() * z).sum(), z, create_graph=True)[0]
+
+
+def own_derivative_if_wanted(z):
+    with torch.enable_grad():
+        x = z if z.requires_grad else z.detach().requires_grad_()
+        return torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0]
+
+
+def own_derivative_as_a_constant(z):
+    with torch.enable_grad():
+        x = z * 1
+        x = x if x.requires_grad else x.requires_grad_()
+        return z * torch.autograd.grad((x.sin() * x).sum(), x, retain_graph=True)[0]
+
+
+def own_derivative_along_a_constant(z):
+    with torch.enable_grad():
+        d = torch.zeros(4, 4, dtype=D).requires_grad_()
+        return torch.autograd.grad(torch.matmul(z, d).exp().sum(), d, create_graph=True)[0]
+
+
+def forward_mode_of_functorch(z):
+    return torch.func.jvp(lambda x: x.sin() * x, (z,), (z.cos(),))[1]
+
+
+STOPPED = [
+    *(under_no_grad, switched_off_and_on, on_within_off, in_place_under_no_grad),
+    *(in_inference_mode, under_no_grad_by_a_rule, under_no_grad_in_vmap),
+    *(a_transform_under_no_grad, under_no_grad_in_a_checkpoint),
+    *(a_hook, a_hook_where_gradients_are_wanted, a_hook_on_a_node),
+    *(own_derivative, own_derivative_if_wanted, own_derivative_as_a_constant),
+    *(own_derivative_along_a_constant, forward_mode_of_functorch),
+]
+
+
+@pytest.mark.parametrize("G", STOPPED, ids=lambda G: G.__name__)
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
+def test_gradients_stop_and_change_in_forward_mode_as_in_reverse_mode(G, along):
+    zs, y = inputs(3, 4)
+    expected = second(lambda z: G(z * 1), zs, y, along=along)
+    same(second(gt.frozen(lambda z: G(z * 1)), zs, y, along=along), expected)
+    assert torch.is_grad_enabled()
+    assert torch._C._is_fwd_grad_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
+def test_gradients_that_are_left_off_stay_off_for_that_use_alone():
+    def left_off(z):
+        h = z.sin()
+        torch.set_grad_enabled(False)
+        return h
+
+    zs, y = inputs(3, 4)
+    same(second(gt.frozen(left_off), zs, y), second(torch.sin, zs, y))
+    assert torch.is_grad_enabled()
+    assert torch._C._is_fwd_grad_enabled()
+
+
+@pytest.mark.parametrize("G", [under_no_grad, switched_off_and_on], ids=lambda G: G.__name__)
+def test_nothing_is_recorded_unless_the_function_switches_gradients_on_where_they_are(G):
+    z, w = torch.ones(2, 4, dtype=D), torch.ones(4, 4, dtype=D).requires_grad_()
+    with forward_ad.dual_level(), OneTangent([w]):
+        dual = forward_ad.make_dual(z, z)
+        recorded = (G(dual) @ w).grad_fn is not None
+    assert recorded == (G is switched_off_and_on)
+
+
+def test_a_view_that_forward_mode_cannot_take_of_a_channels_last_image_goes_by_double_backward():
+    zs, y = inputs(2, 4, 3, 3)
+    norm = nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()).to(D)
+    G = lambda z: norm(z.contiguous(memory_format=torch.channels_last))
+    with pytest.warns(GradtoolsWarning, match=r"a view of a channels_last image lacks"):
+        found = second(gt.frozen(G), zs, y)
+    same(found, second(G, zs, y))
+
+
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.filterwarnings("ignore:frozen. _scaled_dot_product")
+def test_a_kept_graph_of_a_kernel_without_second_derivative_is_not_used(along):
+    zs, y = inputs(2, 2, 3, 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(attention, zs, y, along=along)
+    same(second(gt.frozen(attention, 1 << 20), zs, y, along=along), expected)
+
+
+def test_a_budget_that_cannot_be_measured_is_refused():
+    zs, y = inputs(2, 4)
+    G = torch.func.grad(lambda z: z.sin().sum())
+    with pytest.raises(GradtoolsError, match=r"frozen: f holds a transform of torch\.func"):
+        second(gt.frozen(G, 1 << 20), zs, y)
+
+
 # --- third order ------------------------------------------------------------------------------
 
 

@@ -916,8 +916,17 @@ def _bytes_saved(forward: _Forward) -> Iterator[list[int]]:
             size[0] += storage.nbytes()
         return x
 
-    with saved_tensors_hooks(pack, lambda x: x):
-        yield size
+    try:
+        with saved_tensors_hooks(pack, lambda x: x):
+            yield size
+    except RuntimeError as error:
+        if "yet support saved tensor hooks" not in str(error):
+            raise
+        raise GradtoolsError(
+            f"{forward.asked}: f holds a transform of torch.func, inside of which PyTorch does "
+            "not tell what graphs keep, so memory_budget cannot be held. Leave it out, or use "
+            "gt.grad, gt.vjp and their like in f."
+        ) from error
 
 
 class _Seen:

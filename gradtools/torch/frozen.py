@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning
@@ -45,6 +46,7 @@ from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
+from gradtools.torch.stopping import Stops
 
 Tensor = torch.Tensor
 
@@ -91,6 +93,8 @@ class _Use(_Forward):
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
+        self.hooked = False  # whether hooks on gradients were set in G, which forward mode passes
+        self.within: Callable[[], Any] = nullcontext  # what f runs in when it runs again
         super().__init__(whole, beneath, None if beneath else uses.state)
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
@@ -117,9 +121,11 @@ class _Use(_Forward):
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
         self.keeps = self._may_keep()  # asked before hooks of our own stand there
+        hooks = RemovableHandle.next_id
         measured = self.uses.budget > 0 and self.keeps
         with _bytes_saved(self) if measured else nullcontext([0]) as size:
             found = super()._first_pass(rows, shared)
+        self.hooked = RemovableHandle.next_id != hooks
         if measured:
             self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
             fits = bool(self.retained) and self.once is None
@@ -132,6 +138,10 @@ class _Use(_Forward):
     def _may_keep(self) -> bool:
         packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         return not packed and not self.beneath and self.modes.grad
+
+    def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+        with self.within():
+            return super()._called(i, pieces, own)
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if self.beneath:
@@ -187,6 +197,9 @@ class _Use(_Forward):
 
         The next use begins with what worked for this one.
         """
+        if self.hooked and fast is not None:
+            _tell("a hook on a gradient in G", again=False)
+            fast = None
         ways = [(way, other) for way in (fast, slow) if way is not None for other in (False, True)]
         count = len(ways)
         self.refuse_edit()
@@ -201,7 +214,7 @@ class _Use(_Forward):
                 return self.by_any_kernel(asked, None, slow)
             except (RuntimeError, NotImplementedError) as error:
                 kernel = _lacking(error)
-                if kernel == _FUNCTION:  # it is no kernel that flags choose
+                if kernel in _NO_KERNELS:  # flags choose no other
                     ways = [(w, o) for w, o in ways if w is not way]
                 if kernel is None or not ways:
                     raise
@@ -238,10 +251,11 @@ class _Use(_Forward):
     def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         """Tangents of the outputs, in forward mode without any graph."""
         flags = {**self.modes.flags, "encoder fast path": False}  # it is taken without a graph
-        use = self.with_modes(replace(self.modes, grad=False, flags=flags))
+        use = self.with_modes(replace(self.modes, flags=flags))
         _products_of_zero_cost_nothing()
         fixed = [x for x, _ in self.start.reached.watched]
-        with use.replaying(), dual_level(), torch.no_grad(), OneTangent(fixed):
+        use.within = lambda: OneTangent(fixed)
+        with use.replaying(), dual_level(), torch.no_grad():
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             ys, _ = use.one(0, [], duals)
             return [_tangent(y) for y in ys]
@@ -252,13 +266,17 @@ class _Use(_Forward):
         # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
         packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         own = saved_tensors_hooks(lambda x: x, lambda x: x) if packed else nullcontext()
+        use = self.with_modes(self.modes)
+        use.within = stops = lambda: Stops(hidden=False)
         level, graph = dual_level(), torch.enable_grad()
-        with self.without_hooks(), self.replaying(), own, level, graph:
+        with use.without_hooks(), use.replaying(), own, level, graph:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
-            ys, _ = self.one(0, [], duals)
+            ys, _ = use.one(0, [], duals)
             # With a graph of its own, without which the tangents of some gradients go wrong.
-            return [_tangent(g) for g in _pulled(ys, duals, cts, True, True)]
+            with stops():
+                grads = _pulled(ys, duals, cts, True, True)
+            return [_tangent(g) for g in grads]
 
 
 class _FrozenBackward(_Backward):
@@ -292,6 +310,16 @@ class _FrozenBackward(_Backward):
         sums.add([None if g is None else g.detach() for g in grads])
         return {0}
 
+    def through_graph(self, ys: Entries, xs: Entries, cts: Entries) -> list[Any] | None:
+        """The pullback by the kept graph; None if a kernel there has no second derivative."""
+        try:
+            return _pulled(ys, xs, cts, True, False)
+        except (RuntimeError, NotImplementedError) as error:
+            if _lacking(error) is None:
+                raise
+            self.graph = None
+            return None
+
     def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
         count = self.shared_width
         zs = list(shared[:count]) if self.arguments is None else self.arguments
@@ -301,8 +329,9 @@ class _FrozenBackward(_Backward):
         if self.graph is not None and use.may_use_graph():
             use.refuse_edit()
             _, vs, grads = self.graph
-            pulled = _pulled(grads, [v for v in vs if v is not None], us, True, False)
-            return [*pulled, *us]
+            pulled = self.through_graph(grads, [v for v in vs if v is not None], us)
+            if pulled is not None:
+                return [*pulled, *us]
         given = [[], [u is not None for u in us]]
         pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
         along = [dy for dy, t in zip(pushed, self.there[0], strict=False) if t]
@@ -320,7 +349,9 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
     use.refuse_edit()
     if back.graph is not None and use.may_use_graph():
         own, _, grads = back.graph
-        return _pulled(grads, own, us, True, False)
+        pulled = back.through_graph(grads, own, us)
+        if pulled is not None:
+            return pulled
     full, there = spread(cts, back.there[0]), [[False] * len(cts), [u is not None for u in us]]
     given = [*zs, *(u for u in us if u is not None)]
 
@@ -456,19 +487,28 @@ def _tangent(y: Any) -> Tensor | None:
     return None if tangent is None else tangent.detach()
 
 
-_LACKING = [
-    re.compile(r"Trying to use forward AD with (\S+) that does not support it"),
-    re.compile(r"derivative for (\S+) is not implemented"),
-    re.compile(r"()(?:must implement the jvp function|marked with @once_differentiable)"),
-]
 _FUNCTION = "a torch.autograd.Function"
+_LACKING = {
+    re.compile(r"Trying to use forward AD with (\S+) that does not support it"): "",
+    re.compile(r"derivative for (\S+) is not implemented"): "",
+    re.compile("must implement the jvp function|marked with @once_differentiable"): _FUNCTION,
+    re.compile("does(?: not|n't) require grad"): "a derivative or a hook on a gradient in G",
+    re.compile("Nested forward mode AD is not supported"): "torch.func.jvp in G",
+    re.compile(
+        "view size is not compatible with input tensor's"
+    ): "a view of a channels_last image",
+}
+_NO_KERNELS = {name for name in _LACKING.values() if name}
 _TOLD: set[tuple[str, bool]] = set()
 
 
 def _lacking(error: Exception) -> str | None:
-    """The kernel that lacks a derivative, if that is what the error says."""
-    found = next((m for m in (p.search(str(error)) for p in _LACKING) if m is not None), None)
-    return None if found is None else found.group(1) or _FUNCTION
+    """What lacks a derivative, if that is what the error says; a kernel by its name."""
+    for pattern, name in _LACKING.items():
+        found = pattern.search(str(error))
+        if found is not None:
+            return name or found.group(1)
+    return None
 
 
 def _tell(kernel: str, again: bool) -> None:

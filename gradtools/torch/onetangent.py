@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from gradtools.torch.stopping import Stops
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -37,22 +38,22 @@ def tangent_of(x: Tensor) -> Tensor | None:
     return tangent
 
 
-class OneTangent(TorchFunctionMode):
+class OneTangent(Stops):
     """For a dual level without a graph, and outside of functorch's transforms.
 
     fixed: Tensors known to have no tangent, as long as nobody changes them in place.
     """
 
     def __init__(self, fixed: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self._level = forward_ad._current_level
+        super().__init__(hidden=True)
         self._held = [*fixed]  # so that their ids are theirs
         self._versions = {id(x): x._version for x in self._held}
 
-    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
-        rule = _RULES.get(fun)
-        if rule is not None and torch._C._functorch.peek_interpreter_stack() is None:
-            found = rule(self, fun, args, kwargs or {})
+    def flowing(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
+        rule = None if torch.is_grad_enabled() else _RULES.get(fun)
+        if rule is not None:
+            found = rule(self, fun, args, kwargs)
             if found is not None:
                 return found
         return fun(*args, **kwargs) if kwargs else fun(*args)

@@ -1,0 +1,136 @@
+"""Forward mode that heeds gradients switched off: what f computes under no_grad has no tangent.
+
+PyTorch's dual numbers pass through `no_grad` as if it were not there, so a function that stops a
+gradient with it would have one derivative in reverse mode and another in forward mode. Here
+
+    y = f(x) under no_grad        dy = 0
+
+in both: a function mode sees gradients switched off and on, and switches tangents with them. What
+has a tangent says of itself that it requires a gradient, as it does in reverse mode, so that a
+function that asks goes the same way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.overrides import TorchFunctionMode
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+_unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
+_graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
+_tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+_REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class Stops(TorchFunctionMode):
+    """For one function in a dual level, with gradients on.
+
+    hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
+        then runs without one, until f switches them on itself because it needs one.
+    """
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self._level = forward_ad._current_level
+        self._hidden = hidden
+        self._stopped: int | None = None  # beneath how many transforms f switched gradients off
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._stopped is not None:  # f has left gradients off
+            _tangents(True)
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function, as this mode lets it run."""
+        kwargs = kwargs or {}
+        if fun is _graphs:
+            return self._switched(*args)
+        if fun is torch.autograd.grad:
+            return self._pulled(args, kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return fun(*args, **kwargs)
+        if fun == _REQUIRES and _asker(2) not in ("torch", "gradtools"):
+            return fun(*args) or self._has_tangent(args[0])
+        if not (self._hidden and torch.is_grad_enabled()):
+            return self.flowing(fun, args, kwargs)
+        _graphs(False)
+        try:
+            return self.flowing(fun, args, kwargs)
+        finally:
+            _graphs(True)
+
+    def flowing(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The function, in the caller's modes."""
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+
+    def _pulled(self, args: Args, kwargs: Kwargs) -> Any:
+        """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
+        constant = not kwargs.get("create_graph", args[4:5] == (True,)) and _caller() != "gradtools"
+        on = torch._C._is_fwd_grad_enabled()
+        with self:
+            _tangents(on and not constant)
+            try:
+                return _GRAD(*args, **kwargs)
+            finally:
+                _tangents(on)
+
+    def _switched(self, on: bool) -> None:
+        """f switches gradients on or off; on, but to leave off as it was, means that it needs them.
+
+        Transforms of torch.func switch them on inside, whatever was before.
+        """
+        depth = len(torch._C._functorch.get_interpreter_stack() or ())
+        _graphs(on)
+        if not on:
+            self._stopped = depth if self._stopped is None else self._stopped
+        elif self._stopped is None or depth <= self._stopped:
+            self._stopped = None
+            self._hidden = self._hidden and (depth > 0 or _is_leaving())
+        _tangents(self._stopped is None)
+
+    def _has_tangent(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and _unpack(x, level=self._level)[1] is not None
+
+
+def _asker(depth: int) -> str:
+    """The package whose code runs in that frame: the frameworks' own is told what is so."""
+    return _package(sys._getframe(depth))
+
+
+def _caller() -> str:
+    """The package that called PyTorch."""
+    frame: Any = sys._getframe(3)
+    while frame is not None and _package(frame) == "torch":
+        frame = frame.f_back
+    return _package(frame)
+
+
+def _package(frame: Any) -> str:
+    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+def _is_leaving() -> bool:
+    """Whether no_grad, or its like, puts back what it found."""
+    frame: Any = sys._getframe(3)
+    if frame.f_code is torch.set_grad_enabled.__init__.__code__:
+        frame = frame.f_back
+    return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"
+
+
+def _past_modes(fun: Any) -> Any:
+    """A function of PyTorch's that asks for no mode."""
+    seen = {**fun.__globals__, "has_torch_function": lambda _: False}
+    found = FunctionType(fun.__code__, seen, fun.__name__, fun.__defaults__)
+    found.__kwdefaults__ = fun.__kwdefaults__
+    return found
+
+
+_GRAD = _past_modes(torch.autograd.grad)

@@ -138,6 +138,9 @@ class Derivatives(Operators):
             >>> value, grads = gt.minimax_value_and_grad(f, 0, 1)(two, two)
             >>> [float(g) for g in grads]
             [4.0, 4.0]
+
+        Source: the two aims of Goodfellow et al., Generative adversarial nets, 2014, and the one
+        pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
         both = self._scalar_gradient("minimax_value_and_grad", f, (*down, *up), False, "raise")
@@ -172,6 +175,8 @@ class Derivatives(Operators):
             >>> (g,) = pullback(out)
             >>> float(out), float(g)
             (9.0, 54.0)
+
+        Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
         _callable("vjp", f)
         call = Call(self._backend, "vjp", f, primals, {}, tuple(range(len(primals))), has_aux)
@@ -213,6 +218,8 @@ class Derivatives(Operators):
             >>> out, dout = gt.jvp(lambda x: x ** 2, (x,), (t,))
             >>> float(out), float(dout)
             (9.0, 6.0)
+
+        Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
         _callable("jvp", f)
         primals, tangents = _same_length("jvp", primals, tangents)
@@ -242,6 +249,8 @@ class Derivatives(Operators):
             >>> out, pushforward = gt.linearize(lambda x: x ** 2, gt.asarray(np.float32(3.0)))
             >>> float(pushforward(gt.asarray(np.float32(1.0))))
             6.0
+
+        Source: Griewank and Walther, Evaluating derivatives, 2008, chapter 3.
         """
         _callable("linearize", f)
         _some(primals, "linearize")
@@ -455,6 +464,9 @@ class Derivatives(Operators):
             >>> y, z, u = (gt.asarray(np.float32(v)) for v in (2.0, 3.0, 1.0))
             >>> float(gt.mixed_partial(lambda y, g: (y * g) ** 2, lambda z: z * z, y, z, u))
             432.0
+
+        Source: forward over reverse, as in Pearlmutter, Fast exact multiplication by the Hessian,
+        1994, with the pushforward taken through G alone.
         """
         _callable("mixed_partial", f)
         _callable("mixed_partial", G, "G")

@@ -342,6 +342,8 @@ class Edits(Operators):
             >>> dx = gt.asarray(np.float32(5.0))
             >>> float(gt.grad(lambda x: gt.known_gradient(x, dx) ** 2)(x))
             5.0
+
+        Source: Theano's ``theano.gradient.grad(known_grads=...)``.
         """
         backend = self._backend
         leaves, treedef = backend.flatten(x)

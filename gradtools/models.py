@@ -208,6 +208,8 @@ class Models(Operators):
             >>> first, second, third = gt.split(gt.key(0), 3)
             >>> bool((gt.to_numpy(first) == gt.to_numpy(second)).all())
             False
+
+        Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014.
         """
         return self._backend.split(key, n)
 
@@ -224,6 +226,9 @@ class Models(Operators):
 
         Returns:
             The mapped function.
+
+        Raises:
+            GradtoolsError: f is no function. Axes and sizes that do not fit: as the framework says.
 
         Example:
             >>> rows = gt.asarray(np.ones((2, 3), np.float32))
@@ -245,6 +250,9 @@ class Models(Operators):
         Returns:
             A function of the same value and derivatives.
 
+        Raises:
+            GradtoolsError: f is no function.
+
         Example:
             >>> square = gt.checkpoint(lambda x: (x * x).sum())
             >>> gt.to_numpy(gt.grad(square)(gt.asarray(np.ones(2, np.float32))))
@@ -262,6 +270,9 @@ class Models(Operators):
 
         Returns:
             A function of the same value and derivatives.
+
+        Raises:
+            GradtoolsError: f is no function. An option that there is not: as the framework says.
 
         Example:
             >>> fast = gt.compile(lambda x: x + 1)

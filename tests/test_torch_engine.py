@@ -775,3 +775,65 @@ def test_threads_that_enter_and_leave_the_dual_level_at_once():
     for row in found:
         np.testing.assert_allclose(row, expected, rtol=1e-14)
     assert forward_ad._current_level == -1
+
+
+# --- gradients that f switches off --------------------------------------------------------
+
+
+def under_no_grad(x):
+    with torch.no_grad():
+        s = x.sin()
+        with torch.enable_grad():
+            t = x.cos()
+    return x * s * t
+
+
+def in_place_under_no_grad(x):
+    h = x * 2
+    with torch.no_grad():
+        h.mul_(x)
+    return h.sin()
+
+
+def under_no_grad_in_vmap(x):
+    def entry(x):
+        with torch.no_grad():
+            s = x.sin()
+        return x * s
+
+    return torch.vmap(entry)(x)
+
+
+def a_gradient_under_no_grad(x):
+    with torch.no_grad():
+        s = gt.grad(lambda x: (x.sin() * x).sum())(x)
+    return x * s
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize(
+    "f",
+    [under_no_grad, in_place_under_no_grad, under_no_grad_in_vmap, a_gradient_under_no_grad],
+    ids=lambda f: f.__name__,
+)
+def test_forward_mode_heeds_gradients_switched_off(f, tracked):
+    generator = torch.Generator().manual_seed(0)
+    x, u, v = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    leaf, one = x.clone().requires_grad_(), torch.ones((), dtype=torch.float64)
+    (pulled,) = torch.autograd.grad(f(leaf), leaf, v)
+    with torch.set_grad_enabled(tracked):
+        _, pushed = gt.jvp(f, (x,), (u,))
+        mixed = gt.mixed_partial(lambda y, g: y * (g * v).sum(), f, one, x, u)
+    for found in ((v * pushed).sum(), mixed):
+        torch.testing.assert_close(found, (pulled * u).sum(), rtol=1e-12, atol=1e-12)
+    assert torch.is_grad_enabled()
+    assert torch._C._is_fwd_grad_enabled()
+
+
+def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_graph():
+    def f(x):
+        return torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0]
+
+    x = torch.ones(3)
+    with pytest.raises(GradtoolsError, match=r"jvp: f sets a hook .* Use gt\.grad in f"):
+        gt.jvp(f, (x,), (x,))

@@ -28,6 +28,7 @@ from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
 from gradtools.torch.rules import evaluated_to_push, is_inexact
+from gradtools.torch.stopping import Stops
 from gradtools.torch.terms import (
     NORMALISATIONS,
     RightTangents,
@@ -241,7 +242,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
         ]
-        with RightTangents():
+        with RightTangents(), torch.enable_grad(), Stops(hidden=not keep):
             outs, extras = fun(*duals)
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
@@ -307,6 +308,11 @@ _MENDS = {
     "Nested forward mode AD is not supported": (
         "f holds torch.func.jvp, jacfwd or hessian, which do not nest in the dual numbers that "
         "jvp uses at the outermost level. Use gt.jvp, gt.jacobian and gt.hessian in f."
+    ),
+    "require grad": (
+        "f sets a hook on a gradient or takes a derivative by torch.autograd.grad, and is pushed "
+        "along in forward mode, which records no graph. Use gt.grad in f, or take a derivative in "
+        "reverse mode (grad, vjp, linearize)."
     ),
     "use_reentrant=True": (
         "f holds a reentrant torch.utils.checkpoint, which takes no derivative with respect to "

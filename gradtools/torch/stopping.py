@@ -57,8 +57,8 @@ class Stops(TorchFunctionMode):
             return self._pulled(args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
-        if fun == _REQUIRES and _asker(2) not in ("torch", "gradtools"):
-            return fun(*args) or self._has_tangent(args[0])
+        if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
+            return fun(*args) or self._requires(args[0])
         if not (self._hidden and torch.is_grad_enabled()):
             return self.flowing(fun, args, kwargs)
         _graphs(False)
@@ -96,18 +96,26 @@ class Stops(TorchFunctionMode):
             self._hidden = self._hidden and (depth > 0 or _is_leaving())
         _tangents(self._stopped is None)
 
-    def _has_tangent(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and _unpack(x, level=self._level)[1] is not None
+    def _requires(self, x: Tensor) -> bool:
+        """Whether x would require a gradient in reverse mode; where a graph is kept, it does."""
+        if _unpack(x, level=self._level)[1] is None:
+            return False
+        if self._stopped is None and not self._hidden:
+            x.requires_grad_()
+        return True
 
 
-def _asker(depth: int) -> str:
-    """The package whose code runs in that frame: the frameworks' own is told what is so."""
-    return _package(sys._getframe(depth))
+def _asker(depth: int) -> Any:
+    """The frame that called what modes see: the frameworks' own code is told what is so."""
+    frame: Any = sys._getframe(depth + 1)
+    while frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame
 
 
 def _caller() -> str:
     """The package that called PyTorch."""
-    frame: Any = sys._getframe(3)
+    frame = _asker(2)
     while frame is not None and _package(frame) == "torch":
         frame = frame.f_back
     return _package(frame)
@@ -119,7 +127,7 @@ def _package(frame: Any) -> str:
 
 def _is_leaving() -> bool:
     """Whether no_grad, or its like, puts back what it found."""
-    frame: Any = sys._getframe(3)
+    frame = _asker(2)
     if frame.f_code is torch.set_grad_enabled.__init__.__code__:
         frame = frame.f_back
     return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"

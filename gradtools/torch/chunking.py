@@ -751,7 +751,20 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
         alive = [None if ct is None else _alive(ct) for ct in cts]
-        return None, None, *ctx.maps.cotangent(ctx.saved_tensors, alive)
+        return None, None, *ctx.maps.cotangent(_unchanged(ctx), alive)
+
+
+def _unchanged(ctx: Any) -> Any:
+    """What was saved; autograd tells of a tensor that was changed since, in words of its own."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified" not in str(error):
+            raise
+        raise GradtoolsError(
+            f"{ctx.maps.program.asked}: an argument or a parameter was changed in place after the "
+            "forward pass, and the backward pass needs it as it was. Clone it before you change it."
+        ) from error
 
 
 def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:

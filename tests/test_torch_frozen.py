@@ -761,3 +761,24 @@ def test_a_product_with_a_symbolic_zero_has_the_shape_of_the_product(transposed)
     flat = torch._efficientzerotensor((4, 3))
     assert torch.mm(torch.ones(2, 4), flat).shape == (2, 3)
     assert torch.bmm(torch.ones(5, 2, 4), torch._efficientzerotensor((5, 4, 3))).shape == (5, 2, 3)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_of_G_that_is_changed_before_the_second_derivative_is_told(requires_grad):
+    module = torch.nn.Linear(3, 3).requires_grad_(requires_grad)
+    z, y = torch.ones(3), torch.ones(3, requires_grad=True)
+    slope = gt.grad(lambda z: (y * gt.frozen(module)(z).tanh()).sum())(z)
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(GradtoolsError, match=r"frozen: f\.weight was changed in place after"):
+        slope.square().sum().backward(inputs=[y])
+
+
+def test_an_argument_of_G_that_is_changed_before_the_second_derivative_is_told():
+    module = torch.nn.Linear(3, 3)
+    z, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    slope = gt.grad(lambda z: (y * gt.frozen(module)(z).tanh()).sum())(z)
+    with torch.no_grad():
+        z.add_(1)
+    with pytest.raises(GradtoolsError, match="frozen: an argument or a parameter was changed"):
+        slope.square().sum().backward(inputs=[y])

@@ -129,6 +129,8 @@ class _Forward(_Program):
     backward pass runs, the carry among the shared ones; it comes out where sums stand.
     """
 
+    saves_parameters = True  # so that autograd itself tells of those that are changed
+
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
         self.asked = chunks.batch.asked
@@ -361,7 +363,7 @@ class _Forward(_Program):
     def replaying(self) -> Iterator[None]:
         """Inside, f runs from where it began; outside, everything is as it stands now."""
         changed = [name for x, version, name in self.versions if x._version != version]
-        changed += self.start.changed(parameters=False)  # autograd itself tells of those
+        changed += self.start.changed(parameters=not self.saves_parameters)
         if changed:
             raise GradtoolsError(
                 f"{self.asked}: {changed[0]} was changed in place after the forward pass, and the "
@@ -761,9 +763,10 @@ def _unchanged(ctx: Any) -> Any:
     except RuntimeError as error:
         if "modified" not in str(error):
             raise
+        asked = ctx.maps.program.forward.asked
         raise GradtoolsError(
-            f"{ctx.maps.program.asked}: an argument or a parameter was changed in place after the "
-            "forward pass, and the backward pass needs it as it was. Clone it before you change it."
+            f"{asked}: an argument or a parameter was changed in place after the forward pass, and "
+            "the backward pass needs it as it was. Clone it before you change it."
         ) from error
 
 

@@ -91,6 +91,8 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
 class _Use(_Forward):
     """One evaluation of a frozen function."""
 
+    saves_parameters = False  # they are constants
+
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
         self.hooked = False  # whether hooks on gradients were set in G, which forward mode passes

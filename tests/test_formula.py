@@ -8,7 +8,7 @@ from formula_programs import PROGRAMS
 
 from gradtools import GradtoolsError
 from gradtools.seeing.formula.builder import Builder
-from gradtools.seeing.formula.formula import derive
+from gradtools.seeing.formula.formula import Check, derive
 from gradtools.seeing.graph import Graph
 
 RNG = np.random.default_rng(11)
@@ -539,3 +539,11 @@ def test_points_are_drawn_near_inputs_at_which_the_function_is_defined():
     answer = formula.agrees_with(lambda x, g: g / x, sample=formula.near([np.full(20, 2.0)]))
     assert answer
     assert not formula.agrees_with(lambda x, g: g, sample=formula.near([np.full(20, 2.0)]))
+
+
+def test_one_point_is_called_so():
+    found = derive(PROGRAMS["square"](), 1)
+    right = lambda x, ct: 2 * x * ct
+    assert found.agrees_with(right, points=1).message.startswith("yes: agrees at 1 point (")
+    assert found.agrees_with(right, points=2).message.startswith("yes: agrees at 2 random points (")
+    assert " at 1 point (" in str(Check(1, 0.0, 1e-9))

@@ -179,7 +179,8 @@ def compare(
                 return difference
             worst = max(worst, relative_error(a, _array(b, a), least))
     _must_be_finite(finite, len(points))
-    message = f"yes: agrees at {len(points)} random points (greatest relative error {worst:.1e})"
+    count = f"{len(points)} random points" if len(points) > 1 else "1 point"
+    message = f"yes: agrees at {count} (greatest relative error {worst:.1e})"
     return Agreement(True, worst, message=message)
 
 

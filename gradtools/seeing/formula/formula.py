@@ -37,7 +37,7 @@ class Check:
     """The comparison with a framework's automatic differentiation.
 
     Attributes:
-        points: At how many random points.
+        points: At how many points: random ones near the arguments, or the arguments' own alone.
         error: The greatest relative error.
         tolerance: What was allowed.
         note: What else has to be said of it; often nothing.
@@ -50,7 +50,7 @@ class Check:
 
     def __str__(self) -> str:
         said = f"; {self.note}" if self.note else ""
-        points = f"{self.points} random point" + ("s" if self.points > 1 else "")
+        points = f"{self.points} random points" if self.points > 1 else "1 point"
         return (
             f"agrees with automatic differentiation at {points} "
             f"(greatest relative error {self.error:.1e}){said}"

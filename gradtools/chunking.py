@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from gradtools.backend import Array, Backend, Operators
 from gradtools.batches import Batch, shared_unless_named
-from gradtools.calls import as_array, describe, is_numeric, normalized_argnums
+from gradtools.calls import as_array, describe, is_numeric, normalized_argnums, with_article
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -288,7 +288,9 @@ class Options:
     def check(self, f: Any, chunk_size: Any, asked: str = "chunked") -> None:
         """Raises unless all of it makes sense."""
         if not callable(f):
-            raise GradtoolsError(f"{asked}: f is a {type(f).__name__}; expected a function.")
+            raise GradtoolsError(
+                f"{asked}: f is {with_article(type(f).__name__)}; expected a function."
+            )
         _at_least(asked, "chunk_size", chunk_size, 1, "examples")
         _at_least(asked, "retain", self.retain, 0, "chunks")
         if self.memory_budget is not None:

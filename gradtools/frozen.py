@@ -21,6 +21,7 @@ from typing import Any
 
 from gradtools.backend import Operators
 from gradtools.batches import Batch
+from gradtools.calls import with_article
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
 
@@ -77,7 +78,9 @@ class Freezing(Operators):
         differentiation, 2025.
         """
         if not callable(G):
-            raise GradtoolsError(f"frozen: G is a {type(G).__name__}; expected a function.")
+            raise GradtoolsError(
+                f"frozen: G is {with_article(type(G).__name__)}; expected a function."
+            )
         Options(0, memory_budget).check(G, 1, "frozen")
         uses = self._backend.frozen_uses(memory_budget)
 

@@ -172,7 +172,7 @@ X = np.ones((4, 2))
         (lambda gt, x: gt.chunked(lambda x: x, 0), "chunk_size is 0; expected .* 1 or more"),
         (lambda gt, x: gt.chunked(lambda x: x, 2.5), "chunk_size is 2.5"),
         (lambda gt, x: gt.chunked(lambda x: x, True), "chunk_size is True"),
-        (lambda gt, x: gt.chunked(3, 2), "f is a int; expected a function"),
+        (lambda gt, x: gt.chunked(3, 2), "f is an int; expected a function"),
         (lambda gt, x: gt.chunked(lambda x: x, 2, retain=-1), "retain is -1"),
         (lambda gt, x: gt.chunked(lambda x: x, 2, memory_budget=-1), "memory_budget is -1"),
         (lambda gt, x: gt.chunked(lambda x, y: x, 2)(x, x[:3]), "batch sizes differ: 4 .* 3"),

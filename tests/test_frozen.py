@@ -454,7 +454,7 @@ def test_an_argument_reaches_the_output_through_frozen_as_through_g(gt, rng, fre
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda gt: gt.frozen(3), "frozen: G is a int; expected a function"),
+        (lambda gt: gt.frozen(3), "frozen: G is an int; expected a function"),
         (lambda gt: gt.frozen(lambda z: z, memory_budget=-1), "frozen: memory_budget is -1"),
     ],
 )

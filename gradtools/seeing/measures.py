@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.backend import Operators
+from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 
 _RUNS, _ENOUGH = (3, 25), 1.0  # at least, at most; seconds after which no further run starts
@@ -156,7 +157,9 @@ class Measures(Operators):
         tensors counted as PyTorch's saved_tensors_hooks and jax.vjp hold them.
         """
         if not callable(f):
-            raise GradtoolsError(f"measure: f is a {type(f).__name__}; expected a function.")
+            raise GradtoolsError(
+                f"measure: f is {with_article(type(f).__name__)}; expected a function."
+            )
         found: Measurement = self._backend.measure(f, args, kwargs)
         return found
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
 
@@ -53,7 +54,9 @@ class Probe:
         self.gt = import_module(f"gradtools.{self.name}")
         self.waist = self.gt._api._backend
         if not callable(f):
-            raise GradtoolsError(f"{asked}: f must be a function, got a {type(f).__name__}.")
+            raise GradtoolsError(
+                f"{asked}: f must be a function, got {with_article(type(f).__name__)}."
+            )
         if not isinstance(args, tuple | list) or not args:
             came = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
             raise GradtoolsError(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
-from gradtools import GradtoolsError
+from gradtools import GradtoolsError, GradtoolsWarning
 
 RNG = np.random.default_rng(20261121)
 Y = jnp.asarray(RNG.normal(size=4))
@@ -139,3 +139,52 @@ def test_models_through_functionalize(model):
     G = lambda z: apply(params, state, z)[0]
     second = lambda G: jax.grad(lambda y, z: (by_z(G)(y, z) ** 2).sum(), (0, 1))
     same(jax.jit(second(gt.frozen(G)))(Y, ZS[0]), jax.jit(second(G))(Y, ZS[0]), 1e-10)
+
+
+# --- what has no forward mode ------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def _by_hand(x):
+    return jnp.sin(x)
+
+
+_by_hand.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cos, ct: (ct * cos,))
+
+
+def _solved(x):
+    matrix = jnp.array([[4.0, 1.0], [1.0, 3.0]])
+    solve = lambda b: jax.scipy.sparse.linalg.cg(lambda v: matrix @ v, b, tol=1e-14)[0]
+    return jax.vmap(solve)(jnp.sin(x))
+
+
+WITHOUT_FORWARD_MODE = {
+    "custom_vjp": lambda z: _by_hand(z) ** 3,
+    "in a scan": lambda z: jax.lax.scan(lambda c, _: (_by_hand(c * z), None), z, None, 2)[0],
+    "in a checkpoint": jax.checkpoint(lambda z: _by_hand(jnp.exp(z))),
+    "a solver": _solved,
+}
+
+
+def _second(G, y, z):
+    slope = jax.grad(lambda z: jnp.sum(jnp.sin(G(z) * y)))
+    return jax.grad(lambda y, z: jnp.sum(jnp.exp(slope(z * y))), argnums=(0, 1))(y, z)
+
+
+@pytest.mark.parametrize("name", WITHOUT_FORWARD_MODE)
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_where_forward_mode_fails_reverse_mode_twice_is_taken_and_said(name, budget, wrap):
+    G, y = WITHOUT_FORWARD_MODE[name], jnp.array(0.7)
+    z = jnp.array([[0.3, -0.2], [0.5, 0.9]])
+    expected = _second(G, y, z)
+    with pytest.warns(GradtoolsWarning, match=r"frozen: .* in G lacks .* reverse mode twice"):
+        found = wrap(lambda y, z: _second(gt.frozen(G, budget), y, z))(y, z)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5)
+
+
+def test_a_reverse_rule_that_is_not_linear_is_refused():
+    G = gt.frozen(lambda z: gt.clip_gradient(jnp.sin(z), max_value=0.3))
+    with pytest.raises(GradtoolsError, match="frozen: G holds a function with a reverse rule only"):
+        _second(G, jnp.array(0.7), jnp.ones(3))

@@ -11,6 +11,7 @@ pass. Its own derivatives start from the arguments as before.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Chunks
+from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.jax.arrays import asarray
 from gradtools.jax.rules import apply_rule, transpose
 from gradtools.jax.trees import conj, is_inexact
@@ -132,6 +134,15 @@ class _Use:
         reads = (*range(count), *range(count + len(outs), count + len(outs) + len(left)))
         return Linearized(outs, left, reads, tangent, cotangent)
 
+    def reverse_only(self, xs: Entries) -> str | None:
+        """What G holds that has no forward mode: JAX tells only where it would run."""
+        known = self.fun.closed if isinstance(self.fun, _Traced) else jax.make_jaxpr(self.fun)(*xs)
+        if not _holds(known.jaxpr, "custom_vjp_call", "custom_vjp_call_jaxpr"):
+            return None
+        moved = self.chosen(xs)
+        pushed = jax.make_jaxpr(lambda *dxs: self.pushed(xs, spread(dxs, self.moving)))(*moved)
+        return "a jax.custom_vjp in G" if _holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
+
     def graph_bytes(self, xs: Entries) -> int:
         """What a linear pass reads, besides arguments and what G closes over."""
 
@@ -221,14 +232,52 @@ def _pullback(use: _Use, graph: _Graph, there: list[bool]) -> Rule:
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
         xs, cts = saved[:count], list(saved[len(saved) - sum(there) :])
+        second, to_cts = by_either_mode(saved, xs, cts, us)
+        return [*spread(second, use.moving), *([None] * extras), *to_cts]
+
+    def by_either_mode(saved: Entries, xs: Entries, cts: list[Any], us: Entries) -> Any:
+        """What us pull back to, along the arguments and along the cotangents."""
+        lacking = use.reverse_only(xs)
+        if lacking is not None:
+            check_linear(xs, cts, us)
+        else:
+            try:
+                return in_forward_mode(saved, xs, cts, us)
+            except TypeError as error:
+                if _SOLVER not in str(error):  # JAX fails at a tangent that is zero
+                    raise
+                lacking = "lax.custom_linear_solve in G"
+        _tell(lacking)
+        return in_reverse_mode(xs, cts, us)
+
+    def in_reverse_mode(xs: Entries, cts: list[Any], us: Entries) -> Any:
+        ys, pull = jax.vjp(anew(xs), *use.chosen(xs), *cts)
+        us = _filled(us, ys)
+        both = _through(pull, us)
+        return both[: sum(use.moving)], both[sum(use.moving) :]
+
+    def check_linear(xs: Entries, cts: list[Any], us: Entries) -> None:
+        """Raises where a bwd is not linear: reverse mode then gives nothing's derivative."""
+        of_cts = lambda xs, *cts: use.pulled(there, xs, cts)
+        likes = [jnp.zeros_like(x) for x in use.chosen(xs)]
+        try:
+            transpose(rule, "tangent", of_cts, xs, cts, _filled(us, likes))
+        except GradtoolsError as error:
+            raise GradtoolsError(
+                "frozen: G holds a function with a reverse rule only that is not linear in its "
+                "cotangent (clip_gradient, transform_gradient, or a jax.custom_vjp), and a "
+                "derivative of G's pullback is asked for. Edit gradients outside of G, or take G "
+                "itself."
+            ) from error
+
+    def in_forward_mode(saved: Entries, xs: Entries, cts: list[Any], us: Entries) -> Any:
         along = spread(us, use.moving)
         if graph.kept:
             forward = _pushed_by_graph(use, graph, saved, along)
         else:
             forward = use.pushed(xs, along)
         second = _along(lambda *moved: anew(xs)(*moved, *cts), use.chosen(xs), us)
-        to_cts = [dy for dy, t in zip(forward, there, strict=True) if t]
-        return [*spread(second, use.moving), *([None] * extras), *to_cts]
+        return second, [dy for dy, t in zip(forward, there, strict=True) if t]
 
     passive = [i for i in range(graph.stop) if i >= count or not use.moving[i]]
     rule = Rule(
@@ -293,6 +342,32 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
         return fun(*full)
 
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
+
+
+def _tell(lacking: str) -> None:
+    warnings.warn(
+        f"frozen: {lacking} lacks the derivative that forward over reverse needs; that pass takes "
+        "reverse mode twice, and keeps a graph of G while it runs.",
+        GradtoolsWarning,
+        stacklevel=2,
+    )
+
+
+def _holds(jaxpr: Any, *names: str) -> bool:
+    """Whether a program holds such an operation, at any depth."""
+    for eqn in jaxpr.eqns:
+        inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_program)
+        if eqn.primitive.name in names or any(_holds(x, *names) for x in inner if _is_program(x)):
+            return True
+    return False
+
+
+def _is_program(x: Any) -> bool:
+    return hasattr(x, "eqns")
+
+
+_TO_TRANSPOSE = ("custom_lin", "unreachable")  # the tangents of a custom_vjp: they do not run
+_SOLVER = "and was passed to custom_linear_solve"
 
 
 def _through(pull: Any, cts: list[Array]) -> list[Array]:

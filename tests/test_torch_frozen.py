@@ -656,6 +656,15 @@ def test_a_captured_tensor_that_is_computed_from_others_is_refused():
         gt.frozen(lambda z: z * scaled)(z)
 
 
+@pytest.mark.parametrize("operator", [gt.frozen, lambda G: gt.chunked(G, 1)])
+def test_a_lazy_module_is_refused_until_it_has_run(operator):
+    model, (zs, y) = nn.LazyLinear(3, dtype=D), inputs(2, 4)
+    with pytest.raises(GradtoolsError, match=r"f\.bias has no shape yet \(a lazy module\)"):
+        operator(model)(zs[0])
+    model(zs[0])
+    same(second(operator(model), zs, y), second(model, zs, y))
+
+
 def test_a_batch_norm_is_no_reason_for_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", GradtoolsWarning)

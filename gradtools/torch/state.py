@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
+from gradtools.errors import GradtoolsError
 from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
@@ -411,6 +412,11 @@ class _Walk:
                 self.visit(value, f"{name}[{key!r}]", owned)
 
     def _tensor(self, x: Tensor, name: str, owned: bool) -> None:
+        if torch.nn.parameter.is_lazy(x):
+            raise GradtoolsError(
+                f"{name} has no shape yet (a lazy module), so what the result depends on "
+                "cannot be noted. Call the module once on an example first."
+            )
         self.found.kinds.add(x.device.type)
         constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
         if constant and (owned or x.nbytes <= _LARGE):

@@ -49,7 +49,10 @@ class Freezing(Operators):
         attributes are for each computation what they were for the first. A kernel without forward
         mode (fused attention, recurrent layers on the CPU) is replaced by the framework's own
         alternative for that pass alone, which is said once; where there is none, that pass takes
-        double backward. JAX: G is any function; a model comes through `functionalize`.
+        double backward, as it does where G sets hooks on gradients or takes derivatives by
+        `torch.autograd.grad`. JAX: G is any function; a model comes through `functionalize`. Where
+        G has no forward mode (a `jax.custom_vjp`) that pass takes reverse mode twice, which is
+        said; a rule there that is not linear in its cotangent is refused.
 
         Args:
             G: Takes and returns pytrees of arrays.

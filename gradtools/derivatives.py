@@ -199,6 +199,9 @@ class Derivatives(Operators):
     ) -> Any:
         """The value of f and J t, in forward mode: no graph is kept.
 
+        What f computes under `torch.no_grad` is a constant, as in reverse mode; but PyTorch's own
+        forward mode, which `torch.compile` runs, passes through it (pytorch#128600).
+
         Args:
             f: Takes and returns pytrees of arrays.
             primals: One pytree of floating or complex arrays for each argument.

@@ -824,10 +824,23 @@ def test_forward_mode_heeds_gradients_switched_off(f, tracked):
     with torch.set_grad_enabled(tracked):
         _, pushed = gt.jvp(f, (x,), (u,))
         mixed = gt.mixed_partial(lambda y, g: y * (g * v).sum(), f, one, x, u)
-    for found in ((v * pushed).sum(), mixed):
+        jacobian = gt.jacobian(f, mode="forward")(x)
+        mapped = torch.vmap(lambda u: gt.jvp(f, (x,), (u,))[1])(torch.stack([u, 2 * u]))
+    products = [v * pushed, v * (jacobian @ u), v * mapped[0], v * mapped[1] / 2]
+    for found in (*(x.sum() for x in products), mixed):
         torch.testing.assert_close(found, (pulled * u).sum(), rtol=1e-12, atol=1e-12)
     assert torch.is_grad_enabled()
     assert torch._C._is_fwd_grad_enabled()
+
+
+@pytest.mark.xfail(strict=True, reason="forward mode passes through no_grad (pytorch#128600)")
+def test_compiled_forward_mode_heeds_gradients_switched_off():
+    """Dynamo asks no mode when f switches gradients, so this one is PyTorch's own."""
+    x = _x()
+    step = torch.compile(
+        lambda x: gt.jvp(under_no_grad, (x,), (torch.ones_like(x),))[1], backend="eager"
+    )
+    torch.testing.assert_close(step(x), x.sin() * x.cos(), rtol=1e-14, atol=0)
 
 
 def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_graph():

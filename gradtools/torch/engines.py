@@ -421,14 +421,23 @@ def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list
 
 def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     def paired(*xs: Tensor) -> Any:
-        with nullcontext() if is_compiling() else RightTangents():
+        if is_compiling():
             outs, extras = fun(*xs)
+        else:
+            with RightTangents(), torch.enable_grad(), Stops(hidden=False):
+                outs, extras = fun(*xs)
         return tuple(outs), tuple(extras)
 
     apart = tuple(_unshared(x) for x in leaves)
     with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
-    return list(outs), list(extras), list(pushed)
+    found = [list(xs) for xs in (outs, extras, pushed)]
+    return found if torch.is_grad_enabled() else [[_untracked(x) for x in xs] for xs in found]
+
+
+def _untracked(x: Any) -> Any:
+    """x without its graph, under no_grad; what it is a dual number of stays, and vmap's axes."""
+    return x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _unshared(x: Tensor) -> Tensor:

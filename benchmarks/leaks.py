@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--filter", default="", help="only uses with this text in their name")
     parser.add_argument("--seconds", type=float, default=1e9, help="at most these for each use")
     parser.add_argument("--costly-first", action="store_true", help="the costliest use first")
+    parser.add_argument("--name-once", action="store_true", help="one use of each public name")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     if not options.report:
@@ -228,15 +229,18 @@ def measure_all(options: argparse.Namespace) -> None:
     uses = [u for u in USES if backend in u.backends and options.filter in u.name]
     uses = by_cost([u for u in uses if not measured_already(u, backend, calls)], gt, backend)
     for use in reversed(uses) if options.costly_first else uses:
-        if measured_already(use, backend, calls):
+        if measured_already(use, backend, calls, options.name_once):
             continue  # by the process that came from the other end
         run = measured(use, backend, gt, calls, options.seconds)
         print(f"{use.name:<36}{run.milliseconds:>10.2f} ms  {run.grown or 'flat'}", flush=True)
         keep(run)
 
 
-def measured_already(use: Use, backend: str, calls: int) -> bool:
-    return any(r.backend == backend and r.use == use.name and r.calls >= calls for r in kept())
+def measured_already(use: Use, backend: str, calls: int, name_once: bool = False) -> bool:
+    """Whether this use was, or, name_once, another of its public name."""
+    full = {r.use for r in kept() if r.backend == backend and r.calls >= calls}
+    alike = [u.name for u in USES if u.public == use.public] if name_once else [use.name]
+    return not full.isdisjoint(alike)
 
 
 if __name__ == "__main__":

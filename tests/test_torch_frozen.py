@@ -365,6 +365,31 @@ def test_gradients_stop_and_change_in_forward_mode_as_in_reverse_mode(G, along):
     assert torch._C._is_fwd_grad_enabled()
 
 
+NONLINEAR = {
+    "square": lambda g: g**2,
+    "the positive part": lambda g: g.clamp(min=0),
+    "the direction": lambda g: g / g.norm(),
+    "clipped": lambda g: g.clamp(-1e-3, 1e-3),
+}
+
+
+@pytest.mark.parametrize("hook", NONLINEAR)
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
+def test_a_hook_that_is_not_linear_is_refused_at_second_order(hook, along):
+    def G(z):
+        h = z.sin()
+        if h.requires_grad:
+            h.register_hook(NONLINEAR[hook])
+        return h**2
+
+    zs, y = inputs(3, 4)
+    first = lambda G: [gt.grad(lambda z: loss(y, G(z)))(zs[0])]
+    same(first(gt.frozen(G)), first(G))
+    with pytest.raises(GradtoolsError, match="holds a hook on a gradient that is not linear"):
+        second(gt.frozen(G), zs, y, along=along)
+
+
 @pytest.mark.filterwarnings("ignore:frozen. .* lacks")
 def test_gradients_that_are_left_off_stay_off_for_that_use_alone():
     def left_off(z):

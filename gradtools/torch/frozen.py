@@ -190,9 +190,13 @@ class _Use(_Forward):
 
     def may_use_forward_mode(self) -> bool:
         """Whether nothing differentiates the result, and no transform is under way."""
+        return self.may_use_graph() and self.shows_numbers()
+
+    def shows_numbers(self) -> bool:
+        """Whether no transform is under way."""
         batched = batchings() > 0  # of is_grads_batched
         beneath = torch._C._functorch.peek_interpreter_stack() is not None
-        return self.may_use_graph() and not (beneath or batched or self.batches)
+        return not (beneath or batched or self.batches)
 
     def by_any_kernel(self, asked: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
         """The result of forward mode, else of double backward; by other kernels where one fails.
@@ -290,6 +294,7 @@ class _FrozenBackward(_Backward):
 
     arguments: list[Any] | None = None
     graph: tuple[list[Any], list[Any], list[Any]] | None = None  # within the budget
+    is_linear = False  # seen to be so, where hooks might make it another map
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         found, wanted = super().batched(size, on, randomness, whole)
@@ -322,12 +327,32 @@ class _FrozenBackward(_Backward):
             self.graph = None
             return None
 
+    def refuse_nonlinear(self, zs: Entries, cts: Entries) -> None:
+        """Raises if hooks in G make the pullback a map that is not linear in the cotangents."""
+        use: Any = self.of
+        if self.is_linear or not (use.hooked and use.shows_numbers()):
+            return
+        fresh = use.with_modes(use.modes)
+        same = _FrozenBackward(fresh, self.widths, self.shared_width, self.there)
+        half = [None if ct is None else ct * -0.5 for ct in cts]
+        (_, whole), (_, part) = (same.evaluate([list(xs)], zs) for xs in (cts, half))
+        self.is_linear = all(
+            a is None or _is_times(-0.5, a, b) for a, b in zip(whole, part, strict=True)
+        )
+        if not self.is_linear:
+            raise GradtoolsError(
+                "frozen: G holds a hook on a gradient that is not linear in it, and a derivative "
+                "of G's pullback is asked for, which frozen takes for linear. Edit gradients "
+                "outside of G, or take G itself."
+            )
+
     def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
         count = self.shared_width
         zs = list(shared[:count]) if self.arguments is None else self.arguments
         us = spread(shared[width:], there[-1])
         cts = rows[0]
         use: Any = self.of
+        self.refuse_nonlinear(zs, cts)
         if self.graph is not None and use.may_use_graph():
             use.refuse_edit()
             _, vs, grads = self.graph
@@ -349,6 +374,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
         return [None] * len(zs)
     use.refuse_once()
     use.refuse_edit()
+    back.refuse_nonlinear(zs, [ct for ct in cts if ct is not None])
     if back.graph is not None and use.may_use_graph():
         own, _, grads = back.graph
         pulled = back.through_graph(grads, own, us)
@@ -487,6 +513,12 @@ def _tangent(y: Any) -> Tensor | None:
         return None
     tangent = tangent_of(y)
     return None if tangent is None else tangent.detach()
+
+
+def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:
+    """Whether y is factor times x, but for rounding; what is not finite tells nothing."""
+    off, size = (y - factor * x).norm(), x.norm()
+    return not bool(off > torch.finfo(x.dtype).eps ** 0.5 * size)
 
 
 _FUNCTION = "a torch.autograd.Function"

@@ -1687,7 +1687,7 @@ BAD = {
     "f's carry at chunk 0 has the structure": lambda f: gt.chunked(
         lambda c, s: (c, (s, s)), 2, carry_argnums=1
     )(X, X[0]),
-    r"chunked \(key_argnums\)": lambda f: gt.chunked(f, 2, key_argnums=5)(X),
+    "chunked: key_argnums holds 5": lambda f: gt.chunked(f, 2, key_argnums=5)(X),
 }
 
 

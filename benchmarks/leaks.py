@@ -88,7 +88,6 @@ def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dic
 
 def alive(backend: str) -> dict[str, int]:
     """What is alive now."""
-    gc.unfreeze()
     while gc.collect():  # what a cache forgets when something dies is freed only after that
         pass
     objects = gc.get_objects()
@@ -124,9 +123,7 @@ def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float) -> Run
     run, done = calls_of(use, gt, gt.asarray(POINT), ONCE[backend]), 0
     for _ in range(FEW):
         run()
-    before = alive(backend)
-    gc.freeze()  # what stands already need not be looked at by each collection
-    start = process_time()
+    before, start = alive(backend), process_time()
     while done < calls and process_time() - start < seconds:
         run()
         done += 1

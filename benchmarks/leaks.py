@@ -64,10 +64,17 @@ class Run:
         return {k: n for k, n in more.items() if n > max(30, self.calls // 100)}
 
 
-def calls_of(use: Use, gt: Any, x: Any, once: bool) -> Callable[[], Any]:
+def calls_of(
+    use: Use, gt: Any, x: Any, once: bool, part: Callable[[Any], Any] | None = None
+) -> Callable[[], Any]:
     """One call of a use, of an operator that was made once or of a new one."""
-    made = use.make(World(gt, healthy(gt), x))
-    return (lambda: made(x)) if once else lambda: use.run(World(gt, healthy(gt), x))
+    world = lambda: World(gt, part or healthy(gt), x)
+    made = use.make(world())
+    return (lambda: made(x)) if once else lambda: use.run(world())
+
+
+def square(x: Any) -> Any:
+    return x * x
 
 
 def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dict[str, float]:
@@ -118,9 +125,9 @@ def _alive_in_jax() -> dict[str, int]:
     }
 
 
-def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float) -> Run:
+def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float, part: Any = None) -> Run:
     """Many calls of one use, or as many as fit into the seconds."""
-    run, done = calls_of(use, gt, gt.asarray(POINT), ONCE[backend]), 0
+    run, done = calls_of(use, gt, gt.asarray(POINT), ONCE[backend], part), 0
     for _ in range(FEW):
         run()
     before, start = alive(backend), process_time()
@@ -167,7 +174,9 @@ def report(runs: list[Run]) -> Iterator[str]:
         "Live before many calls of an operator, and how much more after them. In PyTorch each call "
         "makes its operator of new functions; in JAX it is made once. The object a call of "
         "`mixed_partial` in JAX is a dead weak reference in JAX's own caches, as `jax.jvp` of a "
-        "`jax.grad` written by hand leaves one (tests/test_leaks.py measures both)."
+        "`jax.grad` written by hand leaves one (tests/test_leaks.py measures both). Of each public "
+        "name in JAX one use at least is called so often; some of the costliest of x * x alone "
+        "(--square), in place of sin(x) + x * x."
     )
     for backend in ONCE:
         found = [r for r in runs if r.backend == backend]
@@ -207,6 +216,7 @@ def main() -> None:
     parser.add_argument("--filter", default="", help="only uses with this text in their name")
     parser.add_argument("--seconds", type=float, default=1e9, help="at most these for each use")
     parser.add_argument("--costly-first", action="store_true", help="the costliest use first")
+    parser.add_argument("--square", action="store_true", help="of x * x alone, which is cheaper")
     parser.add_argument("--name-once", action="store_true", help="one use of each public name")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
@@ -228,7 +238,8 @@ def measure_all(options: argparse.Namespace) -> None:
     for use in reversed(uses) if options.costly_first else uses:
         if measured_already(use, backend, calls, options.name_once):
             continue  # by the process that came from the other end
-        run = measured(use, backend, gt, calls, options.seconds)
+        part = square if options.square else None
+        run = measured(use, backend, gt, calls, options.seconds, part)
         print(f"{use.name:<36}{run.milliseconds:>10.2f} ms  {run.grown or 'flat'}", flush=True)
         keep(run)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
@@ -595,6 +596,42 @@ def test_a_fixed_tensor_that_is_changed_in_place_may_have_a_tangent():
         found = forward_ad.unpack_dual(nn.functional.linear(dual, w)).tangent
     expected = torch.func.jvp(lambda z: z @ z[0].expand(4, 4).T, (z,), (dz,))[1]
     torch.testing.assert_close(found, expected)
+
+
+def kinds():
+    """Inputs of a linear layer whose weight is read once for value and tangent, or is not."""
+    few, many = torch.randn(2, 3, 512), torch.randn(200, 512)
+    yield from ((few, True, 1), (few, False, 1), (few[0], True, 1), (many, True, 2))
+    yield few.mT.contiguous().mT, True, 1
+    yield few[0, 0], True, 2
+    yield few.to(torch.complex64), True, 1
+
+
+@pytest.mark.parametrize("case", range(7))
+def test_a_wide_layer_reads_its_weight_once(case):
+    torch.manual_seed(0)
+    x, with_bias, products = [*kinds()][case]
+    layer = nn.Linear(512, 520, with_bias, dtype=x.dtype).requires_grad_(False)
+    dx = torch.randn_like(x)
+    expected = torch.func.jvp(layer, (x,), (dx,))
+    with forward_ad.dual_level(), torch.no_grad(), OneTangent(layer.parameters()):
+        with Products() as count:
+            dual = layer(forward_ad.make_dual(x, dx))
+        found = forward_ad.unpack_dual(dual)
+    assert count.seen == products
+    for own, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, plain)
+        assert own.untyped_storage().nbytes() == own.nbytes, "keeps the joined product"
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
+        self.seen += fun.overloadpacket.__name__ in ("mm", "addmm", "mv", "addmv")
+        return fun(*args, **(kwargs or {}))
 
 
 def test_flops_of_attention_are_those_of_its_products():

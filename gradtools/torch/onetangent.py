@@ -94,10 +94,27 @@ def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     x, dx = mode.parts(x)
     if dx is None:
         return None
-    if fun is functional.linear and dx.dim() > 2:  # else each row of a view is multiplied apart
-        dx = dx.contiguous()
+    if fun is functional.linear:
+        if _is_wide(x, dx, weight, bias):
+            return mode.dual(*_at_once(x, dx, weight, bias))
+        if dx.dim() > 2:  # else each row of a view is multiplied apart
+            dx = dx.contiguous()
     dy = fun(dx, weight, None, *more, **kwargs)
     return mode.dual(fun(x, weight, bias, *more, **kwargs), dy)
+
+
+def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a linear layer's time is mostly that of reading its weight, as its inputs are few."""
+    if weight.numel() < max(_MANY, 4 * x.numel()) or x.dim() < 2 or not _alike(x, dx):
+        return False
+    plain = type(x) is type(dx) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
+    return plain and weight.layout == x.layout == torch.strided and _one_dtype(x, weight, bias)
+
+
+def _at_once(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both products in one, which reads the weight once; each result in storage of its own."""
+    y, dy = torch.unsafe_chunk(functional.linear(torch.cat((x, dx)), weight), 2)
+    return y.clone() if bias is None else y + bias, dy
 
 
 def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -331,6 +348,7 @@ def _of_attention(
     return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
+_MANY = 2**18  # below it joining the inputs costs more than it saves
 _WIDE = (torch.float32, torch.float64)  # the plain formula of others has steps of its own
 _ATTENTION = _without_question(functional.multi_head_attention_forward)
 _RULED_ATTENTION = _ruled_attention()

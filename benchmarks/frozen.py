@@ -50,7 +50,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from live_bytes import LiveBytes  # noqa: E402, the tests' own counter
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (3, 25, 15)  # rounds, and when they are enough
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (7, 25, 40)  # rounds, and when they are enough
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)

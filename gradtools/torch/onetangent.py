@@ -114,7 +114,7 @@ def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool
 def _at_once(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both products in one, which reads the weight once; each result in storage of its own."""
     y, dy = torch.unsafe_chunk(functional.linear(torch.cat((x, dx)), weight), 2)
-    return y.clone() if bias is None else y + bias, dy
+    return y.clone() if bias is None else y + bias, dy.clone()
 
 
 def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -50,11 +50,10 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from live_bytes import LiveBytes  # noqa: E402, the tests' own counter
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (7, 25, 40)  # rounds, and when they are enough
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 25, 40)  # rounds, and when they are enough
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
-TIMED = USES[:-1]  # the last one would take as long as all others
 LARGE = 1 << 40
 PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
 OURS, BUDGET = "gt.frozen", "gt.frozen, memory_budget for all"
@@ -308,10 +307,8 @@ def jax_ways(model: str, depth: int, count: int) -> Ways:
         run = lambda program=program: jax.block_until_ready(program(*args))
         peak = program.memory_analysis().temp_size_in_bytes
         ways[name] = Way(run, peak, partial(jax_passes, fun, model, args))
-        if count in (*TIMED, FEW):
-            found[name] = np.asarray(run())
-    if found:
-        agree(found)
+        found[name] = np.asarray(run())
+    agree(found)
     return ways
 
 
@@ -387,7 +384,7 @@ class Cell:
         over_uses: Whether it is one of those in which the number of uses changes.
         peaks: Bytes.
         passes: The work, in forward passes for each use.
-        times: Those over double backward's; empty where they were not taken.
+        times: Those over double backward's.
     """
 
     framework: str
@@ -435,7 +432,7 @@ def measured_at(framework: str, model: str, depth: int, uses: int, over_uses: bo
     ways = {"PyTorch": torch_ways, "JAX": jax_ways}[framework](model, depth, uses)
     peaks = {name: way.peak for name, way in ways.items()}
     passes = {name: way.passes() for name, way in ways.items()}
-    times = ratios(ways) if uses in TIMED or not over_uses else {}
+    times = ratios(ways)
     print(f"{framework}, {model}: {depth} layers, {uses} uses", file=sys.stderr)
     return Cell(framework, model, depth, uses, over_uses, peaks, passes, times)
 
@@ -475,11 +472,10 @@ def times(cell: Cell, name: str) -> str:
 def report(cells: list[Cell]) -> str:
     over_uses = [c for c in cells if c.over_uses]
     over_depth = [c for c in cells if not c.over_uses]
-    timed = [c for c in over_uses if c.times]
     sections = [
         (f"Work for each use, in forward passes of G ({DEPTH} layers)", over_uses, flops),
         (f"Peak MB over the number of uses ({DEPTH} layers)", over_uses, megabytes),
-        (f"Time, times double backward ({DEPTH} layers)", timed, times),
+        (f"Time, times double backward ({DEPTH} layers)", over_uses, times),
         (f"Depth: work for each use, in forward passes of G ({FEW} uses)", over_depth, flops),
         (f"Depth: peak MB ({FEW} uses)", over_depth, megabytes),
         (f"Depth: time, times double backward ({FEW} uses)", over_depth, times),

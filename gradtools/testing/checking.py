@@ -23,7 +23,7 @@ from typing import Any
 
 import gradtools
 from gradtools.testing.devices import described, placed
-from gradtools.testing.matrix import ARGUMENTS, DTYPES, TRANSFORMS, Cell, cells, programs
+from gradtools.testing.matrix import ARGUMENTS, DTYPES, OPERATORS, TRANSFORMS, Cell, cells, programs
 
 BACKENDS = ("torch", "jax")
 _QUICK, _QUICK_MORE = 9, 3  # of every ninth program each third cell
@@ -95,7 +95,8 @@ def support_table() -> str:
     """
     head = "| operator | order | dtypes | PyTorch | not in PyTorch | JAX | not in JAX |"
     every = {backend: list(cells(backend)) for backend in BACKENDS}
-    names = dict.fromkeys(cell.operator for cell in every["torch"])
+    met = dict.fromkeys(cell.operator for cell in every["torch"])
+    names = dict.fromkeys([*(o for o in OPERATORS if o in met), *met])
     rows = [_support_row(operator, every) for operator in names]
     return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
 
@@ -107,7 +108,7 @@ def _support_row(operator: Any, every: dict[str, list[Cell]]) -> str:
         run = [cell for cell in mine if not cell.reason]
         if backend == "torch":
             parts.append(_of_all([cell.dtype for cell in run], DTYPES))
-        parts += [str(len(run)), _lacking(run, operator)]
+        parts += [str(len(run)), _lacking(run, operator) if run else mine[0].reason]
     return "| " + " | ".join(parts) + " |"
 
 
@@ -115,7 +116,7 @@ def _of_all(found: Sequence[str], known: Sequence[str]) -> str:
     missing = [name for name in known if name not in found]
     if not missing:
         return "all"
-    return ", ".join(name for name in known if name in found) or "none"
+    return ", ".join(name for name in known if name in found) or "–"
 
 
 def _lacking(run: Sequence[Cell], operator: Any) -> str:

@@ -16,6 +16,7 @@ from gradtools.jax import (
     chunking,
     engines,
     frozen,
+    gathering,
     measures,
     modules,
     passes,
@@ -165,7 +166,7 @@ class JaxBackend:
     run_chunks = staticmethod(chunking.run_chunks)
     sum_chunks = staticmethod(chunking.sum_chunks)
     is_replaying = staticmethod(chunking.is_replaying)
-    gather = staticmethod(chunking.gather)
+    gather = staticmethod(gathering.gather)
     frozen_uses = staticmethod(frozen.frozen_uses)
     run_frozen = staticmethod(frozen.run_frozen)
 

@@ -17,6 +17,7 @@ from gradtools.torch import (
     chunking,
     engines,
     frozen,
+    gathering,
     kernels,
     measures,
     modules,
@@ -25,6 +26,7 @@ from gradtools.torch import (
     trees,
     vanishing,
     vocabulary,
+    watching,
 )
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of, explained
@@ -213,8 +215,8 @@ class TorchBackend:
 
     run_chunks = staticmethod(chunking.run_chunks)
     sum_chunks = staticmethod(chunking.sum_chunks)
-    is_replaying = staticmethod(chunking.is_replaying)
-    gather = staticmethod(chunking.gather)
+    is_replaying = staticmethod(watching.is_replaying)
+    gather = staticmethod(gathering.gather)
     frozen_uses = staticmethod(frozen.Uses)
     run_frozen = staticmethod(frozen.run_frozen)
     uncompiled = staticmethod(uncompiled)

@@ -31,7 +31,13 @@ _OPAQUE: list[Callable[..., Any]] = []
 _SKIPPED: dict[str, Callable[..., Any]] = {}
 # Rooms of which no line is compiled, though what they call may be. They run a function again in
 # other modes, nested too deeply for dynamo, which meets errors of its own there.
-_IN_PYTHON = ("gradtools.torch.chunking", "gradtools.torch.frozen", "gradtools.torch.state")
+_IN_PYTHON = (
+    "gradtools.torch.chunking",
+    "gradtools.torch.frozen",
+    "gradtools.torch.programs",
+    "gradtools.torch.watching",
+    "gradtools.torch.state",
+)
 
 
 def is_compiling() -> bool:

@@ -1,6 +1,6 @@
 """Frozen functions in PyTorch: one program of a single chunk, differentiated twice in its own way.
 
-A use is a `_Forward` of one chunk whose arguments are shared, so what it needs to be computed
+A use is a `Forward` of one chunk whose arguments are shared, so what it needs to be computed
 again is kept as for `chunked`. The graph of its first pass stays until the pullback has used it,
 or until the next use begins. The pullback's own pullback is the pushforward, in forward mode; its
 part along the arguments stands behind a node of its own, which the engine reaches only if it is
@@ -26,27 +26,26 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.rules import spread
-from gradtools.torch.chunking import (
-    Entries,
-    Rows,
-    _alias,
-    _Backward,
-    _bytes_saved,
-    _derived,
-    _flat,
-    _Forward,
-    _node,
-    _pulled,
-    _Pushed,
-    _Sums,
-    own_wrapper,
-)
 from gradtools.torch.engines import _unshared
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
+from gradtools.torch.programs import (
+    Backward,
+    Entries,
+    Forward,
+    Pushed,
+    Rows,
+    Sums,
+    alias_of,
+    flattened,
+    node_of,
+    outputs_of,
+    pulled_back,
+)
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
+from gradtools.torch.watching import bytes_saved, own_wrapper
 
 Tensor = torch.Tensor
 
@@ -84,11 +83,11 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
     beneath = torch._C._functorch.peek_interpreter_stack() is not None
     use = _Use(whole, beneath, uses)
     known = None if beneath else use.evaluate(use.xs, use.shared)
-    rows, _ = _node(use, use.xs, use.shared, known)
+    rows, _ = node_of(use, use.xs, use.shared, known)
     return use.guarded(rows[0])
 
 
-class _Use(_Forward):
+class _Use(Forward):
     """One evaluation of a frozen function."""
 
     saves_parameters = False  # they are constants
@@ -125,7 +124,7 @@ class _Use(_Forward):
         self.keeps = self._may_keep()  # asked before hooks of our own stand there
         hooks = RemovableHandle.next_id
         measured = self.uses.budget > 0 and self.keeps
-        with _bytes_saved(self) if measured else nullcontext([0]) as size:
+        with bytes_saved(self) if measured else nullcontext([0]) as size:
             found = super()._first_pass(rows, shared)
         self.hooked = RemovableHandle.next_id != hooks
         if measured:
@@ -168,20 +167,20 @@ class _Use(_Forward):
     def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
         back = _FrozenBackward(self, widths, width, there)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return _derived(back, rows, shared)
+            return outputs_of(back, rows, shared)
         known = back.evaluate(rows, shared)
         cts, zs = rows[0], list(shared)
         if not (torch.is_grad_enabled() or any(map(is_dual, (*cts, *zs)))):
-            return [*_flat(known[0]), *known[1]]
+            return [*flattened(known[0]), *known[1]]
         back.arguments = zs
         asked = _Asked.apply(back, tuple(cts), *zs)
-        _, grads = _node(back, rows, asked, known)
+        _, grads = node_of(back, rows, asked, known)
         return self.guarded(grads)
 
     def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
         zs, dzs = list(shared[:width]), spread(shared[width:], there[-1])
         fast = lambda use: use.pushed(zs, dzs)
-        slow = lambda use: _derived(_Pushed(use, widths, width, there), rows, shared)
+        slow = lambda use: outputs_of(Pushed(use, widths, width, there), rows, shared)
         return self.by_any_kernel("values", fast if self.may_use_forward_mode() else None, slow)
 
     def may_use_graph(self) -> bool:
@@ -281,11 +280,11 @@ class _Use(_Forward):
             ys, _ = use.one(0, [], duals)
             # With a graph of its own, without which the tangents of some gradients go wrong.
             with stops():
-                grads = _pulled(ys, duals, cts, True, True)
+                grads = pulled_back(ys, duals, cts, True, True)
             return [_tangent(g) for g in grads]
 
 
-class _FrozenBackward(_Backward):
+class _FrozenBackward(Backward):
     """The pullback of a use. It is linear in the cotangents: its pullback is the pushforward.
 
     In eager code its arguments come in by `_Asked`, to which it hands back what comes in along
@@ -301,7 +300,7 @@ class _FrozenBackward(_Backward):
         found.graph = None
         return found, wanted
 
-    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: _Sums) -> set[int]:
+    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         use: Any = self.of
         if not isinstance(use, _Use) or 0 not in use.retained:
             return set()
@@ -311,8 +310,8 @@ class _FrozenBackward(_Backward):
             sums.add(self.pulled(outs, own, cts, len(own), False, False))
             return {0}
         with torch.enable_grad():
-            vs = [None if ct is None else _alias(ct) for ct in cts]
-            grads = _pulled(outs, own, vs, True, True)
+            vs = [None if ct is None else alias_of(ct) for ct in cts]
+            grads = pulled_back(outs, own, vs, True, True)
         self.graph = (own, vs, grads)
         sums.add([None if g is None else g.detach() for g in grads])
         return {0}
@@ -320,7 +319,7 @@ class _FrozenBackward(_Backward):
     def through_graph(self, ys: Entries, xs: Entries, cts: Entries) -> list[Any] | None:
         """The pullback by the kept graph; None if a kernel there has no second derivative."""
         try:
-            return _pulled(ys, xs, cts, True, False)
+            return pulled_back(ys, xs, cts, True, False)
         except (RuntimeError, NotImplementedError) as error:
             if _lacking(error) is None:
                 raise
@@ -385,7 +384,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
 
     def slow(use: _Use) -> list[Any]:
         same = _FrozenBackward(use, back.widths, back.shared_width, back.there)
-        return _derived(_Pushed(same, [len(cts)], len(zs), there), [list(cts)], given)
+        return outputs_of(Pushed(same, [len(cts)], len(zs), there), [list(cts)], given)
 
     fast = lambda use: use.second(zs, us, full)
     return use.by_any_kernel("along", fast if use.may_use_forward_mode() else None, slow)

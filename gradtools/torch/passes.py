@@ -183,7 +183,7 @@ _ENDS = frozenset({_execute.__code__, _execute_backward.__code__})
 _WING = os.path.dirname(__file__)
 _MANAGED = {
     os.path.join(_WING, "frozen.py"): "frozen",
-    os.path.join(_WING, "chunking.py"): "chunked",
+    os.path.join(_WING, "programs.py"): "chunked",
 }
 
 

@@ -80,7 +80,7 @@ def _ruled(recorder: Recorder, kind: Any, original: Any, args: Any, kwargs: Any)
 
 _EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")
 _MARKS = {"chunked": "chunked", "frozen": "frozen", **dict.fromkeys(_EDITS, "edited gradient")}
-_ROOMS = {"chunking": "chunked", "frozen": "frozen"}
+_ROOMS = {"programs": "chunked", "frozen": "frozen"}
 _OWN, _RULES = "gradtools.torch.", "gradtools.torch.rules"
 
 

@@ -1,0 +1,880 @@
+"""Programs over chunks, each of them one node of autograd's graph.
+
+What `chunked` and `frozen` run is a program: `Forward` is f itself, with what a chunk needs to be
+computed again; `Backward` and `Pushed` are the two linear maps of another program, and programs in
+their turn. A program is evaluated without a graph, and its node differentiates it by the program
+that is derived from it, so that derivatives of any order run at the memory of one chunk. Chunks run
+in order from one snapshot of all that f's result depends on, which so goes through the same states
+as in the first pass; afterwards everything is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.graph import increment_version
+
+from gradtools.chunking import Chunks
+from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule, spread
+from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
+from gradtools.torch.modes import Modes, outside_of_batchings
+from gradtools.torch.randomness import Randomness
+from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
+from gradtools.torch.state import Snapshot
+from gradtools.torch.terms import guarded_gradients
+from gradtools.torch.watching import (
+    REPLAYS,
+    Captures,
+    Seen,
+    bytes_saved,
+    captured_error,
+    check_modules,
+    is_replaying,
+    is_wrapped,
+    parameters_of,
+    set_replaying,
+    steps,
+)
+
+Tensor = torch.Tensor
+Entries = Sequence[Any]  # tensors, or None
+Rows = list[list[Any]]  # one for each chunk
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class Program:
+    """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
+
+    leaves: list[Tensor]  # what it reaches by itself
+
+    @property
+    def forward(self) -> Forward:
+        """What runs f. None holds itself: what is let go of is freed at once, and not by gc."""
+        raise NotImplementedError
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """Chunk i's outputs, and terms that are summed over chunks; entries may be None."""
+        raise NotImplementedError
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        """All chunks' outputs and the sums, without a graph."""
+        raise NotImplementedError
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        """Runs f on a chunk only for what it does to the state of later ones."""
+        raise NotImplementedError
+
+    def attaches(self, i: int, k: int) -> bool:
+        """Whether output k of chunk i has a derivative."""
+        return True
+
+    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        """Cotangents of the inputs; rows and shared end in the vectors, as in `_Derived`."""
+        return outputs_of(Backward(self, widths, width, there), rows, shared)
+
+    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        """Tangents of the outputs."""
+        return outputs_of(Pushed(self, widths, width, there), rows, shared)
+
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
+        """The same for a batch, and which of its inputs then have its axis in front.
+
+        on: Which of the inputs have it, row by row, the shared ones last; at least one does.
+        randomness: As in torch.vmap.
+        whole: Whether all inputs are to have it.
+        """
+        raise NotImplementedError
+
+
+class Forward(Program):
+    """f itself, with what a chunk needs to be computed again.
+
+    Beneath functorch's levels all tensors are inputs, since the levels' own are gone when the
+    backward pass runs, the carry among the shared ones; it comes out where sums stand.
+    """
+
+    saves_parameters = True  # so that autograd itself tells of those that are changed
+
+    def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
+        self.chunks, self.beneath = chunks, beneath
+        self.asked = chunks.batch.asked
+        self.pieces, self.count = pieces_of(chunks), chunks.cut.count
+        tensors = [*chunks.shared, *chunks.carry, *self.pieces[0]]
+        self.tensors = [x for x in tensors if isinstance(x, Tensor)]
+        self.modes = Modes.now({x.device.type for x in self.tensors})
+        self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
+        self.start = Snapshot.of(self.roots, self.tensors, like)
+        self._check_modules()
+        self.moving = [self._moving(piece) for piece in self.pieces]
+        self.moving_shared = self._moving(chunks.shared)
+        self.xs = [[p[k] for k in m] for p, m in zip(self.pieces, self.moving, strict=True)]
+        self.shared = [chunks.shared[k] for k in self.moving_shared]
+        self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
+        self.leaves: list[Tensor] = []
+        self.attached: list[list[bool]] = []
+        if beneath:
+            self.shared += self.carry
+            self.leaves = parameters_of(self.start)
+        self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
+        self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
+        self.seen: dict[int, Seen] = {}  # with verify: what the first pass gave
+        self.versions: list[tuple[Tensor, int, str]] = []
+        self.drawn: Randomness | None = None
+        self.once: str | None = None  # a Function in f's graph that has no second derivative
+        self.edit: str | None = None  # a rule there that has a reverse rule only
+        self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
+
+    @property
+    def forward(self) -> Forward:
+        """Itself."""
+        return self
+
+    def _check_modules(self) -> None:
+        check_modules(self.asked, self.start, self.chunks.f)
+
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
+        """The same for a batch of all its tensors."""
+        found = copy.copy(self)
+        # What was drawn before there was a batch is drawn again once for all of it.
+        randomness = randomness if any(map(any, on)) else "same"
+        found.batches = ((size, randomness), *self.batches)
+        return found, [[True for _ in row] for row in on]
+
+    def _moving(self, xs: Entries) -> list[int]:
+        """Which of xs are inputs of the node."""
+        tensors = [(k, x) for k, x in enumerate(xs) if isinstance(x, Tensor)]
+        if self.beneath:
+            return [k for k, _ in tensors]
+        if not self.modes.grad:
+            return []
+        return [k for k, x in tensors if x.requires_grad or is_dual(x)]
+
+    def attaches(self, i: int, k: int) -> bool:
+        """As the first pass saw it."""
+        return self.attached[i][k]
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """f at one chunk, whose carry stays for the next one."""
+        if self.drawn is not None:
+            self.drawn.restore()  # to where the streams stood when the chunk before had run
+        if self.beneath and i == 0:
+            self.carry = [untracked(x) for x in shared[len(self.moving_shared) :]]
+        pieces, own = list(self.pieces[i]), list(self.chunks.shared)
+        for k, original in self.originals.get(i, {}).items():
+            pieces[k] = original.clone()
+        for k, x in zip(self.moving[i], xs, strict=True):
+            pieces[k] = x if is_inexact(x) or not self.beneath else x.clone()
+        for k, x in zip(self.moving_shared, shared, strict=False):
+            own[k] = x
+        again = self._again() if is_replaying() else nullcontext()
+        with again, Seen.by(self, i) if self.chunks.options.verify else nullcontext() as seen:
+            outs, carry = self._called(i, pieces, own)
+            if seen is not None:
+                seen.compare(outs)
+        self.carry = [untracked(x) for x in carry]
+        if is_replaying() and i + 1 < self.count:
+            self.drawn = self.start.streams.again()
+        return outs, []
+
+    def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+        """f at one chunk, under vmap once for each of `batches`."""
+        if not self.batches:
+            return self.chunks.call(i, i, pieces, own, self.carry)
+        flat = [*pieces, *own, *self.carry]
+        there = [isinstance(x, Tensor) for x in flat]
+        axes = [0 if self.beneath or k in self.moving[i] else None for k in range(len(pieces))]
+        axes += [0 if self.beneath or k in self.moving_shared else None for k in range(len(own))]
+        axes += [0 if self.beneath or i > 0 else None for _ in self.carry]
+        counts: list[int] = []
+
+        def one(*xs: Tensor) -> tuple[Tensor, ...]:
+            left = iter(xs)
+            full = [next(left) if t else x for x, t in zip(flat, there, strict=True)]
+            parts = _cut_up(full, [len(pieces), len(own)])
+            outs, carry = self.chunks.call(i, i, *parts)
+            counts[:] = [len(outs)]
+            return (*outs, *carry)
+
+        fun: Callable[..., Any] = one
+        in_dims = tuple([axis for axis, t in zip(axes, there, strict=True) if t])
+        for _, randomness in reversed(self.batches):
+            fun = torch.vmap(fun, in_dims, randomness=randomness)
+        found = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
+        return found[: counts[0]], found[counts[0] :]
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Inside, modes are those of the first pass, outside of the vmap of is_grads_batched."""
+        with outside_of_batchings(), self.modes.again():
+            yield
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        """f once more, for what it does to streams, buffers and the carry."""
+        self.one(i, _aliases(xs), _aliases(shared))
+
+    # --- the first pass
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        """The first pass. Notes leaves, and keeps the last chunks' graphs."""
+        try:
+            with torch.set_grad_enabled(self.modes.grad):
+                found = self._first_pass(rows, shared)
+        except BaseException:
+            self.start.restore()
+            raise
+        return found, self.carry if self.beneath else []
+
+    def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
+        grad, budget = self.modes.grad, self.chunks.options.memory_budget
+        kept = self._kept()
+        own, found = _aliases(shared) if grad else list(shared), []
+        leaves: dict[int, Tensor] = {}
+        began = _get_sequence_nr()
+        for i in steps(self.chunks, self.count):
+            xs = _aliases(rows[i]) if grad else list(rows[i])
+            measured = i == 0 and kept > 0 and budget is not None
+            with bytes_saved(self) if measured else nullcontext([0]) as size:
+                outs = self._one_keeping_originals(i, xs, own)
+            if measured and budget is not None:
+                kept = min(budget // max(size[0], 1), self.count)
+            if grad:
+                self._find_leaves(outs, began, leaves, {id(x) for x in (*xs, *own)})
+                if i >= self.count - kept:
+                    self.retained[i] = (xs, own, outs)
+            self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
+            found.append([_cut(y) for y in outs])
+            del xs, outs  # and with them the graph, before the next one grows
+        self._note_leaves(list(leaves.values()))
+        self._note_versions()
+        self.start = self.start.without_unused_streams()
+        return found
+
+    def _kept(self) -> int:
+        """How many of the last chunks keep their graph."""
+        packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if packed or self.beneath or not self.modes.grad:
+            return 0  # what a checkpoint or an offload packs is unpacked once, in its own way
+        return self.chunks.options.retain if self.chunks.options.memory_budget is None else 1
+
+    def _one_keeping_originals(self, i: int, xs: Entries, own: Entries) -> list[Any]:
+        """One chunk; copies of the pieces that it changes in place stay."""
+        fixed = {
+            k: x
+            for k, x in enumerate(self.pieces[i])
+            if isinstance(x, Tensor) and k not in self.moving[i] and not x.is_inference()
+        }
+        keep = self.modes.grad
+        before = {k: (x.clone(), x._version) for k, x in fixed.items()} if keep else {}
+        try:
+            with Captures(self) if self.beneath else nullcontext():
+                outs, _ = self.one(i, xs, own)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise GradtoolsError(
+                f"{self.asked}: f changes an argument in place that is differentiated, or a "
+                f"parameter. Clone it in f first. PyTorch says: {error}"
+            ) from error
+        changed = {k: x for k, (x, version) in before.items() if fixed[k]._version != version}
+        if changed:
+            self.originals[i] = changed
+            for k in changed:
+                increment_version(self._source(i, k))
+        return outs
+
+    def _source(self, i: int, k: int) -> Tensor:
+        """The argument that piece k of chunk i is a part of."""
+        splits = self.chunks.splits
+        return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
+
+    def _find_leaves(self, outs: Entries, began: int, leaves: Any, own: set[int]) -> None:
+        for y in outs:
+            if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
+                raise captured_error(self, None)
+        for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
+            if isinstance(node, BackwardCFunction) and _is_once_differentiable(type(node)):
+                self.once = type(node).__name__.removesuffix("Backward")
+            self.edit = reverse_only_at(node) or self.edit
+            if type(node).__name__ == "AccumulateGrad":
+                if id(node.variable) not in own:
+                    leaves[id(node.variable)] = node.variable
+            elif node._sequence_nr() < began:
+                raise captured_error(self, node)
+
+    def _note_leaves(self, found: list[Tensor]) -> None:
+        if not self.beneath:
+            self.leaves = found
+            return
+        known = {id(x) for x in self.leaves}
+        for leaf in found:
+            if id(leaf) not in known:
+                raise captured_error(self, leaf)
+
+    def _note_versions(self) -> None:
+        """What the backward pass reads must be then what it is now."""
+        if not any(map(any, self.attached)):
+            return
+        moved = self.start.changed(parameters=True)
+        if moved:
+            raise GradtoolsError(
+                f"{self.asked}: f changes {moved[0]} in place, which it captured and which belongs "
+                "to no module, so that it cannot be put back for the backward pass. Make it a "
+                "buffer of a module, or pass it in an argument that carry_argnums names."
+            )
+        own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
+        for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *own):
+            if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
+                self.versions.append((x, x._version, "an argument"))
+
+    # --- and again
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Inside, f runs from where it began; outside, everything is as it stands now."""
+        changed = [name for x, version, name in self.versions if x._version != version]
+        changed += self.start.changed(parameters=not self.saves_parameters)
+        if changed:
+            raise GradtoolsError(
+                f"{self.asked}: {changed[0]} was changed in place after the forward pass, and the "
+                "backward pass needs it as it was. Clone it before you change it."
+            )
+        with REPLAYS:
+            outer = is_replaying(), self.carry, self.drawn
+            now = self.start.now()
+            try:
+                if now is not self.start:
+                    self.start.restore()
+                self.carry, self.drawn = self.first_carry, None
+                set_replaying(True)
+                yield
+            finally:
+                before, self.carry, self.drawn = outer
+                set_replaying(before)
+                now.restore()
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """The leaves' hooks fire once, on the sum, and not for each chunk."""
+        with REPLAYS:
+            held = [x._backward_hooks for x in self.leaves if x._backward_hooks]
+            kept = [dict(hooks) for hooks in held]
+            try:
+                for hooks in held:
+                    hooks.clear()
+                yield
+            finally:
+                for hooks, those in zip(held, kept, strict=True):
+                    hooks.update(those)
+
+
+def _is_once_differentiable(kind: Any) -> bool:
+    """Whether the backward pass of an `autograd.Function` is marked to have no derivative."""
+    backward = getattr(kind._forward_cls, "backward", None)
+    return getattr(backward, "__code__", None) is _ONCE
+
+
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+
+class _Derived(Program):
+    """A program made of another, which it evaluates with a graph, chunk by chunk.
+
+    Its inputs are the other's, followed by vectors: those for which `there` says so.
+    """
+
+    def __init__(
+        self, of: Program, widths: list[int], shared_width: int, there: list[list[bool]]
+    ) -> None:
+        self.of, self.leaves = of, of.leaves
+        self.widths, self.shared_width, self.there = widths, shared_width, there
+        # One entry for each batch of vmap, the outermost first: whether the vectors alone have
+        # it. The other program then runs as it ran before, and a graph serves many vectors.
+        self.vectors_only: tuple[bool, ...] = ()
+
+    @property
+    def forward(self) -> Forward:
+        return self.of.forward
+
+    def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
+        found, widths = copy.copy(self), [*self.widths, self.shared_width]
+        own = [row[:k] for row, k in zip(on, widths, strict=True)]
+        alone = not whole and not any(map(any, own))
+        found.vectors_only = (alone, *self.vectors_only)
+        wanted = own
+        if not alone:
+            found.of, wanted = self.of.batched(size, own, randomness, True)
+        vectors = zip(wanted, on, widths, strict=True)
+        return found, [[*row, *(True for _ in full[k:])] for row, full, k in vectors]
+
+    def pulled(
+        self, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
+    ) -> list[Any]:
+        """As `pulled_back`, for every batch that the vectors alone have.
+
+        own: How many inputs there are before the leaves.
+        """
+        if not any(self.vectors_only):
+            return pulled_back(outs, inputs, cts, *how)
+        given, counts = [ct is not None for ct in cts], list[bool]()
+
+        def pull(*cts: Tensor) -> Any:
+            grads = pulled_back(outs, inputs, spread(cts, given), *how)
+            counts[:] = [g is not None for g in grads]
+            parts = grads[:own], grads[own:]
+            return tuple([tuple([g for g in part if g is not None]) for part in parts])
+
+        fun: Callable[..., Any] = pull
+        for k in reversed(range(len(self.vectors_only))):
+            if self.vectors_only[k]:
+                axis = self.vectors_only[:k].count(False)  # a sum over a batch has lost its axis
+                fun = torch.vmap(fun, axis, (axis, 0), randomness="same")
+        found, sums = fun(*(ct for ct in cts if ct is not None))
+        return spread([*found, *sums], counts)
+
+    def needs(self, i: int) -> bool:
+        """Whether anything is asked of chunk i."""
+        return True
+
+    def split(self, i: int, xs: Entries, shared: Entries) -> tuple[Any, Any, list[Any], list[Any]]:
+        """The inputs of the other program at chunk i, then the vectors, None where not there."""
+        k, m = self.widths[i], self.shared_width
+        return xs[:k], shared[:m], spread(xs[k:], self.there[i]), spread(shared[m:], self.there[-1])
+
+    def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
+        self.of.pass_by(i, *self.split(i, xs, shared)[:2])
+
+    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
+        """Which chunks were had from graphs that were kept."""
+        return set()
+
+    def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
+        count, sums = len(rows), Sums()
+        rows, shared = [[_primal(x) for x in xs] for xs in rows], [_primal(x) for x in shared]
+        found: Rows = [self.nothing(i) for i in range(count)]
+        with self.forward.without_hooks(), torch.no_grad():
+            had = self.from_retained(rows, shared, found, sums)
+            again = [i for i in range(count) if self.needs(i) and i not in had]
+            if again:
+                with self.forward.replaying():
+                    for i in steps(self.forward.chunks, again[-1] + 1):
+                        if i in again:
+                            self._add(found, sums, i, rows[i], shared)
+                        else:
+                            self.pass_by(i, rows[i], shared)
+        return found, sums.total or self.nothing_summed()
+
+    def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
+        found[i], terms = self.one(i, xs, shared)
+        sums.add(terms)
+
+    def nothing(self, i: int) -> list[Any]:
+        """The outputs of a chunk of which nothing is asked."""
+        raise NotImplementedError
+
+    def nothing_summed(self) -> list[Any]:
+        """The sums of no chunk."""
+        raise NotImplementedError
+
+    def _within(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], Any, Any]:
+        """The other program's inputs, outputs and sums, with a graph between them."""
+        create = torch.is_grad_enabled()
+        a, b = (_views(xs), _views(shared)) if create else (_aliases(xs), _aliases(shared))
+        with torch.enable_grad():
+            ys, terms = self.of.one(i, a, b)
+        if create:
+            refuse_lost(self.forward.asked, [y for y in (*ys, *terms) if isinstance(y, Tensor)])
+        return [*a, *b, *self.leaves], ys, terms
+
+
+class Backward(_Derived):
+    """The pullback: of cotangents, to cotangents of each chunk's inputs; the others are summed."""
+
+    def needs(self, i: int) -> bool:
+        """Whether a cotangent comes in, at the chunk or at what is summed."""
+        return any(self.there[i]) or any(self.there[-1])
+
+    def nothing(self, i: int) -> list[Any]:
+        """A zero for each input."""
+        return [None] * self.widths[i]
+
+    def nothing_summed(self) -> list[Any]:
+        """A zero for each shared input and each leaf."""
+        return [None] * (self.shared_width + len(self.leaves))
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """Cotangents of the chunk's inputs, then of what all chunks share."""
+        create = torch.is_grad_enabled()
+        xs, shared, cts, shared_cts = self.split(i, xs, shared)
+        inputs, ys, terms = self._within(i, xs, shared)
+        cts += shared_cts if terms else []
+        own = len(xs) + len(shared)
+        grads = self.pulled([*ys, *terms], inputs, cts, own, create, create)
+        return grads[: len(xs)], grads[len(xs) :]
+
+    def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
+        """All chunks whose graphs were kept, in one pass."""
+        retained = self.of.retained if isinstance(self.of, Forward) else {}
+        if not retained:
+            return set()
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        own = next(iter(retained.values()))[1]
+        inputs = [x for xs, _, _ in retained.values() for x in xs]
+        outs = [y for _, _, ys in retained.values() for y in ys]
+        cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
+        # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
+        inputs += own
+        grads = self.pulled(outs, [*inputs, *self.leaves], cts, len(inputs), keep, False)
+        had, left = set(retained), iter(grads)
+        for i in retained:
+            found[i] = [next(left) for _ in range(self.widths[i])]
+        sums.add(list(left))
+        if not keep:
+            retained.clear()
+        return had
+
+
+def _refuse_edits(outs: Entries) -> None:
+    """An edited cotangent is no linear map, whose transposed would be the pushforward."""
+    for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
+        edit = reverse_only_at(node)
+        if edit is not None:
+            raise GradtoolsError(
+                f"chunked: f holds {edit}, which has a reverse rule only, so forward mode cannot "
+                "enter it. Use vjp or grad, or for second derivatives "
+                "mode='reverse_over_reverse'."
+            )
+
+
+class Pushed(_Derived):
+    """The pushforward, as the transpose of the pullback: dual levels do not nest."""
+
+    def nothing(self, i: int) -> list[Any]:
+        """Outputs with no tangent have no place."""
+        return []
+
+    def nothing_summed(self) -> list[Any]:
+        """As many of sums."""
+        return []
+
+    def one(self, i: int, xs: Entries, shared: Entries) -> tuple[list[Any], list[Any]]:
+        """Tangents of the chunk's outputs and of its terms."""
+        create = torch.is_grad_enabled()
+        xs, shared, dxs, dshared = self.split(i, xs, shared)
+        inputs, ys, terms = self._within(i, xs, shared)
+        outs = [*ys, *terms]
+        _refuse_edits(outs)
+        with torch.enable_grad():
+            dummies = [_dummy(y) for y in outs]
+            pulled = pulled_back(outs, inputs, dummies, True, True)
+        there = [d is not None for d in dummies]
+        wanted = [d for d in dummies if d is not None]
+        pushed = self.pulled(pulled, wanted, [*dxs, *dshared], len(wanted), create, create)
+        pushed = spread(pushed, there)
+        return pushed[: len(ys)], pushed[len(ys) :]
+
+
+def pulled_back(
+    outs: Entries, inputs: Entries, cts: Entries, keep: bool, create: bool
+) -> list[Any]:
+    """Cotangents of outs to cotangents of inputs, where there is a way."""
+    pairs = [
+        (y, ct)
+        for y, ct in zip(outs, cts, strict=True)
+        if ct is not None and isinstance(y, Tensor) and y.requires_grad
+    ]
+    asked = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+    if not pairs or not any(asked):
+        return [None] * len(inputs)
+    grads = torch.autograd.grad(
+        [y for y, _ in pairs],
+        [x for x, a in zip(inputs, asked, strict=True) if a],
+        [ct for _, ct in pairs],
+        retain_graph=keep,
+        create_graph=create,
+        allow_unused=True,
+    )
+    if create:
+        grads = guarded_gradients("chunked or frozen", [y for y, _ in pairs], grads)
+    return spread(grads, asked)
+
+
+def _dummy(y: Any) -> Tensor | None:
+    tracked = isinstance(y, Tensor) and y.requires_grad
+    return torch.zeros_like(y, requires_grad=True) if tracked else None
+
+
+class Sums:
+    """Terms that add up, narrow ones in float32, in place where nobody else sees it."""
+
+    def __init__(self) -> None:
+        self._sums: list[Any] = []
+        self._dtypes: list[Any] = []
+        self._owned: list[bool] = []
+
+    def add(self, terms: Sequence[Any]) -> None:
+        """One more of each; None is zero."""
+        if not self._sums:
+            self._sums, self._dtypes = [None] * len(terms), [None] * len(terms)
+            self._owned = [False] * len(terms)
+        for k, term in enumerate(terms):
+            if term is not None:
+                self._add(k, term)
+
+    def _add(self, k: int, term: Tensor) -> None:
+        total = self._sums[k]
+        if total is None:
+            self._dtypes[k] = term.dtype
+            narrow = term.dtype in _NARROW
+            self._sums[k], self._owned[k] = (term.float() if narrow else term), narrow
+        elif self._owned[k] and not (total.requires_grad or term.requires_grad):
+            total += term
+        else:
+            self._sums[k], self._owned[k] = total + term, True
+
+    @property
+    def total(self) -> list[Any]:
+        """The sums, in the terms' dtypes."""
+        pairs = zip(self._sums, self._dtypes, strict=True)
+        return [s if s is None else s.to(dtype) for s, dtype in pairs]
+
+
+# --- a program as one node of autograd's graph --------------------------------------------
+
+
+def node_of(
+    program: Program, rows: Rows, shared: Entries, known: tuple[Rows, list[Any]] | None = None
+) -> tuple[Rows, list[Any]]:
+    """The outputs and sums of a program, differentiable with respect to its inputs and leaves.
+
+    known: The outputs and sums, if they were evaluated already. Beneath functorch they cannot
+    be, since there the evaluation stands under the transforms' levels.
+    """
+    inputs = [*flattened(rows), *shared, *program.leaves]
+    shape: list[Any] = []
+    eager = False
+    outs = [] if known is None else _chosen(program, known, shape, True)
+    if known is not None:
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        dual = any(is_dual(x) for x in inputs)
+        if not outs or not (tracked or dual):
+            return known
+        eager = not dual and not is_compiling()
+    maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
+    if eager:
+        results = list(_Node.apply(maps, outs, *inputs))
+    else:
+        results = apply_rule(_rule(maps, known and outs), *inputs)
+    counts, there = shape
+    flat = spread(results, there)
+    if known is not None:
+        everything = [*flattened(known[0]), *known[1]]
+        flat = [y if t else e for y, t, e in zip(flat, there, everything, strict=True)]
+    parts = _cut_up(flat, counts)
+    return parts[:-1], parts[-1]
+
+
+def _chosen(program: Program, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
+    """The outputs and sums that are the node's outputs; shape tells afterwards which."""
+    outs = [
+        (y, isinstance(y, Tensor) and (not known or program.attaches(i, k)))
+        for i, ys in enumerate([*found[0], found[1]])
+        for k, y in enumerate(ys)
+    ]
+    shape[:] = [[len(ys) for ys in found[0]], [there for _, there in outs]]
+    return [y for y, there in outs if there]
+
+
+@dataclass(frozen=True)
+class _Maps:
+    """The two linear maps of a program on its inputs, rows of `widths` and `width` shared."""
+
+    program: Program
+    widths: list[int]
+    width: int
+    shape: list[Any]  # as `_chosen` says it
+
+    def cotangent(self, saved: Entries, cts: Entries) -> list[Any]:
+        """One for each input and leaf."""
+        counts, there = self.shape
+        full = spread(cts, there)
+        if self.program is self.program.forward:  # its sums are carries
+            full = full[: sum(counts)]
+        found = self._vectors(saved, full, counts)
+        return self.program.pull(self.widths, self.width, found[2], *found[:2])
+
+    def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
+        """One for each output."""
+        found = self._vectors(saved, dxs, self.widths)
+        pushed = self.program.push(self.widths, self.width, found[2], *found[:2])
+        there = self.shape[1]
+        pushed += [None] * (len(there) - len(pushed))  # of carries
+        return [dy for dy, t in zip(pushed, there, strict=True) if t]
+
+    def _vectors(self, saved: Entries, given: Entries, counts: list[int]) -> tuple[Any, Any, Any]:
+        parts, vs = _cut_up(saved, self.widths), _cut_up(given, counts)
+        there = [[v is not None for v in row] for row in vs]
+        both = [
+            [*xs, *(v for v in row if v is not None)]
+            for xs, row in zip([*parts[:-1], parts[-1][: self.width]], vs, strict=True)
+        ]
+        return both[:-1], both[-1], there
+
+
+class _Node(torch.autograd.Function):
+    """A program where the engine alone differentiates: no transform, and no dual number yet.
+
+    A rule's node is for those as well, and takes longer than a small network.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.maps = maps
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(*[y for y in outs if not is_inexact(y)])
+        return tuple([y.view_as(y) if any(y is x for x in inputs) else y for y in outs])
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor | None) -> Any:
+        alive = [None if ct is None else _alive(ct) for ct in cts]
+        return None, None, *ctx.maps.cotangent(_unchanged(ctx), alive)
+
+
+def _unchanged(ctx: Any) -> Any:
+    """What was saved; autograd tells of a tensor that was changed since, in words of its own."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified" not in str(error):
+            raise
+        asked = ctx.maps.program.forward.asked
+        raise GradtoolsError(
+            f"{asked}: an argument or a parameter was changed in place after the forward pass, and "
+            "the backward pass needs it as it was. Clone it before you change it."
+        ) from error
+
+
+def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
+    """A program as a rule on its inputs and leaves."""
+    program, widths, width, shape = maps.program, maps.widths, maps.width, maps.shape
+
+    def primal(*xs: Tensor) -> list[Tensor]:
+        ys = known
+        if ys is None:
+            parts = _cut_up(xs, widths)
+            found = program.evaluate(parts[:-1], parts[-1][:width])
+            ys = _chosen(program, found, shape, False)
+        return [y.view_as(y) if any(y is x for x in xs) else y for y in ys]  # an input is saved
+
+    def mapped(size: int, axes: Any, xs: Entries, randomness: str) -> Any:
+        count = sum(widths) + width
+        on = _cut_up([d is not None for d in axes[:count]], widths)
+        found, wanted = program.batched(size, on, randomness, False)
+        front = [
+            x if not w else x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d, w in zip(xs[:count], axes[:count], flattened(wanted), strict=True)
+        ]
+
+        def axes_of(out: Entries) -> tuple[int | None, ...]:
+            batched = [True] * len(shape[1])
+            if isinstance(found, Backward) and not found.vectors_only[0]:
+                # the sums of leaves are sums over the batch, too
+                batched[len(batched) - len(found.leaves) :] = [False] * len(found.leaves)
+            pairs = zip(batched, shape[1], strict=True)
+            return tuple([0 if b else None for b, there in pairs if there])
+
+        batch = _rule(_Maps(found, widths, width, shape))
+        return batch, [*front, *xs[count:]], axes_of
+
+    asked = program.forward.asked
+    return Rule(asked, primal, maps.tangent, maps.cotangent, captures=False, mapped=mapped)
+
+
+def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:
+    """What a program derived from another gives, differentiable where that is asked."""
+    known = None
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        known = program.evaluate(rows, shared)
+    rows, sums = node_of(program, rows, shared, known)
+    return [*flattened(rows), *sums]
+
+
+def flattened(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """The entries of all rows."""
+    return [x for row in rows for x in row]
+
+
+def _cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
+    """Rows of these widths, then a row of what is left."""
+    left = iter(flat)
+    rows = [[next(left) for _ in range(width)] for width in widths]
+    return [*rows, list(left)]
+
+
+# --- tensors -----------------------------------------------------------------------------
+
+
+def _primal(x: Any) -> Any:
+    return forward_ad.unpack_dual(x).primal if is_dual(x) else x
+
+
+def untracked(x: Any) -> Any:
+    """The same numbers, in no graph."""
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _cut(y: Any) -> Any:
+    return y.detach() if isinstance(y, Tensor) and y.requires_grad else y
+
+
+def _aliases(xs: Entries) -> list[Any]:
+    """The same numbers as leaves of a graph of their own."""
+    return [alias_of(x) for x in xs]
+
+
+def alias_of(x: Tensor) -> Tensor:
+    """The same numbers as a leaf of a graph of its own; integers as they are."""
+    if not is_inexact(x):
+        return x
+    with torch.inference_mode(False):
+        x = x.clone() if x.is_inference() else _primal(x).detach()
+        return x.requires_grad_()
+
+
+def _views(xs: Entries) -> list[Any]:
+    """The same numbers, in the graph that they are in, under names of their own."""
+    return [x.view_as(x) if x.requires_grad else alias_of(x) for x in xs]
+
+
+def pieces_of(chunks: Chunks) -> list[list[Any]]:
+    """Each chunk's part of every array that is split, then its part of lists."""
+    columns = [_parts(chunks, x, axis) for x, axis in chunks.splits]
+    return [
+        [*(column[i] for column in columns), *map(_apart, chunks.lists[i])]
+        for i in range(chunks.cut.count)
+    ]
+
+
+def _apart(x: Any) -> Any:
+    """The same memory, whose changes are counted apart: a graph of another piece is untouched."""
+    plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
+    return x.data if plain and not is_dual(x) else x
+
+
+def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
+    cut, tracked = chunks.cut, x.requires_grad or is_wrapped(x)
+    if tracked and cut.interleaved:  # one node for all, whose backward pass is one scatter
+        x = x.index_select(axis, torch.tensor(flattened(cut.rows), device=x.device))
+    if tracked:
+        return x.split(cut.sizes, axis)
+    before = (slice(None),) * axis
+    return [_apart(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]

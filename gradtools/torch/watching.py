@@ -1,0 +1,230 @@
+"""What is asked of programs over chunks besides their numbers, and what they refuse.
+
+Whether f is computed again, and by whom; how far it is; how many bytes a graph keeps; whether f
+gives the same numbers the second time; modules and captured tensors with which it cannot.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from gradtools.chunking import Chunks, progress_bar
+from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.torch import trees
+from gradtools.torch.rules import is_dual
+from gradtools.torch.state import Snapshot
+
+if TYPE_CHECKING:
+    from gradtools.torch.programs import Forward
+
+Tensor = torch.Tensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+_here = threading.local()
+REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the process's
+
+
+def is_replaying() -> bool:
+    """Whether this thread computes a chunk again."""
+    return getattr(_here, "replaying", False)
+
+
+def set_replaying(on: bool) -> None:
+    """Notes whether this thread does so."""
+    _here.replaying = on
+
+
+def steps(chunks: Chunks, count: int) -> Iterator[int]:
+    """The numbers of chunks, with a progress bar if one is asked for."""
+    bar = progress_bar(count) if chunks.options.progress and count > 1 else None
+    try:
+        for i in range(count):
+            yield i
+            if bar is not None:
+                bar.update()
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextmanager
+def bytes_saved(forward: Forward) -> Iterator[list[int]]:
+    """Counts what a graph saves besides inputs, parameters and buffers."""
+    known = [*forward.tensors, *(x for x, _ in forward.start.reached.watched)]
+    for module, _ in forward.start.reached.modules.values():
+        known += module.buffers()
+    seen = {x.untyped_storage().data_ptr() for x in known if x.layout is torch.strided}
+    size = [0]
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            size[0] += storage.nbytes()
+        return x
+
+    try:
+        with saved_tensors_hooks(pack, lambda x: x):
+            yield size
+    except RuntimeError as error:
+        if "yet support saved tensor hooks" not in str(error):
+            raise
+        raise GradtoolsError(
+            f"{forward.asked}: f holds a transform of torch.func, inside of which PyTorch does "
+            "not tell what graphs keep, so memory_budget cannot be held. Leave it out, or use "
+            "gt.grad, gt.vjp and their like in f."
+        ) from error
+
+
+class Seen:
+    """With verify: what the modules and f gave at one chunk, as checksums."""
+
+    def __init__(self, forward: Forward, i: int) -> None:
+        self.forward, self.i = forward, i
+        self.modules: list[tuple[int, list[int]]] = []
+        self.outs: list[int] = []
+
+    @classmethod
+    @contextmanager
+    def by(cls, forward: Forward, i: int) -> Iterator[Seen]:
+        """Watches the modules that are called inside."""
+        seen, thread = cls(forward, i), threading.get_ident()
+
+        def note(module: Any, args: Any, out: Any) -> None:
+            if threading.get_ident() == thread:
+                seen.modules.append((id(module), _checksums(out)))
+
+        handle = torch.nn.modules.module.register_module_forward_hook(note)
+        try:
+            yield seen
+        finally:
+            handle.remove()
+
+    def compare(self, outs: Sequence[Any]) -> None:
+        """Keeps the first pass; raises if what is computed again is something else."""
+        self.outs = _checksums(list(outs))
+        if not is_replaying():
+            self.forward.seen[self.i] = self
+            return
+        first = self.forward.seen[self.i]
+        if first.forward.batches != self.forward.batches:
+            return  # a batch is computed where one was alone before
+        if first.outs == self.outs and first.modules == self.modules:
+            return
+        pairs = zip(first.modules, self.modules, strict=False)
+        place = next((new for old, new in pairs if old != new), None)
+        where = "outside of its modules"
+        if place is not None:
+            module, name = self.forward.start.reached.modules.get(place[0], (None, "a module"))
+            where = f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
+        raise GradtoolsError(
+            f"{self.forward.asked}: chunk {self.i} gives other numbers when it is computed again, "
+            f"first {where}. It depends on something that is neither an argument, a random "
+            "stream, nor held by a module or variable that f can reach; or a kernel is not "
+            "deterministic (torch.use_deterministic_algorithms). Its gradient would be wrong."
+        )
+
+
+def _checksums(tree: Any) -> list[int]:
+    leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
+    return [_checksum(x.detach()) for x in leaves]
+
+
+def _checksum(x: Tensor) -> int:
+    known = x.layout is torch.strided and x.device.type != "meta"
+    if not known or "Batched" in repr(torch._C._dispatch_keys(x)):
+        return 0
+    plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return zlib.crc32(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else 0
+
+
+# --- what is refused ---------------------------------------------------------------------
+
+_OWN_WRAPPERS = {
+    "DistributedDataParallel": "It would reduce gradients once for each chunk. Wrap the other way "
+    "round: DistributedDataParallel around a module whose forward calls chunked on the plain one.",
+    "FullyShardedDataParallel": "Its parameters are gathered and freed around each call; use "
+    "DistributedDataParallel around a module whose forward calls chunked.",
+    "FSDPModule": "Its parameters are gathered and freed around each call; use "
+    "DistributedDataParallel around a module whose forward calls chunked.",
+    "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
+    "module whose forward calls chunked.",
+}
+_TOLD: set[str] = set()
+
+
+def own_wrapper(module: Any) -> str | None:
+    """The kind of a module of PyTorch's that has its own way with parameters."""
+    kinds = [kind for kind in type(module).__mro__ if kind.__name__ in _OWN_WRAPPERS]
+    return next((k.__name__ for k in kinds if k.__module__.startswith("torch.")), None)
+
+
+def check_modules(asked: str, start: Snapshot, f: Any) -> None:
+    """Raises for modules that chunks cannot have; tells of those that mean another thing there."""
+    for module, name in start.reached.modules.values():
+        kind = own_wrapper(module)
+        if kind is not None:
+            raise GradtoolsError(f"{asked}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
+        normalises = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        if asked == "chunked" and normalises and module.training:
+            _tell(f, name)
+
+
+def _tell(f: Any, name: str) -> None:
+    called = getattr(f, "__name__", type(f).__name__)
+    if called in _TOLD:
+        return
+    _TOLD.add(called)
+    warnings.warn(
+        f"chunked: {name} is a batch normalisation in training mode. It normalises each chunk by "
+        "that chunk's own statistics, as the plain loop over chunks does, so the result is not "
+        "the full batch's. For that use evaluation mode, or a normalisation of single examples.",
+        GradtoolsWarning,
+        stacklevel=2,
+    )
+
+
+class Captures(TorchFunctionMode):
+    """Refuses what f captured of a transform, which is a constant to it: the zero is silent."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.forward = forward
+        # Under a batch, or a transform of its own, f sees others that are not captured.
+        self.known = {id(x) for x, _ in forward.start.reached.watched if is_wrapped(x)}
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = torch._C._functorch.peek_interpreter_stack() is None
+        if getattr(fun, "__name__", "") == "__get__":  # a shape, say
+            return fun(*args, **(kwargs or {}))
+        for x in trees.flatten((args, kwargs))[0]:
+            if isinstance(x, Tensor) and is_wrapped(x) and (plain or id(x) in self.known):
+                raise captured_error(self.forward, x)
+        return fun(*args, **(kwargs or {}))
+
+
+def captured_error(forward: Forward, what: Any) -> GradtoolsError:
+    """what: The tensor, or the node that made it; None for one of a transform."""
+    name = forward.start.name_of(
+        lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
+    )
+    return GradtoolsError(
+        f"{forward.asked}: f captured {'a tensor' if name is None else name!r} that is computed "
+        "from others, or belongs to a transform of torch.func, and is no argument; its derivative "
+        "would be lost or counted twice. Pass it to f as an argument, with None in in_axes."
+    )
+
+
+def parameters_of(start: Snapshot) -> list[Tensor]:
+    """The leaves that can be reached from f and are differentiated."""
+    tensors = [x for x, _ in start.reached.watched if not is_wrapped(x)]
+    return [x for x in tensors if x.requires_grad and x.is_leaf]

@@ -184,6 +184,7 @@ _WING = os.path.dirname(__file__)
 _MANAGED = {
     os.path.join(_WING, "frozen.py"): "frozen",
     os.path.join(_WING, "programs.py"): "chunked",
+    os.path.join(_WING, "chunking.py"): "chunked",
 }
 
 

@@ -11,7 +11,7 @@ memory limited setup, 2021, for contrastive losses). With F the work of a forwar
 that of a backward pass, n chunks of which k keep their graph cost 4F - (k/n)F.
 
 Here a call is read and cut; how the chunks run, and run again, stands in the wings'
-`chunking.py`.
+`chunking.py`, in PyTorch in `programs.py` beneath it.
 """
 
 from __future__ import annotations

@@ -233,3 +233,15 @@ def test_a_recording_inside_of_a_recording_is_refused_and_leaves_nothing_behind(
         gt.gradient_graph(f, torch.ones(3))
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
     assert gt.gradient_graph(torch.exp, torch.ones(3)).nodes
+
+
+def test_cutting_and_joining_are_marked_as_the_chunks_are():
+    f = gt.chunked(torch.sin, chunk_size=2)
+    graph = gt.gradient_graph(lambda x: f(x).sum(), torch.ones(4, 3))
+    marks = {n.operation: n.mark for n in graph.nodes if n.phase == 0}
+    assert marks == {
+        "split_with_sizes": "chunked",
+        "sin": "chunked",
+        "concatenate": "chunked",
+        "sum": "",
+    }

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradtools.testing.checks import check_derivatives as check_derivatives
-    from gradtools.testing.checks import check_rule as check_rule
     from gradtools.testing.compare import cross_check as cross_check
     from gradtools.testing.divergence import first_divergence as first_divergence
     from gradtools.testing.kinks import conventions as conventions
@@ -21,12 +20,13 @@ if TYPE_CHECKING:
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
+    from gradtools.testing.rulechecks import check_rule as check_rule
     from gradtools.testing.tolerances import tolerance as tolerance
     from gradtools.testing.tolerances import tolerance_table as tolerance_table
 
 _HOMES = {
     "check_derivatives": "checks",
-    "check_rule": "checks",
+    "check_rule": "rulechecks",
     "cross_check": "compare",
     "conventions": "kinks",
     "first_divergence": "divergence",

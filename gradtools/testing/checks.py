@@ -105,8 +105,8 @@ def check_derivatives(
     Source: Griewank and Walther, Evaluating Derivatives, 2008, chapter 3 (dot-product test);
     Ridders, Accurate computation of F'(x) and F'(x)F''(x), 1982 (extrapolated differences).
     """
-    _check_settings(order, modes)
-    with double_precision(_is_jax(backend) and wants_64_bits(args)):
+    check_settings(order, modes)
+    with double_precision(is_jax(backend) and wants_64_bits(args)):
         probe = Probe("check_derivatives", f, args, backend)
         check = Check(probe, modes, numeric, allow_jumps, seed)
         check.first_order()
@@ -115,60 +115,8 @@ def check_derivatives(
     return check.report.require()
 
 
-def check_rule(
-    rule: Any, args: Sequence[Any], backend: Any, order: int = 2, *, seed: int = 0
-) -> Report:
-    """Checks a custom rule: its parts one by one, then the function that it makes.
-
-    The parts are checked as plain functions: fwd's and jvp's value against fun's; that bwd
-    returns one entry for each argument, each like its argument; bwd and jvp against slopes of
-    fun, and against each other; bwd's linearity in the cotangent and jvp's in the tangent. At
-    second order bwd(residuals, v) is differentiated through fwd: a residual whose derivative is
-    lost on the way (detached, or computed outside the framework) is named, and so is a bwd or jvp
-    that treats a residual or primal as a constant. Then `check_derivatives` checks the rule in
-    all modes.
-
-    Args:
-        rule: What `gt.custom_rule` made: callable, with the attributes `fun`, `fwd`, `bwd` and
-            `jvp` (None where not given), and `static_argnames`. A `jax.custom_vjp`
-            or `jax.custom_jvp` of real arrays will do, and so will a `gradtools.rules.Rule`.
-        args: As in `check_derivatives`.
-        backend: As in `check_derivatives`.
-        order: 1 or 2.
-        seed: Chooses the random directions.
-
-    Returns:
-        A `Report`, as `check_derivatives` does.
-
-    Raises:
-        AgreementError: The rule is wrong. It names the part, the argument or the residual.
-        GradtoolsError: `rule` is no rule, or as `check_derivatives` does.
-
-    Example:
-        >>> import numpy as np
-        >>> from types import SimpleNamespace
-        >>> from gradtools.testing import check_rule
-        >>> class Square:
-        ...     fun = staticmethod(lambda x: x * x)
-        ...     fwd = staticmethod(lambda x: (x * x, x))
-        ...     bwd = staticmethod(lambda x, ct: (3 * x * ct,))  # wrong: should be 2
-        ...     __call__ = fun
-        >>> check_rule(Square(), (np.array([1.0, 2.0]),), gt)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        gradtools.testing.report.AgreementError: ...bwd | finite differences of argument 0...
-    """
-    from gradtools.testing.rulechecks import RuleCheck
-
-    _check_settings(order, None)
-    with double_precision(_is_jax(backend) and wants_64_bits(args)):
-        check = RuleCheck(rule, args, backend, seed)
-        check.parts(order)
-        check.report.require()
-        check.whole(order)
-    return check.report.require()
-
-
-def _check_settings(order: int, modes: Sequence[str] | None) -> None:
+def check_settings(order: int, modes: Sequence[str] | None) -> None:
+    """Raises if no such check can be asked for."""
     if order not in (1, 2):
         raise GradtoolsError(f"check_derivatives: order is {order!r}; expected 1 or 2.")
     unknown = [m for m in modes or () if m not in MODES]
@@ -178,7 +126,8 @@ def _check_settings(order: int, modes: Sequence[str] | None) -> None:
         )
 
 
-def _is_jax(backend: Any) -> bool:
+def is_jax(backend: Any) -> bool:
+    """Whether a backend, or its name, is JAX's."""
     return "jax" in (backend if isinstance(backend, str) else getattr(backend, "__name__", ""))
 
 

@@ -11,7 +11,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,14 +23,29 @@ from gradtools.torch import trees
 from gradtools.torch.rules import is_dual
 from gradtools.torch.state import Snapshot
 
-if TYPE_CHECKING:
-    from gradtools.torch.programs import Forward
-
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 _here = threading.local()
 REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the process's
+
+
+class Watched(Protocol):
+    """What is seen of a program here.
+
+    Attributes:
+        asked: What the user called.
+        start: What stood behind f when it ran first.
+        tensors: The tensors among its arguments.
+        batches: Of vmap.
+        seen: With verify: what the first pass gave, by chunk.
+    """
+
+    asked: str
+    start: Snapshot
+    tensors: list[Tensor]
+    batches: tuple[tuple[int, str], ...]
+    seen: dict[int, Seen]
 
 
 def is_replaying() -> bool:
@@ -57,7 +72,7 @@ def steps(chunks: Chunks, count: int) -> Iterator[int]:
 
 
 @contextmanager
-def bytes_saved(forward: Forward) -> Iterator[list[int]]:
+def bytes_saved(forward: Watched) -> Iterator[list[int]]:
     """Counts what a graph saves besides inputs, parameters and buffers."""
     known = [*forward.tensors, *(x for x, _ in forward.start.reached.watched)]
     for module, _ in forward.start.reached.modules.values():
@@ -88,14 +103,14 @@ def bytes_saved(forward: Forward) -> Iterator[list[int]]:
 class Seen:
     """With verify: what the modules and f gave at one chunk, as checksums."""
 
-    def __init__(self, forward: Forward, i: int) -> None:
+    def __init__(self, forward: Watched, i: int) -> None:
         self.forward, self.i = forward, i
         self.modules: list[tuple[int, list[int]]] = []
         self.outs: list[int] = []
 
     @classmethod
     @contextmanager
-    def by(cls, forward: Forward, i: int) -> Iterator[Seen]:
+    def by(cls, forward: Watched, i: int) -> Iterator[Seen]:
         """Watches the modules that are called inside."""
         seen, thread = cls(forward, i), threading.get_ident()
 
@@ -196,7 +211,7 @@ def _tell(f: Any, name: str) -> None:
 class Captures(TorchFunctionMode):
     """Refuses what f captured of a transform, which is a constant to it: the zero is silent."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Watched) -> None:
         super().__init__()
         self.forward = forward
         # Under a batch, or a transform of its own, f sees others that are not captured.
@@ -212,7 +227,7 @@ class Captures(TorchFunctionMode):
         return fun(*args, **(kwargs or {}))
 
 
-def captured_error(forward: Forward, what: Any) -> GradtoolsError:
+def captured_error(forward: Watched, what: Any) -> GradtoolsError:
     """what: The tensor, or the node that made it; None for one of a transform."""
     name = forward.start.name_of(
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))

@@ -16,7 +16,7 @@ of the vocabulary needs a line in `operations.py` and a lowering; a new primitiv
 `Formula.verified` before it is shown, and with a derivation by hand by `Formula.agrees_with`.
 """
 
-from gradtools.seeing.formula.formula import Agreement as Agreement
+from gradtools.seeing.formula.comparing import Agreement as Agreement
 from gradtools.seeing.formula.formula import Check as Check
 from gradtools.seeing.formula.formula import Formula as Formula
 from gradtools.seeing.formula.formula import Values as Values

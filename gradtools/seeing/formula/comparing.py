@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +12,36 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.expressions import BOOLEAN, COMPLEX, INTEGER, Expr
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formula.formula import Agreement, Formula, Values
+    from gradtools.seeing.formula.formula import Formula, Values
 
 Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether a derivation agrees with the formula; truthy if it does.
+
+    Attributes:
+        agrees: Yes or no.
+        error: The greatest relative error over all that was compared.
+        where: The first entry that differs, such as "x̄[0, 2]"; empty if none does.
+        formula: The formula's value there.
+        derivation: The derivation's value there.
+        message: The same in words.
+    """
+
+    agrees: bool
+    error: float
+    where: str = ""
+    formula: Any = None
+    derivation: Any = None
+    message: str = ""
+
+    def __bool__(self) -> bool:
+        return self.agrees
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def draw(rng: np.random.Generator, p: Expr) -> np.ndarray:
@@ -160,8 +188,6 @@ def compare(
     convert: Callable[[np.ndarray], Any] | None,
 ) -> Agreement:
     """The derivation at each point beside the formula's own numbers."""
-    from gradtools.seeing.formula.formula import Agreement
-
     worst, finite = 0.0, 0
     for inputs, cotangents, directions in points:
         mine = formula.evaluate(inputs, cotangents, directions, captured=captured)
@@ -217,8 +243,6 @@ def _array(b: Any, like: np.ndarray) -> np.ndarray:
 def _difference(
     name: str, a: np.ndarray, b: Any, tolerance: float, least: float
 ) -> Agreement | None:
-    from gradtools.seeing.formula.formula import Agreement
-
     found = _array(b, a)
     if found.shape != a.shape:
         message = f"no: {name} has shape {a.shape}, the derivation gives {found.shape}"

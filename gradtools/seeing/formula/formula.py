@@ -19,7 +19,7 @@ from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control, files
 from gradtools.seeing.formula import typesetting as ts
-from gradtools.seeing.formula.comparing import compare, draw, near, verify
+from gradtools.seeing.formula.comparing import Agreement, compare, draw, near, verify
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, order, placeholder, substitute
 from gradtools.seeing.formula.lowering import Lowered, lower
@@ -55,33 +55,6 @@ class Check:
             f"agrees with automatic differentiation at {points} "
             f"(greatest relative error {self.error:.1e}){said}"
         )
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Whether a derivation agrees with the formula; truthy if it does.
-
-    Attributes:
-        agrees: Yes or no.
-        error: The greatest relative error over all that was compared.
-        where: The first entry that differs, such as "x̄[0, 2]"; empty if none does.
-        formula: The formula's value there.
-        derivation: The derivation's value there.
-        message: The same in words.
-    """
-
-    agrees: bool
-    error: float
-    where: str = ""
-    formula: Any = None
-    derivation: Any = None
-    message: str = ""
-
-    def __bool__(self) -> bool:
-        return self.agrees
-
-    def __str__(self) -> str:
-        return self.message
 
 
 class Formula:

@@ -30,7 +30,7 @@ def run_demo(
     settings = QUICK if quick else Settings()
     sides = [make_side(name, settings) for name in backends]
     print(_opening(backends, settings))
-    records = train_all(sides, settings, seeds)
+    records = train_all(sides, settings, range(seeds))
     print(report(records, backends))
     from gradtools.demo.picture import draw
 
@@ -51,15 +51,15 @@ def make_side(name: str, settings: Settings) -> Side:
     return JaxSide(settings)
 
 
-def train_all(sides: Sequence[Side], settings: Settings, seeds: int) -> list[Record]:
+def train_all(sides: Sequence[Side], settings: Settings, seeds: Sequence[int]) -> list[Record]:
     """For every seed one training without reversal and one with, in that order."""
     with ExitStack() as stack:
         for side in sides:
             stack.enter_context(side.working())
-        bar = stack.enter_context(tqdm(total=2 * seeds * settings.steps, unit="step"))
+        bar = stack.enter_context(tqdm(total=2 * len(seeds) * settings.steps, unit="step"))
         return [
             _train(sides, load_domains(seed), settings, Record(seed, reverses), bar)
-            for seed in range(seeds)
+            for seed in seeds
             for reverses in (False, True)
         ]
 

@@ -34,6 +34,7 @@ _SKIPPED: dict[str, Callable[..., Any]] = {}
 _IN_PYTHON = (
     "gradtools.torch.chunking",
     "gradtools.torch.frozen",
+    "gradtools.torch.gathering",
     "gradtools.torch.programs",
     "gradtools.torch.watching",
     "gradtools.torch.state",

@@ -15,7 +15,7 @@ class Batch:
     """Arguments with the axis on which each leaf is split; None where it is shared.
 
     An argument that is a list, and is to be split, is a list of examples, if `lists` says so.
-    With `whole` nothing is split.
+    With `whole` nothing is split, whatever `in_axes` says.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Batch:
         whole: bool = False,
     ) -> None:
         self.backend, self.asked, self.args = backend, asked, tuple(args)
-        entries = self._entries(in_axes, set(shared))
+        entries = [None] * len(args) if whole else self._entries(in_axes, set(shared))
         self.lists = [
             i
             for i, axis in enumerate(entries)
@@ -39,7 +39,7 @@ class Batch:
         self.treedefs = [treedef for _, treedef in flat]
         self.leaves = [[self._as_array(leaf) for leaf in leaves] for leaves, _ in flat]
         self.axes = [
-            [None] * len(leaves) if i in self.lists else self._leaf_axes(i, axes, leaves)
+            [None] * len(leaves) if whole or i in self.lists else self._leaf_axes(i, axes, leaves)
             for i, (axes, leaves) in enumerate(zip(entries, self.leaves, strict=True))
         ]
         self.size = 1 if whole else self._checked_size(entries)

@@ -25,6 +25,8 @@ from gradtools.calls import with_article
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
 
+_ONE, _LEAN = Cut(1, 1), Options(0)  # a use is one chunk
+
 
 class Freezing(Operators):
     """The operators that take a function for a constant."""
@@ -88,8 +90,8 @@ class Freezing(Operators):
         uses = self._backend.frozen_uses(memory_budget)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            batch = Batch(self._backend, "frozen", args, (None,) * len(args), whole=True)
-            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), Cut(1, 1), Options(0))
+            batch = Batch(self._backend, "frozen", args, None, whole=True)
+            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), _ONE, _LEAN)
             return whole.result(self._backend.run_frozen(whole, uses), [])
 
         def frozen_G(*args: Any, **kwargs: Any) -> Any:

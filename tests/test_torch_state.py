@@ -138,11 +138,14 @@ def test_what_did_not_change_is_shared():
 
 
 def test_streams_that_were_drawn_from_are_kept():
-    for draw, kept in ((random.random, (True, False)), (draw_numpy, (False, True))):
+    for number, draw in enumerate((random.random, draw_numpy, lambda: torch.rand(1))):
         before = Snapshot.of([], [])
-        draw()
+        first = draw()
         streams = before.without_unused_streams().streams
-        assert (streams.python is not None, streams.numpy is not None) == kept
+        kept = streams.python is not None, streams.numpy is not None, bool(streams.states)
+        assert kept == tuple(number == k for k in range(3))
+        streams.restore()
+        assert draw() == first
     seed_numpy(0)
     draw_numpy()  # one number is left over, which takes nothing more from the stream
     before = Snapshot.of([], [])
@@ -162,7 +165,7 @@ def test_python_s_generator_is_compared_where_it_lies_or_read_out(known, monkeyp
         assert before.used().python is not None
         later = before.again()
         assert later is not before and later.numpy is before.numpy
-        assert Randomness.everywhere([], before).python[0] == random.getstate()
+        assert later.python[0] == random.getstate()
         before.restore()
         assert random.getstate() == before.python[0]
     random.gauss(0, 1)

@@ -137,7 +137,7 @@ def refuse_lost(asked: str, outs: Sequence[Tensor]) -> None:
 def nodes_of(outs: Sequence[Tensor]) -> Iterator[Any]:
     """The nodes of the autograd graph of outs, leaves' among them."""
     seen: set[Any] = set()
-    todo = [get_gradient_edge(y).node for y in outs if y.requires_grad]
+    todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     while todo:
         node = todo.pop()
         if node in seen:

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -255,8 +254,7 @@ class _Use(Forward):
 
     def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         """Tangents of the outputs, in forward mode without any graph."""
-        flags = {**self.modes.flags, "encoder fast path": False}  # it is taken without a graph
-        use = self.with_modes(replace(self.modes, flags=flags))
+        use = self.with_modes(self.modes.without_fast_path())
         _products_of_zero_cost_nothing()
         fixed = [x for x, _ in self.start.reached.watched]
         use.within = lambda: OneTangent(fixed)

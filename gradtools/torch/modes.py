@@ -31,19 +31,6 @@ def batchings() -> int:
     return torch._C._vmapmode_decrement_nesting()
 
 
-@contextmanager
-def outside_of_batchings() -> Iterator[None]:
-    """Inside, no such level is open."""
-    depth = batchings()
-    for _ in range(depth):
-        torch._C._vmapmode_decrement_nesting()
-    try:
-        yield
-    finally:
-        for _ in range(depth):
-            torch._C._vmapmode_increment_nesting()
-
-
 class LevelTaken(Exception):
     """Someone is in forward mode already: the caller's caller, or another thread."""
 
@@ -117,6 +104,27 @@ class Modes:
         )
         return replace(self, flags={**self.flags, **others, "plain attention": True})
 
+    def without_fast_path(self) -> Modes:
+        """With encoder layers' fused kernel off, which they take where no graph is kept."""
+        flags = {**self.flags, "encoder fast path": False}
+        return Modes(flags, self.autocast, self.cached, self.grad, self.device)
+
+    def outside_of_batchings(self) -> AbstractContextManager[None]:
+        """As `again`, and outside of the levels of ``is_grads_batched``."""
+        depth = batchings()
+        return self._outside(depth) if depth > 0 else self.again()
+
+    @contextmanager
+    def _outside(self, depth: int) -> Iterator[None]:
+        for _ in range(depth):
+            torch._C._vmapmode_decrement_nesting()
+        try:
+            with self.again():
+                yield
+        finally:
+            for _ in range(depth):
+                torch._C._vmapmode_increment_nesting()
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all is as it stood; outside, as it was."""
@@ -172,6 +180,8 @@ def _standing() -> dict[str, Any]:
 
 
 def _set(now: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if now == wanted:
+        return
     for name, (_, put) in _flags().items():
         if now[name] != wanted[name]:
             put(wanted[name])

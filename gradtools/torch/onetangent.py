@@ -105,10 +105,11 @@ def _layer(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _is_wide(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a linear layer's time is mostly that of reading its weight, as its inputs are few."""
-    if weight.numel() < max(_MANY, 4 * x.numel()) or x.dim() < 2 or not _alike(x, dx):
+    size = weight.numel()
+    if size < _MANY or size < 8 * x.numel() or x.dim() < 2 or x.shape != dx.shape:
         return False
-    plain = type(x) is type(dx) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
-    return plain and weight.layout == x.layout == torch.strided and _one_dtype(x, weight, bias)
+    plain = type(x) is type(dx) is Tensor and type(weight) in _PLAIN
+    return plain and weight.layout is x.layout is _STRIDED and _one_dtype(x, dx, weight, bias)
 
 
 def _at_once(x: Tensor, dx: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -292,8 +293,11 @@ _PROJECTIONS = ("_in_projection", "_in_projection_packed")
 
 def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing is cast, be it by autocast."""
-    same = all(other is None or other.dtype == x.dtype for other in others)
-    return same and not torch.is_autocast_enabled(x.device.type)
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype != dtype:
+            return False
+    return not torch._C._is_any_autocast_enabled()
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -349,6 +353,7 @@ def _of_attention(
 
 
 _MANY = 2**18  # below it joining the inputs costs more than it saves
+_PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 _WIDE = (torch.float32, torch.float64)  # the plain formula of others has steps of its own
 _ATTENTION = _without_question(functional.multi_head_attention_forward)
 _RULED_ATTENTION = _ruled_attention()

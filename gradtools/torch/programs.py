@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
-from gradtools.torch.modes import Modes, outside_of_batchings
+from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
 from gradtools.torch.state import Snapshot
@@ -175,7 +175,7 @@ class Forward(Program):
             pieces[k] = x if is_inexact(x) or not self.beneath else x.clone()
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
-        again = self._again() if is_replaying() else nullcontext()
+        again = self.modes.outside_of_batchings() if is_replaying() else nullcontext()
         with again, Seen.by(self, i) if self.chunks.options.verify else nullcontext() as seen:
             outs, carry = self._called(i, pieces, own)
             if seen is not None:
@@ -210,12 +210,6 @@ class Forward(Program):
             fun = torch.vmap(fun, in_dims, randomness=randomness)
         found = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
         return found[: counts[0]], found[counts[0] :]
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """Inside, modes are those of the first pass, outside of the vmap of is_grads_batched."""
-        with outside_of_batchings(), self.modes.again():
-            yield
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         """f once more, for what it does to streams, buffers and the carry."""
@@ -301,14 +295,17 @@ class Forward(Program):
             if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise captured_error(self, None)
         for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
-            if isinstance(node, BackwardCFunction) and _is_once_differentiable(type(node)):
-                self.once = type(node).__name__.removesuffix("Backward")
-            self.edit = reverse_only_at(node) or self.edit
-            if type(node).__name__ == "AccumulateGrad":
+            kind = type(node)
+            if kind.__name__ == "AccumulateGrad":
                 if id(node.variable) not in own:
                     leaves[id(node.variable)] = node.variable
-            elif node._sequence_nr() < began:
+                continue
+            if node._sequence_nr() < began:
                 raise captured_error(self, node)
+            if issubclass(kind, BackwardCFunction):
+                if _is_once_differentiable(kind):
+                    self.once = kind.__name__.removesuffix("Backward")
+                self.edit = reverse_only_at(node) or self.edit
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if not self.beneath:
@@ -361,9 +358,12 @@ class Forward(Program):
                 set_replaying(before)
                 now.restore()
 
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
+    def without_hooks(self) -> AbstractContextManager[None]:
         """The leaves' hooks fire once, on the sum, and not for each chunk."""
+        return self._without_hooks() if self.leaves else nullcontext()
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
         with REPLAYS:
             held = [x._backward_hooks for x in self.leaves if x._backward_hooks]
             kept = [dict(hooks) for hooks in held]
@@ -632,19 +632,18 @@ class Sums:
     def _add(self, k: int, term: Tensor) -> None:
         total = self._sums[k]
         if total is None:
-            self._dtypes[k] = term.dtype
-            narrow = term.dtype in _NARROW
-            self._sums[k], self._owned[k] = (term.float() if narrow else term), narrow
+            self._sums[k], self._dtypes[k] = term, term.dtype
         elif self._owned[k] and not (total.requires_grad or term.requires_grad):
             total += term
         else:
-            self._sums[k], self._owned[k] = total + term, True
+            wide = total.float() if total.dtype in _NARROW else total
+            self._sums[k], self._owned[k] = wide + term, True
 
     @property
     def total(self) -> list[Any]:
         """The sums, in the terms' dtypes."""
         pairs = zip(self._sums, self._dtypes, strict=True)
-        return [s if s is None else s.to(dtype) for s, dtype in pairs]
+        return [s if s is None or s.dtype == dtype else s.to(dtype) for s, dtype in pairs]
 
 
 # --- a program as one node of autograd's graph --------------------------------------------
@@ -664,7 +663,7 @@ def node_of(
     outs = [] if known is None else _chosen(program, known, shape, True)
     if known is not None:
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        dual = any(is_dual(x) for x in inputs)
+        dual = forward_ad._current_level >= 0 and any(map(is_dual, inputs))
         if not outs or not (tracked or dual):
             return known
         eager = not dual and not is_compiling()
@@ -845,6 +844,8 @@ def alias_of(x: Tensor) -> Tensor:
     """The same numbers as a leaf of a graph of its own; integers as they are."""
     if not is_inexact(x):
         return x
+    if not (torch.is_inference_mode_enabled() or x.is_inference()):
+        return _primal(x).detach().requires_grad_()
     with torch.inference_mode(False):
         x = x.clone() if x.is_inference() else _primal(x).detach()
         return x.requires_grad_()

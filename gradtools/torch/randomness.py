@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ numpy_state, set_numpy_state = np.random.get_state, np.random.set_state
 class Randomness:
     """The states of generators: PyTorch's on some devices, and python's and NumPy's if asked."""
 
-    states: dict[torch.device, Tensor]
-    python: Any = None  # as `_python_state` gives it
+    states: dict[torch.device, Any]  # as `_state` gives them
+    python: Any = None  # as `_python_state`
     numpy: Any = None
 
     @classmethod
@@ -36,70 +37,53 @@ class Randomness:
         return cls({d: _state(d) for d in devices if d.type != "meta"})
 
     @classmethod
-    def everywhere(cls, kinds: Iterable[str], like: Randomness | None = None) -> Randomness:
-        """Python's, NumPy's, and PyTorch's on the CPU and all devices of these kinds.
-
-        like: An earlier one, which is shared as far as nothing was drawn since.
-        """
+    def everywhere(cls, kinds: Iterable[str]) -> Randomness:
+        """Python's, NumPy's, and PyTorch's on the CPU and all devices of these kinds."""
         devices = [torch.device("cpu")]
         for kind in sorted(set(kinds) - {"cpu", "meta"}):
             count = torch.get_device_module(kind).device_count()
             devices += [torch.device(kind, i) for i in range(count)]
-        return (like or cls({}))._at(devices, True, True)
+        return cls({d: _state(d) for d in devices}, _python_state(), _numpy_state())
 
     def again(self) -> Randomness:
         """The same generators' states, where they stand now; itself, if nothing was drawn."""
-        return self._at(self.states, self.python is not None, self.numpy is not None)
-
-    def _at(self, devices: Iterable[torch.device], python: bool, numpy: bool) -> Randomness:
-        """The states of these generators now, those of self where they are the same."""
-        states = {d: self._state_of(d) for d in devices}
-        found = Randomness(
-            states,
-            None if not python else self.python if self._python_stands() else _python_state(),
-            None if not numpy else self.numpy if self._numpy_stands() else _numpy_state(),
+        moved = self.used()
+        if not moved.states and moved.python is None and moved.numpy is None:
+            return self
+        return Randomness(
+            {d: _state(d) if d in moved.states else state for d, state in self.states.items()},
+            self.python if moved.python is None else _python_state(),
+            self.numpy if moved.numpy is None else _numpy_state(),
         )
-        same = found.python is self.python and found.numpy is self.numpy
-        if same and states.keys() == self.states.keys():
-            return self if all(s is self.states[d] for d, s in states.items()) else found
-        return found
-
-    def _state_of(self, device: torch.device) -> Tensor:
-        known, now = self.states.get(device), _state(device)
-        return now if known is None or not torch.equal(known, now) else known
 
     def used(self) -> Randomness:
-        """The same, less python's and NumPy's generators if nothing was drawn from them since.
+        """The same, less the generators of which nothing was drawn since.
 
-        These two take longer to put back than a small layer takes to compute.
+        To read them and to put them back takes longer than a small layer takes to compute.
         """
-        python = None if self._python_stands() else self.python
-        numpy = None if self._numpy_stands() else self.numpy
-        if python is self.python and numpy is self.numpy:
-            return self
-        return Randomness(self.states, python, numpy)
+        return Randomness(
+            {d: state for d, state in self.states.items() if state[1] != _state(d)[1]},
+            None if self.python is None or self._python_stands() else self.python,
+            None if self.numpy is None or self._numpy_stands() else self.numpy,
+        )
 
     def _python_stands(self) -> bool:
-        if self.python is None:
-            return False
         state, bits = self.python
         if bits is None:
             return bool(state == random.getstate())
-        return bool(bits == _python_bits() and state[-1] == _PYTHON.gauss_next)
+        return bool(bits == _PYTHON_MEMORY.raw and state[-1] == _PYTHON.gauss_next)
 
     def _numpy_stands(self) -> bool:
-        if self.numpy is None:
-            return False
         state, known = self.numpy
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not known or state.get("has_gauss") or type(bits) is not np.random.MT19937:
             return _same_numpy(state, numpy_state(legacy=False))
         # With no number left over from before, whatever is drawn moves these.
-        return bool(known == ctypes.string_at(bits.ctypes.state_address, len(known)))
+        return bool(known == _numpy_memory(bits).raw)
 
     def restore(self) -> None:
         """Puts the generators where they stood."""
-        for device, state in self.states.items():
+        for device, (state, _) in self.states.items():
             _set_state(device, state)
         if self.python is not None:
             random.setstate(self.python[0])
@@ -108,13 +92,13 @@ class Randomness:
 
     def stands(self) -> bool:
         """Whether nothing was drawn since."""
-        return all(torch.equal(_state(d), s) for d, s in self.states.items())
+        return all(_state(d)[1] == bits for d, (_, bits) in self.states.items())
 
     def stood(self, later: Randomness | None) -> bool:
         """Whether nothing was drawn until then."""
         if later is None:
             return False
-        return all(torch.equal(later.states[d], s) for d, s in self.states.items())
+        return all(later.states[d][1] == bits for d, (_, bits) in self.states.items())
 
 
 @contextmanager
@@ -141,10 +125,13 @@ def restored(randomness: Randomness | None) -> Iterator[None]:
 
 _PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
 _NUMBERS = 625  # the state's, each of 32 bits
+_MEMORY = ctypes.c_char * (4 * _NUMBERS)
+_PYTHON_MEMORY = _MEMORY.from_address(id(_PYTHON) + object.__basicsize__)  # read if `_KNOWN`
 
 
-def _python_bits() -> bytes:
-    return ctypes.string_at(id(_PYTHON) + object.__basicsize__, 4 * _NUMBERS)
+@lru_cache(1)
+def _numpy_memory(bits: np.random.MT19937) -> ctypes.Array[ctypes.c_char]:
+    return _MEMORY.from_address(bits.ctypes.state_address)
 
 
 def _in_memory(numbers: Sequence[int]) -> bytes:
@@ -157,7 +144,7 @@ def _python_is_known() -> bool:
     large = _PYTHON.__sizeof__() >= object.__basicsize__ + 4 * _NUMBERS
     if sys.implementation.name != "cpython" or not large or type(_PYTHON) is not random.Random:
         return False
-    return _python_bits() == _in_memory(random.getstate()[1])
+    return _PYTHON_MEMORY.raw == _in_memory(random.getstate()[1])
 
 
 _KNOWN = _python_is_known()
@@ -186,10 +173,13 @@ def _same_numpy(a: Any, b: Any) -> bool:
     return a.tobytes() == b.tobytes() if isinstance(a, np.ndarray) else bool(a == b)
 
 
-def _state(device: torch.device) -> Tensor:
+def _state(device: torch.device) -> tuple[Tensor, bytes]:
+    """A generator's state, and its bytes, by which it is compared."""
     if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
+        state = torch.default_generator.get_state()
+    else:
+        state = torch.get_device_module(device).get_rng_state(device)
+    return state, ctypes.string_at(state.data_ptr(), state.numel())  # in transforms as well
 
 
 def _set_state(device: torch.device, state: Tensor) -> None:

@@ -16,7 +16,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
@@ -73,12 +73,12 @@ class Snapshot:
         """What stands behind `roots` now.
 
         tensors: Those whose devices' random streams count, besides those that are found.
-        like: An earlier one, which is shared as far as nothing changed since.
+        like: An earlier one with all its streams, which is shared as far as nothing changed since.
         """
         roots = [x for x in roots if type(x) not in _ATOMS]
         kinds = {x.device.type for x in tensors}
         if like is not None and like.reached.starts_from(roots, kinds) and like.reached.stands():
-            return like._taken_again(Randomness.everywhere(like.reached.kinds, like.streams))
+            return like._taken_again(like.streams.again())
         return cls._walked(roots, kinds)
 
     @classmethod
@@ -118,8 +118,9 @@ class Snapshot:
 
     def without_unused_streams(self) -> Snapshot:
         """The same after the function has run, less the streams that it drew nothing from."""
+        versions, contents, arrays = self.versions, self._contents, self._arrays
         streams = self.streams.used()
-        return self if streams is self.streams else replace(self, streams=streams)
+        return Snapshot(streams, self.reached, versions, contents, arrays, self._states)
 
     def restore(self) -> None:
         """Puts everything back, bit for bit."""

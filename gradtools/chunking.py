@@ -252,14 +252,15 @@ class Chunking(Operators):
             A pytree of arrays with all rows along axis 0, in the order of ranks.
 
         Raises:
-            GradtoolsError: PyTorch: axis_name was given, no process group exists, or shapes
-                differ between processes. JAX: group was given, axis_name is missing or unknown.
+            GradtoolsError: PyTorch: axis_name was given, no process group exists, shapes differ
+                between processes, or a batch of cotangents comes in (`is_grads_batched=True`).
+                JAX: group was given, axis_name is missing or unknown.
 
         Example:
             >>> callable(gt.gather)
             True
         """
-        return self._backend.gather(x, axis_name, group)
+        return self._backend.uncompiled(self._backend.gather, x, axis_name, group)
 
     def is_replaying(self) -> bool:
         """Whether a chunk is being computed a second time, for hooks with side effects.

@@ -220,6 +220,50 @@ def orders_of_gather(rank, world):
 
 
 @check
+def transforms_of_gather(rank, world):
+    """PyTorch's, and the operators that stand on them, of functions that gather."""
+    x = batch(world)
+    rows = slice(rank * ROWS, (rank + 1) * ROWS)
+    mine = x[rows]
+    cubes = lambda y: gt.gather(y) ** 3
+    total = lambda y: cubes(y).sum()
+    both = torch.stack([mine, 2 * mine])
+    twice = torch.stack([x, 2 * x])
+    slope = 3 * world * mine**2
+    found = [
+        torch.func.grad(total)(mine),
+        torch.func.grad(lambda y: (torch.func.grad(total)(y) ** 2).sum())(mine),
+        torch.func.jvp(cubes, (mine,), (mine.sin(),))[1],
+        torch.vmap(cubes)(both),
+        torch.vmap(cubes, -1)(both.movedim(0, -1)),
+        torch.vmap(torch.func.grad(total))(both),
+        torch.func.jacrev(total)(mine),
+        torch.func.jacfwd(cubes)(mine).sum((2, 3)),
+        torch.func.hessian(total)(mine).sum((2, 3)),
+        gt.jacobian(cubes, mode="reverse")(mine).sum((0, 1)),
+        gt.jacobian(cubes, mode="forward")(mine).sum((2, 3)),
+        gt.hessian(total)(mine).sum((2, 3)),
+        gt.hvp(total, (mine,), (mine.sin(),))[1][0],
+    ]
+    return found, [
+        slope,
+        # The slopes' squares are summed over the processes as well, each of which asks for them.
+        world * 6 * mine * 2 * slope,
+        3 * x**2 * x.sin(),
+        twice**3,
+        twice**3,
+        3 * world * both**2,
+        slope,
+        3 * x**2,
+        6 * world * mine,
+        slope,
+        3 * x**2,
+        6 * world * mine,
+        6 * world * mine * mine.sin(),
+    ]
+
+
+@check
 def trees_and_groups(rank, world):
     mine = {"a": torch.full((2, 1), float(rank)), "b": [torch.arange(3) + 10 * rank]}
     everything = gt.gather(mine)
@@ -343,6 +387,37 @@ def test_ddp_around_chunked_is_ddp_around_the_plain_loop(processes):
 def test_gather_is_differentiated_to_any_order_and_in_forward_mode(processes):
     for found, expected in found_by(processes, "orders_of_gather"):
         assert close(found, expected)
+
+
+def test_gather_in_transforms(processes):
+    for found, expected in found_by(processes, "transforms_of_gather"):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def one_process_alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gather_in_compiled_code(one_process_alone):
+    x = torch.randn(3, 2, dtype=torch.float64)
+    total = lambda x: (gt.gather(x) ** 3).sum()
+    for take in (gt.grad, torch.func.grad):
+        found = torch.compile(lambda x, take=take: take(total)(x), backend="aot_eager")(x)
+        torch.testing.assert_close(found, 3 * x**2)
+    z = x.clone().requires_grad_()
+    torch.compile(total, backend="aot_eager")(z).backward()
+    torch.testing.assert_close(z.grad, 3 * x**2)
+
+
+def test_a_batch_of_cotangents_is_not_sent(one_process_alone):
+    x = torch.ones(2, requires_grad=True, dtype=torch.float64)
+    y = gt.gather(x)
+    with pytest.raises(GradtoolsError, match="gather: a batch of cotangents"):
+        torch.autograd.grad(y, x, torch.eye(2, dtype=torch.float64), is_grads_batched=True)
 
 
 def test_gather_takes_trees_and_groups(processes):

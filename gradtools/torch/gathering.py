@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule
 from gradtools.torch import trees
+from gradtools.torch.modes import batchings
+from gradtools.torch.rules import apply_rule
 
 Tensor = torch.Tensor
 
@@ -30,57 +36,80 @@ def gather(x: Any, axis_name: Any, group: Any) -> Any:
 
 
 def _gathered(x: Any, group: Any) -> Tensor:
-    import torch.distributed as dist
-
     if not isinstance(x, Tensor) or x.ndim == 0:
         raise GradtoolsError("gather: expected tensors with rows along axis 0.")
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, (tuple(x.shape), str(x.dtype)), group)
+    shapes = _of_all((tuple(x.shape), str(x.dtype)), group)
     if len(set(shapes)) > 1:
         raise GradtoolsError(
             f"gather: the processes hold different shapes or dtypes: {shapes}. Pad the rows to "
             "one length, and leave the padding out of the loss."
         )
-    return _Gather.apply(x, group)
+    return _all_rows_of(x, group)
 
 
-class _Gather(torch.autograd.Function):
-    """All rows; its adjoint adds up what all processes ask of one's own rows."""
+def _of_all(value: Any, group: Any) -> list[Any]:
+    """All processes' values. What is sent must be plain memory, whatever transform is under way."""
+    import torch.distributed as dist
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        import torch.distributed as dist
-
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Any:
-        return _SumOfOwn.apply(ct, ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, _: None) -> Tensor:
-        return _Gather.apply(dx, ctx.group)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with temporarily_clear_interpreter_stack():
+        dist.all_gather_object(found, value, group)
+    return found
 
 
-class _SumOfOwn(torch.autograd.Function):
-    """One's own rows of the sum over processes: the adjoint of `_Gather`."""
+# --- two linear maps, each the other's adjoint ---------------------------------------------------
 
-    @staticmethod
-    def forward(ctx: Any, ct: Tensor, group: Any) -> Tensor:
-        import torch.distributed as dist
 
-        ctx.group = group
-        total = ct.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+def _all_rows_of(x: Tensor, group: Any) -> Tensor:
+    """All processes' rows."""
+    return _linear(_all_rows, _all_rows_of, _own_rows_of, x, group)
 
-    @staticmethod
-    def backward(ctx: Any, c: Tensor) -> Any:
-        return _Gather.apply(c, ctx.group), None
 
-    @staticmethod
-    def jvp(ctx: Any, dct: Tensor, _: None) -> Tensor:
-        return _SumOfOwn.apply(dct, ctx.group)
+def _own_rows_of(x: Tensor, group: Any) -> Tensor:
+    """One's own rows of the sum over processes."""
+    return _linear(_own_rows, _own_rows_of, _all_rows_of, x, group)
+
+
+def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
+    """A map of rows, as a rule; under vmap the batch is one more axis of each row."""
+
+    def along(linear: Any, _: Any, vs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if v is None else linear(v, group) for v in vs]
+
+    def mapped(size: int, axes: Any, xs: Sequence[Tensor], randomness: str) -> Any:
+        return rule, [xs[0].movedim(axes[0], 1)], lambda outs: (1,)
+
+    def primal(x: Tensor) -> list[Tensor]:
+        if batchings() > 0:
+            raise GradtoolsError(
+                "gather: a batch of cotangents (is_grads_batched=True, vectorize=True) cannot be "
+                "sent to other processes. Use gt.jacobian, or torch.func's transforms."
+            )
+        return [value(x, group)]
+
+    rule = Rule(
+        "gather",
+        primal,
+        partial(along, forth),
+        partial(along, back),
+        saves=(),
+        captures=False,
+        mapped=mapped,
+    )
+    return apply_rule(rule, x)[0]
+
+
+def _all_rows(x: Tensor, group: Any) -> Tensor:
+    import torch.distributed as dist
+
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group)
+    return torch.cat(parts)
+
+
+def _own_rows(x: Tensor, group: Any) -> Tensor:
+    import torch.distributed as dist
+
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()

@@ -59,7 +59,7 @@ PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
 OURS, BUDGET = "gt.frozen", "gt.frozen, memory_budget for all"
 CHECKPOINT = {"PyTorch": "torch.utils.checkpoint", "JAX": "jax.checkpoint"}
 MODELS = ("dense",) if QUICK else ("dense", "convolutional", "transformer")
-CODES = {"dense": (64, 1024), "convolutional": (16, 16), "transformer": (4, 32, 128)}
+CODES = {"dense": (32, 2048), "convolutional": (16, 16), "transformer": (4, 32, 128)}
 if QUICK:
     CODES["dense"] = (8, 16)
 CHANNELS, SIDE, HEADS = 32, 16, 4

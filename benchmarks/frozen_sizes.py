@@ -93,6 +93,7 @@ NETWORKS = [
     dense(24, 64),
     dense(8, 256),
     dense(24, 256),
+    dense(4, 1024),
     dense(8, 1024),
     decoder(8, 16, 8),
     decoder(24, 16, 8),

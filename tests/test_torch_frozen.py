@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -622,6 +623,25 @@ def test_a_wide_layer_reads_its_weight_once(case):
     for own, plain in zip(found, expected, strict=True):
         torch.testing.assert_close(own, plain)
         assert own.untyped_storage().nbytes() == own.nbytes, "keeps the joined product"
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(512, 520), nn.LayerNorm(512), nn.Softmax(-1), nn.Linear(512, 520, bias=False)],
+    ids=repr,
+)
+def test_what_autocast_casts_is_left_to_pytorch(layer):
+    layer.requires_grad_(False)
+    x, dx = torch.randn(2, 3, 512), torch.randn(2, 3, 512)
+    found = []
+    for within in (lambda _: nullcontext(), OneTangent):
+        with forward_ad.dual_level(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            with within(layer.parameters()):
+                dual = layer(forward_ad.make_dual(x, dx))
+            found += [*forward_ad.unpack_dual(dual)]
+    plain, tangent, own, own_tangent = found
+    assert own.dtype == plain.dtype and torch.equal(own, plain)
+    assert own_tangent.dtype == tangent.dtype and torch.equal(own_tangent, tangent)
 
 
 class Products(TorchDispatchMode):

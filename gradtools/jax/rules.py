@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of
 from gradtools.jax import tracing
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
 from gradtools.jax.trees import conj, is_inexact
@@ -281,6 +281,8 @@ def _transpose(rule: Rule, which: str, linear: Any, examples: Any, values: Any) 
             return _transposed_by_vjp(linear, examples, values)
         return list(jax.linear_transpose(linear, *map(_shape, examples))(list(values)))
     except _NOT_LINEAR as error:
+        if not is_of("jax", error):
+            raise
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
             f"but JAX cannot transpose it: a {which} map must be linear in its {which}s. "

@@ -41,6 +41,7 @@ from gradtools.torch.programs import (
     outputs_of,
     pulled_back,
 )
+from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
@@ -535,8 +536,9 @@ _TOLD: set[tuple[str, bool]] = set()
 
 def _lacking(error: Exception) -> str | None:
     """What lacks a derivative, if that is what the error says; a kernel by its name."""
+    text = torch_says(error)
     for pattern, name in _LACKING.items():
-        found = pattern.search(str(error))
+        found = pattern.search(text)
         if found is not None:
             return name or found.group(1)
     return None

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.torch import trees
+from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_dual
 from gradtools.torch.state import Snapshot
 
@@ -91,7 +92,7 @@ def bytes_saved(forward: Watched) -> Iterator[list[int]]:
         with saved_tensors_hooks(pack, lambda x: x):
             yield size
     except RuntimeError as error:
-        if "yet support saved tensor hooks" not in str(error):
+        if "yet support saved tensor hooks" not in torch_says(error):
             raise
         raise GradtoolsError(
             f"{forward.asked}: f holds a transform of torch.func, inside of which PyTorch does "

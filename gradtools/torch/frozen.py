@@ -525,6 +525,7 @@ _LACKING = {
     re.compile(r"derivative for (\S+) is not implemented"): "",
     re.compile("must implement the jvp function|marked with @once_differentiable"): _FUNCTION,
     re.compile("does(?: not|n't) require grad"): "a derivative or a hook on a gradient in G",
+    re.compile("Could not run 'aten::_efficientzerotensor'"): "a product with a sparse tensor",
     re.compile("Nested forward mode AD is not supported"): "torch.func.jvp in G",
     re.compile(
         "view size is not compatible with input tensor's"

@@ -32,10 +32,15 @@ def explained(asked: str) -> Iterator[None]:
         mend = next((mend for part, mend in _MENDS.items() if part in text), None)
         if mend is None:
             raise
-        said = f"{asked}: {mend} PyTorch says: {error}{place_of(error)}"
+        said = f"{asked}: {mend} PyTorch says{place_of(error)}: {error}"
         raise refusal(error, said) from error
 
 
+_NO_FORWARD_MODE = (
+    "f holds an operation that has no forward mode in PyTorch. For attention use "
+    "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "
+    "linearize, which needs double backward instead."
+)
 _NO_GRAPH = (
     "f sets a hook on a gradient or takes a derivative by torch.autograd.grad, and is pushed "
     "along in forward mode, which records no graph. Use gt.grad in f, or take a derivative in "
@@ -52,11 +57,8 @@ _MENDS = {
         "of softmax, log_softmax or logsumexp, whose tangents it cannot differentiate. For these "
         "push by linearize(f, *primals)[1] in place of jvp."
     ),
-    "Trying to use forward AD with": (
-        "f holds an operation that has no forward mode in PyTorch. For attention use "
-        "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "
-        "linearize, which needs double backward instead."
-    ),
+    "Trying to use forward AD with": _NO_FORWARD_MODE,
+    "Could not run 'aten::_efficientzerotensor'": _NO_FORWARD_MODE,  # of sparse tensors
     "vmap: It looks like you're attempting to use a Tensor in some data-dependent": (
         "f branches on values, which vmap cannot follow. per_example_grad and jacobian take "
         "chunk_size=1, a plain loop that can."
@@ -83,6 +85,10 @@ _MENDS = {
     "use_reentrant=True": (
         "f holds a reentrant torch.utils.checkpoint, which takes no derivative with respect to "
         "chosen inputs. Pass use_reentrant=False to it, or use gt.checkpoint."
+    ),
+    "leaf Variable that requires grad is being used in an in-place operation": (
+        "f changes an argument in place that is differentiated, or a parameter. Clone it in f "
+        "first."
     ),
     "marked with @once_differentiable": (
         "f holds a torch.autograd.Function marked once_differentiable, which has no second "

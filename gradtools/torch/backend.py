@@ -204,6 +204,8 @@ class TorchBackend:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             from torch.utils.checkpoint import checkpoint
 
+            if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+                return chunking.checkpointed(self, f, args, kwargs)
             region: dict[str, Any] = {} if is_compiling() else {"context_fn": _Region().contexts}
             return checkpoint(f, *args, use_reentrant=False, **region, **kwargs)
 

@@ -233,10 +233,11 @@ def captured_error(forward: Watched, what: Any) -> GradtoolsError:
     name = forward.start.name_of(
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
     )
+    shared = ", with None in in_axes" if forward.asked == "chunked" else ""
     return GradtoolsError(
         f"{forward.asked}: f captured {'a tensor' if name is None else name!r} that is computed "
         "from others, or belongs to a transform of torch.func, and is no argument; its derivative "
-        "would be lost or counted twice. Pass it to f as an argument, with None in in_axes."
+        f"would be lost or counted twice. Pass it to f as an argument{shared}."
     )
 
 

@@ -29,7 +29,7 @@ def is_linear(
 ) -> bool:
     """Whether sums and multiples go through `run`.
 
-    v, w: Vectors of `digits`.
+    v, w: Vectors of four binary digits.
     gap: The largest modulus of a difference; two NaNs do not differ, nor what is equal.
     slack: What may differ of an array's size where nothing cancels.
     reach: A power of two by which the vectors may be multiplied and divided.
@@ -58,11 +58,6 @@ def is_linear(
                 off = _distance(gap, _scaled(factor, y)[k], scaled[k]) / factor
                 noise[k] = max(noise[k], off)
     return all(_distance(gap, sums[k], expected[k]) <= _TIMES * noise[k] for k in left)
-
-
-def digits(wave: Array, rounded: Callable[[Array], Array]) -> Array:
-    """Numbers between -1 and 1 as numbers of four binary digits."""
-    return rounded(16.0 * wave) / 16.0
 
 
 def _scaled(factor: float, xs: Entries) -> list[Any]:

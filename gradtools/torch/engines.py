@@ -31,7 +31,6 @@ from gradtools.torch.rules import evaluated_to_push, is_inexact
 from gradtools.torch.stopping import Stops
 from gradtools.torch.terms import (
     NORMALISATIONS,
-    RightTangents,
     first_of,
     guarded_gradients,
     guarded_tangents,
@@ -242,7 +241,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
         ]
-        with RightTangents(), torch.enable_grad(), Stops(hidden=not keep):
+        with torch.enable_grad(), Stops(hidden=not keep, again=keep):
             outs, extras = fun(*duals)
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
@@ -424,7 +423,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
         if is_compiling():
             outs, extras = fun(*xs)
         else:
-            with RightTangents(), torch.enable_grad(), Stops(hidden=False):
+            with torch.enable_grad(), Stops(hidden=False, again=True):
                 outs, extras = fun(*xs)
         return tuple(outs), tuple(extras)
 

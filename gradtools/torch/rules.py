@@ -143,7 +143,7 @@ def is_dual(x: Any) -> bool:
     """Whether x is a tensor with a tangent."""
     if forward_ad._current_level < 0 or not isinstance(x, Tensor) or not is_inexact(x):
         return False
-    x = _unwrapped(x)
+    x = unwrapped(x)
     if "Batched" in repr(torch._C._dispatch_keys(x)):
         return False  # of the vmap of before functorch, in which dual numbers cannot be
     return forward_ad.unpack_dual(x).tangent is not None
@@ -220,7 +220,7 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if any(level.key() in _DERIVATIVES for level in levels):
         return True
-    plain = [_unwrapped(x) for x in xs] if levels else xs
+    plain = [unwrapped(x) for x in xs] if levels else xs
     if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
         return True
     if forward_ad._current_level < 0:
@@ -231,7 +231,8 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
-def _unwrapped(x: Tensor) -> Tensor:
+def unwrapped(x: Tensor) -> Tensor:
+    """x beneath the wrappers of torch.func's transforms."""
     while _is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
@@ -690,7 +691,7 @@ def _real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
     if TracingContext.try_get() is None:
         yield
         return
-    mode = detect_fake_mode([_unwrapped(x) for x in xs])
+    mode = detect_fake_mode([unwrapped(x) for x in xs])
     if mode is None:
         yield
         return

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, redispatch_function
+
+from gradtools.torch.upstream_bugs import bug_of, pushed_rightly
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -27,6 +29,7 @@ Kwargs = dict[str, Any]
 _unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
 _graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 _tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -35,10 +38,12 @@ class Stops(TorchFunctionMode):
 
     hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
         then runs without one, until f switches them on itself because it needs one.
+    again: Whether the tangents may be differentiated: some then go another way.
     """
 
-    def __init__(self, hidden: bool) -> None:
+    def __init__(self, hidden: bool, again: bool = False) -> None:
         super().__init__()
+        self._again = again
         self._level = forward_ad._current_level
         self._hidden = hidden
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
@@ -55,8 +60,10 @@ class Stops(TorchFunctionMode):
             return self._switched(*args)
         if fun is torch.autograd.grad:
             return self._pulled(args, kwargs)
+        if type(fun) is FunctionType and _PLAIN.issuperset(types) and bug_of(fun) is None:
+            return self._within(fun, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return fun(*args, **kwargs)
+            return pushed_rightly(fun, args, kwargs, self._again)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
             return fun(*args) or self._requires(args[0])
         if not (self._hidden and torch.is_grad_enabled()):
@@ -69,7 +76,15 @@ class Stops(TorchFunctionMode):
 
     def flowing(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """The function, in the caller's modes."""
-        return fun(*args, **kwargs) if kwargs else fun(*args)
+        return pushed_rightly(fun, args, kwargs, self._again)
+
+    def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A function of PyTorch's in Python, whose operations are seen as well."""
+        TorchFunctionMode.__enter__(self)
+        try:
+            return redispatch_function(fun, (), args, kwargs)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
 
     def _pulled(self, args: Args, kwargs: Kwargs) -> Any:
         """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""

@@ -1,0 +1,420 @@
+"""Workarounds for derivatives that PyTorch has wrong, as data.
+
+Found by sweeping all of PyTorch's own table of operators (`gradtools.testing.sweeps`). A `Bug`
+names the operation, what is wrong, upstream's issue, and what is done in its place while gradtools
+pushes a tangent: mostly the transpose of reverse mode (`transposed.py`), else a formula of plain
+operations. A custom operator is never trusted with forward mode: PyTorch drops its tangent in
+silence wherever only a backward is registered. `docs/upstream-bugs.md` is written from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._C import DispatchKey
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from gradtools.torch.rules import is_inexact, unwrapped
+from gradtools.torch.transposed import NoTranspose, by_reverse_mode
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+TANGENT = "tangent"
+TANGENT_AGAIN = "derivative of the tangent"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A derivative that PyTorch has wrong.
+
+    Attributes:
+        operation: As its documentation names it, without `torch.`.
+        wrong: What is: "tangent" (forward mode), or "derivative of the tangent" (reverse or
+            forward mode over forward mode).
+        gives: What plain PyTorch gives: "another number", "NaN", "zero", "an error".
+        issue: Upstream's, such as "torch#196702"; empty where no report was found.
+        instead: A formula of plain operations with the same arguments; None: reverse mode is
+            transposed.
+        when: Of its arguments, whether they are such that it is wrong; None: always.
+        example: A loss of x, with `torch`, that shows it, as Python code; empty: another of the
+            same issue does.
+    """
+
+    operation: str
+    wrong: str
+    gives: str
+    issue: str = ""
+    instead: Callable[..., Any] | None = None
+    when: Callable[..., bool] | None = None
+    example: str = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of its name."""
+        return self.operation.rpartition(".")[2]
+
+
+# --- formulas of plain operations ------------------------------------------------------------
+
+
+def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    """By doubling steps (Hillis and Steele, Data parallel algorithms, 1986)."""
+    if input.dim() == 0:
+        return input * 1
+    y, step = input.movedim(dim, 0), 1
+    while step < y.shape[0]:
+        y = torch.cat((y[:step], torch.logaddexp(y[step:], y[:-step])))
+        step *= 2
+    return y.movedim(0, dim)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    return _scaled(_normalised(input, dims, eps), weight, bias)
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    with torch.no_grad():  # which moves the running statistics
+        value = _value(input)
+        torch.batch_norm(
+            value, None, None, running_mean, running_var, True, momentum, eps, cudnn_enabled
+        )
+    dims = (0, *range(2, input.dim()))
+    shape = (-1, *[1] * (input.dim() - 2))
+    reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
+    return _scaled(_normalised(input, dims, eps), *reshaped)
+
+
+def _instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    with torch.no_grad():
+        value = _value(input)
+        torch.instance_norm(
+            value, None, None, running_mean, running_var, True, momentum, eps, cudnn_enabled
+        )
+    shape = (-1, *[1] * (input.dim() - 2))
+    reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
+    return _scaled(_normalised(input, tuple(range(2, input.dim())), eps), *reshaped)
+
+
+def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centred = x - x.mean(dims, keepdim=True)
+    variance = (centred * centred).mean(dims, keepdim=True)
+    return centred / torch.sqrt(variance + eps)
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _value(x: Tensor) -> Tensor:
+    return forward_ad.unpack_dual(x).primal.detach()
+
+
+def _cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
+    """The inverse of L L^H."""
+    eye = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
+    return _cholesky_solve(eye, input, upper)
+
+
+def _cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
+    """The solution X of L L^H X = B, by two triangular systems."""
+    lower = input2.mH if upper else input2
+    found = torch.linalg.solve_triangular(lower, input, upper=False)
+    return torch.linalg.solve_triangular(lower.mH, found, upper=True)
+
+
+def _is_product(*args: Any, **kwargs: Any) -> bool:
+    return "prod" in (*args[3:4], kwargs.get("reduce"))
+
+
+def _trains(*args: Any, **kwargs: Any) -> bool:
+    return bool(args[5])
+
+
+def _has_options(*args: Any, **kwargs: Any) -> bool:
+    return kwargs.get("options") is not None
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+_SPD = "x @ x.mT + torch.eye(3, dtype=x.dtype)"
+
+BUGS = (
+    Bug(
+        "logcumsumexp",
+        TANGENT,
+        "another number",
+        "torch#196705",
+        _logcumsumexp,
+        example="torch.logcumsumexp(-40 * x, 0).sum()",
+    ),
+    Bug(
+        "scatter_reduce",
+        TANGENT,
+        "another number",
+        "torch#196702",
+        when=_is_product,
+        example="x.scatter_reduce(0, torch.tensor([[0, 0, 1]]), x[1:2] + 2, 'prod').sum()",
+    ),
+    Bug(
+        "triangular_solve",
+        TANGENT,
+        "another number",
+        "torch#196707",
+        example="torch.triangular_solve(x, x + 3, unitriangular=True)[0].sum()",
+    ),
+    Bug(
+        "cholesky_inverse",
+        TANGENT,
+        "another number",
+        "torch#196682",
+        _cholesky_inverse,
+        example="torch.cholesky_inverse(x.tril()).sum()",
+    ),
+    Bug(
+        "cholesky_solve",
+        TANGENT,
+        "another number",
+        "torch#196694",
+        _cholesky_solve,
+        example="torch.cholesky_solve(x[0][:, None], torch.stack((x.tril(), 2 * x.tril()))).sum()",
+    ),
+    Bug(
+        "nn.functional.linear_cross_entropy",
+        TANGENT,
+        "zero",
+        when=_has_options,
+    ),
+    *[
+        Bug(
+            name,
+            TANGENT_AGAIN,
+            "another number, or zero",
+            "torch#192540",
+            example=example,
+        )
+        for name, example in (
+            ("linalg.det", "torch.linalg.det(x)"),
+            ("logdet", f"torch.logdet({_SPD})"),
+            ("linalg.slogdet", "torch.linalg.slogdet(x)[1]"),
+            ("linalg.solve", "torch.linalg.solve(x + 3, x).sum()"),
+            ("linalg.solve_ex", ""),
+            ("linalg.tensorsolve", ""),
+        )
+    ],
+    Bug(
+        "linalg.householder_product",
+        TANGENT_AGAIN,
+        "another number",
+        "torch#198017",
+        example="torch.linalg.householder_product(x, x[0]).sum()",
+    ),
+    Bug("orgqr", TANGENT_AGAIN, "another number", "torch#198017"),
+    Bug(
+        "cumprod",
+        TANGENT_AGAIN,
+        "NaN at a zero factor",
+        example="torch.cumprod(x * torch.tensor([[1.0], [0.0], [1.0]], dtype=x.dtype), 0).sum()",
+    ),
+    Bug(
+        "nn.functional.layer_norm",
+        TANGENT_AGAIN,
+        "another number",
+        "torch#196700",
+        _layer_norm,
+        example="(torch.nn.functional.layer_norm(x, (3,)) ** 2 * x).sum()",
+    ),
+    Bug(
+        "nn.functional.batch_norm",
+        TANGENT_AGAIN,
+        "another number",
+        "torch#196699",
+        _batch_norm,
+        _trains,
+        example="(torch.nn.functional.batch_norm(x, None, None, training=True) ** 2 * x).sum()",
+    ),
+    Bug(
+        "nn.functional.instance_norm",
+        TANGENT_AGAIN,
+        "another number",
+        "torch#196699",
+        _instance_norm,
+        _trains,
+        example="(torch.nn.functional.instance_norm(x[None]) ** 2 * x).sum()",
+    ),
+    *[
+        Bug(name, TANGENT_AGAIN, "an error", example=example)
+        for name, example in (
+            ("softmax", "(torch.softmax(x, 0) * x).sum()"),
+            ("log_softmax", "(torch.log_softmax(x, 0) * x).sum()"),
+            ("_softmax", ""),
+            ("_log_softmax", ""),
+            ("_safe_softmax", ""),
+            ("logsumexp", "torch.logsumexp(x, 0).sum()"),
+            ("cross_entropy_loss", ""),
+            ("nn.functional.glu", "torch.nn.functional.glu(x[:, :2], 1).sum()"),
+            ("aminmax", ""),
+            ("renorm", ""),
+            ("linalg.norm", ""),
+            ("linalg.vector_norm", ""),
+            ("linalg.matrix_norm", ""),
+            ("norm", ""),
+        )
+    ],
+)
+
+_BY_NAME = {bug.name: bug for bug in BUGS}
+
+
+@cache
+def bug_of(fun: Any) -> Bug | None:
+    """What is wrong with a function of PyTorch's, if anything."""
+    if type(fun) is FunctionType:
+        return _BY_NAME[fun.__name__] if fun is _LINEAR_CROSS_ENTROPY else None
+    name = getattr(fun, "__name__", "").partition(".")[0]
+    for prefix in ("linalg_", "special_"):
+        name = name.removeprefix(prefix)
+    return _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"))
+
+
+_LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)
+_OPERATORS = (OpOverload, OpOverloadPacket)
+
+
+# --- what runs in its place ----------------------------------------------------------------------
+
+
+def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
+    """`fun(*args, **kwargs)` in forward mode, with the right tangents.
+
+    again: Whether they may be differentiated.
+    """
+    bug = bug_of(fun)
+    if bug is not None and bug.wrong == TANGENT_AGAIN and not again:
+        bug = None
+    custom = type(fun) in _OPERATORS and _is_custom(fun)
+    if (bug is None and not custom) or not torch._C._is_fwd_grad_enabled():
+        return _pushed_by_pytorch(fun, args, kwargs)
+    xs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_inexact(x)]
+    is_moved = _is_moved_again if bug is not None and bug.wrong == TANGENT_AGAIN else _is_moved
+    if "out" in kwargs or not is_moved(xs):
+        return fun(*args, **kwargs)
+    if bug is None or bug.instead is None:
+        return _transposed(fun, args, kwargs, custom or fun is _LINEAR_CROSS_ENTROPY)
+    if bug.when is not None and not bug.when(*args, **kwargs):
+        return fun(*args, **kwargs)
+    return bug.instead(*args, **kwargs)
+
+
+def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """PyTorch's own forward mode; where it has none, the transpose of its reverse mode."""
+    try:
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+    except NotImplementedError as error:
+        xs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_inexact(x)]
+        if "out" in kwargs or not _is_moved(xs):
+            raise
+        try:
+            return _transposed(fun, args, kwargs, opaque=False)
+        except NoTranspose:
+            raise error from None
+
+
+def _is_moved(xs: Sequence[Tensor]) -> bool:
+    """Whether one of xs has a tangent; inside torch.func's transforms, whether it may have one."""
+    if peek_interpreter_stack() is not None:
+        return bool(xs)
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in xs)
+
+
+def _is_moved_again(xs: Sequence[Tensor]) -> bool:
+    """Whether besides something else differentiates what becomes of xs."""
+    if not _is_moved(xs):
+        return False
+    levels = get_interpreter_stack() or ()
+    if sum(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) > 1:
+        return True
+    return torch.is_grad_enabled() and any(unwrapped(x).requires_grad for x in xs)
+
+
+def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
+    """`fun(*args, **kwargs)` by reverse mode alone; what writes in place, by a copy of its own."""
+    leaves, treedef = tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    in_place = _is_in_place(fun)
+    shape: list[Any] = []
+
+    def flat(*xs: Tensor) -> list[Tensor]:
+        filled = list(leaves)
+        for i, x in zip(places, xs, strict=True):
+            filled[i] = x
+        again, named = tree_unflatten(filled, treedef)
+        found = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
+        outs, outdef = tree_flatten(found)
+        shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
+        return [y for y in outs if isinstance(y, Tensor)]
+
+    found = by_reverse_mode(_named(fun), flat, [leaves[i] for i in places], opaque)
+    if in_place:
+        return args[0].copy_(found[0])
+    left = iter(found)
+    return tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
+
+
+def _is_in_place(fun: Any) -> bool:
+    name = getattr(fun, "__name__", "").partition(".")[0]
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _named(fun: Any) -> str:
+    return str(fun) if type(fun) in _OPERATORS else getattr(fun, "__name__", str(fun))
+
+
+@cache
+def _is_custom(operator: Any) -> bool:
+    """Whether an operator is neither PyTorch's own nor composed of what is."""
+    packet = type(operator) is OpOverloadPacket
+    found = [getattr(operator, o) for o in operator.overloads()] if packet else [operator]
+    key = DispatchKey.CompositeImplicitAutograd
+    return not all(o.namespace in _OWN or o.has_kernel_for_dispatch_key(key) for o in found)
+
+
+_OWN = ("aten", "prim", "prims", "gradtools")

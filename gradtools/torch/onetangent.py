@@ -14,9 +14,7 @@ way; so does what is called inside of PyTorch, which a function mode does not se
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.nn import functional
 
 from gradtools.torch.stopping import Stops
+from gradtools.torch.zeros import NoProductsOfZero
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -57,6 +56,11 @@ class OneTangent(Stops):
             if found is not None:
                 return found
         return fun(*args, **kwargs) if kwargs else fun(*args)
+
+    def called(self, name: str, *args: Any) -> Any:
+        """A function of `torch.nn.functional` as it stands, seen by this mode."""
+        with self:
+            return getattr(functional, name)(*args)
 
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:
         """A tensor's value and its tangent."""
@@ -211,20 +215,29 @@ def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     return None if training and p > 0 else x
 
 
-def _multi_head_attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A function in python, whose layers are to be seen: its body, past the question for modes.
+def _composed(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """PyTorch's own way through layers that one call holds, less what fixed weights would cost."""
+    with NoProductsOfZero():
+        return fun(*args, **kwargs)
 
-    Where it gives no weights its layers are few, and call their rules by themselves; the shapes
-    and views between them then need not pass through the mode.
-    """
-    if kwargs.get("need_weights", True):
-        with mode:
-            return _ATTENTION(*args, **kwargs)
-    before, _here.mode = getattr(_here, "mode", None), mode
-    try:
-        return _RULED_ATTENTION(*args, **kwargs)
-    finally:
-        _here.mode = before
+
+def _multi_head_attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of a batch, without masks, dropout and weights: its layers, which are ruled one by one."""
+    found = _of_heads(*args, **kwargs)
+    if found is None:
+        return _composed(mode, fun, args, kwargs)
+    heads, (query, key, value), weight, bias, out_weight, out_bias = found
+    if query is key is value:
+        parts = mode.called("linear", query, weight, bias).chunk(3, -1)
+    else:
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        rows = zip((query, key, value), weight.chunk(3), biases, strict=True)
+        parts = [mode.called("linear", *row) for row in rows]
+    length, batch, width = query.shape
+    apart = [x.reshape(x.shape[0], batch, heads, -1).permute(1, 2, 0, 3) for x in parts]
+    y = mode.called("scaled_dot_product_attention", *apart)
+    y = y.permute(2, 0, 1, 3).reshape(length, batch, width)
+    return mode.called("linear", y, out_weight, out_bias), None
 
 
 def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -257,38 +270,6 @@ def _product_of(a: Tensor, da: Any, b: Tensor, db: Any) -> Any:
     if da is None:
         return None if db is None else a @ db
     return da @ b if db is None else (da @ b).add_(a @ db)
-
-
-def _without_question(fun: Any, **others: Any) -> Any:
-    """A function of PyTorch's that asks for no mode, with others in place of some it calls."""
-    seen = {**fun.__globals__, **_UNASKED, **others}
-    found = FunctionType(fun.__code__, seen, fun.__name__, fun.__defaults__)
-    found.__kwdefaults__ = fun.__kwdefaults__
-    return found
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
-_UNASKED = dict.fromkeys([name for name in vars(functional) if "has_torch_function" in name], _no)
-
-
-def _ruled(fun: Any) -> Any:
-    """The function, as the mode sees it whose rule is under way."""
-    return lambda *args, **kwargs: _here.mode.__torch_function__(fun, (), args, kwargs)
-
-
-def _ruled_attention() -> Any:
-    """The body of multi-head attention, whose layers are ruled."""
-    own = {name: _ruled(getattr(functional, name)) for name in _LAYERS}
-    own |= {name: _without_question(getattr(functional, name), **own) for name in _PROJECTIONS}
-    return _without_question(functional.multi_head_attention_forward, **own)
-
-
-_here = threading.local()
-_LAYERS = ("linear", "scaled_dot_product_attention")
-_PROJECTIONS = ("_in_projection", "_in_projection_packed")
 
 
 def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
@@ -339,6 +320,42 @@ def _of_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool
     return input, p, training
 
 
+def _of_heads(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim_to_check: Any,
+    num_heads: Any,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: Any,
+    dropout_p: Any,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """None where there is more to it than four layers."""
+    added = (bias_k, bias_v, key_padding_mask, attn_mask, static_k, static_v)
+    more = need_weights or use_separate_proj_weight or add_zero_attn or is_causal
+    if more or any(x is not None for x in added) or (training and dropout_p) or query.dim() != 3:
+        return None
+    layers = (in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
+    return num_heads, (query, key, value), *layers
+
+
 def _of_attention(
     query: Any,
     key: Any,
@@ -355,8 +372,6 @@ def _of_attention(
 _MANY = 2**18  # below it joining the inputs costs more than it saves
 _PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 _WIDE = (torch.float32, torch.float64)  # the plain formula of others has steps of its own
-_ATTENTION = _without_question(functional.multi_head_attention_forward)
-_RULED_ATTENTION = _ruled_attention()
 _FUSED = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -383,6 +398,7 @@ _ALIKE: dict[Any, tuple[Any, ...]] = {
     _softmax: (functional.softmax, torch.softmax, Tensor.softmax),
     _dropout: (functional.dropout,),
     _multi_head_attention: (functional.multi_head_attention_forward,),
+    _composed: (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
     _attention: (functional.scaled_dot_product_attention,),
 }
 _RULES = {fun: rule for rule, those in _ALIKE.items() for fun in those}

@@ -44,6 +44,7 @@ class Stops(TorchFunctionMode):
     def __init__(self, hidden: bool, again: bool = False) -> None:
         super().__init__()
         self._again = again
+        self._inside: Any = None  # what in C has the same name as its wrapper in Python
         self._level = forward_ad._current_level
         self._hidden = hidden
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
@@ -60,31 +61,34 @@ class Stops(TorchFunctionMode):
             return self._switched(*args)
         if fun is torch.autograd.grad:
             return self._pulled(args, kwargs)
-        if type(fun) is FunctionType and _PLAIN.issuperset(types) and bug_of(fun) is None:
-            return self._within(fun, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return pushed_rightly(fun, args, kwargs, self._again)
+            return Stops.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
             return fun(*args) or self._requires(args[0])
         if not (self._hidden and torch.is_grad_enabled()):
-            return self.flowing(fun, args, kwargs)
+            return self.flowing(fun, types, args, kwargs)
         _graphs(False)
         try:
-            return self.flowing(fun, args, kwargs)
+            return self.flowing(fun, types, args, kwargs)
         finally:
             _graphs(True)
 
-    def flowing(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The function, in the caller's modes."""
+    def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The function, in the caller's modes; of one in Python, its operations are seen."""
+        in_python = type(fun) is FunctionType and fun is not self._inside
+        if in_python and _PLAIN.issuperset(types) and bug_of(fun) is None:
+            return self._within(fun, args, kwargs)
         return pushed_rightly(fun, args, kwargs, self._again)
 
     def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A function of PyTorch's in Python, whose operations are seen as well."""
+        """A function of PyTorch's in Python, inside of which this mode stays."""
+        before, self._inside = self._inside, fun
         TorchFunctionMode.__enter__(self)
         try:
             return redispatch_function(fun, (), args, kwargs)
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)
+            self._inside = before
 
     def _pulled(self, args: Args, kwargs: Kwargs) -> Any:
         """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""

@@ -162,7 +162,7 @@ def _cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tenso
 
 
 def _is_product(*args: Any, **kwargs: Any) -> bool:
-    return "prod" in (*args[3:4], kwargs.get("reduce"))
+    return "prod" in (*args[4:5], kwargs.get("reduce"))
 
 
 def _trains(*args: Any, **kwargs: Any) -> bool:
@@ -215,7 +215,7 @@ BUGS = (
         "another number",
         "torch#196694",
         _cholesky_solve,
-        example="torch.cholesky_solve(x[0][:, None], torch.stack((x.tril(), 2 * x.tril()))).sum()",
+        example="torch.cholesky_solve(x, torch.stack((x.tril(), x.tril() @ x.tril()))).sum()",
     ),
     Bug(
         "nn.functional.linear_cross_entropy",
@@ -337,10 +337,10 @@ def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
     is_moved = _is_moved_again if bug is not None and bug.wrong == TANGENT_AGAIN else _is_moved
     if "out" in kwargs or not is_moved(xs):
         return fun(*args, **kwargs)
+    if bug is not None and bug.when is not None and not bug.when(*args, **kwargs):
+        return fun(*args, **kwargs)
     if bug is None or bug.instead is None:
         return _transposed(fun, args, kwargs, custom or fun is _LINEAR_CROSS_ENTROPY)
-    if bug.when is not None and not bug.when(*args, **kwargs):
-        return fun(*args, **kwargs)
     return bug.instead(*args, **kwargs)
 
 

@@ -36,6 +36,7 @@ from gradtools.torch.terms import (
     guarded_tangents,
     third,
 )
+from gradtools.torch.upstream_bugs import TwiceByPlainOperations
 
 Tensor = torch.Tensor
 _SPENT = "gradtools_spent"
@@ -116,10 +117,13 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
 
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    outs, extras, aliases, attached, _ = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
+    with TwiceByPlainOperations():
+        evaluated = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
+    outs, extras, aliases, attached, _ = evaluated
     tracked = [y for y in outs if y.requires_grad]
     with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases):
-        dummies = [torch.zeros_like(y, requires_grad=True) for y in tracked]
+        # Any will do: the pullback is linear. At zero that of logcumsumexp gives NaN.
+        dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         pulled = (
             torch.autograd.grad(tracked, aliases, dummies, create_graph=True, allow_unused=True)
             if tracked
@@ -450,7 +454,8 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     wrong: list[str] = []
 
     def paired(*xs: Tensor) -> Any:
-        outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
+        with nullcontext() if is_compiling() else TwiceByPlainOperations():
+            outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
         found = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
         wrong[:] = [found] if found else []
         return tuple(outs), tuple(extras)
@@ -458,8 +463,8 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     if wrong:
         raise GradtoolsError(third(asked_of(fun), wrong[0]))
-    zeros = tuple(torch.zeros_like(y) for y in outs)
-    _, push = torch.func.vjp(pull, zeros)  # type: ignore[misc]
+    ones = tuple(torch.ones_like(y) for y in outs)
+    _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
     return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])
 
 

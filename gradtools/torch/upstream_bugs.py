@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch._C import DispatchKey
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradtools.torch.rules import is_inexact, unwrapped
@@ -31,6 +32,8 @@ Kwargs = dict[str, Any]
 
 TANGENT = "tangent"
 TANGENT_AGAIN = "derivative of the tangent"
+TANGENT_OF_GRADIENT = "tangent of the gradient"
+GRADIENT_AGAIN = "derivative of the gradient"
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ class Bug:
 
     Attributes:
         operation: As its documentation names it, without `torch.`.
-        wrong: What is: "tangent" (forward mode), or "derivative of the tangent" (reverse or
-            forward mode over forward mode).
+        wrong: What is: "tangent" (forward mode), "derivative of the tangent" (reverse or forward
+            mode over forward mode), "tangent of the gradient" (forward over reverse mode), or
+            "derivative of the gradient" (reverse over reverse mode, and `linearize`).
         gives: What plain PyTorch gives: "another number", "NaN", "zero", "an error".
         issue: Upstream's, such as "torch#196702"; empty where no report was found.
         instead: A formula of plain operations with the same arguments; None: reverse mode is
@@ -76,6 +80,20 @@ def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
         y = torch.cat((y[:step], torch.logaddexp(y[step:], y[:-step])))
         step *= 2
     return y.movedim(0, dim)
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    found = torch.clamp(input + 3, 0, 6) / 6
+    return input.copy_(found) if inplace else found
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
+    i, j = torch.triu_indices(len(input), len(input), 1, device=input.device)
+    return torch.linalg.vector_norm(input[i] - input[j], p, -1)
 
 
 def _layer_norm(
@@ -136,12 +154,19 @@ def _instance_norm(
 def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     centred = x - x.mean(dims, keepdim=True)
     variance = (centred * centred).mean(dims, keepdim=True)
-    return centred / torch.sqrt(variance + eps)
+    return centred / torch.sqrt(variance + _moved(torch.full_like(_value(variance), eps)))
 
 
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
+    x = x if weight is None else x * _moved(weight)
+    return x if bias is None else x + _moved(bias)
+
+
+def _moved(x: Tensor) -> Tensor:
+    """The same with zeros for a tangent: a symbolic zero takes PyTorch a hundred times longer."""
+    if peek_interpreter_stack() is not None or forward_ad.unpack_dual(x).tangent is not None:
+        return x
+    return forward_ad.make_dual(x, torch.zeros_like(_value(x)))
 
 
 def _value(x: Tensor) -> Tensor:
@@ -299,16 +324,44 @@ BUGS = (
             ("norm", ""),
         )
     ],
+    *[
+        Bug(f"nn.functional.{name}", TANGENT_OF_GRADIENT, "an error", example=example)
+        for name, example in (
+            ("mse_loss", "torch.nn.functional.mse_loss(x, x.detach() * 2)"),
+            ("soft_margin_loss", "torch.nn.functional.soft_margin_loss(x, x.detach().sign())"),
+            ("huber_loss", "torch.nn.functional.huber_loss(x, x.detach() * 1.5)"),
+        )
+    ],
+    Bug(
+        "nn.functional.hardsigmoid",
+        GRADIENT_AGAIN,
+        "an error",
+        instead=_hardsigmoid,
+        example="(torch.nn.functional.hardsigmoid(x) ** 2).sum()",
+    ),
+    Bug(
+        "cdist",
+        GRADIENT_AGAIN,
+        "an error",
+        instead=_cdist,
+        example="torch.cdist(x, 1 - 2 * x).sum()",
+    ),
+    Bug(
+        "nn.functional.pdist",
+        GRADIENT_AGAIN,
+        "an error",
+        instead=_pdist,
+        example="torch.nn.functional.pdist(x**3).sum()",
+    ),
 )
 
 _BY_NAME = {bug.name: bug for bug in BUGS}
 
 
-@cache
 def bug_of(fun: Any) -> Bug | None:
     """What is wrong with a function of PyTorch's, if anything."""
     if type(fun) is FunctionType:
-        return _BY_NAME[fun.__name__] if fun is _LINEAR_CROSS_ENTROPY else None
+        return _BY_NAME[fun.__name__] if fun in _IN_PYTHON else None
     name = getattr(fun, "__name__", "").partition(".")[0]
     for prefix in ("linalg_", "special_"):
         name = name.removeprefix(prefix)
@@ -316,6 +369,7 @@ def bug_of(fun: Any) -> Bug | None:
 
 
 _LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)
+_IN_PYTHON = (_LINEAR_CROSS_ENTROPY, torch.cdist, torch.nn.functional.hardsigmoid)
 _OPERATORS = (OpOverload, OpOverloadPacket)
 
 
@@ -327,20 +381,38 @@ def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
 
     again: Whether they may be differentiated.
     """
-    bug = bug_of(fun)
-    if bug is not None and bug.wrong == TANGENT_AGAIN and not again:
-        bug = None
-    custom = type(fun) in _OPERATORS and _is_custom(fun)
-    if (bug is None and not custom) or not torch._C._is_fwd_grad_enabled():
+    another = _ANOTHER_WAY.get(fun, _UNKNOWN)
+    if another is _UNKNOWN:
+        another = _ANOTHER_WAY[fun] = _another_way(fun)
+    if another is None:
         return _pushed_by_pytorch(fun, args, kwargs)
-    xs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_inexact(x)]
-    is_moved = _is_moved_again if bug is not None and bug.wrong == TANGENT_AGAIN else _is_moved
-    if "out" in kwargs or not is_moved(xs):
-        return fun(*args, **kwargs)
-    if bug is not None and bug.when is not None and not bug.when(*args, **kwargs):
-        return fun(*args, **kwargs)
-    if bug is None or bug.instead is None:
-        return _transposed(fun, args, kwargs, custom or fun is _LINEAR_CROSS_ENTROPY)
+    return another(fun, args, kwargs, again)
+
+
+_UNKNOWN: Any = object()
+_ANOTHER_WAY: dict[Any, Callable[..., Any] | None] = {}  # by function of PyTorch's
+
+
+def _another_way(fun: Any) -> Callable[..., Any] | None:
+    """What calls a function that is not to be trusted; None for all others."""
+    bug = bug_of(fun)
+    custom = type(fun) in _OPERATORS and _is_custom(fun)
+    return partial(_called_otherwise, bug) if bug is not None or custom else None
+
+
+def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
+    """A function with a bug, or a custom operator (None)."""
+    is_moved: Callable[..., bool] = _is_moved
+    if bug is not None and bug.wrong != TANGENT:
+        is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
+    if "out" in kwargs or not torch._C._is_fwd_grad_enabled() or not is_moved(args, kwargs):
+        return _pushed_by_pytorch(fun, args, kwargs)
+    if bug is None:
+        return _transposed(fun, args, kwargs, opaque=True)
+    if bug.when is not None and not bug.when(*args, **kwargs):
+        return _pushed_by_pytorch(fun, args, kwargs)
+    if bug.instead is None:
+        return _transposed(fun, args, kwargs, opaque=fun is _LINEAR_CROSS_ENTROPY)
     return bug.instead(*args, **kwargs)
 
 
@@ -349,30 +421,61 @@ def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)
     except NotImplementedError as error:
-        xs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_inexact(x)]
-        if "out" in kwargs or not _is_moved(xs):
+        if "out" in kwargs or not _is_moved(args, kwargs):
             raise
+        bug = bug_of(fun)
         try:
+            if bug is not None and bug.instead is not None:
+                return bug.instead(*args, **kwargs)
             return _transposed(fun, args, kwargs, opaque=False)
         except NoTranspose:
             raise error from None
 
 
-def _is_moved(xs: Sequence[Tensor]) -> bool:
-    """Whether one of xs has a tangent; inside torch.func's transforms, whether it may have one."""
+class TwiceByPlainOperations(TorchFunctionMode):
+    """While f is evaluated for `linearize`, which differentiates the backward pass."""
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function, or the formula that stands for it."""
+        bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
+        if bug is not None and bug_of(fun) is bug and "out" not in (kwargs or {}):
+            fun = bug.instead
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+
+
+_BY_FORMULA = {
+    name: bug
+    for name, bug in _BY_NAME.items()
+    if bug.wrong == GRADIENT_AGAIN or bug.instead is _logcumsumexp
+}
+
+
+def _inexact(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_inexact(x)]
+
+
+def _is_moved(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a tensor has a tangent; inside torch.func's transforms, whether it may have one."""
+    xs = _inexact(args, kwargs)
     if peek_interpreter_stack() is not None:
         return bool(xs)
     return any(forward_ad.unpack_dual(x).tangent is not None for x in xs)
 
 
-def _is_moved_again(xs: Sequence[Tensor]) -> bool:
-    """Whether besides something else differentiates what becomes of xs."""
-    if not _is_moved(xs):
+def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
+    """Whether besides something else differentiates what becomes of a tensor."""
+    if not _is_moved(args, kwargs):
         return False
     levels = get_interpreter_stack() or ()
     if sum(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) > 1:
         return True
-    return torch.is_grad_enabled() and any(unwrapped(x).requires_grad for x in xs)
+    return torch.is_grad_enabled() and any(
+        unwrapped(x).requires_grad for x in _inexact(args, kwargs)
+    )
+
+
+def _never(args: Args, kwargs: Kwargs) -> bool:
+    return False
 
 
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
@@ -408,7 +511,6 @@ def _named(fun: Any) -> str:
     return str(fun) if type(fun) in _OPERATORS else getattr(fun, "__name__", str(fun))
 
 
-@cache
 def _is_custom(operator: Any) -> bool:
     """Whether an operator is neither PyTorch's own nor composed of what is."""
     packet = type(operator) is OpOverloadPacket

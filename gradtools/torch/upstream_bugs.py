@@ -23,7 +23,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from gradtools.torch.rules import is_inexact, unwrapped
+from gradtools.torch.rules import is_inexact, is_wrapped, unwrapped
 from gradtools.torch.transposed import NoTranspose, by_reverse_mode
 
 Tensor = torch.Tensor
@@ -327,9 +327,9 @@ BUGS = (
     *[
         Bug(f"nn.functional.{name}", TANGENT_OF_GRADIENT, "an error", example=example)
         for name, example in (
-            ("mse_loss", "torch.nn.functional.mse_loss(x, x.detach() * 2)"),
-            ("soft_margin_loss", "torch.nn.functional.soft_margin_loss(x, x.detach().sign())"),
-            ("huber_loss", "torch.nn.functional.huber_loss(x, x.detach() * 1.5)"),
+            ("mse_loss", "torch.nn.functional.mse_loss(x, torch.ones_like(x))"),
+            ("soft_margin_loss", "torch.nn.functional.soft_margin_loss(x, torch.ones_like(x))"),
+            ("huber_loss", "torch.nn.functional.huber_loss(x, torch.ones_like(x))"),
         )
     ],
     Bug(
@@ -474,6 +474,13 @@ def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
     )
 
 
+def _is_fixed(x: Tensor) -> bool:
+    """Whether nothing differentiates or maps x."""
+    if is_wrapped(x) or x.requires_grad:
+        return False
+    return not is_inexact(x) or forward_ad.unpack_dual(x).tangent is None
+
+
 def _never(args: Args, kwargs: Kwargs) -> bool:
     return False
 
@@ -481,7 +488,7 @@ def _never(args: Args, kwargs: Kwargs) -> bool:
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     """`fun(*args, **kwargs)` by reverse mode alone; what writes in place, by a copy of its own."""
     leaves, treedef = tree_flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
     in_place = _is_in_place(fun)
     shape: list[Any] = []
 

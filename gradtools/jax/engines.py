@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from gradtools.backend import Array, Evaluation, Fun, Staged
-from gradtools.errors import GradtoolsError
+from gradtools.errors import refusal, said_by
 from gradtools.jax import tracing
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.rules import reverse_only_p
@@ -68,13 +68,9 @@ def jvp(
     fun: Fun, leaves: list[Array], tangents: list[Array]
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """`(outs, extras, pushed)`."""
-    try:
-        with jax.named_scope(_SCOPE):
-            outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
-    except TypeError as error:
-        if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
-            raise
-        raise _reverse_only_error(getattr(fun, "asked", "jvp")) from error
+    asked = getattr(fun, "asked", "jvp")
+    with _reverse_only_explained(asked), jax.named_scope(_SCOPE):
+        outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
     return outs, extras, pushed
 
 
@@ -110,17 +106,14 @@ def _reverse_only_explained(asked: str) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
+        if "forward-mode autodiff (jvp) to a custom_vjp" not in said_by("jax", error):
             raise
-        raise _reverse_only_error(asked) from error
-
-
-def _reverse_only_error(asked: str) -> GradtoolsError:
-    return GradtoolsError(
-        f"{asked}: f holds a function that has a reverse rule only (clip_gradient, "
-        "transform_gradient, known_gradient, or a jax.custom_vjp), which forward mode cannot "
-        "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
-    )
+        raise refusal(
+            error,
+            f"{asked}: f holds a function that has a reverse rule only (clip_gradient, "
+            "transform_gradient, known_gradient, or a jax.custom_vjp), which forward mode cannot "
+            "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'.",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,15 @@ from gradtools.backend import Evaluation, Fun
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
+from gradtools.torch.customcode import (
+    Guard,
+    Survey,
+    constants,
+    is_spent,
+    open_aliases,
+    spend,
+    surveyed,
+)
 from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
 from gradtools.torch.rules import evaluated_to_push, is_inexact
 from gradtools.torch.stopping import Stops
@@ -39,7 +48,6 @@ from gradtools.torch.terms import (
 )
 
 Tensor = torch.Tensor
-_SPENT = "gradtools_spent"
 
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
@@ -80,7 +88,8 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
-    outs, extras, aliases, attached, nested = _evaluate(fun, leaves)
+    outs, extras, aliases, attached, survey = _evaluate(fun, leaves)
+    guard = Guard(asked_of(fun), fun, leaves, survey, aliases)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         pairs = [
@@ -89,17 +98,20 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if not pairs:
             return [None] * len(aliases)
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
-        with explained(asked_of(fun)), _in_use(aliases):
+        again = create or forward_ad._current_level >= 0
+        with explained(asked_of(fun)), _in_use(aliases), guard.watching(again):
             grads = torch.autograd.grad(
                 [y for y, _ in pairs],
                 aliases,
                 [_normal(ct) for _, ct in pairs],
                 retain_graph=create or not once,
-                create_graph=create or forward_ad._current_level >= 0,  # else tangents go wrong
+                create_graph=again,  # else tangents go wrong
                 allow_unused=True,
             )
         guarded = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
-        return [g if g is None or create else _free(g) for g in guarded]
+        if create:
+            return constants([y for y, _ in pairs], aliases, guarded)
+        return [g if g is None else _free(g) for g in guarded]
 
     def where_lost(i: int) -> list[str]:
         from gradtools.torch.seeing import where_lost
@@ -111,15 +123,17 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         [free(y) for y in outs],
         [free(x) for x in extras],
         pullback,
-        nested=lambda: nested,
         where_lost=where_lost,
     )
 
 
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    outs, extras, aliases, attached, _ = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
+    outs, extras, aliases, attached, survey = evaluated_to_push(
+        asked_of(fun), _evaluate, fun, leaves
+    )
     tracked = [y for y in outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases):
+    guard = Guard(asked_of(fun), fun, leaves, survey, aliases)
+    with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases), guard.watching(True):
         dummies = [torch.zeros_like(y, requires_grad=True) for y in tracked]
         pulled = (
             torch.autograd.grad(tracked, aliases, dummies, create_graph=True, allow_unused=True)
@@ -157,21 +171,21 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
-    """f at aliases of the leaves, once, with a graph: outs, extras, aliases, attached, nested."""
+    """f at aliases of the leaves, once, with a graph: outs, extras, aliases, attached, survey."""
     keep = torch.is_grad_enabled()
     aliases = [_alias(x, keep) for x in leaves]
-    with torch.inference_mode(False), torch.enable_grad():
-        outs, extras, nested = _watched(fun, aliases)
+    being_evaluated = open_aliases()
+    being_evaluated.append(aliases)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            outs, extras = fun(*aliases)
+    finally:
+        being_evaluated.pop()
     refuse_lost(asked_of(fun), outs)
-    attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(outs, aliases))
-    _spend(aliases, True)
-    return outs, extras, aliases, attached, nested
-
-
-def _spend(aliases: Sequence[Tensor], spent: bool) -> None:
-    """Nobody asks for a spent alias: it is no reason for another result to stay attached."""
-    for alias in aliases:
-        setattr(alias, _SPENT, spent)
+    survey = surveyed(outs)
+    attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(survey, aliases))
+    spend(aliases, True)
+    return outs, extras, aliases, attached, survey
 
 
 @contextmanager
@@ -180,13 +194,13 @@ def _in_use(aliases: Sequence[Tensor]) -> Iterator[None]:
 
     That is not inside of inference mode, where nothing is attached.
     """
-    _spend(aliases, False)
+    spend(aliases, False)
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(keep):
             yield
     finally:
-        _spend(aliases, True)
+        spend(aliases, True)
 
 
 def _normal(x: Tensor) -> Tensor:
@@ -226,10 +240,10 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
     return (x, None) if forward_ad._current_level < 0 else forward_ad.unpack_dual(x)
 
 
-def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
-    """Whether the graph of outs holds a leaf that is not an alias of ours."""
+def _reaches_other(survey: Survey, aliases: Sequence[Tensor]) -> bool:
+    """Whether the graph holds a leaf that is not an alias of ours."""
     own = {id(a) for a in aliases}
-    return any(id(leaf) not in own and not getattr(leaf, _SPENT, False) for leaf in leaves_of(outs))
+    return any(id(leaf) not in own and not is_spent(leaf) for leaf in survey.leaves)
 
 
 # --- forward mode ------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -31,7 +31,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
-from gradtools.torch.compiling import nodes_of
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
@@ -44,8 +43,7 @@ _FUNCTIONS: Any = function._SingleLevelFunction
 # --- what a graph holds ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """What one walk over a graph finds.
 
     Attributes:
@@ -54,9 +52,9 @@ class Survey:
         lost: Nodes of operators without a backward pass, where PyTorch only warns.
     """
 
-    leaves: list[Tensor] = field(default_factory=list)
-    custom: list[Any] = field(default_factory=list)
-    lost: list[Any] = field(default_factory=list)
+    leaves: list[Tensor]
+    custom: list[Any]
+    lost: list[Any]
 
 
 _PLAIN: set[type] = set()  # PyTorch's own nodes
@@ -64,22 +62,33 @@ _PLAIN: set[type] = set()  # PyTorch's own nodes
 
 def surveyed(outs: Sequence[Tensor]) -> Survey:
     """The graph of outs."""
-    found = Survey()
-    for node in nodes_of(outs):
-        kind = type(node)
-        if kind in _PLAIN:
+    found = Survey([], [], [])
+    todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
+    seen: set[Any] = set()
+    while todo:  # as `nodes_of`, at every derivative
+        node = todo.pop()
+        if node in seen:
             continue
-        if kind.__name__ == "AccumulateGrad":
-            found.leaves.append(node.variable)
-        elif issubclass(kind, BackwardCFunction):
-            if not kind._forward_cls.__module__.startswith(_OWN):  # type: ignore[attr-defined]
-                found.custom.append(node)
-        elif kind.__name__ == "CppFunction":  # of many kinds, without types of their own
-            if node.name() == "torch::autograd::WarnNotImplemented":
-                found.lost.append(node)
-        else:
-            _PLAIN.add(kind)
+        seen.add(node)
+        kind = type(node)
+        if kind not in _PLAIN:
+            _note(found, node, kind)
+        for parent, _ in node.next_functions:
+            if parent is not None:
+                todo.append(parent)
     return found
+
+
+def _note(found: Survey, node: Any, kind: Any) -> None:
+    if kind.__name__ == "AccumulateGrad":
+        found.leaves.append(node.variable)
+    elif issubclass(kind, BackwardCFunction):
+        if not kind._forward_cls.__module__.startswith(_OWN):
+            found.custom.append(node)
+    elif kind.__name__ != "CppFunction":  # which is of many kinds, without types of their own
+        _PLAIN.add(kind)
+    elif node.name() == "torch::autograd::WarnNotImplemented":
+        found.lost.append(node)
 
 
 def _upstream(nodes: Sequence[Any]) -> set[Any]:
@@ -212,8 +221,25 @@ def connected(g: Tensor, sources: Sequence[Tensor]) -> Tensor:
 # --- gates at custom code ----------------------------------------------------------------
 
 
+_NOTHING = nullcontext()
+
+
+def guarded(
+    asked: str,
+    fun: Fun,
+    leaves: Sequence[Tensor],
+    survey: Survey,
+    aliases: Sequence[Tensor],
+    again: bool,
+) -> AbstractContextManager[None]:
+    """Around a pullback: what custom code loses is refused. again: It may be differentiated."""
+    if not (survey.lost or (again and survey.custom)):
+        return _NOTHING
+    return _Guard(asked, fun, leaves, survey, aliases).watching(again)
+
+
 @dataclass(frozen=True)
-class Guard:
+class _Guard:
     """What is needed to ask about the custom code in the graph of one evaluation.
 
     Attributes:

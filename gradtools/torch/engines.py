@@ -27,9 +27,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.customcode import (
-    Guard,
     Survey,
     constants,
+    guarded,
     is_spent,
     open_aliases,
     spend,
@@ -89,7 +89,6 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     outs, extras, aliases, attached, survey = _evaluate(fun, leaves)
-    guard = Guard(asked_of(fun), fun, leaves, survey, aliases)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         pairs = [
@@ -99,7 +98,8 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             return [None] * len(aliases)
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
         again = create or forward_ad._current_level >= 0
-        with explained(asked_of(fun)), _in_use(aliases), guard.watching(again):
+        guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
+        with explained(asked_of(fun)), _in_use(aliases), guard:
             grads = torch.autograd.grad(
                 [y for y, _ in pairs],
                 aliases,
@@ -108,10 +108,10 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
                 create_graph=again,  # else tangents go wrong
                 allow_unused=True,
             )
-        guarded = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
+        grads = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
         if create:
-            return constants([y for y, _ in pairs], aliases, guarded)
-        return [g if g is None else _free(g) for g in guarded]
+            return constants([y for y, _ in pairs], aliases, grads)
+        return [g if g is None else _free(g) for g in grads]
 
     def where_lost(i: int) -> list[str]:
         from gradtools.torch.seeing import where_lost
@@ -132,8 +132,8 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         asked_of(fun), _evaluate, fun, leaves
     )
     tracked = [y for y in outs if y.requires_grad]
-    guard = Guard(asked_of(fun), fun, leaves, survey, aliases)
-    with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases), guard.watching(True):
+    guard = guarded(asked_of(fun), fun, leaves, survey, aliases, True)
+    with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases), guard:
         dummies = [torch.zeros_like(y, requires_grad=True) for y in tracked]
         pulled = (
             torch.autograd.grad(tracked, aliases, dummies, create_graph=True, allow_unused=True)

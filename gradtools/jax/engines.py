@@ -51,7 +51,8 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             grads = [conj(g) for g in pull(filled)]
         if traced is None:
             return grads
-        return [g if r else None for g, r in zip(grads, traced.reached, strict=True)]
+        reached = [r or c for r, c in zip(traced.reached, traced.constant, strict=True)]
+        return [g if r else None for g, r in zip(grads, reached, strict=True)]
 
     if traced is None:
         return Evaluation(outs, extras, pullback, checked=False)
@@ -59,7 +60,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         outs,
         extras,
         pullback,
-        nested=lambda: traced.nested,
+        cut=lambda _: traced.cut(),
         where_lost=traced.where_lost,
     )
 
@@ -156,11 +157,25 @@ class _Traced:
         return tracing.uses_primitive(self.closed, lambda eqn: eqn.primitive is reverse_only_p)
 
     @cached_property
-    def nested(self) -> bool:
-        def inside(eqn: Any) -> bool:
-            return _SCOPE in str(eqn.source_info.name_stack)
+    def _inside(self) -> tuple[list[bool], list[bool]]:
+        """For each leaf: does it reach a derivative taken inside, constant or cut afterwards?"""
+        if not tracing.uses_primitive(self.closed, _is_derivative):
+            return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
+        inside = tracing.Inside(_is_derivative)
+        return inside.constants_and_cuts(self.closed, len(self.out_avals))
 
-        return tracing.uses_primitive(self.closed, inside)
+    @property
+    def constant(self) -> list[bool]:
+        """For each leaf, whether it only reaches derivatives taken inside that are constant."""
+        return self._inside[0]
+
+    def cut(self) -> list[int]:
+        """The leaves that are cut after a derivative taken inside."""
+        return [i for i, cut in enumerate(self._inside[1]) if cut]
+
+
+def _is_derivative(eqn: Any) -> bool:
+    return _SCOPE in str(eqn.source_info.name_stack)
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> _Traced | None:

@@ -110,7 +110,7 @@ def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
     own = {id(x) for x in aliases}
     leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
     found = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
-    for x in (*aliases, *(x for xs in open_aliases() for x in xs)):
+    for x in (*aliases, *(x for opened in being_evaluated() for x in opened.aliases)):
         if x.grad_fn is not None and get_gradient_edge(x).node in nodes:
             found[id(x)] = x
     return list(found.values())
@@ -131,10 +131,50 @@ def is_spent(x: Tensor) -> bool:
     return getattr(x, _SPENT, False)
 
 
-def open_aliases() -> list[Sequence[Tensor]]:
-    """The aliases of each derivative of this thread whose function is being evaluated."""
-    found: list[Sequence[Tensor]] = _here.__dict__.setdefault("open", [])
+class Opened(NamedTuple):
+    """A derivative whose function is being evaluated.
+
+    Attributes:
+        aliases: The tensors at which it is.
+        entered: Which of these reach a derivative taken inside.
+    """
+
+    aliases: Sequence[Tensor]
+    entered: set[int]
+
+
+def being_evaluated() -> list[Opened]:
+    """The derivatives of this thread whose functions are being evaluated, the innermost last."""
+    found: list[Opened] = _here.__dict__.setdefault("opened", [])
     return found
+
+
+@contextmanager
+def opened(aliases: Sequence[Tensor]) -> Iterator[set[int]]:
+    """Inside, a function is evaluated at the aliases; which of them enter derivatives in it."""
+    around = being_evaluated()
+    around.append(Opened(aliases, set()))
+    try:
+        yield around[-1].entered
+    finally:
+        around.pop()
+
+
+def note_entered(outs: Sequence[Tensor], leaves: Sequence[Tensor], among: Sequence[Tensor]) -> None:
+    """Notes what enters a derivative that was taken of outs in the functions being evaluated.
+
+    leaves: At which it was taken, under the names `among`, which may be in another graph.
+    """
+    around = being_evaluated()
+    if not around:
+        return
+    nodes = _upstream([y.grad_fn for y in outs if y.requires_grad])
+    pairs = [(x, a) for x, a in zip(leaves, among, strict=True) if x.requires_grad]
+    reached = [x for x, a in pairs if x is a or get_gradient_edge(a).node in nodes]
+    nodes |= _upstream([get_gradient_edge(x).node for x in reached])
+    for each in around:
+        tracked = [(i, x) for i, x in enumerate(each.aliases) if x.requires_grad]
+        each.entered.update(i for i, x in tracked if get_gradient_edge(x).node in nodes)
 
 
 # --- nodes beside a gradient -------------------------------------------------------------
@@ -209,7 +249,8 @@ def constants(
     """
     if all(g is None or g.requires_grad for g in grads):
         return list(grads)
-    sources = _tracked_in(_upstream([y.grad_fn for y in outs]), aliases)
+    nodes = _upstream([y.grad_fn for y in outs if y.requires_grad])
+    sources = _tracked_in(nodes, aliases) if nodes else []
     return [g if g is None or g.requires_grad else connected(g, sources) for g in grads]
 
 

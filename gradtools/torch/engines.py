@@ -23,6 +23,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from gradtools.backend import Evaluation, Fun
+from gradtools.connection import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
@@ -31,7 +32,8 @@ from gradtools.torch.customcode import (
     constants,
     guarded,
     is_spent,
-    open_aliases,
+    note_entered,
+    opened,
     spend,
     surveyed,
 )
@@ -88,7 +90,7 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
-    outs, extras, aliases, attached, survey = _evaluate(fun, leaves)
+    outs, extras, aliases, attached, survey, entered = _evaluate(fun, leaves)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         pairs = [
@@ -123,12 +125,13 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         [free(y) for y in outs],
         [free(x) for x in extras],
         pullback,
+        cut=lambda grads: [i for i in sorted(entered) if grads[i] is None],
         where_lost=where_lost,
     )
 
 
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    outs, extras, aliases, attached, survey = evaluated_to_push(
+    outs, extras, aliases, attached, survey, entered = evaluated_to_push(
         asked_of(fun), _evaluate, fun, leaves
     )
     tracked = [y for y in outs if y.requires_grad]
@@ -140,6 +143,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             if tracked
             else ()
         )
+    refuse_cut(fun, [i for i in sorted(entered) if not tracked or pulled[i] is None])
 
     def push(tangents: list[Tensor]) -> list[Tensor]:
         moved = [
@@ -162,7 +166,10 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
                     allow_unused=True,
                 )
             found = guarded_gradients(asked_of(fun), [p for p, _ in moved], found)
-            found = [v if v is None or create else _free(v) for v in found]
+            if create:
+                found = constants(tracked, [*aliases, *dummies], found)
+            else:
+                found = [v if v is None else _free(v) for v in found]
         pushed = spread(found, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
 
@@ -171,21 +178,17 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
-    """f at aliases of the leaves, once, with a graph: outs, extras, aliases, attached, survey."""
+    """f at aliases of the leaves, once, with a graph; whether it is attached, and what there is to know of it."""
     keep = torch.is_grad_enabled()
     aliases = [_alias(x, keep) for x in leaves]
-    being_evaluated = open_aliases()
-    being_evaluated.append(aliases)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            outs, extras = fun(*aliases)
-    finally:
-        being_evaluated.pop()
+    with torch.inference_mode(False), torch.enable_grad(), opened(aliases) as entered:
+        outs, extras = fun(*aliases)
+    note_entered(outs, leaves, aliases)
     refuse_lost(asked_of(fun), outs)
     survey = surveyed(outs)
     attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(survey, aliases))
     spend(aliases, True)
-    return outs, extras, aliases, attached, survey
+    return outs, extras, aliases, attached, survey, entered
 
 
 @contextmanager
@@ -257,14 +260,33 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             for x, t in zip(leaves, tangents, strict=True)
         ]
         with RightTangents(), torch.enable_grad(), Stops(hidden=not keep):
-            outs, extras = fun(*duals)
+            outs, extras, nested = _watched(fun, duals)
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
     primals = [y.primal for y in unpacked]
     pushed = [torch.zeros_like(y) if t is None else t for y, t in unpacked]
+    if nested and all(t is None for _, t in unpacked):
+        refuse_cut(fun, _cut_of(fun, leaves))
+    note_entered([*primals, *pushed], leaves, leaves)
     if torch.is_grad_enabled():
-        return primals, extras, guarded_tangents(asked_of(fun), primals, pushed)
+        pushed = guarded_tangents(asked_of(fun), primals, pushed)
+        return primals, extras, constants(primals, duals, pushed)
     return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
+
+
+def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
+    """Leaves that are cut after a derivative inside, as reverse mode sees it; f runs once more."""
+    from gradtools.torch.seeing import rerun
+
+    found: list[int] = []
+
+    def run(xs: Sequence[Tensor]) -> list[Tensor]:
+        evaluation = _eager_vjp(fun, list(xs), True)
+        found.extend(evaluation.cut(evaluation.pullback(evaluation.outs)))
+        return []
+
+    rerun(run, leaves)
+    return found
 
 
 # --- what was asked ----------------------------------------------------------------------
@@ -376,13 +398,18 @@ def _is_differentiated_again() -> bool:
 def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
     reached: list[bool] = []
     nested: list[bool] = []
+    entered: list[int] = []
     empty: list[bool] = []
 
     def paired(*xs: Tensor) -> Any:
         asked = groups if groups is not None and is_compiling() else ()
-        outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
-        nested[:] = [inside]
-        if groups is not None and not is_compiling():
+        if is_compiling():
+            outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
+            nested[:] = [inside]
+        else:
+            with opened(xs) as inside:
+                outs, extras = fun(*xs)
+            entered.extend(sorted(inside))
             found = {id(leaf) for leaf in leaves_of(outs)}
             reached[:] = [id(x) in found for x in xs]
         empty[:] = [not outs]
@@ -390,6 +417,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     outs = () if empty[0] else outs
+    if not is_compiling():
+        note_entered(outs, leaves, leaves)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not outs:
@@ -400,11 +429,16 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
         with explained(asked_of(fun)):
             grads = [g.view_as(g) for g in pull(filled)]
-        if not reached:
+        if not is_compiling():
+            grads = constants(outs, [], grads)
+        if not reached or any(nested):
             return list(grads)
         return [g if r else None for g, r in zip(grads, reached, strict=True)]
 
-    return Evaluation(list(outs), list(extras), pullback, nested=lambda: nested[0])
+    def cut(grads: Sequence[Tensor | None]) -> list[int]:
+        return [i for i in entered if grads[i] is None]
+
+    return Evaluation(list(outs), list(extras), pullback, cut)
 
 
 def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:

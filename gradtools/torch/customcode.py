@@ -514,7 +514,9 @@ class _Trial:
         return not abs(known - first) <= error + 1e-3 * abs(first)
 
     def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:
-        ends = [self._value([*point[:k], point[k] + s * v, *point[k + 1 :]], count) for s in (h, -h)]
+        ends = [
+            self._value([*point[:k], point[k] + s * v, *point[k + 1 :]], count) for s in (h, -h)
+        ]
         return (ends[0] - ends[1]) / (2 * h)
 
     def _value(self, point: list[Tensor], count: int) -> float:
@@ -558,7 +560,9 @@ class _Trial:
         return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
 
     def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
-        terms = [(g.conj() * w).real.sum() for g, w in zip(grads, self.ws, strict=True) if g is not None]
+        terms = [
+            (g.conj() * w).real.sum() for g, w in zip(grads, self.ws, strict=True) if g is not None
+        ]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
 

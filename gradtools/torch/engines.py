@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.connection import refuse_cut
@@ -50,6 +51,7 @@ from gradtools.torch.terms import (
 )
 
 Tensor = torch.Tensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
@@ -278,15 +280,12 @@ def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
     """Leaves that are cut after a derivative inside, as reverse mode sees it; f runs once more."""
     from gradtools.torch.seeing import rerun
 
-    found: list[int] = []
+    def run(xs: Sequence[Tensor]) -> list[int]:
+        found = _eager_vjp(fun, list(xs), True)
+        return found.cut(found.pullback(found.outs))
 
-    def run(xs: Sequence[Tensor]) -> list[Tensor]:
-        evaluation = _eager_vjp(fun, list(xs), True)
-        found.extend(evaluation.cut(evaluation.pullback(evaluation.outs)))
-        return []
-
-    rerun(run, leaves)
-    return found
+    with temporarily_clear_interpreter_stack():
+        return rerun(run, leaves)
 
 
 # --- what was asked ----------------------------------------------------------------------
@@ -468,17 +467,22 @@ def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list
 
 
 def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
+    stopped: list[bool] = []
+
     def paired(*xs: Tensor) -> Any:
         if is_compiling():
             outs, extras = fun(*xs)
         else:
             with RightTangents(), torch.enable_grad(), Stops(hidden=False):
-                outs, extras = fun(*xs)
+                outs, extras, nested = _watched(fun, xs)
+            stopped[:] = [nested and all(_unpacked(y)[1] is None for y in outs)]
         return tuple(outs), tuple(extras)
 
     apart = tuple(_unshared(x) for x in leaves)
     with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
+    if any(stopped) and not any(map(is_wrapped, leaves)):
+        refuse_cut(fun, _cut_of(fun, leaves))
     found = [list(xs) for xs in (outs, extras, pushed)]
     return found if torch.is_grad_enabled() else [[_untracked(x) for x in xs] for xs in found]
 

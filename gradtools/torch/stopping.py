@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FunctionType
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 Tensor = torch.Tensor
@@ -54,7 +55,7 @@ class Stops(TorchFunctionMode):
         if fun is _graphs:
             return self._switched(*args)
         if fun is torch.autograd.grad:
-            return self._pulled(args, kwargs)
+            return self._pulled(fun, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
@@ -71,16 +72,29 @@ class Stops(TorchFunctionMode):
         """The function, in the caller's modes."""
         return fun(*args, **kwargs) if kwargs else fun(*args)
 
-    def _pulled(self, args: Args, kwargs: Kwargs) -> Any:
-        """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
-        constant = not kwargs.get("create_graph", args[4:5] == (True,)) and _caller() != "gradtools"
+    def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A pullback of f's own, whose hooks run f's code; without a graph it is a constant.
+
+        Of gradient edges PyTorch asks no mode, so this one may stand around the pullback.
+        """
+        xs, zeros = args[1], kwargs.pop("materialize_grads", False)
+        create = kwargs["create_graph"]
+        constant = not create and _caller() != "gradtools"
         on = torch._C._is_fwd_grad_enabled()
-        with self:
+        edges = [[_edge(x) for x in those] for those in args]
+        seen = all(isinstance(x, GradientEdge) for those in edges for x in those)
+        with self if seen else nullcontext():
             _tangents(on and not constant)
             try:
-                return _GRAD(*args, **kwargs)
+                found = fun(*(edges if seen else args), **kwargs)
             finally:
                 _tangents(on)
+        if not zeros:
+            return found
+        pairs = zip(found, xs, strict=True)
+        return tuple(
+            [torch.zeros_like(x, requires_grad=create) if g is None else g for g, x in pairs]
+        )
 
     def _switched(self, on: bool) -> None:
         """f switches gradients on or off; on, but to leave off as it was, means that it needs them.
@@ -103,6 +117,14 @@ class Stops(TorchFunctionMode):
         if self._stopped is None and not self._hidden:
             x.requires_grad_()
         return True
+
+
+def _edge(x: Any) -> Any:
+    """Where x stands in the graph; x itself if nowhere, or if a transform wraps it."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if isinstance(x, GradientEdge) or not x.requires_grad or wrapped(x):
+        return x
+    return get_gradient_edge(x)
 
 
 def _asker(depth: int) -> Any:
@@ -131,14 +153,3 @@ def _is_leaving() -> bool:
     if frame.f_code is torch.set_grad_enabled.__init__.__code__:
         frame = frame.f_back
     return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"
-
-
-def _past_modes(fun: Any) -> Any:
-    """A function of PyTorch's that asks for no mode."""
-    seen = {**fun.__globals__, "has_torch_function": lambda _: False}
-    found = FunctionType(fun.__code__, seen, fun.__name__, fun.__defaults__)
-    found.__kwdefaults__ = fun.__kwdefaults__
-    return found
-
-
-_GRAD = _past_modes(torch.autograd.grad)

@@ -182,7 +182,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
-    """f at aliases of the leaves, once, with a graph; whether it is attached, and what there is to know of it."""
+    """f at aliases of the leaves, once, with a graph, and what is to be known of it."""
     keep = torch.is_grad_enabled()
     aliases = [_alias(x, keep) for x in leaves]
     with torch.inference_mode(False), torch.enable_grad(), opened(aliases) as entered:

@@ -60,7 +60,7 @@ class Stops(TorchFunctionMode):
         if fun is _graphs:
             return self._switched(*args)
         if fun is torch.autograd.grad:
-            return self._pulled(args, kwargs)
+            return self._pulled(fun, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return Stops.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
@@ -90,16 +90,15 @@ class Stops(TorchFunctionMode):
             TorchFunctionMode.__exit__(self, None, None, None)
             self._inside = before
 
-    def _pulled(self, args: Args, kwargs: Kwargs) -> Any:
+    def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
         constant = not kwargs.get("create_graph", args[4:5] == (True,)) and _caller() != "gradtools"
         on = torch._C._is_fwd_grad_enabled()
-        with self:
-            _tangents(on and not constant)
-            try:
-                return _GRAD(*args, **kwargs)
-            finally:
-                _tangents(on)
+        _tangents(on and not constant)
+        try:
+            return self._within(fun, args, kwargs)
+        finally:
+            _tangents(on)
 
     def _switched(self, on: bool) -> None:
         """f switches gradients on or off; on, but to leave off as it was, means that it needs them.
@@ -150,14 +149,3 @@ def _is_leaving() -> bool:
     if frame.f_code is torch.set_grad_enabled.__init__.__code__:
         frame = frame.f_back
     return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"
-
-
-def _past_modes(fun: Any) -> Any:
-    """A function of PyTorch's that asks for no mode."""
-    seen = {**fun.__globals__, "has_torch_function": lambda _: False}
-    found = FunctionType(fun.__code__, seen, fun.__name__, fun.__defaults__)
-    found.__kwdefaults__ = fun.__kwdefaults__
-    return found
-
-
-_GRAD = _past_modes(torch.autograd.grad)

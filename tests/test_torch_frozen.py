@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
-from gradtools.torch.frozen import _TOLD, _products_of_zero_cost_nothing, _Use
+from gradtools.torch.frozen import _TOLD, _Use
 from gradtools.torch.modes import Modes
 from gradtools.torch.onetangent import OneTangent
+from gradtools.torch.zeros import NoProductsOfZero
 
 D = torch.float64
 CPU = {"cpu"}
@@ -841,17 +842,20 @@ def test_an_argument_changed_in_place_is_refused():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_product_with_a_symbolic_zero_has_the_shape_of_the_product(transposed):
-    _products_of_zero_cost_nothing()
-    x, zero = torch.ones(2, 4, 9, 7), torch._efficientzerotensor((4, 6, 3, 2))
-    if not transposed:
-        zero = torch._efficientzerotensor((6, 2, 3, 2))
+    x, w = torch.ones(2, 4, 9, 7), torch.ones((4, 6, 3, 2) if transposed else (6, 2, 3, 2))
     how = ([2, 1], [1, 0], [1, 2], transposed, [1, 0] if transposed else [0, 0], 2)
-    found = torch.ops.aten.convolution(x, zero, None, *how)
-    expected = torch.ops.aten.convolution(x, torch.zeros(zero.shape), None, *how)
-    assert found._is_zerotensor() and found.shape == expected.shape
-    flat = torch._efficientzerotensor((4, 3))
-    assert torch.mm(torch.ones(2, 4), flat).shape == (2, 3)
-    assert torch.bmm(torch.ones(5, 2, 4), torch._efficientzerotensor((5, 4, 3))).shape == (5, 2, 3)
+    zero = lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)
+    flat, a, b = torch.ones(4, 3), torch.ones(2, 4), torch.ones(5, 2, 4)
+    expected = [torch.convolution(x, w, None, *how), a @ flat, b @ flat.expand(5, 4, 3)]
+    with Products() as count, NoProductsOfZero():
+        found = [
+            torch.convolution(x, zero(w), None, *how),
+            torch.mm(a, zero(flat)),
+            torch.bmm(b, zero(flat.expand(5, 4, 3))),
+        ]
+    assert count.seen == 0
+    for own, plain in zip(found, expected, strict=True):
+        assert own.shape == plain.shape and own.dtype == plain.dtype and not own.any()
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

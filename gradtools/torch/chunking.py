@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
-from gradtools.torch.rules import _unwrapped
+from gradtools.torch.rules import unwrapped
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -57,7 +57,7 @@ def _is_differentiated(f: Callable[..., Any], leaves: list[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
     held = [x for x, _ in Snapshot.of([f], leaves).reached.watched]
-    return any(_unwrapped(x).requires_grad for x in (*leaves, *held))
+    return any(unwrapped(x).requires_grad for x in (*leaves, *held))
 
 
 def sum_chunks(chunks: Chunks) -> list[Tensor]:

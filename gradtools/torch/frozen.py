@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
 from gradtools.torch.watching import bytes_saved, own_wrapper
+from gradtools.torch.zeros import NoProductsOfZero
 
 Tensor = torch.Tensor
 
@@ -256,7 +256,6 @@ class _Use(Forward):
     def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         """Tangents of the outputs, in forward mode without any graph."""
         use = self.with_modes(self.modes.without_fast_path())
-        _products_of_zero_cost_nothing()
         fixed = [x for x, _ in self.start.reached.watched]
         use.within = lambda: OneTangent(fixed)
         with use.replaying(), dual_level(), torch.no_grad():
@@ -266,14 +265,13 @@ class _Use(Forward):
 
     def second(self, zs: Entries, dzs: Entries, cts: Entries) -> list[Any]:
         """The tangent of the pullback of cts along dzs: forward over reverse."""
-        _products_of_zero_cost_nothing()
         # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
         packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         own = saved_tensors_hooks(lambda x: x, lambda x: x) if packed else nullcontext()
         use = self.with_modes(self.modes)
         use.within = stops = lambda: Stops(hidden=False)
         level, graph = dual_level(), torch.enable_grad()
-        with use.without_hooks(), use.replaying(), own, level, graph:
+        with use.without_hooks(), use.replaying(), own, level, graph, NoProductsOfZero():
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             ys, _ = use.one(0, [], duals)
@@ -465,40 +463,6 @@ class _Beside(torch.autograd.Function):
 
 
 # --- forward mode -----------------------------------------------------------------------------
-
-
-@cache
-def _products_of_zero_cost_nothing() -> Any:
-    """Gives PyTorch kernels for products of its symbolic zeros, which it else multiplies out.
-
-    In forward mode a fixed weight has such a zero for its tangent, and without these a linear or
-    convolutional layer takes three products in place of two.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    for name in ("mm", "bmm", "convolution"):
-        library.impl(name, partial(_of_zero, getattr(torch.ops.aten, name).default), "ZeroTensor")
-    return library
-
-
-def _of_zero(product: Any, a: Tensor, b: Tensor, bias: Tensor | None = None, *more: Any) -> Tensor:
-    given = [x for x in (a, b, bias) if x is not None]
-    if not (a._is_zerotensor() or b._is_zerotensor()) or not (
-        bias is None or bias._is_zerotensor()
-    ):
-        plain = [torch.zeros_like(x) if x._is_zerotensor() else x for x in given]
-        return product(*plain, *more)
-    shape = _convolved(a.shape, b.shape, *more) if more else (*a.shape[:-1], b.shape[-1])
-    return torch._efficientzerotensor(shape, dtype=a.dtype, device=a.device)
-
-
-def _convolved(x: Any, w: Any, stride: Any, pad: Any, dilation: Any, *more: Any) -> list[int]:
-    """The shape of a convolution."""
-    transposed, extra, groups = more
-    rows = zip(x[2:], w[2:], stride, pad, dilation, extra, strict=True)
-    if transposed:
-        sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in rows]
-        return [x[0], w[1] * groups, *sizes]
-    return [x[0], w[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in rows)]
 
 
 def _dual(z: Tensor, dz: Tensor | None) -> Tensor:

@@ -14,9 +14,7 @@ way; so does what is called inside of PyTorch, which a function mode does not se
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.nn import functional
 
 from gradtools.torch.stopping import Stops
+from gradtools.torch.zeros import NoProductsOfZero
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -49,14 +48,14 @@ class OneTangent(Stops):
         self._held = [*fixed]  # so that their ids are theirs
         self._versions = {id(x): x._version for x in self._held}
 
-    def flowing(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
         rule = None if torch.is_grad_enabled() else _RULES.get(fun)
         if rule is not None:
             found = rule(self, fun, args, kwargs)
             if found is not None:
                 return found
-        return fun(*args, **kwargs) if kwargs else fun(*args)
+        return super().flowing(fun, types, args, kwargs)
 
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:
         """A tensor's value and its tangent."""
@@ -211,20 +210,10 @@ def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     return None if training and p > 0 else x
 
 
-def _multi_head_attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A function in python, whose layers are to be seen: its body, past the question for modes.
-
-    Where it gives no weights its layers are few, and call their rules by themselves; the shapes
-    and views between them then need not pass through the mode.
-    """
-    if kwargs.get("need_weights", True):
-        with mode:
-            return _ATTENTION(*args, **kwargs)
-    before, _here.mode = getattr(_here, "mode", None), mode
-    try:
-        return _RULED_ATTENTION(*args, **kwargs)
-    finally:
-        _here.mode = before
+def _composed(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """PyTorch's own way through layers that one call holds, less what fixed weights would cost."""
+    with NoProductsOfZero():
+        return fun(*args, **kwargs)
 
 
 def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -257,38 +246,6 @@ def _product_of(a: Tensor, da: Any, b: Tensor, db: Any) -> Any:
     if da is None:
         return None if db is None else a @ db
     return da @ b if db is None else (da @ b).add_(a @ db)
-
-
-def _without_question(fun: Any, **others: Any) -> Any:
-    """A function of PyTorch's that asks for no mode, with others in place of some it calls."""
-    seen = {**fun.__globals__, **_UNASKED, **others}
-    found = FunctionType(fun.__code__, seen, fun.__name__, fun.__defaults__)
-    found.__kwdefaults__ = fun.__kwdefaults__
-    return found
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
-_UNASKED = dict.fromkeys([name for name in vars(functional) if "has_torch_function" in name], _no)
-
-
-def _ruled(fun: Any) -> Any:
-    """The function, as the mode sees it whose rule is under way."""
-    return lambda *args, **kwargs: _here.mode.__torch_function__(fun, (), args, kwargs)
-
-
-def _ruled_attention() -> Any:
-    """The body of multi-head attention, whose layers are ruled."""
-    own = {name: _ruled(getattr(functional, name)) for name in _LAYERS}
-    own |= {name: _without_question(getattr(functional, name), **own) for name in _PROJECTIONS}
-    return _without_question(functional.multi_head_attention_forward, **own)
-
-
-_here = threading.local()
-_LAYERS = ("linear", "scaled_dot_product_attention")
-_PROJECTIONS = ("_in_projection", "_in_projection_packed")
 
 
 def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
@@ -355,8 +312,6 @@ def _of_attention(
 _MANY = 2**18  # below it joining the inputs costs more than it saves
 _PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 _WIDE = (torch.float32, torch.float64)  # the plain formula of others has steps of its own
-_ATTENTION = _without_question(functional.multi_head_attention_forward)
-_RULED_ATTENTION = _ruled_attention()
 _FUSED = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -382,7 +337,7 @@ _ALIKE: dict[Any, tuple[Any, ...]] = {
     _batch_norm: (functional.batch_norm,),
     _softmax: (functional.softmax, torch.softmax, Tensor.softmax),
     _dropout: (functional.dropout,),
-    _multi_head_attention: (functional.multi_head_attention_forward,),
+    _composed: (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
     _attention: (functional.scaled_dot_product_attention,),
 }
 _RULES = {fun: rule for rule, those in _ALIKE.items() for fun in those}

@@ -135,7 +135,7 @@ def _closes_over_tracked(rule: Rule) -> bool:
     if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return closes_over(rule, lambda x: isinstance(x, Tensor) and _is_wrapped(x), Tensor)
+        return closes_over(rule, lambda x: isinstance(x, Tensor) and is_wrapped(x), Tensor)
     if forward_ad._current_level >= 0:
         return closes_over(rule, is_dual, Tensor)
     return False
@@ -145,7 +145,7 @@ def is_dual(x: Any) -> bool:
     """Whether x is a tensor with a tangent."""
     if forward_ad._current_level < 0 or not isinstance(x, Tensor) or not is_inexact(x):
         return False
-    x = _unwrapped(x)
+    x = unwrapped(x)
     if "Batched" in repr(torch._C._dispatch_keys(x)):
         return False  # of the vmap of before functorch, in which dual numbers cannot be
     return forward_ad.unpack_dual(x).tangent is not None
@@ -206,11 +206,11 @@ def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
 # They are not evaluated again, so where the generators stood need not be known.
 _SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _is_captured(y: Tensor) -> bool:
-    return y.requires_grad or _is_wrapped(y)
+    return y.requires_grad or is_wrapped(y)
 
 
 def _is_tracked(y: Tensor) -> bool:
@@ -222,7 +222,7 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if any(level.key() in _DERIVATIVES for level in levels):
         return True
-    plain = [_unwrapped(x) for x in xs] if levels else xs
+    plain = [unwrapped(x) for x in xs] if levels else xs
     if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
         return True
     if forward_ad._current_level < 0:
@@ -233,8 +233,9 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
-def _unwrapped(x: Tensor) -> Tensor:
-    while _is_wrapped(x):
+def unwrapped(x: Tensor) -> Tensor:
+    """x beneath the wrappers of torch.func's transforms."""
+    while is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
@@ -244,7 +245,7 @@ def _alive(x: Tensor) -> Tensor:
 
     A transform that begins then would take them for its own.
     """
-    while _is_wrapped(x) and torch._C._functorch.maybe_get_level(x) == _ENDED:
+    while is_wrapped(x) and torch._C._functorch.maybe_get_level(x) == _ENDED:
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
@@ -456,7 +457,7 @@ def _in_eager() -> bool:
 
 def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
     """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
-    if any(x is not None and _is_wrapped(x) for x in (*results, *known)):
+    if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return  # a transform's wrapper shows no graph
     known = [x for x in known if x is not None and x.requires_grad]
     seen = {get_gradient_edge(x).node for x in known}
@@ -611,7 +612,7 @@ def _value(x: Any) -> Any:
     """
     if TracingContext.try_get() is not None or x.device.type == "meta":
         return None
-    while _is_wrapped(x):
+    while is_wrapped(x):
         inner = torch._C._functorch.get_unwrapped(x)
         batched_at = torch._C._functorch.maybe_get_bdim(x)
         x = inner if batched_at < 0 else inner.select(batched_at, 0)
@@ -679,7 +680,7 @@ def _real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
     if TracingContext.try_get() is None:
         yield
         return
-    mode = detect_fake_mode([_unwrapped(x) for x in xs])
+    mode = detect_fake_mode([unwrapped(x) for x in xs])
     if mode is None:
         yield
         return

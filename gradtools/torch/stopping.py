@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, redispatch_function
+
+from gradtools.torch.upstream_bugs import bug_of, pushed_rightly
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -27,6 +29,7 @@ Kwargs = dict[str, Any]
 _unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
 _graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 _tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -35,10 +38,13 @@ class Stops(TorchFunctionMode):
 
     hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
         then runs without one, until f switches them on itself because it needs one.
+    again: Whether the tangents may be differentiated: some then go another way.
     """
 
-    def __init__(self, hidden: bool) -> None:
+    def __init__(self, hidden: bool, again: bool = False) -> None:
         super().__init__()
+        self._again = again
+        self._inside: Any = None  # what in C has the same name as its wrapper in Python
         self._level = forward_ad._current_level
         self._hidden = hidden
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
@@ -54,33 +60,45 @@ class Stops(TorchFunctionMode):
         if fun is _graphs:
             return self._switched(*args)
         if fun is torch.autograd.grad:
-            return self._pulled(args, kwargs)
+            return self._pulled(fun, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return fun(*args, **kwargs)
+            return Stops.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
             return fun(*args) or self._requires(args[0])
         if not (self._hidden and torch.is_grad_enabled()):
-            return self.flowing(fun, args, kwargs)
+            return self.flowing(fun, types, args, kwargs)
         _graphs(False)
         try:
-            return self.flowing(fun, args, kwargs)
+            return self.flowing(fun, types, args, kwargs)
         finally:
             _graphs(True)
 
-    def flowing(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The function, in the caller's modes."""
-        return fun(*args, **kwargs) if kwargs else fun(*args)
+    def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The function, in the caller's modes; of one in Python, its operations are seen."""
+        in_python = type(fun) is FunctionType and fun is not self._inside
+        if in_python and _PLAIN.issuperset(types) and bug_of(fun) is None:
+            return self._within(fun, args, kwargs)
+        return pushed_rightly(fun, args, kwargs, self._again)
 
-    def _pulled(self, args: Args, kwargs: Kwargs) -> Any:
+    def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A function of PyTorch's in Python, inside of which this mode stays."""
+        before, self._inside = self._inside, fun
+        TorchFunctionMode.__enter__(self)
+        try:
+            return redispatch_function(fun, (), args, kwargs)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+            self._inside = before
+
+    def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
         constant = not kwargs.get("create_graph", args[4:5] == (True,)) and _caller() != "gradtools"
         on = torch._C._is_fwd_grad_enabled()
-        with self:
-            _tangents(on and not constant)
-            try:
-                return _GRAD(*args, **kwargs)
-            finally:
-                _tangents(on)
+        _tangents(on and not constant)
+        try:
+            return self._within(fun, args, kwargs)
+        finally:
+            _tangents(on)
 
     def _switched(self, on: bool) -> None:
         """f switches gradients on or off; on, but to leave off as it was, means that it needs them.
@@ -131,14 +149,3 @@ def _is_leaving() -> bool:
     if frame.f_code is torch.set_grad_enabled.__init__.__code__:
         frame = frame.f_back
     return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"
-
-
-def _past_modes(fun: Any) -> Any:
-    """A function of PyTorch's that asks for no mode."""
-    seen = {**fun.__globals__, "has_torch_function": lambda _: False}
-    found = FunctionType(fun.__code__, seen, fun.__name__, fun.__defaults__)
-    found.__kwdefaults__ = fun.__kwdefaults__
-    return found
-
-
-_GRAD = _past_modes(torch.autograd.grad)

@@ -49,7 +49,7 @@ from gradtools.torch.terms import (
     guarded_tangents,
     third,
 )
-from gradtools.torch.upstream_bugs import TwiceByPlainOperations
+from gradtools.torch.upstream_bugs import RightTangents, TwiceByPlainOperations
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -396,7 +396,8 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
 
     def paired(*xs: Tensor) -> Any:
         if is_compiling():
-            outs, extras = fun(*xs)
+            with RightTangents():
+                outs, extras = fun(*xs)
         else:
             with torch.enable_grad(), Stops(hidden=False, again=True):
                 outs, extras, nested = _watched(fun, xs)

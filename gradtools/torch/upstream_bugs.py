@@ -10,7 +10,7 @@ silence wherever only a backward is registered. `docs/upstream-bugs.md` is writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -23,6 +23,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from gradtools.errors import GradtoolsError
 from gradtools.torch.rules import is_inexact, is_wrapped, unwrapped
 from gradtools.torch.transposed import NoTranspose, by_reverse_mode
 
@@ -527,3 +528,117 @@ def _is_custom(operator: Any) -> bool:
 
 
 _OWN = ("aten", "prim", "prims", "gradtools")
+
+
+# --- the same in compiled code -------------------------------------------------------------------
+
+
+class RightTangents(TorchFunctionMode):
+    """While dynamo traces what is pushed: functions that are not to be trusted go another way."""
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function, or what runs in its place."""
+        kwargs = kwargs or {}
+        if fun in _TRACED:
+            return _traced(_TRACED[fun], fun, args, kwargs)
+        if isinstance(fun, _OPERATORS) and fun.__module__ not in _OWN_MODULES:
+            raise GradtoolsError(
+                f"jvp: f holds the custom operator {fun.__name__}, whose tangent PyTorch drops in "
+                "compiled code. Leave this derivative out of what is compiled."
+            )
+        return fun(*args, **kwargs)
+
+
+def _traced(bug: Bug, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    if "out" in kwargs or (bug.when is not None and not bug.when(*args, **kwargs)):
+        return fun(*args, **kwargs)
+    if bug.instead is not None:
+        return bug.instead(*args, **kwargs)
+    return _transposed_in_trace(fun, args, kwargs)
+
+
+def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`fun(*args, **kwargs)`, its tangent by differentiating its pullback."""
+    leaves, treedef = tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and is_inexact(x)]
+    duals = [forward_ad.unpack_dual(leaves[i]) for i in places]
+    moved = [k for k, dual in enumerate(duals) if dual.tangent is not None]
+    if not moved:
+        return fun(*args, **kwargs)
+    shape: list[Any] = []
+
+    def run(*xs: Tensor) -> Any:
+        filled = list(leaves)
+        for dual, i in zip(duals, places, strict=True):
+            filled[i] = dual.primal
+        for k, x in zip(moved, xs, strict=True):
+            filled[places[k]] = x
+        again, named = tree_unflatten(filled, treedef)
+        outs, outdef = tree_flatten(fun(*again, **named))
+        carried = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
+        shape[:] = [outdef, carried]
+        pairs = list(zip(outs, carried, strict=True))
+        return tuple([y for y, c in pairs if c]), tuple([y for y, c in pairs if not c])
+
+    ys, pull, others = torch.func.vjp(run, *[duals[k].primal for k in moved], has_aux=True)
+    _, push = torch.func.vjp(pull, tuple([torch.ones_like(y) for y in ys]))
+    pushed = push(tuple([duals[k].tangent for k in moved]))[0]
+    outs = [forward_ad.make_dual(y, dy) for y, dy in zip(ys, pushed, strict=True)]
+    outdef, carried = shape
+    found, left, rest = [], list(outs), list(others)
+    for c in carried:
+        found.append(left.pop(0) if c else rest.pop(0))
+    return tree_unflatten(found, outdef)
+
+
+def _traced_functions() -> dict[Any, Bug]:
+    """The functions that dynamo sees, by name in PyTorch's namespaces."""
+    spaces = (torch, Tensor, torch.linalg, torch.special, torch.nn.functional)
+    found = {
+        getattr(space, bug.name): bug
+        for bug in BUGS
+        for space in spaces
+        if bug.wrong in (TANGENT, TANGENT_AGAIN) and hasattr(space, bug.name)
+    }
+    for name, instead in (("batch_norm", _f_batch_norm), ("instance_norm", _f_instance_norm)):
+        fun = getattr(torch.nn.functional, name)
+        found[fun] = replace(found[fun], instead=instead, when=None)
+    return found
+
+
+def _f_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return torch.nn.functional.batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+    return _batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps, True)
+
+
+def _f_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not use_input_stats:
+        return torch.nn.functional.instance_norm(
+            input, running_mean, running_var, weight, bias, False, momentum, eps
+        )
+    return _instance_norm(input, weight, bias, running_mean, running_var, True, momentum, eps, True)
+
+
+_OWN_MODULES = tuple([f"torch._ops.{name}" for name in _OWN])
+_TRACED = _traced_functions()

@@ -66,7 +66,7 @@ class Staged:
     run: Fun
     reverse_only: bool = False
     jacobian_mode: str = "reverse"
-    cut: Callable[[], list[int]] = lambda: []
+    cut: Callable[[], list[int]] = list
 
 
 class Backend(Protocol):

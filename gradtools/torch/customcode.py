@@ -35,6 +35,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 Args = tuple[Any, ...]
 _OWN = "gradtools."
 # Beneath Function, so that who keeps a bound `apply` comes by here as well.
@@ -93,7 +94,20 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
 
 
 def _graph(outs: Sequence[Tensor]) -> set[Any]:
-    return _upstream([get_gradient_edge(y).node for y in outs if y.requires_grad])
+    return _upstream([_node_of(y) for y in outs if y.requires_grad])
+
+
+def _node_of(x: Tensor) -> Any:
+    """The node that ends in x; None if x is of another level of functorch than what runs."""
+    if not x.requires_grad or is_wrapped(x) and not _is_here(x):
+        return None
+    return x.grad_fn or get_gradient_edge(x).node
+
+
+def _is_here(x: Tensor) -> bool:
+    """Whether a tensor of functorch's belongs to the level that runs, or is mapped in it."""
+    level = torch._C._functorch.peek_interpreter_stack()
+    return level is not None and torch._C._functorch.maybe_get_level(x) == level.level()
 
 
 def _upstream(nodes: Sequence[Any]) -> set[Any]:
@@ -116,7 +130,7 @@ def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
     leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
     found = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
     for x in (*aliases, *(x for opened in being_evaluated() for x in opened.aliases)):
-        if x.grad_fn is not None and get_gradient_edge(x).node in nodes:
+        if x.grad_fn is not None and x.grad_fn in nodes:
             found[id(x)] = x
     return list(found.values())
 
@@ -197,14 +211,14 @@ def note_taken(
         return
     nodes = _graph(outs)
     pairs = [(x, a) for x, a in zip(leaves, aliases, strict=True) if x.requires_grad]
-    nodes |= _graph([x for x, a in pairs if x is a or get_gradient_edge(a).node in nodes])
+    nodes |= _graph([x for x, a in pairs if x is a or _node_of(a) in nodes])
     moving = _graph([g for g in found if g is not None]) if kept else nodes
     for each in around:
         for i, x in enumerate(each.aliases):
-            node = get_gradient_edge(x).node if x.requires_grad else None
-            if node in moving:
+            node = _node_of(x)
+            if node is not None and node in moving:
                 each.entered.add(i)
-            elif node in nodes:
+            elif node is not None and node in nodes:
                 each.constant.add(i)
 
 
@@ -324,7 +338,6 @@ class _Guard:
 
     def _gate(self, node: Any) -> Callable[[Any, Any], Any]:
         """A hook that puts gates beside what a node gives."""
-
         key = _key_of(node)
 
         def hook(given: Any, cts: Any) -> Any:
@@ -338,10 +351,10 @@ class _Guard:
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
             inputs = _tracked_in(_upstream([to for to, _ in node.next_functions]), self.aliases)
-            if not any(g.requires_grad for g in there) and (behind or inputs):
-                # A gate would make of a constant something that leads on.
-                if not self._may_lose(key):
-                    return None
+            constant = not any(g.requires_grad for g in there)
+            # A gate would make of a constant something that leads on.
+            if constant and (behind or inputs) and not self._may_lose(key):
+                return None
             for which, sources in (("cotangents", behind), ("inputs", inputs)):
                 if sources:
                     there = beside(there, partial(self._ask, key, which), sources)

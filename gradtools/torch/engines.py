@@ -29,11 +29,11 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.customcode import (
+    Opened,
     Survey,
     guarded,
     is_spent,
     note_taken,
-    Opened,
     opened,
     spend,
     surveyed,

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 Args = tuple[Any, ...]
 _OWN = "gradtools."
 # Beneath Function, so that who keeps a bound `apply` comes by here as well.
@@ -91,6 +93,23 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
         found.lost.append(node)
 
 
+def _graph(outs: Sequence[Tensor]) -> set[Any]:
+    return _upstream([_node_of(y) for y in outs if y.requires_grad])
+
+
+def _node_of(x: Tensor) -> Any:
+    """The node that ends in x; None if x is of another level of functorch than what runs."""
+    if not x.requires_grad or is_wrapped(x) and not _is_here(x):
+        return None
+    return x.grad_fn or get_gradient_edge(x).node
+
+
+def _is_here(x: Tensor) -> bool:
+    """Whether a tensor of functorch's belongs to the level that runs, or is mapped in it."""
+    level = torch._C._functorch.peek_interpreter_stack()
+    return level is not None and torch._C._functorch.maybe_get_level(x) == level.level()
+
+
 def _upstream(nodes: Sequence[Any]) -> set[Any]:
     seen: set[Any] = set()
     todo = list(nodes)
@@ -111,7 +130,7 @@ def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
     leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
     found = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
     for x in (*aliases, *(x for opened in being_evaluated() for x in opened.aliases)):
-        if x.grad_fn is not None and get_gradient_edge(x).node in nodes:
+        if x.grad_fn is not None and x.grad_fn in nodes:
             found[id(x)] = x
     return list(found.values())
 
@@ -137,10 +156,24 @@ class Opened(NamedTuple):
     Attributes:
         aliases: The tensors at which it is.
         entered: Which of these reach a derivative taken inside.
+        constant: Which of these reach one that is constant.
     """
 
     aliases: Sequence[Tensor]
     entered: set[int]
+    constant: set[int]
+
+    def cut(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Of what is not reached, what entered a derivative: it was cut afterwards."""
+        return [i for i in sorted(self.entered) if grads[i] is None]
+
+    def filled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Zeros for what is not reached because a derivative inside is constant."""
+        zero = self.constant - self.entered
+        return [
+            torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
+            for i, g in enumerate(grads)
+        ]
 
 
 def being_evaluated() -> list[Opened]:
@@ -150,37 +183,49 @@ def being_evaluated() -> list[Opened]:
 
 
 @contextmanager
-def opened(aliases: Sequence[Tensor]) -> Iterator[set[int]]:
-    """Inside, a function is evaluated at the aliases; which of them enter derivatives in it."""
+def opened(aliases: Sequence[Tensor]) -> Iterator[Opened]:
+    """Inside, a function is evaluated at the aliases."""
     around = being_evaluated()
-    around.append(Opened(aliases, set()))
+    around.append(Opened(aliases, set(), set()))
     try:
-        yield around[-1].entered
+        yield around[-1]
     finally:
         around.pop()
 
 
-def note_entered(outs: Sequence[Tensor], leaves: Sequence[Tensor], among: Sequence[Tensor]) -> None:
-    """Notes what enters a derivative that was taken of outs in the functions being evaluated.
+def note_taken(
+    outs: Sequence[Tensor],
+    found: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
+    aliases: Sequence[Tensor],
+    kept: bool,
+) -> None:
+    """Notes, where a function is being evaluated, what a derivative that it takes depends on.
 
-    leaves: At which it was taken, under the names `among`, which may be in another graph.
+    found: The derivative of outs at the leaves, which stand under the names `aliases` in outs'
+        graph. What that graph reaches and its own does not is constant.
+    kept: Whether found has a graph.
     """
     around = being_evaluated()
     if not around:
         return
-    nodes = _upstream([y.grad_fn for y in outs if y.requires_grad])
-    pairs = [(x, a) for x, a in zip(leaves, among, strict=True) if x.requires_grad]
-    reached = [x for x, a in pairs if x is a or get_gradient_edge(a).node in nodes]
-    nodes |= _upstream([get_gradient_edge(x).node for x in reached])
+    nodes = _graph(outs)
+    pairs = [(x, a) for x, a in zip(leaves, aliases, strict=True) if x.requires_grad]
+    nodes |= _graph([x for x, a in pairs if x is a or _node_of(a) in nodes])
+    moving = _graph([g for g in found if g is not None]) if kept else nodes
     for each in around:
-        tracked = [(i, x) for i, x in enumerate(each.aliases) if x.requires_grad]
-        each.entered.update(i for i, x in tracked if get_gradient_edge(x).node in nodes)
+        for i, x in enumerate(each.aliases):
+            node = _node_of(x)
+            if node is not None and node in moving:
+                each.entered.add(i)
+            elif node is not None and node in nodes:
+                each.constant.add(i)
 
 
 # --- nodes beside a gradient -------------------------------------------------------------
 
 
-class Beside(torch.autograd.Function):
+class _Beside(torch.autograd.Function):
     """The first tensors as they are, in a graph that leads to the others as well."""
 
     generate_vmap_rule = True
@@ -204,59 +249,33 @@ class Beside(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """A number that nobody reads, with a zero derivative; it is asked first whether it has one."""
+    """A number that nobody reads; who differentiates on to the sources asks first."""
 
     @staticmethod
-    def forward(ask: Callable[[], None] | None, *sources: Tensor) -> Tensor:
+    def forward(ask: Callable[[], None], *sources: Tensor) -> Tensor:
         return sources[0].new_zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ask = inputs[0]
-        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
+        ctx.ask, ctx.count = inputs[0], len(inputs)
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> Any:
-        if ctx.ask is not None:
-            ctx.ask()
-        return None, *[torch.zeros(s, dtype=d, device=at) for s, d, at in ctx.like]
+        ctx.ask()
+        return (None,) * ctx.count
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return torch.zeros((), dtype=ctx.like[0][1], device=ctx.like[0][2])
+        return torch.zeros(())
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, ask: Any, *sources: Tensor) -> Any:
         return _Gate.apply(ask, *sources), None
 
 
-def beside(
-    xs: Sequence[Tensor], ask: Callable[[], None] | None, sources: Sequence[Tensor]
-) -> list[Tensor]:
-    """xs in a graph that leads to the sources as well, with derivative zero there.
-
-    ask: Is called before that zero is given, and may raise.
-    """
-    return list(Beside.apply(len(xs), *xs, _Gate.apply(ask, *sources)))
-
-
-def constants(
-    outs: Sequence[Tensor], aliases: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Gradients, those without a history connected to what they were taken at.
-
-    What custom code lost has a gate by now, so they are honest constants.
-    """
-    if all(g is None or g.requires_grad for g in grads):
-        return list(grads)
-    nodes = _upstream([y.grad_fn for y in outs if y.requires_grad])
-    sources = _tracked_in(nodes, aliases) if nodes else []
-    return [g if g is None or g.requires_grad else connected(g, sources) for g in grads]
-
-
-def connected(g: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """A constant, connected to the sources with derivative zero."""
-    return beside([g], None, sources)[0] if sources else g
+def beside(xs: Sequence[Tensor], ask: Callable[[], None], sources: Sequence[Tensor]) -> Any:
+    """xs in a graph that leads to the sources as well; who goes there asks, which may raise."""
+    return list(_Beside.apply(len(xs), *xs, _Gate.apply(ask, *sources)))
 
 
 # --- gates at custom code ----------------------------------------------------------------
@@ -319,34 +338,38 @@ class _Guard:
 
     def _gate(self, node: Any) -> Callable[[Any, Any], Any]:
         """A hook that puts gates beside what a node gives."""
+        key = _key_of(node)
 
         def hook(given: Any, cts: Any) -> Any:
             there = [g for g in given if isinstance(g, Tensor)]
             if not there:
                 return None
             if forward_ad._current_level >= 0:
-                self.ask(node, "inputs", forward=True)
-                self.ask(node, "cotangents", forward=True)
+                self._ask(key, "inputs", forward=True)
+                self._ask(key, "cotangents", forward=True)
+            if not torch.is_grad_enabled():
+                return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
             inputs = _tracked_in(_upstream([to for to, _ in node.next_functions]), self.aliases)
+            constant = not any(g.requires_grad for g in there)
+            # A gate would make of a constant something that leads on.
+            if constant and (behind or inputs) and not self._may_lose(key):
+                return None
             for which, sources in (("cotangents", behind), ("inputs", inputs)):
-                if sources and torch.is_grad_enabled():
-                    there = beside(there, self._asking(node, which), sources)
+                if sources:
+                    there = beside(there, partial(self._ask, key, which), sources)
             left = iter(there)
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
         return hook
 
-    def _asking(self, node: Any, which: str) -> Callable[[], None]:
-        key = _key_of(node)
-        return lambda: self._ask(key, which, False)
+    def _may_lose(self, key: _Key) -> bool:
+        fine = key.fine(False)
+        return bool(_tried(self.fun, self.leaves, key, False)) if fine is None else not fine
 
-    def ask(self, node: Any, which: str, forward: bool) -> None:
-        """Raises if the derivative of what a node gives is lost."""
-        self._ask(_key_of(node), which, forward)
-
-    def _ask(self, key: _Key, which: str, forward: bool) -> None:
-        if key.is_fine(forward):
+    def _ask(self, key: _Key, which: str, forward: bool = False) -> None:
+        """Raises if the derivative of what a class gives is lost."""
+        if key.fine(forward):
             return
         found = _tried(self.fun, self.leaves, key, forward)
         if which in found:
@@ -379,13 +402,15 @@ class _Key:
         space, _, rest = name.removeprefix(_GENERATED).partition("_")
         return f"the custom operator {space}::{rest.rpartition('_')[0]}"
 
-    def is_fine(self, forward: bool) -> bool:
-        """Whether it was tried, and lost nothing."""
-        return (self.needs, forward) in _FINE.get(self.kind, ())
+    def fine(self, forward: bool) -> bool | None:
+        """Whether it was tried, and lost nothing; None if it was not."""
+        return _SEEN.get(self.kind, {}).get((self.needs, forward))
 
 
 _GENERATED = "GeneratedBackwardFor_"
-_FINE: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+# What was seen of a class: whether it is fine. One that is not is tried again where it matters,
+# for a class that is handed functions may lose the derivative of one and not of another.
+_SEEN: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
 
 def _key_of(node: Any) -> _Key:
@@ -394,7 +419,7 @@ def _key_of(node: Any) -> _Key:
 
 def _is_fine(node: Any) -> bool:
     forward = forward_ad._current_level >= 0
-    return _key_of(node).is_fine(forward)
+    return _key_of(node).fine(forward) is True
 
 
 def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
@@ -415,8 +440,8 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
             rerun(lambda xs: fun(*xs)[0], leaves)
     except Exception:  # f does not run twice: nothing is known
         return lost
-    if calls and not lost:
-        _FINE.setdefault(key.kind, set()).add((key.needs, forward))
+    if calls:
+        _SEEN.setdefault(key.kind, {})[key.needs, forward] = not lost
     return lost
 
 

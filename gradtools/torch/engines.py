@@ -29,11 +29,11 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.customcode import (
+    Opened,
     Survey,
-    constants,
     guarded,
     is_spent,
-    note_entered,
+    note_taken,
     opened,
     spend,
     surveyed,
@@ -93,14 +93,14 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
-    outs, extras, aliases, attached, survey, entered = _evaluate(fun, leaves)
+    outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         pairs = [
             (y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad
         ]
         if not pairs:
-            return [None] * len(aliases)
+            return inside.filled([None] * len(aliases))
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
         again = create or forward_ad._current_level >= 0
         guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
@@ -114,9 +114,8 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
                 allow_unused=True,
             )
         grads = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
-        if create:
-            return constants([y for y, _ in pairs], aliases, grads)
-        return [g if g is None else _free(g) for g in grads]
+        note_taken([y for y, _ in pairs], grads, leaves, aliases, create)
+        return inside.filled([g if g is None or create else _free(g) for g in grads])
 
     def where_lost(i: int) -> list[str]:
         from gradtools.torch.seeing import where_lost
@@ -128,7 +127,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         [free(y) for y in outs],
         [free(x) for x in extras],
         pullback,
-        cut=lambda grads: [i for i in sorted(entered) if grads[i] is None],
+        cut=inside.cut,
         where_lost=where_lost,
     )
 
@@ -136,7 +135,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     with TwiceByPlainOperations():
         evaluated = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
-    outs, extras, aliases, attached, survey, entered = evaluated
+    outs, extras, aliases, attached, survey, inside = evaluated
     tracked = [y for y in outs if y.requires_grad]
     guard = guarded(asked_of(fun), fun, leaves, survey, aliases, True)
     with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases), guard:
@@ -147,7 +146,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             if tracked
             else ()
         )
-    refuse_cut(fun, [i for i in sorted(entered) if not tracked or pulled[i] is None])
+    refuse_cut(fun, inside.cut(pulled or [None] * len(leaves)))
 
     def push(tangents: list[Tensor]) -> list[Tensor]:
         moved = [
@@ -170,10 +169,8 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
                     allow_unused=True,
                 )
             found = guarded_gradients(asked_of(fun), [p for p, _ in moved], found)
-            if create:
-                found = constants(tracked, [*aliases, *dummies], found)
-            else:
-                found = [v if v is None else _free(v) for v in found]
+            note_taken(tracked, found, leaves, aliases, create)
+            found = [v if v is None or create else _free(v) for v in found]
         pushed = spread(found, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
 
@@ -182,17 +179,16 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
-    """f at aliases of the leaves, once, with a graph, and what is to be known of it."""
+    """f at aliases of the leaves, once, with a graph, and what is known of that."""
     keep = torch.is_grad_enabled()
     aliases = [_alias(x, keep) for x in leaves]
-    with torch.inference_mode(False), torch.enable_grad(), opened(aliases) as entered:
+    with torch.inference_mode(False), torch.enable_grad(), opened(aliases) as inside:
         outs, extras = fun(*aliases)
-    note_entered(outs, leaves, aliases)
     refuse_lost(asked_of(fun), outs)
     survey = surveyed(outs)
     attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(survey, aliases))
     spend(aliases, True)
-    return outs, extras, aliases, attached, survey, entered
+    return outs, extras, aliases, attached, survey, inside
 
 
 @contextmanager
@@ -271,10 +267,9 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     pushed = [torch.zeros_like(y) if t is None else t for y, t in unpacked]
     if nested and all(t is None for _, t in unpacked):
         refuse_cut(fun, _cut_of(fun, leaves))
-    note_entered([*primals, *pushed], leaves, leaves)
+    note_taken(primals, pushed, leaves, leaves, torch.is_grad_enabled())
     if torch.is_grad_enabled():
-        pushed = guarded_tangents(asked_of(fun), primals, pushed)
-        return primals, extras, constants(primals, duals, pushed)
+        return primals, extras, guarded_tangents(asked_of(fun), primals, pushed)
     return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
 
 
@@ -322,7 +317,7 @@ def _is_differentiated_again() -> bool:
 def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
     reached: list[bool] = []
     nested: list[bool] = []
-    entered: list[int] = []
+    entered: list[Opened] = []
     empty: list[bool] = []
 
     def paired(*xs: Tensor) -> Any:
@@ -333,7 +328,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         else:
             with opened(xs) as inside:
                 outs, extras = fun(*xs)
-            entered.extend(sorted(inside))
+            entered[:] = [inside]
             found = {id(leaf) for leaf in leaves_of(outs)}
             reached[:] = [id(x) in found for x in xs]
         empty[:] = [not outs]
@@ -341,8 +336,6 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     outs = () if empty[0] else outs
-    if not is_compiling():
-        note_entered(outs, leaves, leaves)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not outs:
@@ -354,15 +347,15 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         with explained(asked_of(fun)):
             grads = [g.view_as(g) for g in pull(filled)]
         if not is_compiling():
-            grads = constants(outs, [], grads)
+            note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled())
         if not reached or any(nested):
             return list(grads)
-        return [g if r else None for g, r in zip(grads, reached, strict=True)]
+        grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
+        return grads if is_compiling() else entered[0].filled(grads)
 
-    def cut(grads: Sequence[Tensor | None]) -> list[int]:
-        return [i for i in entered if grads[i] is None]
-
-    return Evaluation(list(outs), list(extras), pullback, cut)
+    if is_compiling():
+        return Evaluation(list(outs), list(extras), pullback)
+    return Evaluation(list(outs), list(extras), pullback, entered[0].cut)
 
 
 def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:

@@ -1,0 +1,226 @@
+"""A derivative taken inside f: cut afterwards it raises in every operator, constant it is zero."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from derivative_table import close, lift, lower
+
+from gradtools.errors import DisconnectedInputError, GradtoolsWarning
+
+X = np.array(1.2)
+Z = np.array(1.5)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A scalar function that takes a derivative, and its own derivative at X; None if it is cut."""
+
+    name: str
+    f: Callable[[Any, Any, Any], Any]
+    slope: float | None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _z(gt: Any) -> Any:
+    return gt.asarray(Z)
+
+
+def _stopped(gt: Any, f: Any) -> Any:
+    return lambda x: gt.stop_gradient(gt.grad(f)(x))
+
+
+def _penalty(gt: Any, y: Any, z: Any) -> Any:
+    return gt.xp.sin(y * z**2)
+
+
+def _two_step(gt: Any, y: Any, cut: bool) -> Any:
+    dz = gt.grad(lambda z: _penalty(gt, y, z))(_z(gt))
+    return 2.0 * (gt.stop_gradient(dz) if cut else dz)
+
+
+def _pulled(gt: Any, y: Any) -> Any:
+    pullback = gt.vjp(lambda z: _penalty(gt, y, z), _z(gt))[1]
+    return gt.stop_gradient(pullback(_z(gt))[0])
+
+
+def _mixed(y: float, z: float) -> float:
+    """d^2/dydz sin(y z^2)."""
+    return 2 * z * np.cos(y * z**2) - 2 * y * z**3 * np.sin(y * z**2)
+
+
+INNER = (
+    Inner("of a linear function", lambda gt, x, xp: gt.grad(lambda z: 3 * z)(x), 0.0),
+    Inner("of the identity", lambda gt, x, xp: gt.grad(lambda z: z)(x), 0.0),
+    Inner("of a square", lambda gt, x, xp: gt.grad(lambda z: z**2)(x), 2.0),
+    Inner("of a square twice", lambda gt, x, xp: gt.grad(gt.grad(lambda z: z**2))(x), 0.0),
+    Inner("of where", lambda gt, x, xp: gt.grad(lambda z: xp.where(z > 0, z, 0 * z))(x), 0.0),
+    Inner("with a stop of its own", lambda gt, x, xp: gt.grad(lambda z: z * _s(gt, z))(x), 0.0),
+    Inner("two-step", lambda gt, y, xp: _two_step(gt, y, False), 2 * _mixed(1.2, 1.5)),
+    Inner(
+        "two-step, separable",
+        lambda gt, y, xp: gt.grad(lambda z: y + z**2)(_z(gt)),
+        0.0,
+    ),
+    Inner("cut and used besides", lambda gt, x, xp: x * _stopped(gt, lambda z: z**2)(x), 2.4),
+    Inner("hessian of a square", lambda gt, x, xp: gt.hessian(lambda z: z**2)(x), 0.0),
+    Inner(
+        "jvp of a linear function", lambda gt, x, xp: gt.jvp(lambda z: 3 * z, (x,), (x,))[1], 3.0
+    ),
+    Inner("cut", lambda gt, x, xp: _stopped(gt, lambda z: z**2)(x), None),
+    Inner("two-step, cut", lambda gt, y, xp: _two_step(gt, y, True), None),
+    Inner("two-step by a pullback, cut", lambda gt, y, xp: _pulled(gt, y), None),
+    Inner(
+        "a jvp, cut",
+        lambda gt, x, xp: gt.stop_gradient(gt.jvp(lambda z: z**3, (x,), (x * 0 + 1,))[1]),
+        None,
+    ),
+)
+HONEST = [p for p in INNER if p.slope is not None]
+CUT = [p for p in INNER if p.slope is None]
+
+
+def _s(gt: Any, x: Any) -> Any:
+    return gt.stop_gradient(x)
+
+
+def _f(gt: Any, inner: Inner) -> Any:
+    return lambda x: inner.f(gt, x, gt.xp)
+
+
+def _ways(gt: Any, f: Any, x: Any) -> dict[str, Callable[[], Any]]:
+    return {
+        "grad": lambda: gt.grad(f)(x),
+        "strict": lambda: gt.grad(f, disconnected_inputs="strict")(x),
+        "value_and_grad": lambda: gt.value_and_grad(f)(x)[1],
+        "vjp": lambda: gt.vjp(f, x)[1](x * 0 + 1)[0],
+        "jvp": lambda: gt.jvp(f, (x,), (x * 0 + 1,))[1],
+        "linearize": lambda: gt.linearize(f, x)[1](x * 0 + 1),
+        "jacobian reverse": lambda: gt.jacobian(f, mode="reverse")(x),
+        "jacobian forward": lambda: gt.jacobian(f, mode="forward")(x),
+    }
+
+
+@pytest.mark.parametrize("inner", HONEST, ids=str)
+def test_an_inner_derivative_has_its_own_derivative_in_every_operator(gt, backend_name, inner):
+    x = lift(backend_name, X)
+    for name, way in _ways(gt, _f(gt, inner), x).items():
+        close(_number(way()), inner.slope, 1e-12), name
+
+
+@pytest.mark.parametrize("inner", CUT, ids=str)
+def test_what_is_cut_after_an_inner_derivative_raises_in_every_operator(gt, backend_name, inner):
+    x = lift(backend_name, X)
+    f = _f(gt, inner)
+    ways = _ways(gt, f, x)
+    ways["hvp"] = lambda: gt.hvp(f, (x,), (x,))
+    ways["hessian"] = lambda: gt.hessian(f)(x)
+    for name, way in ways.items():
+        with pytest.raises(DisconnectedInputError):
+            way()
+            pytest.fail(name)
+
+
+@pytest.mark.parametrize("inner", CUT, ids=str)
+def test_what_is_cut_warns_or_is_zero_when_asked(gt, backend_name, inner):
+    x = lift(backend_name, X)
+    with pytest.warns(GradtoolsWarning, match="argument 0 does not reach"):
+        assert _number(gt.grad(_f(gt, inner), disconnected_inputs="warn")(x)) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _number(gt.grad(_f(gt, inner), disconnected_inputs="zeros")(x)) == 0
+
+
+def test_the_operators_name_the_argument_that_is_cut(gt, backend_name):
+    x = lift(backend_name, X)
+    f = lambda a, b: a * gt.stop_gradient(gt.grad(lambda z: z**2)(b))
+    with pytest.raises(DisconnectedInputError, match=r"^vjp: argument 1 reaches a derivative"):
+        gt.vjp(f, x, x)[1](x)
+
+
+def test_an_argument_that_is_unused_beside_an_inner_derivative_is_zero_in_a_pullback(
+    gt, backend_name
+):
+    x = lift(backend_name, X)
+    a, b = gt.vjp(lambda a, b: gt.grad(lambda z: z**3)(a), x, x)[1](x * 0 + 1)
+    close(_number(a), 6 * 1.2, 1e-12)
+    assert _number(b) == 0
+
+
+def test_an_argument_that_is_unused_beside_an_inner_derivative_raises_in_grad(gt, backend_name):
+    x = lift(backend_name, X)
+    with pytest.raises(DisconnectedInputError, match="argument 1 does not reach"):
+        gt.grad(lambda a, b: gt.grad(lambda z: z**3)(a), argnums=(0, 1))(x, x)
+
+
+@pytest.mark.parametrize("inner", INNER, ids=str)
+def test_it_is_the_same_under_vmap(gt, backend_name, inner):
+    xs = lift(backend_name, np.stack([X, X]))
+    mapped = gt.vmap(gt.grad(_f(gt, inner)))
+    if inner.slope is None:
+        with pytest.raises(DisconnectedInputError):
+            mapped(xs)
+    else:
+        close(lower(mapped(xs)), np.full(2, inner.slope), 1e-12)
+
+
+def test_trees_and_float32(gt, backend_name):
+    p = lift(backend_name, {"a": np.float32([0.5, 2.0]), "b": np.float32(1.5)})
+    loss = lambda p: gt.xp.sum(p["a"] ** 2) * p["b"]
+    f = lambda p: gt.xp.sum(gt.stop_gradient(gt.grad(loss)(p)["a"])) + p["b"] ** 2
+    with pytest.raises(DisconnectedInputError, match=r"argument 0\['a'\]"):
+        gt.grad(f, disconnected_inputs="strict")(p)
+
+
+def test_no_grad_around_the_inner_derivative_is_a_cut():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    y = torch.tensor(1.2, dtype=torch.float64)
+
+    def f(y: Any) -> Any:
+        with torch.no_grad():
+            return gt.grad(lambda z: torch.sin(y * z**2))(torch.tensor(1.5, dtype=torch.float64))
+
+    for way in _ways(gt, f, y).values():
+        with pytest.raises(DisconnectedInputError):
+            way()
+
+
+def test_a_jitted_inner_derivative_is_read_as_well():
+    jax = pytest.importorskip("jax")
+    import gradtools.jax as gt
+
+    inner = jax.jit(gt.grad(lambda z: z**2))
+    close(lower(gt.grad(inner)(lift("jax", X))), 2.0, 1e-12)
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(lambda x: jax.lax.stop_gradient(inner(x)))(lift("jax", X))
+    with pytest.raises(DisconnectedInputError):
+        jax.jit(gt.grad(lambda x: jax.lax.stop_gradient(inner(x))))(lift("jax", X))
+
+
+def test_an_inner_derivative_in_a_loop_is_read_as_well():
+    jax = pytest.importorskip("jax")
+    import gradtools.jax as gt
+
+    def loop(x: Any, cut: bool) -> Any:
+        def step(c: Any, _: Any) -> Any:
+            d = gt.grad(lambda z: z**2)(x)
+            return c + (jax.lax.stop_gradient(d) if cut else d), None
+
+        return jax.lax.scan(step, 0.0 * jax.lax.stop_gradient(x), None, length=3)[0]
+
+    close(lower(gt.grad(lambda x: loop(x, False))(lift("jax", X))), 6.0, 1e-12)
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(lambda x: loop(x, True))(lift("jax", X))
+
+
+def _number(x: Any) -> float:
+    return float(lower(x.detach() if hasattr(x, "detach") else x))

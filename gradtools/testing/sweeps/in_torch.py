@@ -68,7 +68,7 @@ def sweep(
 
 def _swept_entry(entry: Entry, whole: bool) -> Iterator[Outcome]:
     plain = entry.variant == FUNCTION
-    for dtype in ("float64", "complex128") if whole else ("float64",):
+    for dtype in ("float64", "complex128"):
         ways = [w for w in WAYS if w.quick or (whole and plain)]
         for program in programs(entry, dtype, _SAMPLES if whole and plain else 1):
             if isinstance(program, Outcome):

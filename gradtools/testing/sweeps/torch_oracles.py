@@ -179,8 +179,9 @@ class Oracles:
                 return Judgement(AGREES, TWICE, "finite differences do not settle")
             return Judgement(DIFFERS, TWICE, _times(error, allowed))
         if off <= 1:
-            wrong = error is not None and error > _ROUNDING
-            return Judgement(AGREES, SLOPE, f"double backward is off by {error:.0e}" * wrong)
+            if error is None or error <= _ROUNDING:
+                return Judgement(AGREES, SLOPE)
+            return Judgement(AGREES, SLOPE, f"double backward is off by {error:.0e}")
         kink = self._kink(self._gradient)
         if kink and error is not None and error <= allowed:
             return Judgement(LEFT_OUT, SLOPE, "a kink of the gradient; double backward agrees")

@@ -10,13 +10,12 @@ need the package expecttest.
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gradtools.errors import GradtoolsError, GradtoolsWarning
-from gradtools.testing.sweeps import DIFFERS, RAISED, REFUSED, Outcome
+from gradtools.errors import GradtoolsError
+from gradtools.testing.sweeps import RAISED, REFUSED, Outcome
 from gradtools.testing.sweeps.torch_ledger import LEDGER
 from gradtools.testing.sweeps.torch_oracles import Judgement, Oracles
 from gradtools.testing.sweeps.torch_programs import (
@@ -71,11 +70,10 @@ def _swept_entry(entry: Entry, whole: bool) -> Iterator[Outcome]:
     for dtype in ("float64", "complex128"):
         ways = [w for w in WAYS if w.quick or (whole and plain)]
         for program in programs(entry, dtype, _SAMPLES if whole and plain else 1):
-            if isinstance(program, Outcome):
-                if dtype == "float64":
-                    yield program
-                continue
-            yield from swept(program, ways)
+            if isinstance(program, Program):
+                yield from swept(program, ways)
+            elif dtype == "float64":
+                yield program
 
 
 def swept(program: Program, ways: Iterable[Way] = WAYS) -> Iterator[Outcome]:
@@ -88,6 +86,9 @@ def swept(program: Program, ways: Iterable[Way] = WAYS) -> Iterator[Outcome]:
             found = oracles.reverse_mode() if oracles.fine else None
     except Exception as error:  # the framework's own
         yield program.left_out(EVERY_WAY, f"PyTorch raises {_told(error)}")
+        return
+    if not oracles.finite:
+        yield program.left_out(EVERY_WAY, "its value or gradient is not a number at the sample")
         return
     if found is not None:
         yield _outcome(program, REVERSE_MODE, found)

@@ -28,7 +28,7 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
-EVERY_WAY = "every way"
+EVERY_WAY, BY_THE_TABLE = "every way", "every way, by the table"
 _FEW = 600  # entries of inputs and outputs: a sample of more is passed over if there is another
 _MANY = 20_000
 _LARGE = 1e3  # entries: beyond, little is left of a finite difference
@@ -146,16 +146,20 @@ def programs(entry: Entry, dtype: str = "float64", most: int = 1) -> list[Progra
         try:
             found = make(entry, of, most)
         except _Nothing as nothing:
-            return [Outcome(entry.name, EVERY_WAY, 0, dtype, LEFT_OUT, detail=str(nothing))]
+            return [Outcome(entry.name, nothing.way, 0, dtype, LEFT_OUT, detail=str(nothing))]
     return _chosen(found, most)
 
 
 class _Nothing(Exception):
     """Why an entry has no program."""
 
+    def __init__(self, why: str, way: str = EVERY_WAY) -> None:
+        super().__init__(why)
+        self.way = way
+
 
 def _chosen(found: list[tuple[bool, int, Program]], most: int) -> list[Program | Outcome]:
-    """Samples of moderate numbers with a nonzero gradient first, then small ones, in the table's order."""
+    """Those of moderate numbers with a nonzero gradient first, then small ones, in order."""
     found = [x for x in found if x[1] <= _MANY] or found
     order = sorted(found, key=lambda x: (not x[0], x[1] > _FEW, x[2].sample))
     return sorted((program for _, _, program in order[:most]), key=lambda p: p.sample)
@@ -180,9 +184,9 @@ def _seeded(seed: int = _SEED) -> Iterator[None]:
 def _of_operator(entry: Entry, dtype: Any, most: int) -> list[tuple[bool, int, Program]]:
     op = entry.info
     if not op.supports_autograd:
-        raise _Nothing("the table says that it has no derivative")
+        raise _Nothing("the table says that it has no derivative", BY_THE_TABLE)
     if dtype not in op.supported_backward_dtypes("cpu"):
-        raise _Nothing("the table says that it has no derivative in this dtype")
+        raise _Nothing("the table has no derivative of it in this dtype", BY_THE_TABLE)
     found: list[tuple[bool, int, Program]] = []
     why = "no sample requires a gradient"
     for number, sample in enumerate(_samples(op, dtype)):
@@ -218,7 +222,10 @@ def _of_sample(
 
     def whole(tree: Any) -> Any:
         x, args, kwargs = tree
-        if entry.table != "op_db":  # elsewhere the wrapper is of another signature
+        if entry.table == "autograd_function_db":  # further outputs are for its own rules
+            out = call(x, *args, **kwargs)
+            return out[0] if isinstance(out, tuple | list) else out
+        if entry.table == "custom_op_db":  # its wrappers are of another signature
             return call(x, *args, **kwargs)
         return sample.output_process_fn_grad(op.gradcheck_wrapper(call, x, *args, **kwargs))
 
@@ -270,7 +277,7 @@ def _of_module(entry: Entry, dtype: Any, most: int) -> list[tuple[bool, int, Pro
 
     info = entry.info
     if dtype not in info.dtypes:
-        raise _Nothing("the table does not have it in this dtype")
+        raise _Nothing("the table does not have it in this dtype", BY_THE_TABLE)
     found: list[tuple[bool, int, Program]] = []
     why = "no input requires a gradient"
     for training in (False, True) if info.train_and_eval_differ else (True,):
@@ -324,9 +331,7 @@ def _of_module_input(
         name = entry.name
     moved = [_is_primal(x) for x in own]
     the_module = (module, names, own, moved, spec)
-    program = Program(
-        name, _dtype_name(dtype), number, f, primals, random, module=the_module
-    )
+    program = Program(name, _dtype_name(dtype), number, f, primals, random, module=the_module)
     return [(good, sum(x.numel() for x in primals), program)]
 
 

@@ -102,9 +102,7 @@ def _times(v: Any, block: Any) -> Any:
 def _pushed(row: Sequence[Any], u: Sequence[Any]) -> Any:
     """J u of one output's blocks."""
     parts = [
-        (block.reshape(-1, t.numel()) @ t.reshape(-1)).reshape(
-            block.shape[: block.dim() - t.dim()]
-        )
+        (block.reshape(-1, t.numel()) @ t.reshape(-1)).reshape(block.shape[: block.dim() - t.dim()])
         for block, t in zip(row, u, strict=True)
     ]
     return sum(parts[1:], parts[0])
@@ -129,7 +127,7 @@ def _checkpoint_jvp(gt: Any, o: Oracles) -> Found:
 
 @_way("chunked, vjp")
 def _chunked(gt: Any, o: Oracles) -> Found:
-    if not o.program.alone:
+    if not o.alone:
         return None
     chunked = gt.chunked(o.f, chunk_size=_half(o))
     return o.cotangent(gt.vjp(chunked, *o.x)[1](o.v))
@@ -137,7 +135,7 @@ def _chunked(gt: Any, o: Oracles) -> Found:
 
 @_way("chunked, jvp")
 def _chunked_jvp(gt: Any, o: Oracles) -> Found:
-    if not o.program.alone:
+    if not o.alone:
         return None
     return o.tangent(gt.jvp(gt.chunked(o.f, chunk_size=_half(o)), o.x, o.u)[1])
 
@@ -217,7 +215,7 @@ def _functionalize(gt: Any, o: Oracles) -> Found:
         full = [next(moving) if m else x for x, m in zip(own, moved, strict=True)]
         args, kwargs = pytree.tree_unflatten(full, spec)
         out, _ = apply(dict(zip(names, xs, strict=False)), state, *args, **kwargs)
-        return tuple(y for y in pytree.tree_leaves(out) if y.is_floating_point())
+        return tuple(y for y in pytree.tree_leaves(out) if y.is_floating_point() or y.is_complex())
 
     return o.cotangent(gt.vjp(f, *o.x)[1](o.v))
 
@@ -309,7 +307,7 @@ def _checkpoint_hvp(gt: Any, o: Oracles) -> Found:
 
 @_way("chunked, hvp", order=2)
 def _chunked_hvp(gt: Any, o: Oracles) -> Found:
-    if not o.program.alone:
+    if not o.alone:
         return None
     g = gt.chunked(o.g, chunk_size=_half(o))
     return o.product(gt.hvp(lambda *xs: inner(o.v, g(*xs)), o.x, o.u)[1])

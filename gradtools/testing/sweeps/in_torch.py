@@ -1,0 +1,129 @@
+"""The sweep over all that PyTorch can differentiate.
+
+    judged(sweep(), LEDGER)            # the quick tier: one sample of each operator
+    judged(sweep(whole=True), LEDGER)  # everything
+
+Programs come from `torch_programs.py`, ways from `torch_ways.py`, what they are held against from
+`torch_oracles.py`, and what is known not to agree stands in `torch_ledger.py`. PyTorch's tables
+need the package expecttest.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.sweeps import RAISED, REFUSED, Outcome
+from gradtools.testing.sweeps.torch_ledger import LEDGER
+from gradtools.testing.sweeps.torch_oracles import Judgement, Oracles
+from gradtools.testing.sweeps.torch_programs import (
+    EVERY_WAY,
+    FUNCTION,
+    IN_PLACE,
+    ON_VIEW,
+    TABLES,
+    Entry,
+    Program,
+    entries,
+    programs,
+)
+from gradtools.testing.sweeps.torch_ways import WAYS, Way
+
+__all__ = ["LEDGER", "WAYS", "sweep", "swept"]
+
+REVERSE_MODE = "PyTorch's own reverse mode"
+_SAMPLES = 4  # of an operator, in the whole sweep
+
+
+def sweep(
+    whole: bool = False,
+    only: Callable[[str], bool] = lambda name: True,
+    part: tuple[int, int] = (0, 1),
+    tables: Iterable[str] = tuple(TABLES),
+) -> Iterator[Outcome]:
+    """What comes of every program in every way.
+
+    Args:
+        whole: All ways, several samples, both dtypes and the in-place variants, in place of one
+            sample of each operator in the principal ways.
+        only: Which programs, by name.
+        part: `(i, n)` for the i-th of n parts, for those who share the work.
+        tables: Of `TABLES`.
+
+    Yields:
+        Outcomes, in the order of the tables.
+
+    Raises:
+        GradtoolsError: The package expecttest is missing.
+    """
+    variants = (FUNCTION, IN_PLACE, ON_VIEW) if whole else (FUNCTION,)
+    i, n = part
+    for entry in entries(tables, variants)[i::n]:
+        if only(entry.name):
+            yield from _swept_entry(entry, whole)
+
+
+def _swept_entry(entry: Entry, whole: bool) -> Iterator[Outcome]:
+    plain = entry.variant == FUNCTION
+    for dtype in ("float64", "complex128"):
+        ways = [w for w in WAYS if w.quick or (whole and plain)]
+        for program in programs(entry, dtype, _SAMPLES if whole and plain else 1):
+            if isinstance(program, Program):
+                yield from swept(program, ways)
+            elif dtype == "float64":
+                yield program
+
+
+def swept(program: Program, ways: Iterable[Way] = WAYS) -> Iterator[Outcome]:
+    """What comes of one program in these ways, and of PyTorch's own reverse mode first."""
+    import gradtools.torch as gt
+
+    try:
+        with _quiet():
+            oracles = Oracles(program)
+            found = oracles.reverse_mode() if oracles.fine else None
+    except Exception as error:  # the framework's own
+        yield program.left_out(EVERY_WAY, f"PyTorch raises {_told(error)}")
+        return
+    if not oracles.finite:
+        yield program.left_out(EVERY_WAY, "its value or gradient is not a number at the sample")
+        return
+    if found is not None:
+        yield _outcome(program, REVERSE_MODE, found)
+    for way in ways:
+        try:
+            with _quiet():
+                judgement = way.judged(gt, oracles)
+        except GradtoolsError as error:
+            judgement = Judgement(REFUSED, "", _told(error))
+        except Exception as error:
+            judgement = Judgement(RAISED, "", _told(error))
+        if judgement is not None:
+            yield _outcome(program, way.name, judgement)
+
+
+def _outcome(program: Program, way: str, found: Judgement) -> Outcome:
+    return Outcome(
+        program.name,
+        way,
+        program.sample,
+        program.dtype,
+        found.result,
+        found.oracle,
+        found.detail,
+    )
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+
+
+class _quiet(warnings.catch_warnings):
+    """PyTorch's warnings are left out, ours too: they are tested where they are made."""
+
+    def __enter__(self) -> Any:
+        found = super().__enter__()
+        warnings.simplefilter("ignore")
+        return found

@@ -1,0 +1,428 @@
+"""The ways of differentiating that the PyTorch sweep sends each program through.
+
+A way computes J u, J^H v or H u by one operator of gradtools, or by one within another or within a
+transform of PyTorch's, and has the oracles judge it. Ways of the quick tier are those that have
+an engine of their own; the others are made of them, or cost more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradtools.testing.sweeps import AGREES, DIFFERS, LEFT_OUT
+from gradtools.testing.sweeps.torch_oracles import Judgement, Oracles, apart, inner
+
+Found = Judgement | None
+_SMALL = 40  # entries of inputs and outputs, for whole matrices
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of differentiating.
+
+    Attributes:
+        name: Of the operator and its mode.
+        judged: Computes and judges; None where the way is not for this program.
+        order: How many derivatives are taken; 0 for what is told of a function.
+        quick: Whether it belongs to the quick tier.
+    """
+
+    name: str
+    judged: Callable[[Any, Oracles], Found]
+    order: int = 1
+    quick: bool = False
+
+
+WAYS: list[Way] = []
+
+
+def _way(name: str, order: int = 1, quick: bool = False) -> Any:
+    def register(judged: Callable[[Any, Oracles], Found]) -> Any:
+        WAYS.append(Way(name, judged, order, quick))
+        return judged
+
+    return register
+
+
+def _matrices(o: Oracles) -> bool:
+    """Whether whole Jacobians are asked for: real, and small."""
+    real = not any(x.is_complex() for x in (*o.x, *o.y))
+    return real and max(sum(x.numel() for x in xs) for xs in (o.x, o.y)) <= _SMALL
+
+
+# --- first order --------------------------------------------------------------------------------
+
+
+@_way("vjp", quick=True)
+def _vjp(gt: Any, o: Oracles) -> Found:
+    return o.cotangent(gt.vjp(o.f, *o.x)[1](o.v))
+
+
+@_way("jvp", quick=True)
+def _jvp(gt: Any, o: Oracles) -> Found:
+    return o.tangent(gt.jvp(o.f, o.x, o.u)[1])
+
+
+@_way("linearize", quick=True)
+def _linearize(gt: Any, o: Oracles) -> Found:
+    push = gt.linearize(o.f, *o.x)[1]
+    found = push(*o.u)
+    if apart(push(*o.u), found) > 0:
+        return Judgement(DIFFERS, "itself", "a second call gives another tangent")
+    return o.tangent(found)
+
+
+@_way("jacobian, forward")
+def _jacobian_forward(gt: Any, o: Oracles) -> Found:
+    return _jacobian(gt, o, "forward")
+
+
+@_way("jacobian, reverse")
+def _jacobian_reverse(gt: Any, o: Oracles) -> Found:
+    return _jacobian(gt, o, "reverse")
+
+
+def _jacobian(gt: Any, o: Oracles, mode: str) -> Found:
+    if not _matrices(o):
+        return None
+    every = tuple(range(len(o.x)))
+    rows = gt.jacobian(o.f, argnums=every, mode=mode)(*o.x)
+    pulled = [sum(_times(v, row[i]) for v, row in zip(o.v, rows, strict=True)) for i in every]
+    found = o.cotangent(pulled)
+    return o.tangent([_pushed(row, o.u) for row in rows]) if found.result == AGREES else found
+
+
+def _times(v: Any, block: Any) -> Any:
+    """v^T J of one block, whose first axes are v's."""
+    return (v.reshape(-1) @ block.reshape(v.numel(), -1)).reshape(block.shape[v.dim() :])
+
+
+def _pushed(row: Sequence[Any], u: Sequence[Any]) -> Any:
+    """J u of one output's blocks."""
+    parts = [
+        (block.reshape(-1, t.numel()) @ t.reshape(-1)).reshape(block.shape[: block.dim() - t.dim()])
+        for block, t in zip(row, u, strict=True)
+    ]
+    return sum(parts[1:], parts[0])
+
+
+@_way("mixed_partial, program as G")
+def _mixed_as_G(gt: Any, o: Oracles) -> Found:
+    v = tuple(v.clone() for v in o.v)
+    found = gt.mixed_partial(inner, lambda z: o.f(*z), v, o.x, o.u)
+    return o.tangent(found)
+
+
+@_way("checkpoint, vjp")
+def _checkpoint(gt: Any, o: Oracles) -> Found:
+    return o.cotangent(gt.vjp(gt.checkpoint(o.f), *o.x)[1](o.v))
+
+
+@_way("checkpoint, jvp")
+def _checkpoint_jvp(gt: Any, o: Oracles) -> Found:
+    return o.tangent(gt.jvp(gt.checkpoint(o.f), o.x, o.u)[1])
+
+
+@_way("chunked, vjp")
+def _chunked(gt: Any, o: Oracles) -> Found:
+    if not o.alone:
+        return None
+    chunked = gt.chunked(o.f, chunk_size=_half(o))
+    return o.cotangent(gt.vjp(chunked, *o.x)[1](o.v))
+
+
+@_way("chunked, jvp")
+def _chunked_jvp(gt: Any, o: Oracles) -> Found:
+    if not o.alone:
+        return None
+    return o.tangent(gt.jvp(gt.chunked(o.f, chunk_size=_half(o)), o.x, o.u)[1])
+
+
+def _half(o: Oracles) -> int:
+    return max(1, (len(o.x[0]) + 1) // 2)
+
+
+@_way("custom_rule by defvjp, vjp")
+def _defvjp_vjp(gt: Any, o: Oracles) -> Found:
+    return o.cotangent(gt.vjp(_defvjp(gt, o), *o.x)[1](o.v))
+
+
+@_way("custom_rule by defvjp, jvp")
+def _defvjp_jvp(gt: Any, o: Oracles) -> Found:
+    return o.tangent(gt.jvp(_defvjp(gt, o), o.x, o.u)[1])
+
+
+def _defvjp(gt: Any, o: Oracles) -> Any:
+    """The program with torch.func's own vjp for its rule."""
+    import torch
+
+    rule = gt.custom_rule(lambda *xs: o.f(*xs))
+    rule.defvjp(lambda *xs: (o.f(*xs), xs), lambda xs, cts: torch.func.vjp(o.f, *xs)[1](cts))
+    return rule
+
+
+@_way("custom_rule by defjvp, vjp")
+def _defjvp_vjp(gt: Any, o: Oracles) -> Found:
+    return o.cotangent(gt.vjp(_defjvp(gt, o), *o.x)[1](o.v))
+
+
+@_way("custom_rule by defjvp, jvp")
+def _defjvp_jvp(gt: Any, o: Oracles) -> Found:
+    return o.tangent(gt.jvp(_defjvp(gt, o), o.x, o.u)[1])
+
+
+def _defjvp(gt: Any, o: Oracles) -> Any:
+    """The program with gradtools' jvp for its rule: torch.func's nests in no dual numbers."""
+    rule = gt.custom_rule(lambda *xs: o.f(*xs))
+    rule.defjvp(lambda xs, dxs: gt.jvp(o.f, tuple(xs), tuple(dxs)))
+    return rule
+
+
+@_way("reverse_gradient, vjp")
+def _reversed_vjp(gt: Any, o: Oracles) -> Found:
+    return o.cotangent(gt.vjp(_reversed(gt, o.f), *o.x)[1](o.v), factor=-0.5)
+
+
+@_way("reverse_gradient, jvp")
+def _reversed_jvp(gt: Any, o: Oracles) -> Found:
+    return o.tangent([-2 * t for t in gt.jvp(_reversed(gt, o.f), o.x, o.u)[1]])
+
+
+def _reversed(gt: Any, f: Any) -> Any:
+    return lambda *xs: f(*gt.reverse_gradient(xs, 0.5))
+
+
+@_way("straight_through of itself, vjp")
+def _straight_through(gt: Any, o: Oracles) -> Found:
+    return o.cotangent(gt.vjp(gt.straight_through(o.f, surrogate=o.f), *o.x)[1](o.v))
+
+
+@_way("functionalize, vjp")
+def _functionalize(gt: Any, o: Oracles) -> Found:
+    from torch.utils import _pytree as pytree
+
+    if o.program.module is None:
+        return None
+    module, names, own, moved, spec = o.program.module
+    apply, params, state = gt.functionalize(module)
+    if list(params) != names:
+        return Judgement(DIFFERS, "the module", f"parameters {list(params)}, not {names}")
+
+    def f(*xs: Any) -> Any:
+        moving = iter(xs[len(names) :])
+        full = [next(moving) if m else x for x, m in zip(own, moved, strict=True)]
+        args, kwargs = pytree.tree_unflatten(full, spec)
+        out, _ = apply(dict(zip(names, xs, strict=False)), state, *args, **kwargs)
+        return tuple(y for y in pytree.tree_leaves(out) if y.is_floating_point() or y.is_complex())
+
+    return o.cotangent(gt.vjp(f, *o.x)[1](o.v))
+
+
+# --- second order -------------------------------------------------------------------------------
+
+
+@_way("hvp, forward over reverse", order=2, quick=True)
+def _hvp_forward(gt: Any, o: Oracles) -> Found:
+    return o.product(gt.hvp(o.loss, o.x, o.u, mode="forward_over_reverse")[1])
+
+
+@_way("hvp, reverse over reverse", order=2, quick=True)
+def _hvp_reverse(gt: Any, o: Oracles) -> Found:
+    return o.product(gt.hvp(o.loss, o.x, o.u, mode="reverse_over_reverse")[1])
+
+
+@_way("frozen, second order", order=2, quick=True)
+def _frozen(gt: Any, o: Oracles) -> Found:
+    G = gt.frozen(o.g)
+    gradient = gt.grad(lambda *xs: inner(o.v, G(*xs)), argnums=_all(o), disconnected_inputs="zeros")
+    return o.product(gt.vjp(gradient, *o.x)[1](o.u))
+
+
+def _all(o: Oracles) -> tuple[int, ...]:
+    return tuple(range(len(o.x)))
+
+
+@_way("grad of jvp", order=2)
+def _grad_of_jvp(gt: Any, o: Oracles) -> Found:
+    pushed = lambda *xs: inner(o.v, gt.jvp(o.g, xs, o.u)[1])
+    return o.product(gt.grad(pushed, argnums=_all(o), disconnected_inputs="zeros")(*o.x))
+
+
+@_way("jvp of jvp", order=2)
+def _jvp_of_jvp(gt: Any, o: Oracles) -> Found:
+    pushed = lambda *xs: gt.jvp(o.g, xs, o.u)[1]
+    found = inner(o.v, gt.jvp(pushed, o.x, o.u)[1])
+    return o.curvature(found)
+
+
+@_way("linearize of grad", order=2)
+def _linearize_of_grad(gt: Any, o: Oracles) -> Found:
+    gradient = gt.grad(o.loss, argnums=_all(o), disconnected_inputs="zeros")
+    return o.product(gt.linearize(gradient, *o.x)[1](*o.u))
+
+
+@_way("hessian", order=2)
+def _hessian(gt: Any, o: Oracles) -> Found:
+    if not _matrices(o):
+        return None
+    rows = gt.hessian(o.loss, argnums=_all(o))(*o.x)
+    return o.product([_pushed(row, o.u) for row in rows])
+
+
+@_way("jacobian, reverse over forward", order=2)
+def _reverse_over_forward(gt: Any, o: Oracles) -> Found:
+    if not _matrices(o):
+        return None
+    pushed = lambda *xs: gt.jvp(o.g, xs, o.u)[1]
+    rows = gt.jacobian(pushed, argnums=_all(o), mode="reverse")(*o.x)
+    return o.product(
+        [sum(_times(v, row[i]) for v, row in zip(o.v, rows, strict=True)) for i in _all(o)]
+    )
+
+
+@_way("jacobian, forward over reverse", order=2)
+def _forward_over_reverse(gt: Any, o: Oracles) -> Found:
+    if not _matrices(o):
+        return None
+    gradient = gt.grad(o.loss, argnums=_all(o), disconnected_inputs="zeros")
+    rows = gt.jacobian(gradient, argnums=_all(o), mode="forward")(*o.x)
+    return o.product([_pushed(row, o.u) for row in rows])
+
+
+@_way("mixed_partial, program as f", order=2)
+def _mixed_as_f(gt: Any, o: Oracles) -> Found:
+    both = lambda y, g: o.loss(*(a + b for a, b in zip(y, g, strict=True)))
+    zeros = tuple(x * 0 for x in o.x)
+    same = lambda z: tuple(x * 1 for x in z)
+    return o.product(gt.mixed_partial(both, same, o.x, zeros, o.u))
+
+
+@_way("checkpoint, hvp", order=2)
+def _checkpoint_hvp(gt: Any, o: Oracles) -> Found:
+    g = gt.checkpoint(o.g)
+    return o.product(gt.hvp(lambda *xs: inner(o.v, g(*xs)), o.x, o.u)[1])
+
+
+@_way("chunked, hvp", order=2)
+def _chunked_hvp(gt: Any, o: Oracles) -> Found:
+    if not o.alone:
+        return None
+    g = gt.chunked(o.g, chunk_size=_half(o))
+    return o.product(gt.hvp(lambda *xs: inner(o.v, g(*xs)), o.x, o.u)[1])
+
+
+@_way("custom_rule by defvjp, hvp", order=2)
+def _defvjp_hvp(gt: Any, o: Oracles) -> Found:
+    return _ruled_hvp(gt, o, _defvjp(gt, o))
+
+
+@_way("custom_rule by defjvp, hvp", order=2)
+def _defjvp_hvp(gt: Any, o: Oracles) -> Found:
+    return _ruled_hvp(gt, o, _defjvp(gt, o))
+
+
+def _ruled_hvp(gt: Any, o: Oracles, rule: Any) -> Found:
+    loss = lambda *xs: inner(o.v, o.bent(rule(*xs)))
+    return o.product(gt.hvp(loss, o.x, o.u)[1])
+
+
+@_way("reverse_gradient, hvp", order=2)
+def _reversed_hvp(gt: Any, o: Oracles) -> Found:
+    return o.product(gt.hvp(_reversed(gt, o.loss), o.x, o.u)[1], factor=0.25)
+
+
+# --- what is told of a function -----------------------------------------------------------------
+
+
+@_way("dependence", order=0)
+def _dependence(gt: Any, o: Oracles) -> Found:
+    connected = _connected(o)
+    table = gt.dependence(o.f, *o.x)
+    for i, name in enumerate(table.inputs):
+        told = {str(table[out, name]) for out in table.outputs}
+        if connected[i] and not told & {"differentiable", "zero_derivative"}:
+            return Judgement(DIFFERS, "reverse mode", f"{name} is told {', '.join(sorted(told))}")
+    return Judgement(AGREES, "reverse mode")
+
+
+@_way("why_zero", order=0)
+def _why_zero(gt: Any, o: Oracles) -> Found:
+    moving = tuple(i for i, x in enumerate(o.pulled) if bool((x != 0).any()))
+    if not moving:
+        return None
+    report = gt.why_zero(o.loss, *o.x, wrt=moving)
+    if any(finding.kind == "cut" for finding in report.findings):
+        return Judgement(DIFFERS, "reverse mode", str(report.findings[0])[:160])
+    return Judgement(AGREES, "reverse mode")
+
+
+def _connected(o: Oracles) -> list[bool]:
+    """Which inputs have a gradient by reverse mode, be it zero."""
+    import torch
+
+    live = tuple(x.detach().requires_grad_() for x in o.x)
+    with torch.enable_grad():
+        ys = o.f(*(x.view_as(x) for x in live))
+    return [g is not None for g in torch.autograd.grad(ys, live, o.v, allow_unused=True)]
+
+
+# --- within PyTorch's own transforms ------------------------------------------------------------
+
+
+@_way("vmap of jvp")
+def _vmap_of_jvp(gt: Any, o: Oracles) -> Found:
+    import torch
+
+    if not _native(lambda: torch.func.vmap(lambda u: torch.func.jvp(o.f, o.x, u)[1])(_two(o.u))):
+        return Judgement(LEFT_OUT, "torch.func", "torch.func raises as well")
+    found = torch.func.vmap(lambda u: gt.jvp(o.f, o.x, u)[1])(_two(o.u))
+    return o.tangent([y[0] - y[1] for y in found])
+
+
+@_way("vmap of vjp")
+def _vmap_of_vjp(gt: Any, o: Oracles) -> Found:
+    import torch
+
+    if not _native(lambda: torch.func.vmap(lambda v: torch.func.vjp(o.f, *o.x)[1](v))(_two(o.v))):
+        return Judgement(LEFT_OUT, "torch.func", "torch.func raises as well")
+    found = torch.func.vmap(lambda v: gt.vjp(o.f, *o.x)[1](v))(_two(o.v))
+    return o.cotangent([x[0] - x[1] for x in found])
+
+
+def _two(xs: Sequence[Any]) -> tuple[Any, ...]:
+    """Two rows whose difference is x."""
+    import torch
+
+    return tuple(torch.stack((2 * x, x)) for x in xs)
+
+
+def _native(run: Callable[[], Any]) -> bool:
+    try:
+        run()
+    except Exception:
+        return False
+    return True
+
+
+@_way("torch.func.grad of jvp", order=2)
+def _func_grad_of_jvp(gt: Any, o: Oracles) -> Found:
+    import torch
+
+    with_torch = lambda *xs: inner(o.v, torch.func.jvp(o.g, xs, o.u)[1])
+    if not _native(lambda: torch.func.grad(with_torch, argnums=_all(o))(*o.x)):
+        return Judgement(LEFT_OUT, "torch.func", "torch.func raises as well")
+    pushed = lambda *xs: inner(o.v, gt.jvp(o.g, xs, o.u)[1])
+    return o.product(torch.func.grad(pushed, argnums=_all(o))(*o.x))
+
+
+@_way("torch.func.grad of vjp", order=2)
+def _func_grad_of_vjp(gt: Any, o: Oracles) -> Found:
+    import torch
+
+    with_torch = lambda *xs: inner(o.u, torch.func.vjp(o.g, *xs)[1](o.v))
+    if not _native(lambda: torch.func.grad(with_torch, argnums=_all(o))(*o.x)):
+        return Judgement(LEFT_OUT, "torch.func", "torch.func raises as well")
+    pulled = lambda *xs: inner(o.u, gt.vjp(o.g, *xs)[1](o.v))
+    return o.product(torch.func.grad(pulled, argnums=_all(o))(*o.x))

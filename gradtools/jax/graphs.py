@@ -278,10 +278,15 @@ def _operation(eqn: Eqn) -> str:
     name = eqn.primitive.name
     if tracing.is_ruled(eqn):
         return _function(eqn) if _is_of_library(eqn) else "custom_rule"
-    if "rule" in eqn.params and name.startswith("gradtools_"):
+    if _is_ours(eqn):
         scales = eqn.params["rule"].name == "scale_gradient"
         return "scale_gradient" if scales else "custom_rule"
     return _NAMES.get(name, name)
+
+
+def _is_ours(eqn: Eqn) -> bool:
+    """Whether an equation is of a rule of gradtools'; one of a custom_vmap has a "rule" too."""
+    return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
 
 
 def _native(eqn: Eqn) -> str:
@@ -306,7 +311,7 @@ def _function(eqn: Eqn) -> str:
 
 def _mark(eqn: Eqn) -> str:
     name, jaxprs = eqn.primitive.name, list(tracing.sub_jaxprs(eqn.params))
-    if name.startswith("gradtools_") and "rule" in eqn.params:
+    if _is_ours(eqn):
         rule = eqn.params["rule"]
         edited = "edited gradient" if rule.identity else "custom rule"
         return "frozen" if rule.name.startswith("frozen") else edited
@@ -325,7 +330,7 @@ def _attributes(eqn: Eqn) -> Mapping[str, Any]:
         for key, value in eqn.params.items()
         if key != "rule" and not callable(value) and not any(tracing.sub_jaxprs(value))
     }
-    if "rule" in eqn.params:
+    if _is_ours(eqn):
         found["name"] = str(eqn.params["rule"].name)
     elif tracing.is_ruled(eqn):
         found = {"name": _function(eqn)}

@@ -262,7 +262,7 @@ def _mixed_partial(p: Point) -> Arrays:
         return sum(jnp.sum(y * jnp.real(jnp.conj(c + 0.5 * o) * o)) for y, c, o in each)
 
     ones = [jnp.ones(jnp.shape(c), jnp.float64) for c in p.cs]
-    return gt.mixed_partial(f, lambda xs: p.f(*xs), ones, list(p.xs), tuple(p.ts))
+    return gt.mixed_partial(f, lambda xs: p.f(*xs), ones, tuple(p.xs), tuple(p.ts))
 
 
 def _frozen(p: Point) -> Arrays:

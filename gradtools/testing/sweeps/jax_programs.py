@@ -18,10 +18,8 @@ from zlib import crc32
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax import nn
-from jax.numpy import fft
-from jax.numpy import linalg
+from jax import lax, nn
+from jax.numpy import fft, linalg
 from jax.scipy import special
 
 NAMESPACES: dict[str, ModuleType] = {
@@ -485,9 +483,18 @@ put("numpy", "diag diagonal trace tril triu", any_(3, 3))
 put("numpy", "diag diagflat vander", any_(3))
 case("numpy.append", jnp.append, any_(*V), any_(2))
 case("numpy.argwhere", lambda x: x[jnp.argwhere(x, size=2)[:, 0]], any_(*V))
-for _name in (
-    "block column_stack concat concatenate dstack hstack stack vstack broadcast_arrays meshgrid"
-).split():
+for _name in [
+    "block",
+    "column_stack",
+    "concat",
+    "concatenate",
+    "dstack",
+    "hstack",
+    "stack",
+    "vstack",
+    "broadcast_arrays",
+    "meshgrid",
+]:
     case(
         f"numpy.{_name}",
         lambda x, y, n=_name: (
@@ -695,7 +702,7 @@ case(
     any_(2, 2),
     any_(2, 2),
     both=False,
-)  # noqa: E501
+)
 
 put("numpy", "dot inner vdot vecdot convolve correlate outer kron", any_(3), any_(3))
 put("numpy", "cross", any_(3), any_(3))

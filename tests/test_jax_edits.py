@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
+from gradtools.errors import DisconnectedInputError
 
 X = jnp.array([1.0, 2.0])
 
@@ -73,3 +74,24 @@ def test_a_numpy_function_in_straight_through_is_vmapped_and_scanned():
     assert jax.jit(f)(X) == 1.0
     assert jax.jit(jax.grad(f))(X).tolist() == [2.0, 4.0]
     assert jax.jit(jax.vmap(jax.grad(hard)))(X).tolist() == [2.0, 4.0]
+
+
+def scanned(x, s):
+    turn = lambda x, _: (gt.reverse_gradient(x, s), None)
+    return jax.lax.scan(turn, x, None, length=2)[0].sum()
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint], ids=["-", "jit", "remat"])
+@pytest.mark.parametrize("f", [scanned, jax.jit(scanned)], ids=["-", "jit inside"])
+def test_the_derivative_to_a_factor_is_refused_through_scan_jit_and_vmap(wrap, f):
+    with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
+        wrap(gt.grad(f, 1))(X, jnp.array(2.0))
+    with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
+        jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))
+
+
+def test_a_factor_that_is_traced_scheduled_and_mapped_is_no_concern():
+    factors = jnp.array([1.0, 2.0, 3.0])
+    found = jax.jit(jax.vmap(gt.grad(scanned), (None, 0)))(X, factors)
+    np.testing.assert_allclose(found, np.array(factors)[:, None] ** 2 * np.ones(2), rtol=1e-15)
+    assert jax.grad(scanned, 1)(X, factors[1]) == 0.0  # as JAX's own of what is stopped

@@ -124,7 +124,7 @@ class _Reader:
             operation=operation,
             inputs=inputs,
             outputs=outputs,
-            native=eqn.primitive.name,
+            native=_native(eqn),
             attributes=_attributes(eqn),
             source=places.source(eqn, place.site),
             scope=here.scope,
@@ -173,13 +173,13 @@ class _Reader:
         if tracing.overwrites(eqn):
             first = [[i > 0 for i in range(len(eqn.invars))]]
             return _rows(eqn, first, _FULL, _NONE)
-        passive = _passive(eqn)
+        passive = tracing.passive(eqn)
         flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
         if not passive and not flat:
             return None
         if flat and not all(map(tracing.is_inexact, eqn.outvars)):
             values.flat.update(eqn.outvars)
-        return _weakened(eqn, passive | flat)
+        return _weakened(eqn, passive, flat)
 
     def ruled_links(self, eqn: Eqn, inner: Sequence[Any]) -> Links:
         masks = self._uncut.step(eqn, [1 << i for i in range(len(eqn.invars))])
@@ -278,10 +278,22 @@ def _operation(eqn: Eqn) -> str:
     name = eqn.primitive.name
     if tracing.is_ruled(eqn):
         return _function(eqn) if _is_of_library(eqn) else "custom_rule"
-    if "rule" in eqn.params and name.startswith("gradtools_"):
+    if _is_ours(eqn):
         scales = eqn.params["rule"].name == "scale_gradient"
         return "scale_gradient" if scales else "custom_rule"
     return _NAMES.get(name, name)
+
+
+def _is_ours(eqn: Eqn) -> bool:
+    """Whether an equation is of a rule of gradtools'; one of a custom_vmap has a "rule" too."""
+    return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
+
+
+def _native(eqn: Eqn) -> str:
+    """The primitive's name; that of an edit or a rule of ours is the rule's."""
+    name = eqn.primitive.name
+    ours = name in ("gradtools_primal", "gradtools_value")
+    return eqn.params["rule"].name if ours else name
 
 
 def _is_of_library(eqn: Eqn) -> bool:
@@ -299,7 +311,7 @@ def _function(eqn: Eqn) -> str:
 
 def _mark(eqn: Eqn) -> str:
     name, jaxprs = eqn.primitive.name, list(tracing.sub_jaxprs(eqn.params))
-    if name.startswith("gradtools_") and "rule" in eqn.params:
+    if _is_ours(eqn):
         rule = eqn.params["rule"]
         edited = "edited gradient" if rule.identity else "custom rule"
         return "frozen" if rule.name.startswith("frozen") else edited
@@ -318,7 +330,7 @@ def _attributes(eqn: Eqn) -> Mapping[str, Any]:
         for key, value in eqn.params.items()
         if key != "rule" and not callable(value) and not any(tracing.sub_jaxprs(value))
     }
-    if "rule" in eqn.params:
+    if _is_ours(eqn):
         found["name"] = str(eqn.params["rule"].name)
     elif tracing.is_ruled(eqn):
         found = {"name": _function(eqn)}
@@ -371,19 +383,11 @@ def _one_to_one(eqn: Eqn) -> Links | None:
     return tuple(map(tuple, rows))
 
 
-def _passive(eqn: Eqn) -> set[int]:
-    """The inputs of a rule that carry a derivative of zero."""
-    if eqn.primitive.name not in ("gradtools_primal", "gradtools_value"):
-        return set()
-    return set(eqn.params["rule"].passive)
-
-
-def _weakened(eqn: Eqn, inputs: set[int]) -> Links:
-    """The usual links, but for inputs that are connected with a derivative of zero."""
-    rows = [list(row) for row in _rows(eqn, _all(eqn), _FULL, _CUT)]
-    for row in rows:
-        row[:] = [_ZERO if i in inputs else link for i, link in enumerate(row)]
-    return tuple(map(tuple, rows))
+def _weakened(eqn: Eqn, passive: set[int], flat: set[int]) -> Links:
+    """The usual links, but for inputs that are cut, or connected with a derivative of zero."""
+    weak = {**dict.fromkeys(flat, _ZERO), **dict.fromkeys(passive, _CUT)}
+    rows = _rows(eqn, _all(eqn), _FULL, _CUT)
+    return tuple(tuple(weak.get(i, link) for i, link in enumerate(row)) for row in rows)
 
 
 def _may_lose(eqn: Eqn, links: Links | None) -> bool:

@@ -191,6 +191,13 @@ def is_ruled(eqn: Eqn) -> bool:
     return eqn.primitive.name in RULED
 
 
+def passive(eqn: Eqn) -> set[int]:
+    """The inputs of a rule of ours of which its value is never differentiated."""
+    if eqn.primitive.name not in ("gradtools_primal", "gradtools_value"):
+        return set()
+    return set(eqn.params["rule"].passive)
+
+
 def may_not_run(eqn: Eqn) -> bool:
     """Whether a loop may run no time at all."""
     name = eqn.primitive.name
@@ -289,6 +296,9 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
         return [_mask(row) for row in eqn.primitive.gradtools_connects(eqn)]
     if not raw and name in _STOPS:
         return [0] * len(eqn.outvars)
+    if not raw and passive(eqn):
+        active = [i not in passive(eqn) for i in range(len(eqn.invars))]
+        return [_mask(active)] * len(eqn.outvars)
     if name == "sort":
         keys = (1 << eqn.params["num_keys"]) - 1 if raw else 0
         return [1 << i | keys for i in range(len(eqn.invars))]

@@ -1,0 +1,57 @@
+"""What is known not to agree in the sweep over JAX, and why.
+
+All of it is JAX's own: where a line says "raised", plain JAX raises the same. A defect of
+gradtools is no line here but a defect to be mended.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from gradtools.testing.sweeps import DIFFERS, LEFT_OUT, RAISED, Known
+from gradtools.testing.sweeps.jax_programs import WRITTEN_FOR
+
+_LOOP = "a loop of unknown length has no reverse mode"
+_RAGGED = "the transpose of the transpose of a ragged product is not implemented"
+_SHAPE = "the derivative to the shape a has no derivative of its own"
+_TRACER = "a custom rule inside expn closes over a tracer, so it has no second derivative"
+_SINGLE = "the softmax is computed in float32, whatever it is given"
+_EIGVECS = "the derivative of eigenvectors must be switched on, in jax.lax.linalg.eig alone"
+
+
+def _none(program: str, reason: str, upstream: str = "") -> Known:
+    return Known(program, "*", RAISED, reason, upstream)
+
+
+def _second(program: str, reason: str, upstream: str = "") -> tuple[Known, ...]:
+    ways = ("hvp*", "*second order")
+    return tuple(Known(program, way, RAISED, reason, upstream) for way in ways)
+
+
+LEDGER: tuple[Known, ...] = (
+    _none("lax.zeta", "no derivative; jax.scipy.special has one to the second argument"),
+    _none("lax.nextafter", "no derivative", "jax#38679"),
+    _none("numpy.nextafter", "no derivative", "jax#38679"),
+    _none("numpy.spacing", "no derivative", "jax#38679"),
+    _none("lax.scatter_apply", "no derivative: the function may be anything"),
+    _none("lax.composite", "no derivative: the author of a composite writes its rule"),
+    _none("lax.scaled_dot", "no derivative"),
+    _none("numpy.linalg.eig", _EIGVECS, "jax#2748"),
+    *_second("numpy.linalg.eigvals", _EIGVECS, "jax#2748"),
+    *_second("numpy.roots", _EIGVECS, "jax#2748"),
+    *_second("scipy.special.exp1", _TRACER),
+    *_second("scipy.special.expn", _TRACER),
+    *_second("scipy.special.gammainc*", _SHAPE, "jax#7922"),
+    Known("scipy.special.hyp?f1", "*reverse over reverse", RAISED, _LOOP),
+    Known("lax.ragged_dot*", "*reverse over reverse", RAISED, _RAGGED),
+    Known("lax.while_loop", "vjp", RAISED, _LOOP),
+    *_second("lax.while_loop", _LOOP),
+    Known("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
+)
+
+
+def lines() -> tuple[Known, ...]:
+    """The ledger; for a later JAX than the table was written for, with a line for new names."""
+    if jax.__version_info__ <= WRITTEN_FOR:
+        return LEDGER
+    return (*LEDGER, Known("*", "table", LEFT_OUT, "newer than the table of arguments"))

@@ -1,0 +1,85 @@
+"""What else an edit is given: a factor, a bound, a gradient. They are no inputs of its value.
+
+Their derivative is lost at first order, and that is told as any cut is; what an edited gradient
+depends on is differentiated at second order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradtools.errors import DisconnectedInputError
+
+CUT = {
+    "reverse_gradient": lambda gt, x, s: gt.reverse_gradient(x, s),
+    "scale_gradient": lambda gt, x, s: gt.scale_gradient(x, s),
+    "clip_gradient, max_norm": lambda gt, x, s: gt.clip_gradient(x, max_norm=s),
+    "clip_gradient, max_value": lambda gt, x, s: gt.clip_gradient(x, max_value=s),
+    "known_gradient": lambda gt, x, s: gt.known_gradient(x, s * gt.asarray(np.array([1.0, 2.0]))),
+    "transform_gradient": lambda gt, x, s: gt.transform_gradient(x, lambda c: s * c),
+    "straight_through": lambda gt, x, s: gt.straight_through(lambda x: s * x)(x),
+    "stop_gradient": lambda gt, x, s: x * gt.stop_gradient(s),
+}
+NAMED = ("reverse_gradient", "scale_gradient", "straight_through", "stop_gradient")
+
+
+def at(gt):
+    return gt.asarray(np.array([3.0, 4.0])), gt.asarray(np.array(0.5))
+
+
+def loss(gt, edit):
+    return lambda x, s: (CUT[edit](gt, x, s) ** 2).sum()
+
+
+@pytest.mark.parametrize("edit", CUT)
+def test_the_derivative_to_what_else_an_edit_is_given_is_refused(gt, edit):
+    x, s = at(gt)
+    with pytest.raises(DisconnectedInputError, match="argument 1 does not reach the output"):
+        gt.grad(loss(gt, edit), 1)(x, s)
+
+
+@pytest.mark.parametrize("edit", NAMED)
+def test_the_refusal_names_the_edit_that_cuts(gt, edit):
+    x, s = at(gt)
+    name = {"reverse_gradient": "scale_gradient", "stop_gradient": "(stop_gradient|detach)"}
+    with pytest.raises(DisconnectedInputError, match=f"cut by {name.get(edit, edit)} at "):
+        gt.grad(loss(gt, edit), 1)(x, s)
+
+
+@pytest.mark.parametrize("edit", CUT)
+def test_zeros_are_given_where_they_are_asked_for(gt, edit):
+    x, s = at(gt)
+    g = gt.grad(loss(gt, edit), 1, disconnected_inputs="zeros")(x, s)
+    assert float(g) == 0.0
+
+
+@pytest.mark.parametrize("edit", NAMED)
+def test_dependence_tells_what_else_an_edit_is_given_as_cut(gt, edit):
+    x, s = at(gt)
+    table = gt.dependence(loss(gt, edit), x, s)
+    assert str(table["output", "argument 1"]) == "cut"
+    assert str(table["output", "argument 0"]) == "differentiable"
+
+
+@pytest.mark.parametrize("edit", ["reverse_gradient", "scale_gradient", "clip_gradient, max_norm"])
+def test_an_edited_gradient_is_differentiated_by_what_it_depends_on(gt, edit):
+    """Of |dx|^2 with dx = -s 2 x, s 2 x, and s x / |x|: the closed forms."""
+    x, s = at(gt)
+
+    def squared(s):
+        return (gt.grad(lambda x: loss(gt, edit)(x, s))(x) ** 2).sum()
+
+    expected = {"clip_gradient, max_norm": 2 * 0.5}.get(edit, 8 * 0.5 * 25)
+    assert float(gt.grad(squared)(s)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("edit", CUT)
+def test_an_argument_that_is_only_handed_on_is_no_concern(gt, edit):
+    x, s = at(gt)
+    if edit == "known_gradient":
+        expected = s * gt.asarray(np.array([1.0, 2.0]))
+    else:
+        expected = gt.grad(lambda x: loss(gt, edit)(x, 0.5 if "straight" in edit else s))(x)
+    found = gt.grad(loss(gt, edit))(x, s)
+    np.testing.assert_allclose(gt.to_numpy(found), gt.to_numpy(expected), rtol=1e-15)

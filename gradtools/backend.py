@@ -37,8 +37,9 @@ class Evaluation:
         outs: The differentiated outputs.
         extras: The outputs that were only handed through.
         pullback: Cotangents of outs (None: zero) to cotangents of the leaves (None: not reached).
-        nested: Whether a gradtools derivative was taken inside: then "not reached" may be an
-            honest zero.
+            A leaf that reaches a derivative taken inside, which is constant, is reached.
+        cut: Of what a pullback gave, the leaves that reach a derivative taken inside, and whose
+            path is cut after it: these are no constants.
         checked: Whether None in a pullback's result can be relied on.
         where_lost: Where the path from leaf i to the output is cut, for messages.
     """
@@ -46,7 +47,7 @@ class Evaluation:
     outs: list[Array]
     extras: list[Array]
     pullback: Callable[[Sequence[Array | None]], list[Array | None]]
-    nested: Callable[[], bool] = lambda: False
+    cut: Callable[[Sequence[Array | None]], list[int]] = lambda cotangents: []
     checked: bool = True
     where_lost: Callable[[int], list[str]] = lambda i: []
 
@@ -58,12 +59,14 @@ class Staged:
     Attributes:
         run: Evaluates it; with `run` in its place the user's function runs once.
         reverse_only: Whether it holds something that forward mode cannot enter.
+        cut: As in `Evaluation`.
         jacobian_mode: Which mode takes fewer passes.
     """
 
     run: Fun
     reverse_only: bool = False
     jacobian_mode: str = "reverse"
+    cut: Callable[[], list[int]] = list
 
 
 class Backend(Protocol):

@@ -10,6 +10,8 @@ import math
 
 from gradtools.backend import Array, Backend, Fun
 from gradtools.batches import axis_moved
+from gradtools.calls import Call
+from gradtools.connection import refuse_cut
 
 
 def blocks(
@@ -28,8 +30,11 @@ def _rows(
     def rows_of(k: int, basis: Array) -> list[Array]:
         def pull(unit: Array) -> list[Array]:
             cts = [unit if i == k else None for i in range(len(found.outs))]
-            pulled = zip(leaves, found.pullback(cts), strict=True)
-            filled = [backend.zeros_like(x) if g is None else g for x, g in pulled]
+            pulled = found.pullback(cts)
+            if isinstance(fun, Call):  # and no gradient, which is a derivative itself
+                refuse_cut(fun, found.cut(pulled))
+            pairs = zip(leaves, pulled, strict=True)
+            filled = [backend.zeros_like(x) if g is None else g for x, g in pairs]
             return [g for g in filled if not _is_empty(g)]
 
         return backend.map_batches(pull, [basis], chunk_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from gradtools.backend import Array, Backend, Evaluation
 from gradtools.calls import Call
@@ -29,7 +30,7 @@ class Connection:
         """Raises or warns as `policy`, a value of `disconnected_inputs`, says."""
         if not self.found.checked:
             return self._warn_of_zeros()
-        if all(g is not None for g in self.grads) or self.found.nested():
+        if all(g is not None for g in self.grads):
             return None
         lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
         if not lost:
@@ -78,3 +79,21 @@ class Connection:
                     GradtoolsWarning,
                     stacklevel=6,
                 )
+
+
+def refuse_cut(fun: Any, cut: Sequence[int]) -> None:
+    """Raises for leaves of a function that are cut after a derivative inside of it.
+
+    A constant has the derivative zero; what was cut has none that is known.
+    """
+    if not cut:
+        return
+    paths = getattr(fun, "paths", None)
+    names = ", ".join(paths[i] if paths else f"leaf {i}" for i in cut)
+    verb = "reaches a derivative" if len(cut) == 1 else "reach derivatives"
+    raise DisconnectedInputError(
+        f"{getattr(fun, 'asked', 'gradtools')}: {names} {verb} taken inside f, whose result is "
+        "then cut from it (stopped or detached, taken under no_grad, or out of the framework), so "
+        "that a second derivative is lost. Leave the result attached, or use gt.stop_gradient on "
+        "the argument itself if it is meant to be a constant."
+    )

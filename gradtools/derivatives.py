@@ -17,7 +17,7 @@ from gradtools.backend import Array, Backend, Evaluation, Fun, Operators
 from gradtools.batches import Batch, shared_unless_named
 from gradtools.blocks import blocks
 from gradtools.calls import Call, describe, normalized_argnums, with_article
-from gradtools.connection import Connection
+from gradtools.connection import Connection, refuse_cut
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -186,7 +186,9 @@ class Derivatives(Operators):
 
         def pullback(cotangent: Any) -> tuple[Any, ...]:
             cts = call.cotangents(cotangent, found.outs)
-            return call.to_trees(self._filled(call, found.pullback(cts)))
+            pulled = found.pullback(cts)
+            refuse_cut(call, found.cut(pulled))
+            return call.to_trees(self._filled(call, pulled))
 
         return (out, pullback, aux) if has_aux else (out, pullback)
 
@@ -506,13 +508,15 @@ class Derivatives(Operators):
         return run
 
     def _gradient(self, call: Call, found: Evaluation, disconnected: str) -> list[Array]:
-        out = call.scalar(found.outs, found.extras) if found.outs else None
-        if out is None:
-            call.scalar(found.outs, found.extras)
-        grads = found.pullback([self._backend.ones_like(out)])
+        grads = self._pulled(call, found)
         if disconnected != "zeros":
             Connection(self._backend, call, found, grads).check(disconnected)
         return self._filled(call, grads)
+
+    def _pulled(self, call: Call, found: Evaluation) -> list[Array | None]:
+        """The pullback of one, of a real scalar."""
+        out = call.scalar(found.outs, found.extras)
+        return found.pullback([self._backend.ones_like(out)])
 
     def _filled(self, call: Call, grads: Sequence[Array | None]) -> list[Array]:
         zeros = self._backend.zeros_like
@@ -523,7 +527,9 @@ class Derivatives(Operators):
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
             found = self._backend.vjp(fun, list(leaves), groups=None, once=True)
-            return self._gradient(call, found, "zeros"), []
+            grads = self._pulled(call, found)
+            refuse_cut(call, found.cut(grads))
+            return self._filled(call, grads), []
 
         gradient.asked = call.asked  # type: ignore[attr-defined]
         return gradient
@@ -533,6 +539,7 @@ class Derivatives(Operators):
         if mode != "auto" or self._backend.hvp_mode == "reverse_over_reverse":
             return (self._backend.hvp_mode if mode == "auto" else mode), call
         staged = self._backend.stage(call, call.leaves)
+        refuse_cut(call, staged.cut())
         mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
         return mode, staged.run
 
@@ -603,6 +610,7 @@ class Derivatives(Operators):
         fun: Fun = call
         if mode == "auto":
             staged = self._backend.stage(call, call.leaves)
+            refuse_cut(call, staged.cut())
             mode, fun = staged.jacobian_mode, staged.run
         found = blocks(self._backend, fun, call.leaves, mode, chunk_size)
         rows = [call.to_trees(row) for row in found]
@@ -624,6 +632,7 @@ def _partial_of(operators: Derivatives, call: Call, fun: Fun, which: int) -> Fun
         found = operators._backend.vjp(one, leaves, groups=None, once=True)
         out = call.scalar(found.outs, found.extras)
         pulled = found.pullback([operators._backend.ones_like(out)])
+        refuse_cut(call, [i + (count if which else 0) for i in found.cut(pulled)])
         zeros = operators._backend.zeros_like
         return [zeros(x) if p is None else p for x, p in zip(leaves, pulled, strict=True)], []
 

@@ -4,8 +4,10 @@ Every error says what was asked, what was found (argument, leaf path, shape, dty
 and what to do instead. Its text is part of the API.
 """
 
+import dis
 import os
 import traceback
+from types import TracebackType
 
 _NOT_THE_USERS = ("<", *(os.path.dirname(path) + os.sep for path in (__file__, os.__file__)))
 
@@ -16,6 +18,18 @@ class GradtoolsError(Exception):
 
 class DisconnectedInputError(GradtoolsError):
     """A differentiated argument does not reach the output by a differentiable path."""
+
+
+class RuntimeRefusal(GradtoolsError, RuntimeError):
+    """A framework's refusal in words that say what to do, of the framework's own type."""
+
+
+class NotImplementedRefusal(GradtoolsError, NotImplementedError):
+    """The same, of what a framework has not implemented."""
+
+
+class TypeRefusal(GradtoolsError, TypeError):
+    """The same, where a framework takes it for an error of types."""
 
 
 class GradtoolsWarning(UserWarning):
@@ -34,3 +48,46 @@ def place_of(error: BaseException) -> str:
         if "-packages" not in frame.filename and not frame.filename.startswith(_NOT_THE_USERS)
     ]
     return f" ({os.path.basename(users[-1].filename)}:{users[-1].lineno})" if users else ""
+
+
+def refusal(error: BaseException, text: str) -> GradtoolsError:
+    """A framework's error in our words: a `GradtoolsError` that keeps the framework's type."""
+    kinds = (found for kind, found in _REFUSALS.items() if isinstance(error, kind))
+    return next(kinds, GradtoolsError)(text)
+
+
+_REFUSALS: dict[type[Exception], type[GradtoolsError]] = {
+    NotImplementedError: NotImplementedRefusal,  # before what it is a kind of
+    RuntimeError: RuntimeRefusal,
+    TypeError: TypeRefusal,
+}
+
+
+def said_by(package: str, error: BaseException) -> str:
+    """The text of an error that a framework made; none of the user's, nor of ours."""
+    return str(error) if is_of(package, error) else ""
+
+
+def is_of(package: str, error: BaseException) -> bool:
+    """Whether a framework made an error, rather than the user or gradtools.
+
+    A framework has no types for its refusals, only texts, and the user's errors may hold the same
+    words. The user's are those that a `raise` statement made outside of the framework's modules;
+    what its compiled half raises comes out of a call. The package itself raises what it is asked
+    to (`torch._check`).
+    """
+    if isinstance(error, GradtoolsError):
+        return False
+    origin = _origin(error.__traceback__)
+    if origin is None:
+        return True
+    code, module = origin.tb_frame.f_code.co_code, origin.tb_frame.f_globals.get("__name__", "")
+    own = module.startswith((f"{package}.", f"{__package__}."))
+    return own or code[origin.tb_lasti] != dis.opmap["RAISE_VARARGS"]
+
+
+def _origin(traceback: TracebackType | None) -> TracebackType | None:
+    """Where an error was made: the innermost entry."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback

@@ -1362,8 +1362,8 @@ BAD = (
             "jvp: f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
             "known_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
             "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'. "
-            "PyTorch says: You must implement the jvp function for custom autograd.Function to use "
-            "it with forward mode AD."
+            "PyTorch says (PLACE): You must implement the jvp function for custom "
+            "autograd.Function to use it with forward mode AD."
         ),
         jax=(
             "jvp: f holds a function that has a reverse rule only (clip_gradient, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 
@@ -350,3 +351,29 @@ def test_dependence_runs_on_numbers_where_they_decide(gt, x, backend_name):
     table = gt.dependence(f, x, x * 2)
     deciding = {"torch": "cut", "jax": "none"}[backend_name]
     assert [str(table["output", name]) for name in table.inputs] == [deciding, "differentiable"]
+
+
+def test_guard_gradients_leaves_an_error_of_f_as_it_is(gt, x):
+    own = ValueError("my own")
+
+    def f(x):
+        raise own
+
+    guarded = gt.guard_gradients(f)
+    for _ in range(2):  # with the check, and without it
+        with pytest.raises(ValueError) as caught:
+            guarded(x)
+        assert caught.value is own
+
+
+def test_guard_gradients_says_where_f_could_not_be_looked_at(gt, x):
+    calls = itertools.count()  # which no snapshot puts back
+
+    def f(x):
+        if next(calls) == 0:
+            raise ValueError("the first time")
+        return (x * x).sum()
+
+    with pytest.warns(GradtoolsWarning, match="nothing was checked.*the first time"):
+        value = gt.guard_gradients(f)(x)
+    assert abs(float(value) - float((X * X).sum())) < 1e-6

@@ -7,6 +7,7 @@ not. JAX's pullback is the conjugate of gradtools'; it is converted here.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from typing import Any
 import jax
 
 from gradtools.backend import Array, Evaluation, Fun, Staged
-from gradtools.errors import GradtoolsError
+from gradtools.calls import Call
+from gradtools.connection import refuse_cut
+from gradtools.errors import refusal, said_by
 from gradtools.jax import tracing
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.rules import reverse_only_p
@@ -33,14 +36,18 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     if traced is None:
         return Staged(fun)
     outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
-    return Staged(traced.run, traced.reverse_only, "forward" if inputs < outs else "reverse")
+    mode = "forward" if inputs < outs else "reverse"
+    return Staged(traced.run, traced.reverse_only, mode, traced.cut)
 
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback."""
+    _note_derivative()
     traced = _traced(fun, leaves) if groups is not None else None
-    with jax.named_scope(_SCOPE):
+    with jax.named_scope(_SCOPE), _watched() as nested:
         outs, pull, extras = jax.vjp(fun if traced is None else traced.run, *leaves, has_aux=True)
+        if traced is not None and traced.hands_on:
+            _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
 
     def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
         filled = [
@@ -51,15 +58,17 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             grads = [conj(g) for g in pull(filled)]
         if traced is None:
             return grads
-        return [g if r else None for g, r in zip(grads, traced.reached, strict=True)]
+        reached = [r or c for r, c in zip(traced.reached, traced.constant, strict=True)]
+        return [g if r else None for g, r in zip(grads, reached, strict=True)]
 
     if traced is None:
-        return Evaluation(outs, extras, pullback, checked=False)
+        cut = lambda _: _cut_of(fun, leaves) if nested else []
+        return Evaluation(outs, extras, pullback, cut, checked=False)
     return Evaluation(
         outs,
         extras,
         pullback,
-        nested=lambda: traced.nested,
+        cut=lambda _: traced.cut(),
         where_lost=traced.where_lost,
     )
 
@@ -68,13 +77,12 @@ def jvp(
     fun: Fun, leaves: list[Array], tangents: list[Array]
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """`(outs, extras, pushed)`."""
-    try:
-        with jax.named_scope(_SCOPE):
-            outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
-    except TypeError as error:
-        if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
-            raise
-        raise _reverse_only_error(getattr(fun, "asked", "jvp")) from error
+    _note_derivative()
+    asked = getattr(fun, "asked", "jvp")
+    with _reverse_only_explained(asked), jax.named_scope(_SCOPE), _watched() as nested:
+        outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
+    if nested:
+        refuse_cut(fun, _cut_of(fun, leaves))
     return outs, extras, pushed
 
 
@@ -95,8 +103,11 @@ def linearize(
     fun: Fun, leaves: list[Array]
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
     """`(outs, extras, pushforward)`. JAX finds a reverse-only rule when it pushes."""
-    with _reverse_only_explained("linearize"), jax.named_scope(_SCOPE):
+    _note_derivative()
+    with _reverse_only_explained("linearize"), jax.named_scope(_SCOPE), _watched() as nested:
         outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
+    if nested:
+        refuse_cut(fun, _cut_of(fun, leaves))
 
     def pushforward(tangents: list[Array]) -> list[Array]:
         with _reverse_only_explained("linearize"):
@@ -110,17 +121,14 @@ def _reverse_only_explained(asked: str) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if "forward-mode autodiff (jvp) to a custom_vjp" not in str(error):
+        if "forward-mode autodiff (jvp) to a custom_vjp" not in said_by("jax", error):
             raise
-        raise _reverse_only_error(asked) from error
-
-
-def _reverse_only_error(asked: str) -> GradtoolsError:
-    return GradtoolsError(
-        f"{asked}: f holds a function that has a reverse rule only (clip_gradient, "
-        "transform_gradient, known_gradient, or a jax.custom_vjp), which forward mode cannot "
-        "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
-    )
+        raise refusal(
+            error,
+            f"{asked}: f holds a function that has a reverse rule only (clip_gradient, "
+            "transform_gradient, known_gradient, or a jax.custom_vjp), which forward mode cannot "
+            "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'.",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -152,15 +160,60 @@ class _Traced:
         return list(found.values())
 
     @cached_property
+    def hands_on(self) -> bool:
+        """Whether a leaf is handed on as it is: then no equation tells that it was reached."""
+        jaxpr = tracing.open_jaxpr(self.closed)
+        return any(x is y for x in jaxpr.invars for y in jaxpr.outvars)
+
+    @cached_property
     def reverse_only(self) -> bool:
         return tracing.uses_primitive(self.closed, lambda eqn: eqn.primitive is reverse_only_p)
 
     @cached_property
-    def nested(self) -> bool:
-        def inside(eqn: Any) -> bool:
-            return _SCOPE in str(eqn.source_info.name_stack)
+    def _inside(self) -> tuple[list[bool], list[bool]]:
+        """For each leaf: does it reach a derivative taken inside, constant or cut afterwards?"""
+        if not tracing.uses_primitive(self.closed, _is_derivative):
+            return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
+        inside = tracing.Inside(_is_derivative)
+        return inside.constants_and_cuts(self.closed, len(self.out_avals))
 
-        return tracing.uses_primitive(self.closed, inside)
+    @property
+    def constant(self) -> list[bool]:
+        """For each leaf, whether it only reaches derivatives taken inside that are constant."""
+        return self._inside[0]
+
+    def cut(self) -> list[int]:
+        """The leaves that are cut after a derivative taken inside."""
+        return [i for i, cut in enumerate(self._inside[1]) if cut]
+
+
+def _cut_of(fun: Fun, leaves: list[Array]) -> list[int]:
+    """The leaves of a user's function that are cut after a derivative inside; it is traced."""
+    traced = _traced(fun, leaves) if isinstance(fun, Call) else None
+    return [] if traced is None else traced.cut()
+
+
+_here = threading.local()
+
+
+def _note_derivative() -> None:
+    for nested in _here.__dict__.get("open", ()):
+        nested[:] = [True]
+
+
+@contextmanager
+def _watched() -> Iterator[list[bool]]:
+    """Inside, a function is evaluated; the list is empty unless it takes a derivative itself."""
+    around = _here.__dict__.setdefault("open", [])
+    around.append([])
+    try:
+        yield around[-1]
+    finally:
+        around.pop()
+
+
+def _is_derivative(eqn: Any) -> bool:
+    return _SCOPE in str(eqn.source_info.name_stack)
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> _Traced | None:

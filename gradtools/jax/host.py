@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
+from gradtools.errors import said_by
 from gradtools.host import KernelCall, Results, Shape, Spec
 from gradtools.jax.arrays import X64
 from gradtools.jax.lifetimes import MortalPrimitive, mortal
@@ -59,7 +60,7 @@ def _jax_refused(call: KernelCall) -> Iterator[None]:
         with jax.no_execution(True), jax.transfer_guard("disallow_explicit"):
             yield
     except RuntimeError as error:
-        text = str(error)
+        text = said_by("jax", error)
         if "no_execution config option" not in text and "Disallowed" not in text:
             raise
         raise call.error(

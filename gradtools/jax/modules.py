@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax.arrays import check_key
 
 Apply = Callable[..., tuple[Any, Any]]
@@ -170,7 +170,7 @@ def _equinox_call(model: Any, args: tuple, kwargs: dict) -> Any:
     try:
         return model(*args, **kwargs)
     except RuntimeError as error:
-        if kwargs.get("key", True) is None and "key" in str(error):
+        if kwargs.get("key", True) is None and "key" in said_by("equinox", error):
             raise GradtoolsError(
                 f"apply: the module needs randomness; pass key= to apply. ({error})"
             ) from error

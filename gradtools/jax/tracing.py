@@ -411,6 +411,64 @@ class Flow:
         return _any([_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)])
 
 
+class _CutOutside(Flow):
+    """The cut table counts only outside of some equations."""
+
+    def __init__(self, made: Callable[[Eqn], bool]) -> None:
+        super().__init__(raw=False)
+        self.made = made
+
+    def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
+        """As there, and inside of these equations any flow."""
+        return (self.uncut if self.made(eqn) else super()).step(eqn, bits)
+
+
+class Inside:
+    """What flows through derivatives that a program takes itself; `made` tells their equations.
+
+    An input *enters* one if it reaches, less the cut table, the result of such an equation.
+    """
+
+    def __init__(self, made: Callable[[Eqn], bool]) -> None:
+        self.made, self.flow = made, Flow(raw=False)
+
+    def constants_and_cuts(self, closed_jaxpr: Jaxpr, outs: int) -> tuple[list[bool], list[bool]]:
+        """For each input: does it enter a derivative that is constant, or that is cut afterwards?
+
+        Both are of inputs that do not reach the first `outs` outputs. Within a derivative a cut
+        is one of its own: of a comparison that a maximum's derivative makes, say.
+        """
+        jaxpr = open_jaxpr(closed_jaxpr)
+        entered = self.entered(jaxpr)
+        within, raw, known = (
+            _any(flow.of_jaxpr(jaxpr)[:outs])
+            for flow in (_CutOutside(self.made), Flow(raw=True), self.flow)
+        )
+        constant = entered & ~known & (within | ~raw)
+        cut = entered & ~known & ~constant
+        count = range(len(jaxpr.invars))
+        return [bool(constant >> i & 1) for i in count], [bool(cut >> i & 1) for i in count]
+
+    def entered(self, jaxpr: Jaxpr) -> int:
+        """The mask of the inputs that enter a derivative."""
+        env = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+        total = 0
+        for eqn in jaxpr.eqns:
+            bits = _read(env, eqn.invars)
+            if not any(bits):
+                continue
+            written = self.flow.step(eqn, bits)
+            env.update(zip(targets(eqn), written, strict=True))
+            if self.made(eqn):
+                total |= _any(written)
+                continue
+            for body in bodies(eqn):
+                inner, back = self.flow.of_jaxpr(body.jaxpr), self.entered(body.jaxpr)
+                back = _closure(back, {i: inner[k] for k, i in body.carries})
+                total |= _union(back, [bits[i] for i in body.inputs])
+        return total
+
+
 def _read(env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
     return [0 if isinstance(atom, Literal) else env.get(atom, 0) for atom in atoms]
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax import tracing
 from gradtools.jax.seeing import Traced, graph_once, trace
 from gradtools.jax.tape import Moving, Step, Tape
@@ -132,7 +132,7 @@ class _Back:
         try:
             return step.pulled(given, wanted)
         except Exception as error:
-            if _NO_JVP not in str(error):
+            if _NO_JVP not in said_by("jax", error):
                 raise
         for x in step.operands.values():
             self._found.reached |= x.leaves

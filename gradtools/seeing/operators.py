@@ -161,28 +161,37 @@ class Seeing(Operators):
 
         @functools.wraps(f)
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            failed = None
             if first and self._backend.watchable():
                 first.clear()
-                self._guard(f, args, kwargs, argnums)
-            return f(*args, **kwargs)
+                failed = self._guard(f, args, kwargs, argnums)
+            out = f(*args, **kwargs)  # where f raises, the error is f's own
+            if failed is not None:
+                _warn(f"guard_gradients: nothing was checked. {failed}")
+            return out
 
         return guarded
 
-    def _guard(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> None:
+    def _guard(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> GradtoolsError | None:
+        """Warns of what is lost. Returns why that is not known, if f raised where it was seen."""
         program = Program(
             self._backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
         )
-        recording = self._recorded(program)
+        try:
+            recording = self._recorded(program)
+        except GradtoolsError as error:
+            if error.__cause__ is None:
+                raise
+            return error
         lost = unreached(program, recording)
         if lost:
             count = max(1, len(differentiated(program, recording)))
             verb = "does" if len(lost) == 1 else "do"
-            warnings.warn(
+            _warn(
                 f"guard_gradients: {len(lost)} of {count} leaves {verb} not reach the output of "
-                "f:\n" + "\n".join(f"  {name}: {why}" for name, why in lost),
-                GradtoolsWarning,
-                stacklevel=_frames_to_the_user(),
+                "f:\n" + "\n".join(f"  {name}: {why}" for name, why in lost)
             )
+        return None
 
     def _recorded(self, program: Program) -> Recording:
         try:
@@ -195,6 +204,10 @@ class Seeing(Operators):
                 f"{program.asked}: f raised {said}{place_of(error)}. It must run at the arguments "
                 "at which it is looked at."
             ) from error
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, GradtoolsWarning, stacklevel=_frames_to_the_user())
 
 
 def _frames_to_the_user() -> int:

@@ -29,8 +29,9 @@ from gradtools.torch import (
     watching,
 )
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
-from gradtools.torch.engines import asked_of, explained
+from gradtools.torch.engines import asked_of
 from gradtools.torch.host import call_kernel
+from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, is_inexact, pull, push, transpose
 
 Tensor = torch.Tensor
@@ -154,7 +155,7 @@ class TorchBackend:
         try:
             return f(args)
         except RuntimeError as error:
-            if "Cannot access data pointer" not in str(error):
+            if "Cannot access data pointer" not in torch_says(error):
                 raise
             shapes, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
@@ -203,6 +204,8 @@ class TorchBackend:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             from torch.utils.checkpoint import checkpoint
 
+            if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+                return chunking.checkpointed(self, f, args, kwargs)
             region: dict[str, Any] = {} if is_compiling() else {"context_fn": _Region().contexts}
             return checkpoint(f, *args, use_reentrant=False, **region, **kwargs)
 

@@ -8,10 +8,18 @@ one sum, and an exception in a chunk leaves none behind. `programs` computes all
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from gradtools.chunking import Chunks
+import torch
+from torch._C._functorch import TransformType
+from torch.utils._pytree import tree_leaves
+
+from gradtools.batches import Batch
+from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
+from gradtools.torch.rules import unwrapped
+from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
 
@@ -26,6 +34,30 @@ def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     known = forward.evaluate(forward.xs, forward.shared)
     rows, _ = node_of(forward, forward.xs, forward.shared, known)
     return _joined(chunks, rows), forward.carry
+
+
+def checkpointed(backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """f inside functorch's transforms, computed again as a program of one chunk.
+
+    `torch.utils.checkpoint` recomputes by hooks on saved tensors, which know of no transforms.
+    """
+    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not _is_differentiated(f, leaves):
+        return f(*args, **kwargs)
+    batch = Batch(backend, "checkpoint", args, None, whole=True)
+    whole = Chunks(backend, f, batch, kwargs, SUMMED, (), (), Cut(1, 1), Options(0))
+    return whole.result(run_chunks(whole)[0], [])
+
+
+def _is_differentiated(f: Callable[..., Any], leaves: list[Tensor]) -> bool:
+    """Whether reverse mode may ask for a derivative of f, at a level of functorch or beneath."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() == TransformType.Grad for level in levels):
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    held = [x for x, _ in Snapshot.of([f], leaves).reached.watched]
+    return any(unwrapped(x).requires_grad for x in (*leaves, *held))
 
 
 def sum_chunks(chunks: Chunks) -> list[Tensor]:

@@ -21,25 +21,38 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from gradtools.backend import Evaluation, Fun
+from gradtools.connection import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
+from gradtools.torch.customcode import (
+    Survey,
+    constants,
+    guarded,
+    is_spent,
+    note_entered,
+    opened,
+    spend,
+    surveyed,
+)
 from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
+from gradtools.torch.refusals import explained
 from gradtools.torch.rules import evaluated_to_push, is_inexact
 from gradtools.torch.stopping import Stops
 from gradtools.torch.terms import (
     NORMALISATIONS,
-    RightTangents,
     first_of,
     guarded_gradients,
     guarded_tangents,
     third,
 )
+from gradtools.torch.upstream_bugs import TwiceByPlainOperations
 
 Tensor = torch.Tensor
-_SPENT = "gradtools_spent"
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
@@ -80,7 +93,7 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
-    outs, extras, aliases, attached, nested = _evaluate(fun, leaves)
+    outs, extras, aliases, attached, survey, entered = _evaluate(fun, leaves)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         pairs = [
@@ -89,17 +102,21 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if not pairs:
             return [None] * len(aliases)
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
-        with explained(asked_of(fun)), _in_use(aliases):
+        again = create or forward_ad._current_level >= 0
+        guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
+        with explained(asked_of(fun)), _in_use(aliases), guard:
             grads = torch.autograd.grad(
                 [y for y, _ in pairs],
                 aliases,
                 [_normal(ct) for _, ct in pairs],
                 retain_graph=create or not once,
-                create_graph=create or forward_ad._current_level >= 0,  # else tangents go wrong
+                create_graph=again,  # else tangents go wrong
                 allow_unused=True,
             )
-        guarded = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
-        return [g if g is None or create else _free(g) for g in guarded]
+        grads = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
+        if create:
+            return constants([y for y, _ in pairs], aliases, grads)
+        return [g if g is None else _free(g) for g in grads]
 
     def where_lost(i: int) -> list[str]:
         from gradtools.torch.seeing import where_lost
@@ -111,21 +128,26 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         [free(y) for y in outs],
         [free(x) for x in extras],
         pullback,
-        nested=lambda: nested,
+        cut=lambda grads: [i for i in sorted(entered) if grads[i] is None],
         where_lost=where_lost,
     )
 
 
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
-    outs, extras, aliases, attached, _ = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
+    with TwiceByPlainOperations():
+        evaluated = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
+    outs, extras, aliases, attached, survey, entered = evaluated
     tracked = [y for y in outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases):
-        dummies = [torch.zeros_like(y, requires_grad=True) for y in tracked]
+    guard = guarded(asked_of(fun), fun, leaves, survey, aliases, True)
+    with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases), guard:
+        # Any will do: the pullback is linear. At zero that of logcumsumexp gives NaN.
+        dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         pulled = (
             torch.autograd.grad(tracked, aliases, dummies, create_graph=True, allow_unused=True)
             if tracked
             else ()
         )
+    refuse_cut(fun, [i for i in sorted(entered) if not tracked or pulled[i] is None])
 
     def push(tangents: list[Tensor]) -> list[Tensor]:
         moved = [
@@ -148,7 +170,10 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
                     allow_unused=True,
                 )
             found = guarded_gradients(asked_of(fun), [p for p, _ in moved], found)
-            found = [v if v is None or create else _free(v) for v in found]
+            if create:
+                found = constants(tracked, [*aliases, *dummies], found)
+            else:
+                found = [v if v is None else _free(v) for v in found]
         pushed = spread(found, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
 
@@ -157,21 +182,17 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
-    """f at aliases of the leaves, once, with a graph: outs, extras, aliases, attached, nested."""
+    """f at aliases of the leaves, once, with a graph, and what is to be known of it."""
     keep = torch.is_grad_enabled()
     aliases = [_alias(x, keep) for x in leaves]
-    with torch.inference_mode(False), torch.enable_grad():
-        outs, extras, nested = _watched(fun, aliases)
+    with torch.inference_mode(False), torch.enable_grad(), opened(aliases) as entered:
+        outs, extras = fun(*aliases)
+    note_entered(outs, leaves, aliases)
     refuse_lost(asked_of(fun), outs)
-    attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(outs, aliases))
-    _spend(aliases, True)
-    return outs, extras, aliases, attached, nested
-
-
-def _spend(aliases: Sequence[Tensor], spent: bool) -> None:
-    """Nobody asks for a spent alias: it is no reason for another result to stay attached."""
-    for alias in aliases:
-        setattr(alias, _SPENT, spent)
+    survey = surveyed(outs)
+    attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(survey, aliases))
+    spend(aliases, True)
+    return outs, extras, aliases, attached, survey, entered
 
 
 @contextmanager
@@ -180,13 +201,13 @@ def _in_use(aliases: Sequence[Tensor]) -> Iterator[None]:
 
     That is not inside of inference mode, where nothing is attached.
     """
-    _spend(aliases, False)
+    spend(aliases, False)
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(keep):
             yield
     finally:
-        _spend(aliases, True)
+        spend(aliases, True)
 
 
 def _normal(x: Tensor) -> Tensor:
@@ -226,10 +247,10 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
     return (x, None) if forward_ad._current_level < 0 else forward_ad.unpack_dual(x)
 
 
-def _reaches_other(outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> bool:
-    """Whether the graph of outs holds a leaf that is not an alias of ours."""
+def _reaches_other(survey: Survey, aliases: Sequence[Tensor]) -> bool:
+    """Whether the graph holds a leaf that is not an alias of ours."""
     own = {id(a) for a in aliases}
-    return any(id(leaf) not in own and not getattr(leaf, _SPENT, False) for leaf in leaves_of(outs))
+    return any(id(leaf) not in own and not is_spent(leaf) for leaf in survey.leaves)
 
 
 # --- forward mode ------------------------------------------------------------------------
@@ -242,15 +263,31 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
         ]
-        with RightTangents(), torch.enable_grad(), Stops(hidden=not keep):
-            outs, extras = fun(*duals)
+        with torch.enable_grad(), Stops(hidden=not keep, again=keep):
+            outs, extras, nested = _watched(fun, duals)
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
     primals = [y.primal for y in unpacked]
     pushed = [torch.zeros_like(y) if t is None else t for y, t in unpacked]
+    if nested and all(t is None for _, t in unpacked):
+        refuse_cut(fun, _cut_of(fun, leaves))
+    note_entered([*primals, *pushed], leaves, leaves)
     if torch.is_grad_enabled():
-        return primals, extras, guarded_tangents(asked_of(fun), primals, pushed)
+        pushed = guarded_tangents(asked_of(fun), primals, pushed)
+        return primals, extras, constants(primals, duals, pushed)
     return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
+
+
+def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
+    """Leaves that are cut after a derivative inside, as reverse mode sees it; f runs once more."""
+    from gradtools.torch.seeing import rerun
+
+    def run(xs: Sequence[Tensor]) -> list[int]:
+        found = _eager_vjp(fun, list(xs), True)
+        return found.cut(found.pullback(found.outs))
+
+    with temporarily_clear_interpreter_stack():
+        return rerun(run, leaves)
 
 
 # --- what was asked ----------------------------------------------------------------------
@@ -259,83 +296,6 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 def asked_of(fun: Fun) -> str:
     """The operator that the user called, as far as the function knows it."""
     return getattr(fun, "asked", "gradtools")
-
-
-@contextmanager
-def explained(asked: str) -> Iterator[None]:
-    """PyTorch's refusals, in words that say what to do."""
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        mend = next((mend for part, mend in _MENDS.items() if part in str(error)), None)
-        if mend is None:
-            raise
-        raise GradtoolsError(f"{asked}: {mend} PyTorch says: {error}") from error
-
-
-_MENDS = {
-    "must implement the jvp function": (
-        "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
-        "known_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
-        "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
-    ),
-    "modified by an inplace operation": (
-        "what a derivative needs was changed in place, by f or by PyTorch's own forward-mode rule "
-        "of softmax, log_softmax or logsumexp, whose tangents it cannot differentiate. For these "
-        "push by linearize(f, *primals)[1] in place of jvp."
-    ),
-    "Trying to use forward AD with": (
-        "f holds an operation that has no forward mode in PyTorch. For attention use "
-        "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "
-        "linearize, which needs double backward instead."
-    ),
-    "vmap: It looks like you're attempting to use a Tensor in some data-dependent": (
-        "f branches on values, which vmap cannot follow. per_example_grad and jacobian take "
-        "chunk_size=1, a plain loop that can."
-    ),
-    "vmap: inplace arithmetic": (
-        "f changes a tensor in place that is shared by all examples (such as batch "
-        "normalisation's running statistics in training mode), which vmap cannot follow. Put "
-        "the module in evaluation mode, functionalize it, or give per_example_grad or jacobian "
-        "chunk_size=1, a plain loop."
-    ),
-    "would mutate a captured Tensor": (
-        "f changes a tensor in place that it captured (such as batch normalisation's running "
-        "statistics in training mode), which torch.func's transforms cannot follow. Put the "
-        "module in evaluation mode or functionalize it; or take the derivative outside of the "
-        "transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
-    ),
-    "Nested forward mode AD is not supported": (
-        "f holds torch.func.jvp, jacfwd or hessian, which do not nest in the dual numbers that "
-        "jvp uses at the outermost level. Use gt.jvp, gt.jacobian and gt.hessian in f."
-    ),
-    "require grad": (
-        "f sets a hook on a gradient or takes a derivative by torch.autograd.grad, and is pushed "
-        "along in forward mode, which records no graph. Use gt.grad in f, or take a derivative in "
-        "reverse mode (grad, vjp, linearize)."
-    ),
-    "use_reentrant=True": (
-        "f holds a reentrant torch.utils.checkpoint, which takes no derivative with respect to "
-        "chosen inputs. Pass use_reentrant=False to it, or use gt.checkpoint."
-    ),
-    "marked with @once_differentiable": (
-        "f holds a torch.autograd.Function marked once_differentiable, which has no second "
-        "derivative in reverse mode."
-    ),
-    "it must override the setup_context staticmethod": (
-        "f holds an old-style torch.autograd.Function (forward takes ctx), which torch.func's "
-        "transforms cannot enter. Split its forward into forward and setup_context, or take the "
-        "derivative outside of the transform (per_example_grad and jacobian: chunk_size=1)."
-    ),
-    "it does not have vmap support": (
-        "f holds a torch.autograd.Function without a vmap rule. Give it one "
-        "(generate_vmap_rule = True), or give per_example_grad or jacobian chunk_size=1, a loop."
-    ),
-    "It looks like you're either (1) calling .item()": (
-        "f takes a Python number out of a tensor, which vmap cannot follow. chunk_size=1 is a "
-        "plain loop that can."
-    ),
-}
 
 
 # --- inside functorch and dynamo ---------------------------------------------------------
@@ -362,13 +322,18 @@ def _is_differentiated_again() -> bool:
 def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
     reached: list[bool] = []
     nested: list[bool] = []
+    entered: list[int] = []
     empty: list[bool] = []
 
     def paired(*xs: Tensor) -> Any:
         asked = groups if groups is not None and is_compiling() else ()
-        outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
-        nested[:] = [inside]
-        if groups is not None and not is_compiling():
+        if is_compiling():
+            outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
+            nested[:] = [inside]
+        else:
+            with opened(xs) as inside:
+                outs, extras = fun(*xs)
+            entered.extend(sorted(inside))
             found = {id(leaf) for leaf in leaves_of(outs)}
             reached[:] = [id(x) in found for x in xs]
         empty[:] = [not outs]
@@ -376,6 +341,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     outs = () if empty[0] else outs
+    if not is_compiling():
+        note_entered(outs, leaves, leaves)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not outs:
@@ -386,11 +353,16 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
         with explained(asked_of(fun)):
             grads = [g.view_as(g) for g in pull(filled)]
-        if not reached:
+        if not is_compiling():
+            grads = constants(outs, [], grads)
+        if not reached or any(nested):
             return list(grads)
         return [g if r else None for g, r in zip(grads, reached, strict=True)]
 
-    return Evaluation(list(outs), list(extras), pullback, nested=lambda: nested[0])
+    def cut(grads: Sequence[Tensor | None]) -> list[int]:
+        return [i for i in entered if grads[i] is None]
+
+    return Evaluation(list(outs), list(extras), pullback, cut)
 
 
 def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:
@@ -420,17 +392,22 @@ def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list
 
 
 def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
+    stopped: list[bool] = []
+
     def paired(*xs: Tensor) -> Any:
         if is_compiling():
             outs, extras = fun(*xs)
         else:
-            with RightTangents(), torch.enable_grad(), Stops(hidden=False):
-                outs, extras = fun(*xs)
+            with torch.enable_grad(), Stops(hidden=False, again=True):
+                outs, extras, nested = _watched(fun, xs)
+            stopped[:] = [nested and all(_unpacked(y)[1] is None for y in outs)]
         return tuple(outs), tuple(extras)
 
     apart = tuple(_unshared(x) for x in leaves)
     with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(paired, apart, tuple(tangents), has_aux=True)  # type: ignore[misc]
+    if any(stopped) and not any(map(is_wrapped, leaves)):
+        refuse_cut(fun, _cut_of(fun, leaves))
     found = [list(xs) for xs in (outs, extras, pushed)]
     return found if torch.is_grad_enabled() else [[_untracked(x) for x in xs] for xs in found]
 
@@ -451,7 +428,8 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     wrong: list[str] = []
 
     def paired(*xs: Tensor) -> Any:
-        outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
+        with nullcontext() if is_compiling() else TwiceByPlainOperations():
+            outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
         found = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
         wrong[:] = [found] if found else []
         return tuple(outs), tuple(extras)
@@ -459,8 +437,8 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
     if wrong:
         raise GradtoolsError(third(asked_of(fun), wrong[0]))
-    zeros = tuple(torch.zeros_like(y) for y in outs)
-    _, push = torch.func.vjp(pull, zeros)  # type: ignore[misc]
+    ones = tuple(torch.ones_like(y) for y in outs)
+    _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
     return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])
 
 

@@ -40,6 +40,7 @@ from gradtools.torch.programs import (
     outputs_of,
     pulled_back,
 )
+from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
@@ -511,6 +512,7 @@ _LACKING = {
     re.compile(r"derivative for (\S+) is not implemented"): "",
     re.compile("must implement the jvp function|marked with @once_differentiable"): _FUNCTION,
     re.compile("does(?: not|n't) require grad"): "a derivative or a hook on a gradient in G",
+    re.compile("Could not run 'aten::_efficientzerotensor'"): "a product with a sparse tensor",
     re.compile("Nested forward mode AD is not supported"): "torch.func.jvp in G",
     re.compile(
         "view size is not compatible with input tensor's"
@@ -522,8 +524,9 @@ _TOLD: set[tuple[str, bool]] = set()
 
 def _lacking(error: Exception) -> str | None:
     """What lacks a derivative, if that is what the error says; a kernel by its name."""
+    text = torch_says(error)
     for pattern, name in _LACKING.items():
-        found = pattern.search(str(error))
+        found = pattern.search(text)
         if found is not None:
             return name or found.group(1)
     return None

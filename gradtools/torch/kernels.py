@@ -23,6 +23,7 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import asked_of, jvp
 from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
+from gradtools.torch.refusals import torch_says
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -80,7 +81,7 @@ class _ByAnyKernel(TorchFunctionMode):
         try:
             return fun(*args, **kwargs)
         except NotImplementedError as error:
-            lacking = _LACKING.search(str(error))
+            lacking = _LACKING.search(torch_says(error))
             if lacking is None:
                 raise
         streams.restore()

@@ -48,19 +48,14 @@ class OneTangent(Stops):
         self._held = [*fixed]  # so that their ids are theirs
         self._versions = {id(x): x._version for x in self._held}
 
-    def flowing(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
         rule = None if torch.is_grad_enabled() else _RULES.get(fun)
         if rule is not None:
             found = rule(self, fun, args, kwargs)
             if found is not None:
                 return found
-        return fun(*args, **kwargs) if kwargs else fun(*args)
-
-    def called(self, name: str, *args: Any) -> Any:
-        """A function of `torch.nn.functional` as it stands, seen by this mode."""
-        with self:
-            return getattr(functional, name)(*args)
+        return super().flowing(fun, types, args, kwargs)
 
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:
         """A tensor's value and its tangent."""
@@ -221,25 +216,6 @@ def _composed(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         return fun(*args, **kwargs)
 
 
-def _multi_head_attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of a batch, without masks, dropout and weights: its layers, which are ruled one by one."""
-    found = _of_heads(*args, **kwargs)
-    if found is None:
-        return _composed(mode, fun, args, kwargs)
-    heads, (query, key, value), weight, bias, out_weight, out_bias = found
-    if query is key is value:
-        parts = mode.called("linear", query, weight, bias).chunk(3, -1)
-    else:
-        biases = [None] * 3 if bias is None else bias.chunk(3)
-        rows = zip((query, key, value), weight.chunk(3), biases, strict=True)
-        parts = [mode.called("linear", *row) for row in rows]
-    length, batch, width = query.shape
-    apart = [x.reshape(x.shape[0], batch, heads, -1).permute(1, 2, 0, 3) for x in parts]
-    y = mode.called("scaled_dot_product_attention", *apart)
-    y = y.permute(2, 0, 1, 3).reshape(length, batch, width)
-    return mode.called("linear", y, out_weight, out_bias), None
-
-
 def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """The plain formula without mask and dropout, where no fused kernel is allowed to run."""
     q, k, v, mask, dropout, causal, scale, grouped = _of_attention(*args, **kwargs)
@@ -320,42 +296,6 @@ def _of_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool
     return input, p, training
 
 
-def _of_heads(
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim_to_check: Any,
-    num_heads: Any,
-    in_proj_weight: Any,
-    in_proj_bias: Any,
-    bias_k: Any,
-    bias_v: Any,
-    add_zero_attn: Any,
-    dropout_p: Any,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None,
-    k_proj_weight: Any = None,
-    v_proj_weight: Any = None,
-    static_k: Any = None,
-    static_v: Any = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
-    """None where there is more to it than four layers."""
-    added = (bias_k, bias_v, key_padding_mask, attn_mask, static_k, static_v)
-    more = need_weights or use_separate_proj_weight or add_zero_attn or is_causal
-    if more or any(x is not None for x in added) or (training and dropout_p) or query.dim() != 3:
-        return None
-    layers = (in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
-    return num_heads, (query, key, value), *layers
-
-
 def _of_attention(
     query: Any,
     key: Any,
@@ -397,7 +337,6 @@ _ALIKE: dict[Any, tuple[Any, ...]] = {
     _batch_norm: (functional.batch_norm,),
     _softmax: (functional.softmax, torch.softmax, Tensor.softmax),
     _dropout: (functional.dropout,),
-    _multi_head_attention: (functional.multi_head_attention_forward,),
     _composed: (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
     _attention: (functional.scaled_dot_product_attention,),
 }

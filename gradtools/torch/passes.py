@@ -47,6 +47,7 @@ from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
 from gradtools.torch.recording.recorder import tensors_in
 from gradtools.torch.recording.unseen import _rule_of as rule_of
+from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_inexact
 
 Tensor = torch.Tensor
@@ -63,7 +64,7 @@ def gradient_graph(asked: Differentiated) -> Graph:
     try:
         return _hooked_or_not(asked)
     except (RuntimeError, NotImplementedError) as error:
-        lacking = re.search(r"derivative for (\S+) is not implemented", str(error))
+        lacking = re.search(r"derivative for (\S+) is not implemented", torch_says(error))
         if lacking is None or asked.order < SECOND:
             raise
     _tell(lacking[1])
@@ -85,7 +86,7 @@ def _hooked_or_not(asked: Differentiated) -> Graph:
     try:
         return _observed(asked, hooked=True)
     except RuntimeError as error:
-        if "support saved tensor hooks" not in str(error):
+        if "support saved tensor hooks" not in torch_says(error):
             raise
     return _observed(asked, hooked=False)  # inside of torch.func's transforms there are none
 

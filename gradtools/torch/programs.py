@@ -28,6 +28,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
 from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
+from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
 from gradtools.torch.state import Snapshot
 from gradtools.torch.terms import guarded_gradients
@@ -273,7 +274,7 @@ class Forward(Program):
             with Captures(self) if self.beneath else nullcontext():
                 outs, _ = self.one(i, xs, own)
         except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error):
+            if "leaf Variable that requires grad" not in torch_says(error):
                 raise
             raise GradtoolsError(
                 f"{self.asked}: f changes an argument in place that is differentiated, or a "
@@ -755,7 +756,7 @@ def _unchanged(ctx: Any) -> Any:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if "modified" not in str(error):
+        if "modified" not in torch_says(error):
             raise
         asked = ctx.maps.program.forward.asked
         raise GradtoolsError(

@@ -129,14 +129,8 @@ class Snapshot:
             reached.restore()
         changed = _changed(reached.owned, self._contents)
         for tensor, contents, differs in zip(reached.owned, self._contents, changed, strict=True):
-            if not differs:
-                continue
-            # The version counts changes that a graph must know of; this is none, for the contents
-            # are what they were or will be again before anything else reads them.
-            with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
-                if tensor.shape != contents.shape:
-                    tensor.resize_(contents.shape)
-                tensor.copy_(contents)
+            if differs:
+                _put_back(tensor, contents)
         for array, copy in zip(reached.arrays, self._arrays, strict=True):
             array[...] = copy
         for (_, put), state in zip(reached.generators, self._states, strict=True):
@@ -158,6 +152,23 @@ class Snapshot:
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
         """The name of a watched tensor."""
         return next((name for x, name in self.reached.watched if wanted(x)), None)
+
+
+def _put_back(tensor: Tensor, contents: Tensor) -> None:
+    """Has a tensor hold again what it held.
+
+    The version counts changes that a graph must know of; this is none, for the contents are what
+    they were or will be again before anything else reads them.
+    """
+    counted = not tensor.is_inference()
+    uncounted = _unsafe_preserve_version_counter(tensor) if counted else torch.inference_mode()
+    with torch.no_grad(), uncounted:
+        if tensor.shape != contents.shape:
+            tensor.resize_(contents.shape)
+        if tensor.layout is torch.strided and 0 in tensor.stride():
+            once = tuple([slice(None if stride else 1) for stride in tensor.stride()])
+            tensor, contents = tensor[once], contents[once]
+        tensor.copy_(contents)
 
 
 def _changed(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
@@ -192,6 +203,13 @@ def _bits(x: Tensor) -> Tensor:
     """The same memory as integers, in which NaN is itself and -0.0 is not 0.0."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.view(_INTEGERS[x.itemsize]) if x.is_floating_point() else x
+
+
+def _nbytes(x: Tensor) -> int:
+    """The bytes of a tensor's entries, those of a sparse tensor's that it stores."""
+    if x.layout is torch.sparse_coo:
+        return x._values().nbytes
+    return x.nbytes if x.layout is torch.strided else x.values().nbytes
 
 
 def _same_array(x: np.ndarray, copy: np.ndarray) -> bool:
@@ -420,7 +438,7 @@ class _Walk:
             )
         self.found.kinds.add(x.device.type)
         constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
-        if constant and (owned or x.nbytes <= _LARGE):
+        if constant and (owned or _nbytes(x) <= _LARGE):
             self._contents(x)
         if not x.is_inference():
             self.found.watched.append((x, name))

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, redispatch_function
+
+from gradtools.torch.upstream_bugs import bug_of, pushed_rightly
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -28,6 +29,7 @@ Kwargs = dict[str, Any]
 _unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
 _graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 _tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -36,10 +38,13 @@ class Stops(TorchFunctionMode):
 
     hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
         then runs without one, until f switches them on itself because it needs one.
+    again: Whether the tangents may be differentiated: some then go another way.
     """
 
-    def __init__(self, hidden: bool) -> None:
+    def __init__(self, hidden: bool, again: bool = False) -> None:
         super().__init__()
+        self._again = again
+        self._inside: Any = None  # what in C has the same name as its wrapper in Python
         self._level = forward_ad._current_level
         self._hidden = hidden
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
@@ -57,44 +62,43 @@ class Stops(TorchFunctionMode):
         if fun is torch.autograd.grad:
             return self._pulled(fun, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return fun(*args, **kwargs)
+            return Stops.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
             return fun(*args) or self._requires(args[0])
         if not (self._hidden and torch.is_grad_enabled()):
-            return self.flowing(fun, args, kwargs)
+            return self.flowing(fun, types, args, kwargs)
         _graphs(False)
         try:
-            return self.flowing(fun, args, kwargs)
+            return self.flowing(fun, types, args, kwargs)
         finally:
             _graphs(True)
 
-    def flowing(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The function, in the caller's modes."""
-        return fun(*args, **kwargs) if kwargs else fun(*args)
+    def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The function, in the caller's modes; of one in Python, its operations are seen."""
+        in_python = type(fun) is FunctionType and fun is not self._inside
+        if in_python and _PLAIN.issuperset(types) and bug_of(fun) is None:
+            return self._within(fun, args, kwargs)
+        return pushed_rightly(fun, args, kwargs, self._again)
+
+    def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A function of PyTorch's in Python, inside of which this mode stays."""
+        before, self._inside = self._inside, fun
+        TorchFunctionMode.__enter__(self)
+        try:
+            return redispatch_function(fun, (), args, kwargs)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+            self._inside = before
 
     def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A pullback of f's own, whose hooks run f's code; without a graph it is a constant.
-
-        Of gradient edges PyTorch asks no mode, so this one may stand around the pullback.
-        """
-        xs, zeros = args[1], kwargs.pop("materialize_grads", False)
-        create = kwargs["create_graph"]
-        constant = not create and _caller() != "gradtools"
+        """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
+        constant = not kwargs.get("create_graph", args[4:5] == (True,)) and _caller() != "gradtools"
         on = torch._C._is_fwd_grad_enabled()
-        edges = [[_edge(x) for x in those] for those in args]
-        seen = all(isinstance(x, GradientEdge) for those in edges for x in those)
-        with self if seen else nullcontext():
-            _tangents(on and not constant)
-            try:
-                found = fun(*(edges if seen else args), **kwargs)
-            finally:
-                _tangents(on)
-        if not zeros:
-            return found
-        pairs = zip(found, xs, strict=True)
-        return tuple(
-            [torch.zeros_like(x, requires_grad=create) if g is None else g for g, x in pairs]
-        )
+        _tangents(on and not constant)
+        try:
+            return self._within(fun, args, kwargs)
+        finally:
+            _tangents(on)
 
     def _switched(self, on: bool) -> None:
         """f switches gradients on or off; on, but to leave off as it was, means that it needs them.
@@ -117,14 +121,6 @@ class Stops(TorchFunctionMode):
         if self._stopped is None and not self._hidden:
             x.requires_grad_()
         return True
-
-
-def _edge(x: Any) -> Any:
-    """Where x stands in the graph; x itself if nowhere, or if a transform wraps it."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if isinstance(x, GradientEdge) or not x.requires_grad or wrapped(x):
-        return x
-    return get_gradient_edge(x)
 
 
 def _asker(depth: int) -> Any:

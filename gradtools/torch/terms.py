@@ -6,12 +6,11 @@ is right and may be read; here it is made to refuse the derivative that would be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch.compiling import nodes_of
@@ -81,55 +80,6 @@ def guarded_gradients(
     if pushed:
         raise GradtoolsError(third(asked, wrong))
     return _refusing(grads, third(asked, wrong))
-
-
-# --- first derivatives that are wrong in forward mode -----------------------------------------
-
-
-def _inverse_of(L: Tensor, upper: bool = False) -> Tensor:
-    """The inverse of L L^H, where PyTorch's own tangent has its factors in the wrong order."""
-    return _solved(torch.eye(L.shape[-1], dtype=L.dtype, device=L.device), L, upper)
-
-
-def _solved(B: Tensor, L: Tensor, upper: bool = False) -> Tensor:
-    """The solution X of L L^H X = B, by two triangular systems."""
-    lower = L.mH if upper else L
-    found = torch.linalg.solve_triangular(lower, B, upper=False)
-    return torch.linalg.solve_triangular(lower.mH, found, upper=True)
-
-
-# PyTorch's forward-mode rules of these are wrong at first order, in silence;
-# test_torch_terms_upstream.py tells when they are mended.
-_BY_PLAIN_OPERATIONS: dict[Any, Callable[..., Tensor]] = {
-    torch.cholesky_inverse: _inverse_of,  # torch#196682
-    Tensor.cholesky_inverse: _inverse_of,
-    torch.cholesky_solve: _solved,  # torch#196694
-    Tensor.cholesky_solve: _solved,
-}
-
-
-class RightTangents(TorchFunctionMode):
-    """While f is pushed along: operations whose tangent PyTorch gets wrong go another way."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """The function, or what stands for it where a dual number comes in."""
-        kwargs = kwargs or {}
-        instead = _BY_PLAIN_OPERATIONS.get(func)
-        if instead is None or "out" in kwargs or not _any_dual([*args, *kwargs.values()]):
-            return func(*args, **kwargs)
-        if "input2" in kwargs:
-            kwargs["L"] = kwargs.pop("input2")
-        if "input" in kwargs:
-            args = (kwargs.pop("input"), *args)
-        return instead(*args, **kwargs)
-
-
-def _any_dual(values: Sequence[Any]) -> bool:
-    return any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values
-    )
 
 
 def _has_tangent(x: Tensor) -> bool:

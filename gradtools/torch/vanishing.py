@@ -203,7 +203,11 @@ def _watched(outs: Sequence[Tensor]) -> Iterator[dict[Any, _Passed]]:
 
 
 def _moves(ct: Any) -> bool:
-    return ct is not None and bool(ct.ne(0).any())
+    if ct is None:
+        return False
+    if ct.layout is not torch.strided:
+        ct = ct.coalesce().values() if ct.is_sparse else ct.values()
+    return bool(ct.ne(0).any())
 
 
 def _named(recorder: Recorder, node: Any) -> Node:
@@ -230,7 +234,8 @@ def _underflows(node: Any, given: Cotangents) -> bool:
         return True  # no exponential is zero
     if name.startswith("PowBackward0"):
         return bool(node._saved_self.ne(0).any())
-    if not callable(node) or any(ct is not None and not is_inexact(ct) for ct in given):
+    plain = lambda ct: is_inexact(ct) and ct.layout is torch.strided
+    if not callable(node) or not all(ct is None or plain(ct) for ct in given):
         return False
     with torch.no_grad():
         found = node(*[None if ct is None else _large(ct) for ct in given])

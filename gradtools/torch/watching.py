@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.torch import trees
+from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_dual
 from gradtools.torch.state import Snapshot
 
@@ -91,7 +92,7 @@ def bytes_saved(forward: Watched) -> Iterator[list[int]]:
         with saved_tensors_hooks(pack, lambda x: x):
             yield size
     except RuntimeError as error:
-        if "yet support saved tensor hooks" not in str(error):
+        if "yet support saved tensor hooks" not in torch_says(error):
             raise
         raise GradtoolsError(
             f"{forward.asked}: f holds a transform of torch.func, inside of which PyTorch does "
@@ -232,10 +233,11 @@ def captured_error(forward: Watched, what: Any) -> GradtoolsError:
     name = forward.start.name_of(
         lambda x: x is what or (x.grad_fn is what if what is not None else is_dual(x))
     )
+    shared = ", with None in in_axes" if forward.asked == "chunked" else ""
     return GradtoolsError(
         f"{forward.asked}: f captured {'a tensor' if name is None else name!r} that is computed "
         "from others, or belongs to a transform of torch.func, and is no argument; its derivative "
-        "would be lost or counted twice. Pass it to f as an argument, with None in in_axes."
+        f"would be lost or counted twice. Pass it to f as an argument{shared}."
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 from gradtools.torch.recording import operations
-from gradtools.torch.recording.numbering import Numbering
+from gradtools.torch.recording.numbering import Numbering, storage_of
 
 if TYPE_CHECKING:
     from gradtools.torch.recording.recorder import RecordedCall
@@ -20,11 +20,16 @@ Tensor = torch.Tensor
 
 
 class Kept:
-    """Captured tensors and gradients as they stood before the first call that changes them."""
+    """Captured tensors and gradients as they stood before the first call that changes them.
+
+    Of a tensor its memory is kept: that can be written to whatever the tensor is a view of, be its
+    entries in one place, as an expanded tensor's are, or made in inference mode.
+    """
 
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
-        self._contents: dict[int, tuple[Tensor, Tensor]] = {}
+        self._memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._sparse: dict[int, tuple[Tensor, Tensor]] = {}
         self._flags: list[tuple[Tensor, bool]] = []
         self._grads: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
 
@@ -36,12 +41,18 @@ class Kept:
             self._keep_grads()
         elif operations.changes_in_place(call.raw, call.kwargs):
             for x in call.tensors:
-                for other in (x, *self._numbering.sharing(x)):
-                    self._keep(other)
+                self._keep(x)
 
     def _keep(self, x: Tensor) -> None:
-        if self._numbering.of(x) in self._numbering.captured and id(x) not in self._contents:
-            self._contents[id(x)] = (x, x.detach().clone())
+        known = (x, *self._numbering.sharing(x))
+        if not any(self._numbering.of(y) in self._numbering.captured for y in known):
+            return
+        key = storage_of(x)
+        if key is not None and key not in self._memory:
+            storage = x.untyped_storage()
+            self._memory[key] = storage, storage.clone()
+        elif key is None and not x.is_meta and id(x) not in self._sparse:
+            self._sparse[id(x)] = x, x.detach().clone()
 
     def _keep_grads(self) -> None:
         if not self._grads:
@@ -54,8 +65,10 @@ class Kept:
         for x, flag in reversed(self._flags):
             if x.requires_grad != flag:
                 x.requires_grad_(flag)
+        for storage, copy in self._memory.values():
+            storage.copy_(copy)
         with torch.no_grad():
-            for x, contents in self._contents.values():
+            for x, contents in self._sparse.values():
                 with _unsafe_preserve_version_counter(x):
                     x.copy_(contents)
             for x, grad, contents in self._grads:

@@ -6,6 +6,8 @@ so that a new wording is noticed.
 
 from __future__ import annotations
 
+from gradtools.torch.refusals import torch_says
+
 KINDS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
     "Can't export tensors that require gradient": "left_framework",
@@ -27,5 +29,5 @@ def refusal_of(error: BaseException) -> str | None:
     """The kind of loss that PyTorch refuses by this error; None for any other error."""
     if not isinstance(error, RuntimeError | TypeError | ValueError | BufferError):
         return None
-    text = str(error)
+    text = torch_says(error)
     return next((kind for part, kind in KINDS.items() if part in text), None)

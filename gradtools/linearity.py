@@ -1,0 +1,81 @@
+"""Whether a map is linear, told by numbers alone, for nobody can look into a kernel.
+
+A linear map takes multiples to multiples, L(c v) = c L(v), and sums to sums. In floating point
+both hold up to rounding, which is as large as the terms that the map adds up: where these cancel,
+nothing can be said of it from the results. So the vectors are of few binary digits. A power of two
+then goes through a linear map bit for bit, and v + w is exact; what rounding is left in L(v + w)
+is as large as that in L(3 v), L(5 v) and L(7 v), which is seen where multiples of two went through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Array = Any
+Entries = Sequence[Any]  # arrays, or None for a zero
+
+_LEAST = 2.0**-9  # what is divided by more is no longer of few digits where a map takes 16 bits
+_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # a few samples of the rounding, and how far it may be beyond
+
+
+def is_linear(
+    run: Callable[[Entries], Entries],
+    v: Entries,
+    w: Entries,
+    gap: Callable[[Array, Array], float],
+    slack: Callable[[Array], float],
+    reach: float,
+) -> bool:
+    """Whether sums and multiples go through `run`.
+
+    v, w: Vectors of four binary digits.
+    gap: The largest modulus of a difference; two NaNs do not differ, nor what is equal.
+    slack: What may differ of an array's size where nothing cancels.
+    reach: A power of two by which the vectors may be multiplied and divided.
+    """
+    one, other = run(v), run(w)
+    sizes = [0.0 if y is None else gap(y, 0.0 * y) for y in one]
+    for factor in (max(1 / reach, _LEAST), reach):
+        pairs = zip(_scaled(factor, one), run(_scaled(factor, v)), sizes, strict=True)
+        for y, scaled, size in pairs:
+            if not _distance(gap, y, scaled) <= _slack(slack, y) * factor * size:
+                return False
+    both = [a + b for a, b in zip(v, w, strict=True)]
+    sums, expected = run(both), list(map(_plus, one, other))
+    left = [
+        k
+        for k, (y, e) in enumerate(zip(sums, expected, strict=True))
+        if not _distance(gap, y, e) <= _slack(slack, y) * _largest(gap, one[k], other[k], y)
+    ]
+    if not left:
+        return True
+    noise = [0.0] * len(sums)
+    for at, y in ((v, one), (w, other), (both, sums)):
+        for factor in _ODD:
+            scaled = run(_scaled(factor, at))
+            for k in left:
+                off = _distance(gap, _scaled(factor, y)[k], scaled[k]) / factor
+                noise[k] = max(noise[k], off)
+    return all(_distance(gap, sums[k], expected[k]) <= _TIMES * noise[k] for k in left)
+
+
+def _scaled(factor: float, xs: Entries) -> list[Any]:
+    return [None if x is None else factor * x for x in xs]
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a + b
+
+
+def _slack(slack: Callable[[Array], float], y: Any) -> float:
+    return 0.0 if y is None else slack(y)
+
+
+def _largest(gap: Callable[[Array, Array], float], *ys: Any) -> float:
+    return max(0.0 if y is None else gap(y, 0.0 * y) for y in ys)
+
+
+def _distance(gap: Callable[[Array, Array], float], a: Any, b: Any) -> float:
+    """How far two results are apart; None, a zero of the map's own, is like anything."""
+    return 0.0 if a is None or b is None else gap(a, b)

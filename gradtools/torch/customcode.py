@@ -1,0 +1,581 @@
+"""Custom code in a graph of autograd: is its backward pass right when it is differentiated again?
+
+A torch.autograd.Function, or an operator with a registered backward, may compute its gradient
+where autograd does not look: under no_grad, through NumPy, from an intermediate that it saved. The
+gradient g(x, ct) is right then, and its derivative is zero or lacks a term, in silence. So a
+class is never trusted, it is tried, and only when a derivative of its gradient is asked for: at
+the arguments of its call g is differentiated by autograd, and by finite differences
+
+    (g(x + h v, ct) - g(x - h v, ct)) / 2 h
+
+and the same in ct. What both say is remembered; what autograd loses is refused, by a node beside
+the gradient that the engine enters only on its way to what is lost. A gradient that is constant
+(of a linear map, a mask, a straight-through estimator) agrees: both are zero.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import function
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+
+from gradtools.backend import Fun
+from gradtools.errors import GradtoolsError
+from gradtools.torch.randomness import Randomness, restored
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+_OWN = "gradtools."
+# Beneath Function, so that who keeps a bound `apply` comes by here as well.
+_FUNCTIONS: Any = function._SingleLevelFunction
+
+
+# --- what a graph holds ------------------------------------------------------------------
+
+
+class Survey(NamedTuple):
+    """What one walk over a graph finds.
+
+    Attributes:
+        leaves: The tensors at its ends.
+        custom: Nodes of code that is not PyTorch's, nor gradtools' own.
+        lost: Nodes of operators without a backward pass, where PyTorch only warns.
+    """
+
+    leaves: list[Tensor]
+    custom: list[Any]
+    lost: list[Any]
+
+
+_PLAIN: set[type] = set()  # PyTorch's own nodes
+
+
+def surveyed(outs: Sequence[Tensor]) -> Survey:
+    """The graph of outs."""
+    found = Survey([], [], [])
+    todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
+    seen: set[Any] = set()
+    while todo:  # as `nodes_of`, at every derivative
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        kind = type(node)
+        if kind not in _PLAIN:
+            _note(found, node, kind)
+        for parent, _ in node.next_functions:
+            if parent is not None:
+                todo.append(parent)
+    return found
+
+
+def _note(found: Survey, node: Any, kind: Any) -> None:
+    if kind.__name__ == "AccumulateGrad":
+        found.leaves.append(node.variable)
+    elif issubclass(kind, BackwardCFunction):
+        if not kind._forward_cls.__module__.startswith(_OWN):
+            found.custom.append(node)
+    elif kind.__name__ != "CppFunction":  # which is of many kinds, without types of their own
+        _PLAIN.add(kind)
+    elif node.name() == "torch::autograd::WarnNotImplemented":
+        found.lost.append(node)
+
+
+def _upstream(nodes: Sequence[Any]) -> set[Any]:
+    seen: set[Any] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [parent for parent, _ in node.next_functions]
+    return seen
+
+
+def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with respect to which somebody may differentiate a graph again.
+
+    aliases: Leaves that belong to the derivative itself are not among them.
+    """
+    own = {id(x) for x in aliases}
+    leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
+    found = {id(x): x for x in leaves if id(x) not in own and not is_spent(x)}
+    for x in (*aliases, *(x for opened in being_evaluated() for x in opened.aliases)):
+        if x.grad_fn is not None and get_gradient_edge(x).node in nodes:
+            found[id(x)] = x
+    return list(found.values())
+
+
+_SPENT = "gradtools_spent"
+_here = threading.local()
+
+
+def spend(aliases: Sequence[Tensor], spent: bool) -> None:
+    """Nobody asks for a spent alias: it is no reason for another result to stay attached."""
+    for alias in aliases:
+        setattr(alias, _SPENT, spent)
+
+
+def is_spent(x: Tensor) -> bool:
+    """Whether x is an alias of a derivative whose function was evaluated."""
+    return getattr(x, _SPENT, False)
+
+
+class Opened(NamedTuple):
+    """A derivative whose function is being evaluated.
+
+    Attributes:
+        aliases: The tensors at which it is.
+        entered: Which of these reach a derivative taken inside.
+    """
+
+    aliases: Sequence[Tensor]
+    entered: set[int]
+
+
+def being_evaluated() -> list[Opened]:
+    """The derivatives of this thread whose functions are being evaluated, the innermost last."""
+    found: list[Opened] = _here.__dict__.setdefault("opened", [])
+    return found
+
+
+@contextmanager
+def opened(aliases: Sequence[Tensor]) -> Iterator[set[int]]:
+    """Inside, a function is evaluated at the aliases; which of them enter derivatives in it."""
+    around = being_evaluated()
+    around.append(Opened(aliases, set()))
+    try:
+        yield around[-1].entered
+    finally:
+        around.pop()
+
+
+def note_entered(outs: Sequence[Tensor], leaves: Sequence[Tensor], among: Sequence[Tensor]) -> None:
+    """Notes what enters a derivative that was taken of outs in the functions being evaluated.
+
+    leaves: At which it was taken, under the names `among`, which may be in another graph.
+    """
+    around = being_evaluated()
+    if not around:
+        return
+    nodes = _upstream([y.grad_fn for y in outs if y.requires_grad])
+    pairs = [(x, a) for x, a in zip(leaves, among, strict=True) if x.requires_grad]
+    reached = [x for x, a in pairs if x is a or get_gradient_edge(a).node in nodes]
+    nodes |= _upstream([get_gradient_edge(x).node for x in reached])
+    for each in around:
+        tracked = [(i, x) for i, x in enumerate(each.aliases) if x.requires_grad]
+        each.entered.update(i for i, x in tracked if get_gradient_edge(x).node in nodes)
+
+
+# --- nodes beside a gradient -------------------------------------------------------------
+
+
+class Beside(torch.autograd.Function):
+    """The first tensors as they are, in a graph that leads to the others as well."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> Any:
+        return tuple([x.view_as(x) for x in tensors[:count]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.left = len(inputs) - 1 - inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        return None, *cts, *([None] * ctx.left)
+
+    @staticmethod
+    def jvp(ctx: Any, count: None, *tangents: Any) -> Any:
+        found = tangents[: len(tangents) - ctx.left]
+        return tuple([t if t is None else t.view_as(t) for t in found])
+
+
+class _Gate(torch.autograd.Function):
+    """A number that nobody reads, with a zero derivative; it is asked first whether it has one."""
+
+    @staticmethod
+    def forward(ask: Callable[[], None] | None, *sources: Tensor) -> Tensor:
+        return sources[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.ask = inputs[0]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        if ctx.ask is not None:
+            ctx.ask()
+        return None, *[torch.zeros(s, dtype=d, device=at) for s, d, at in ctx.like]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return torch.zeros((), dtype=ctx.like[0][1], device=ctx.like[0][2])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, ask: Any, *sources: Tensor) -> Any:
+        return _Gate.apply(ask, *sources), None
+
+
+def beside(
+    xs: Sequence[Tensor], ask: Callable[[], None] | None, sources: Sequence[Tensor]
+) -> list[Tensor]:
+    """xs in a graph that leads to the sources as well, with derivative zero there.
+
+    ask: Is called before that zero is given, and may raise.
+    """
+    return list(Beside.apply(len(xs), *xs, _Gate.apply(ask, *sources)))
+
+
+def constants(
+    outs: Sequence[Tensor], aliases: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients, those without a history connected to what they were taken at.
+
+    What custom code lost has a gate by now, so they are honest constants.
+    """
+    if all(g is None or g.requires_grad for g in grads):
+        return list(grads)
+    nodes = _upstream([y.grad_fn for y in outs if y.requires_grad])
+    sources = _tracked_in(nodes, aliases) if nodes else []
+    return [g if g is None or g.requires_grad else connected(g, sources) for g in grads]
+
+
+def connected(g: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """A constant, connected to the sources with derivative zero."""
+    return beside([g], None, sources)[0] if sources else g
+
+
+# --- gates at custom code ----------------------------------------------------------------
+
+
+_NOTHING = nullcontext()
+
+
+def guarded(
+    asked: str,
+    fun: Fun,
+    leaves: Sequence[Tensor],
+    survey: Survey,
+    aliases: Sequence[Tensor],
+    again: bool,
+) -> AbstractContextManager[None]:
+    """Around a pullback: what custom code loses is refused. again: It may be differentiated."""
+    if not (survey.lost or (again and survey.custom)):
+        return _NOTHING
+    return _Guard(asked, fun, leaves, survey, aliases).watching(again)
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """What is needed to ask about the custom code in the graph of one evaluation.
+
+    Attributes:
+        asked: The operator that the user called.
+        fun: What was evaluated, at these leaves.
+        survey: Its graph.
+        aliases: The leaves' names in that graph.
+    """
+
+    asked: str
+    fun: Fun
+    leaves: Sequence[Tensor]
+    survey: Survey
+    aliases: Sequence[Tensor]
+
+    @contextmanager
+    def watching(self, again: bool) -> Iterator[None]:
+        """Inside, a pullback runs. again: Whether its result may be differentiated."""
+        handles = [node.register_prehook(self._refusing) for node in self.survey.lost]
+        if again:
+            nodes = [node for node in self.survey.custom if not _is_fine(node)]
+            handles += [node.register_hook(self._gate(node)) for node in nodes]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _refusing(self, cts: Any) -> None:
+        raise GradtoolsError(
+            f"{self.asked}: f holds an operator without a backward pass (PyTorch's own message "
+            "names it, once, in a warning: no autograd kernel was registered), so a term of the "
+            "gradient is lost. Give the operator a backward by torch.library.register_autograd, "
+            "or wrap it in gt.custom_rule; if it is a constant, call it under torch.no_grad."
+        )
+
+    def _gate(self, node: Any) -> Callable[[Any, Any], Any]:
+        """A hook that puts gates beside what a node gives."""
+
+        def hook(given: Any, cts: Any) -> Any:
+            there = [g for g in given if isinstance(g, Tensor)]
+            if not there:
+                return None
+            if forward_ad._current_level >= 0:
+                self.ask(node, "inputs", forward=True)
+                self.ask(node, "cotangents", forward=True)
+            behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
+            inputs = _tracked_in(_upstream([to for to, _ in node.next_functions]), self.aliases)
+            for which, sources in (("cotangents", behind), ("inputs", inputs)):
+                if sources and torch.is_grad_enabled():
+                    there = beside(there, self._asking(node, which), sources)
+            left = iter(there)
+            return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
+
+        return hook
+
+    def _asking(self, node: Any, which: str) -> Callable[[], None]:
+        key = _key_of(node)
+        return lambda: self._ask(key, which, False)
+
+    def ask(self, node: Any, which: str, forward: bool) -> None:
+        """Raises if the derivative of what a node gives is lost."""
+        self._ask(_key_of(node), which, forward)
+
+    def _ask(self, key: _Key, which: str, forward: bool) -> None:
+        if key.is_fine(forward):
+            return
+        found = _tried(self.fun, self.leaves, key, forward)
+        if which in found:
+            raise GradtoolsError(
+                f"{self.asked}: f holds {key.name}, whose backward gives a gradient that "
+                f"autograd cannot differentiate with respect to its {which} (it is marked "
+                "once_differentiable, computes under no_grad or outside of PyTorch, or uses a "
+                "detached tensor or a saved intermediate, torch#76185), so that a second "
+                "derivative is lost. Write backward of PyTorch's operations on saved inputs and "
+                "outputs, or use gt.custom_rule."
+            )
+
+
+# --- is a class's backward differentiable? -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A class, and which of its arguments were differentiated."""
+
+    kind: Any
+    needs: tuple[bool, ...]
+
+    @property
+    def name(self) -> str:
+        """What an author calls it."""
+        name = self.kind.__name__
+        if not name.startswith(_GENERATED):
+            return f"the torch.autograd.Function {name}"
+        space, _, rest = name.removeprefix(_GENERATED).partition("_")
+        return f"the custom operator {space}::{rest.rpartition('_')[0]}"
+
+    def is_fine(self, forward: bool) -> bool:
+        """Whether it was tried, and lost nothing."""
+        return (self.needs, forward) in _FINE.get(self.kind, ())
+
+
+_GENERATED = "GeneratedBackwardFor_"
+_FINE: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def _key_of(node: Any) -> _Key:
+    return _Key(type(node)._forward_cls, tuple(node.needs_input_grad))
+
+
+def _is_fine(node: Any) -> bool:
+    forward = forward_ad._current_level >= 0
+    return _key_of(node).is_fine(forward)
+
+
+def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
+    """What is lost by calls of a class in fun, which runs once more: its effects are undone."""
+    from gradtools.torch.seeing import rerun
+
+    lost: set[str] = set()
+    calls = 0
+
+    def attempt(beneath: Any, args: Args) -> None:
+        nonlocal calls
+        calls += 1
+        if calls <= _CALLS:
+            lost.update(_Trial.of(beneath, args).lost(forward))
+
+    try:
+        with _standing_in(key, attempt), temporarily_clear_interpreter_stack():
+            rerun(lambda xs: fun(*xs)[0], leaves)
+    except Exception:  # f does not run twice: nothing is known
+        return lost
+    if calls and not lost:
+        _FINE.setdefault(key.kind, set()).add((key.needs, forward))
+    return lost
+
+
+_CALLS = 4  # of one class in f that are tried
+
+
+@contextmanager
+def _standing_in(key: _Key, attempt: Callable[[Any, Args], None]) -> Iterator[None]:
+    """Inside, each call of a class in this thread is first tried."""
+    thread, busy = threading.get_ident(), False
+    before = _FUNCTIONS.__dict__.get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal busy
+        beneath = super(_FUNCTIONS, cls).apply if before is None else before.__get__(None, cls)
+        if threading.get_ident() == thread and not busy and cls is key.kind and not kwargs:
+            needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
+            if needs == key.needs[: len(needs)] and torch.is_grad_enabled():
+                busy = True
+                try:
+                    attempt(beneath, args)
+                finally:
+                    busy = False
+        return beneath(*args, **kwargs)
+
+    _FUNCTIONS.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _FUNCTIONS.apply
+        else:
+            _FUNCTIONS.apply = before
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One call of a class, as a map g of its differentiated arguments xs and of cotangents cts.
+
+    Attributes:
+        apply: Calls it.
+        args: With tensors in no graph.
+        moving: Which of the arguments are xs.
+        randomness: Where the generators stood.
+        ws: Of g only Re<w, g> is looked at.
+    """
+
+    apply: Callable[..., Any]
+    args: Args
+    moving: list[int]
+    randomness: Randomness | None
+    ws: list[Tensor]
+
+    @classmethod
+    def of(cls, apply: Any, args: Args) -> _Trial:
+        moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
+        plain = tuple([x.detach().clone() if isinstance(x, Tensor) else x for x in args])
+        tensors = [x for x in plain if isinstance(x, Tensor)]
+        waves = [_wave(plain[k], 3.0) for k in moving]
+        return cls(apply, plain, moving, Randomness.now(tensors), waves)
+
+    def lost(self, forward: bool) -> set[str]:
+        """What autograd does not see, here and nearby; nothing if it cannot be told."""
+        found: set[str] = set()
+        for shift in (0.0, 0.1):
+            xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
+            try:
+                with restored(self.randomness), torch.inference_mode(False):
+                    found |= self._lost_at(xs, forward)
+            except Exception:  # what raises is not lost in silence
+                continue
+        return found
+
+    def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str]:
+        cts = [_wave(y, 2.0) for y in self._called(xs)[1]]
+        found = set()
+        for k in range(len(xs)):
+            if self._loses([*xs, *cts], k, len(xs), forward):
+                found.add("inputs")
+        for k in range(len(xs), len(xs) + len(cts)):
+            if self._loses([*xs, *cts], k, len(xs), forward):
+                found.add("cotangents")
+        return found
+
+    def _loses(self, point: list[Tensor], k: int, count: int, forward: bool) -> bool:
+        """Whether the derivative along entry k is another than finite differences say."""
+        v = _wave(point[k], 1.5)
+        eps = torch.finfo(v.dtype).eps
+        first, second = (self._slope(point, k, v, count, h) for h in (eps**0.3, 2 * eps**0.3))
+        size = abs(self._value(point, count))
+        error = 10 * abs(first - second) + 100 * eps**0.7 * size
+        if abs(first) <= error:
+            return False  # too small to be told from rounding
+        known = (self._pushed if forward else self._pulled)(point, k, v, count)
+        return not abs(known - first) <= error + 1e-3 * abs(first)
+
+    def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:
+        ends = [
+            self._value([*point[:k], point[k] + s * v, *point[k + 1 :]], count) for s in (h, -h)
+        ]
+        return (ends[0] - ends[1]) / (2 * h)
+
+    def _value(self, point: list[Tensor], count: int) -> float:
+        return float(self._paired(self._gradient(point[:count], point[count:], False)))
+
+    def _pulled(self, point: list[Tensor], k: int, v: Tensor, count: int) -> float:
+        point = [x.detach() for x in point]
+        point[k] = point[k].requires_grad_()
+        total = self._paired(self._gradient(point[:count], point[count:], True))
+        if not total.requires_grad:
+            return 0.0
+        try:
+            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=True)
+        except NotImplementedError:
+            raise
+        except RuntimeError:  # once_differentiable, which raises on some ways only
+            return 0.0
+        return 0.0 if slope is None else float((slope.conj() * v).real.sum())
+
+    def _pushed(self, point: list[Tensor], k: int, v: Tensor, count: int) -> float:
+        point = [*point[:k], forward_ad.make_dual(point[k], v), *point[k + 1 :]]
+        total = self._paired(self._gradient(point[:count], point[count:], True))
+        tangent = forward_ad.unpack_dual(total).tangent
+        return 0.0 if tangent is None else float(tangent)
+
+    def _called(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Arguments that are differentiated, and outputs."""
+        self_args = [x.clone() if isinstance(x, Tensor) else x for x in self.args]
+        tracked = [x if x.requires_grad else x.requires_grad_() for x in map(_alias, xs)]
+        for k, x in zip(self.moving, tracked, strict=True):
+            self_args[k] = x.view_as(x)  # no leaf, which it may not change in place
+        if self.randomness is not None:
+            self.randomness.restore()
+        with torch.enable_grad():
+            outs = self.apply(*self_args)
+        outs = outs if isinstance(outs, tuple | list) else (outs,)
+        return tracked, [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+
+    def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
+        tracked, outs = self._called(xs)
+        return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
+
+    def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
+        terms = [
+            (g.conj() * w).real.sum() for g, w in zip(grads, self.ws, strict=True) if g is not None
+        ]
+        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _wave(x: Tensor, shift: float) -> Tensor:
+    """Numbers of x's size, drawn from no generator."""
+    at = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
+    wave = torch.sin(at * shift + shift).reshape(x.shape)
+    size = x.detach().abs().square().mean().sqrt() if x.numel() else 0.0
+    size = torch.where((size > 0) & (size < float("inf")), size, 1.0) if x.numel() else 1.0
+    if x.is_complex():
+        wave = torch.complex(wave, torch.cos(at * shift).reshape(x.shape))
+    return (wave * size).to(x.dtype)

@@ -1,0 +1,110 @@
+"""PyTorch's refusals: which errors are PyTorch's own, and what to do about those we know.
+
+PyTorch raises a RuntimeError for nearly everything, so one of its refusals is known by its text
+alone; that the error is PyTorch's, by what raised it. What the user raises goes by as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gradtools.errors import place_of, refusal, said_by
+from gradtools.torch.compiling import is_compiling
+
+
+def torch_says(error: BaseException) -> str:
+    """The text of PyTorch's own error; none of any other, nor of a `raise` in TorchScript."""
+    return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
+
+
+@contextmanager
+def explained(asked: str) -> Iterator[None]:
+    """PyTorch's refusals, in words that say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_compiling():
+            raise
+        text = torch_says(error)
+        mend = next((mend for part, mend in _MENDS.items() if part in text), None)
+        if mend is None:
+            raise
+        said = f"{asked}: {mend} PyTorch says{place_of(error)}: {error}"
+        raise refusal(error, said) from error
+
+
+_NO_FORWARD_MODE = (
+    "f holds an operation that has no forward mode in PyTorch. For attention use "
+    "sdpa_kernel(SDPBackend.MATH), for an LSTM on CPU mkldnn.flags(enabled=False); or use "
+    "linearize, which needs double backward instead."
+)
+_NO_GRAPH = (
+    "f sets a hook on a gradient or takes a derivative by torch.autograd.grad, and is pushed "
+    "along in forward mode, which records no graph. Use gt.grad in f, or take a derivative in "
+    "reverse mode (grad, vjp, linearize)."
+)
+_MENDS = {
+    "must implement the jvp function": (
+        "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
+        "known_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "
+        "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
+    ),
+    "modified by an inplace operation": (
+        "what a derivative needs was changed in place, by f or by PyTorch's own forward-mode rule "
+        "of softmax, log_softmax or logsumexp, whose tangents it cannot differentiate. For these "
+        "push by linearize(f, *primals)[1] in place of jvp."
+    ),
+    "Trying to use forward AD with": _NO_FORWARD_MODE,
+    "Could not run 'aten::_efficientzerotensor'": _NO_FORWARD_MODE,  # of sparse tensors
+    "vmap: It looks like you're attempting to use a Tensor in some data-dependent": (
+        "f branches on values, which vmap cannot follow. per_example_grad and jacobian take "
+        "chunk_size=1, a plain loop that can."
+    ),
+    "vmap: inplace arithmetic": (
+        "f changes a tensor in place that is shared by all examples (such as batch "
+        "normalisation's running statistics in training mode), which vmap cannot follow. Put "
+        "the module in evaluation mode, functionalize it, or give per_example_grad or jacobian "
+        "chunk_size=1, a plain loop."
+    ),
+    "would mutate a captured Tensor": (
+        "f changes a tensor in place that it captured (such as batch normalisation's running "
+        "statistics in training mode), which torch.func's transforms cannot follow. Put the "
+        "module in evaluation mode or functionalize it; or take the derivative outside of the "
+        "transform (per_example_grad and jacobian: chunk_size=1 is a plain loop)."
+    ),
+    "Nested forward mode AD is not supported": (
+        "f holds torch.func.jvp, jacfwd or hessian, which do not nest in the dual numbers that "
+        "jvp uses at the outermost level. Use gt.jvp, gt.jacobian and gt.hessian in f."
+    ),
+    "does not require grad and does not have a grad_fn": _NO_GRAPH,
+    "One of the differentiated Tensors does not require grad": _NO_GRAPH,
+    "cannot register a hook on a tensor that doesn't require grad": _NO_GRAPH,
+    "use_reentrant=True": (
+        "f holds a reentrant torch.utils.checkpoint, which takes no derivative with respect to "
+        "chosen inputs. Pass use_reentrant=False to it, or use gt.checkpoint."
+    ),
+    "leaf Variable that requires grad is being used in an in-place operation": (
+        "f changes an argument in place that is differentiated, or a parameter. Clone it in f "
+        "first."
+    ),
+    "marked with @once_differentiable": (
+        "f holds a torch.autograd.Function marked once_differentiable, which has no second "
+        "derivative in reverse mode."
+    ),
+    "it must override the setup_context staticmethod": (
+        "f holds an old-style torch.autograd.Function (forward takes ctx), which torch.func's "
+        "transforms cannot enter. Split its forward into forward and setup_context, or take the "
+        "derivative outside of the transform (per_example_grad and jacobian: chunk_size=1)."
+    ),
+    "it does not have vmap support": (
+        "f holds a torch.autograd.Function without a vmap rule. Give it one "
+        "(generate_vmap_rule = True), or give per_example_grad or jacobian chunk_size=1, a loop."
+    ),
+    "It looks like you're either (1) calling .item()": (
+        "f takes a Python number out of a tensor, which vmap cannot follow. chunk_size=1 is a "
+        "plain loop that can."
+    ),
+}

@@ -1,0 +1,529 @@
+"""Workarounds for derivatives that PyTorch has wrong, as data.
+
+Found by sweeping all of PyTorch's own table of operators (`gradtools.testing.sweeps`). A `Bug`
+names the operation, what is wrong, upstream's issue, and what is done in its place while gradtools
+pushes a tangent: mostly the transpose of reverse mode (`transposed.py`), else a formula of plain
+operations. A custom operator is never trusted with forward mode: PyTorch drops its tangent in
+silence wherever only a backward is registered. `docs/upstream-bugs.md` is written from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._C import DispatchKey
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from gradtools.torch.rules import is_inexact, is_wrapped, unwrapped
+from gradtools.torch.transposed import NoTranspose, by_reverse_mode
+
+Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+TANGENT = "tangent"
+TANGENT_AGAIN = "derivative of the tangent"
+TANGENT_OF_GRADIENT = "tangent of the gradient"
+GRADIENT_AGAIN = "derivative of the gradient"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A derivative that PyTorch has wrong.
+
+    Attributes:
+        operation: As its documentation names it, without `torch.`.
+        wrong: What is: "tangent" (forward mode), "derivative of the tangent" (reverse or forward
+            mode over forward mode), "tangent of the gradient" (forward over reverse mode), or
+            "derivative of the gradient" (reverse over reverse mode, and `linearize`).
+        gives: What plain PyTorch gives: "another number", "NaN", "zero", "an error".
+        issue: Upstream's, such as "torch#196702"; empty where no report was found.
+        instead: A formula of plain operations with the same arguments; None: reverse mode is
+            transposed.
+        when: Of its arguments, whether they are such that it is wrong; None: always.
+        example: A loss of x, with `torch`, that shows it, as Python code; empty: another of the
+            same issue does.
+    """
+
+    operation: str
+    wrong: str
+    gives: str
+    issue: str = ""
+    instead: Callable[..., Any] | None = None
+    when: Callable[..., bool] | None = None
+    example: str = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of its name."""
+        return self.operation.rpartition(".")[2]
+
+
+# --- formulas of plain operations ------------------------------------------------------------
+
+
+def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    """By doubling steps (Hillis and Steele, Data parallel algorithms, 1986)."""
+    if input.dim() == 0:
+        return input * 1
+    y, step = input.movedim(dim, 0), 1
+    while step < y.shape[0]:
+        y = torch.cat((y[:step], torch.logaddexp(y[step:], y[:-step])))
+        step *= 2
+    return y.movedim(0, dim)
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    found = torch.clamp(input + 3, 0, 6) / 6
+    return input.copy_(found) if inplace else found
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
+    i, j = torch.triu_indices(len(input), len(input), 1, device=input.device)
+    return torch.linalg.vector_norm(input[i] - input[j], p, -1)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    return _scaled(_normalised(input, dims, eps), weight, bias)
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    with torch.no_grad():  # which moves the running statistics
+        value = _value(input)
+        torch.batch_norm(
+            value, None, None, running_mean, running_var, True, momentum, eps, cudnn_enabled
+        )
+    dims = (0, *range(2, input.dim()))
+    shape = (-1, *[1] * (input.dim() - 2))
+    reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
+    return _scaled(_normalised(input, dims, eps), *reshaped)
+
+
+def _instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    with torch.no_grad():
+        value = _value(input)
+        torch.instance_norm(
+            value, None, None, running_mean, running_var, True, momentum, eps, cudnn_enabled
+        )
+    shape = (-1, *[1] * (input.dim() - 2))
+    reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
+    return _scaled(_normalised(input, tuple(range(2, input.dim())), eps), *reshaped)
+
+
+def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centred = x - x.mean(dims, keepdim=True)
+    variance = (centred * centred).mean(dims, keepdim=True)
+    return centred / torch.sqrt(variance + _moved(torch.full_like(_value(variance), eps)))
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * _moved(weight)
+    return x if bias is None else x + _moved(bias)
+
+
+def _moved(x: Tensor) -> Tensor:
+    """The same with zeros for a tangent: a symbolic zero takes PyTorch a hundred times longer."""
+    if peek_interpreter_stack() is not None or forward_ad.unpack_dual(x).tangent is not None:
+        return x
+    return forward_ad.make_dual(x, torch.zeros_like(_value(x)))
+
+
+def _value(x: Tensor) -> Tensor:
+    return forward_ad.unpack_dual(x).primal.detach()
+
+
+def _cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
+    """The inverse of L L^H."""
+    eye = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
+    return _cholesky_solve(eye, input, upper)
+
+
+def _cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
+    """The solution X of L L^H X = B, by two triangular systems."""
+    lower = input2.mH if upper else input2
+    found = torch.linalg.solve_triangular(lower, input, upper=False)
+    return torch.linalg.solve_triangular(lower.mH, found, upper=True)
+
+
+def _is_product(*args: Any, **kwargs: Any) -> bool:
+    return "prod" in (*args[4:5], kwargs.get("reduce"))
+
+
+def _trains(*args: Any, **kwargs: Any) -> bool:
+    return bool(args[5])
+
+
+def _has_options(*args: Any, **kwargs: Any) -> bool:
+    return kwargs.get("options") is not None
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+_SPD = "x @ x.mT + torch.eye(3, dtype=x.dtype)"
+
+BUGS = (
+    Bug(
+        "logcumsumexp",
+        TANGENT,
+        "another number",
+        "torch#196705",
+        _logcumsumexp,
+        example="torch.logcumsumexp(-40 * x, 0).sum()",
+    ),
+    Bug(
+        "scatter_reduce",
+        TANGENT,
+        "another number",
+        "torch#196702",
+        when=_is_product,
+        example="x.scatter_reduce(0, torch.tensor([[0, 0, 1]]), x[1:2] + 2, 'prod').sum()",
+    ),
+    Bug(
+        "triangular_solve",
+        TANGENT,
+        "another number",
+        "torch#196707",
+        example="torch.triangular_solve(x, x + 3, unitriangular=True)[0].sum()",
+    ),
+    Bug(
+        "cholesky_inverse",
+        TANGENT,
+        "another number",
+        "torch#196682",
+        _cholesky_inverse,
+        example="torch.cholesky_inverse(x.tril()).sum()",
+    ),
+    Bug(
+        "cholesky_solve",
+        TANGENT,
+        "another number",
+        "torch#196694",
+        _cholesky_solve,
+        example="torch.cholesky_solve(x, torch.stack((x.tril(), x.tril() @ x.tril()))).sum()",
+    ),
+    Bug(
+        "nn.functional.linear_cross_entropy",
+        TANGENT,
+        "zero",
+        when=_has_options,
+    ),
+    *[
+        Bug(
+            name,
+            TANGENT_AGAIN,
+            "another number, or zero",
+            "torch#192540",
+            example=example,
+        )
+        for name, example in (
+            ("linalg.det", "torch.linalg.det(x)"),
+            ("logdet", f"torch.logdet({_SPD})"),
+            ("linalg.slogdet", "torch.linalg.slogdet(x)[1]"),
+            ("linalg.solve", "torch.linalg.solve(x + 3, x).sum()"),
+            ("linalg.solve_ex", ""),
+            ("linalg.tensorsolve", ""),
+        )
+    ],
+    Bug(
+        "linalg.householder_product",
+        TANGENT_AGAIN,
+        "another number",
+        "torch#198017",
+        example="torch.linalg.householder_product(x, x[0]).sum()",
+    ),
+    Bug("orgqr", TANGENT_AGAIN, "another number", "torch#198017"),
+    Bug(
+        "cumprod",
+        TANGENT_AGAIN,
+        "NaN at a zero factor",
+        example="torch.cumprod(x * torch.tensor([[1.0], [0.0], [1.0]], dtype=x.dtype), 0).sum()",
+    ),
+    Bug(
+        "nn.functional.layer_norm",
+        TANGENT_AGAIN,
+        "another number",
+        "torch#196700",
+        _layer_norm,
+        example="(torch.nn.functional.layer_norm(x, (3,)) ** 2 * x).sum()",
+    ),
+    Bug(
+        "nn.functional.batch_norm",
+        TANGENT_AGAIN,
+        "another number",
+        "torch#196699",
+        _batch_norm,
+        _trains,
+        example="(torch.nn.functional.batch_norm(x, None, None, training=True) ** 2 * x).sum()",
+    ),
+    Bug(
+        "nn.functional.instance_norm",
+        TANGENT_AGAIN,
+        "another number",
+        "torch#196699",
+        _instance_norm,
+        _trains,
+        example="(torch.nn.functional.instance_norm(x[None]) ** 2 * x).sum()",
+    ),
+    *[
+        Bug(name, TANGENT_AGAIN, "an error", example=example)
+        for name, example in (
+            ("softmax", "(torch.softmax(x, 0) * x).sum()"),
+            ("log_softmax", "(torch.log_softmax(x, 0) * x).sum()"),
+            ("_softmax", ""),
+            ("_log_softmax", ""),
+            ("_safe_softmax", ""),
+            ("logsumexp", "torch.logsumexp(x, 0).sum()"),
+            ("cross_entropy_loss", ""),
+            ("nn.functional.glu", "torch.nn.functional.glu(x[:, :2], 1).sum()"),
+            ("aminmax", ""),
+            ("renorm", ""),
+            ("linalg.norm", ""),
+            ("linalg.vector_norm", ""),
+            ("linalg.matrix_norm", ""),
+            ("norm", ""),
+        )
+    ],
+    *[
+        Bug(f"nn.functional.{name}", TANGENT_OF_GRADIENT, "an error", example=example)
+        for name, example in (
+            ("mse_loss", "torch.nn.functional.mse_loss(x, torch.ones_like(x))"),
+            ("soft_margin_loss", "torch.nn.functional.soft_margin_loss(x, torch.ones_like(x))"),
+            ("huber_loss", "torch.nn.functional.huber_loss(x, torch.ones_like(x))"),
+        )
+    ],
+    Bug(
+        "nn.functional.hardsigmoid",
+        GRADIENT_AGAIN,
+        "an error",
+        instead=_hardsigmoid,
+        example="(torch.nn.functional.hardsigmoid(x) ** 2).sum()",
+    ),
+    Bug(
+        "cdist",
+        GRADIENT_AGAIN,
+        "an error",
+        instead=_cdist,
+        example="torch.cdist(x, 1 - 2 * x).sum()",
+    ),
+    Bug(
+        "nn.functional.pdist",
+        GRADIENT_AGAIN,
+        "an error",
+        instead=_pdist,
+        example="torch.nn.functional.pdist(x**3).sum()",
+    ),
+)
+
+_BY_NAME = {bug.name: bug for bug in BUGS}
+
+
+def bug_of(fun: Any) -> Bug | None:
+    """What is wrong with a function of PyTorch's, if anything."""
+    if type(fun) is FunctionType:
+        return _BY_NAME[fun.__name__] if fun in _IN_PYTHON else None
+    name = getattr(fun, "__name__", "").partition(".")[0]
+    for prefix in ("linalg_", "special_"):
+        name = name.removeprefix(prefix)
+    return _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"))
+
+
+_LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)
+_IN_PYTHON = (_LINEAR_CROSS_ENTROPY, torch.cdist, torch.nn.functional.hardsigmoid)
+_OPERATORS = (OpOverload, OpOverloadPacket)
+
+
+# --- what runs in its place ----------------------------------------------------------------------
+
+
+def pushed_rightly(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
+    """`fun(*args, **kwargs)` in forward mode, with the right tangents.
+
+    again: Whether they may be differentiated.
+    """
+    another = _ANOTHER_WAY.get(fun, _UNKNOWN)
+    if another is _UNKNOWN:
+        another = _ANOTHER_WAY[fun] = _another_way(fun)
+    if another is None:
+        return _pushed_by_pytorch(fun, args, kwargs)
+    return another(fun, args, kwargs, again)
+
+
+_UNKNOWN: Any = object()
+_ANOTHER_WAY: dict[Any, Callable[..., Any] | None] = {}  # by function of PyTorch's
+
+
+def _another_way(fun: Any) -> Callable[..., Any] | None:
+    """What calls a function that is not to be trusted; None for all others."""
+    bug = bug_of(fun)
+    custom = type(fun) in _OPERATORS and _is_custom(fun)
+    return partial(_called_otherwise, bug) if bug is not None or custom else None
+
+
+def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
+    """A function with a bug, or a custom operator (None)."""
+    is_moved: Callable[..., bool] = _is_moved
+    if bug is not None and bug.wrong != TANGENT:
+        is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
+    if "out" in kwargs or not torch._C._is_fwd_grad_enabled() or not is_moved(args, kwargs):
+        return _pushed_by_pytorch(fun, args, kwargs)
+    if bug is None:
+        return _transposed(fun, args, kwargs, opaque=True)
+    if bug.when is not None and not bug.when(*args, **kwargs):
+        return _pushed_by_pytorch(fun, args, kwargs)
+    if bug.instead is None:
+        return _transposed(fun, args, kwargs, opaque=fun is _LINEAR_CROSS_ENTROPY)
+    return bug.instead(*args, **kwargs)
+
+
+def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
+    """PyTorch's own forward mode; where it has none, the transpose of its reverse mode."""
+    try:
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+    except NotImplementedError as error:
+        if "out" in kwargs or not _is_moved(args, kwargs):
+            raise
+        bug = bug_of(fun)
+        try:
+            if bug is not None and bug.instead is not None:
+                return bug.instead(*args, **kwargs)
+            return _transposed(fun, args, kwargs, opaque=False)
+        except NoTranspose:
+            raise error from None
+
+
+class TwiceByPlainOperations(TorchFunctionMode):
+    """While f is evaluated for `linearize`, which differentiates the backward pass."""
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function, or the formula that stands for it."""
+        bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
+        if bug is not None and bug_of(fun) is bug and "out" not in (kwargs or {}):
+            fun = bug.instead
+        return fun(*args, **kwargs) if kwargs else fun(*args)
+
+
+_BY_FORMULA = {
+    name: bug
+    for name, bug in _BY_NAME.items()
+    if bug.wrong == GRADIENT_AGAIN or bug.instead is _logcumsumexp
+}
+
+
+def _inexact(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_inexact(x)]
+
+
+def _is_moved(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a tensor has a tangent; inside torch.func's transforms, whether it may have one."""
+    xs = _inexact(args, kwargs)
+    if peek_interpreter_stack() is not None:
+        return bool(xs)
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in xs)
+
+
+def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
+    """Whether besides something else differentiates what becomes of a tensor."""
+    if not _is_moved(args, kwargs):
+        return False
+    levels = get_interpreter_stack() or ()
+    if sum(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) > 1:
+        return True
+    return torch.is_grad_enabled() and any(
+        unwrapped(x).requires_grad for x in _inexact(args, kwargs)
+    )
+
+
+def _is_fixed(x: Tensor) -> bool:
+    """Whether nothing differentiates or maps x."""
+    if is_wrapped(x) or x.requires_grad:
+        return False
+    return not is_inexact(x) or forward_ad.unpack_dual(x).tangent is None
+
+
+def _never(args: Args, kwargs: Kwargs) -> bool:
+    return False
+
+
+def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
+    """`fun(*args, **kwargs)` by reverse mode alone; what writes in place, by a copy of its own."""
+    leaves, treedef = tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
+    in_place = _is_in_place(fun)
+    shape: list[Any] = []
+
+    def flat(*xs: Tensor) -> list[Tensor]:
+        filled = list(leaves)
+        for i, x in zip(places, xs, strict=True):
+            filled[i] = x
+        again, named = tree_unflatten(filled, treedef)
+        found = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
+        outs, outdef = tree_flatten(found)
+        shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
+        return [y for y in outs if isinstance(y, Tensor)]
+
+    found = by_reverse_mode(_named(fun), flat, [leaves[i] for i in places], opaque)
+    if in_place:
+        return args[0].copy_(found[0])
+    left = iter(found)
+    return tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
+
+
+def _is_in_place(fun: Any) -> bool:
+    name = getattr(fun, "__name__", "").partition(".")[0]
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _named(fun: Any) -> str:
+    return str(fun) if type(fun) in _OPERATORS else getattr(fun, "__name__", str(fun))
+
+
+def _is_custom(operator: Any) -> bool:
+    """Whether an operator is neither PyTorch's own nor composed of what is."""
+    packet = type(operator) is OpOverloadPacket
+    found = [getattr(operator, o) for o in operator.overloads()] if packet else [operator]
+    key = DispatchKey.CompositeImplicitAutograd
+    return not all(o.namespace in _OWN or o.has_kernel_for_dispatch_key(key) for o in found)
+
+
+_OWN = ("aten", "prim", "prims", "gradtools")

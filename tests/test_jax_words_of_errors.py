@@ -1,0 +1,91 @@
+"""The user's own errors go by as they are; JAX's are said in words that help, of their type."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+X = jnp.arange(1.0, 4.0)
+PHRASES = [
+    "x forward-mode autodiff (jvp) to a custom_vjp",
+    "and was passed to custom_linear_solve",
+    "no_execution config option",
+    "Disallowed",
+    "plain",
+]
+WAYS = {
+    "grad": lambda f: gt.grad(f)(X),
+    "jvp": lambda f: gt.jvp(f, (X,), (X,)),
+    "linearize": lambda f: gt.linearize(f, X)[1](X),
+    "frozen": lambda f: gt.grad(gt.frozen(f))(X),
+    "host_function": lambda f: gt.host_function(f)(X),
+}
+
+
+def _raised(way, f):
+    with pytest.raises(BaseException) as caught:
+        way(f)
+    return caught.value
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [TypeError, RuntimeError])
+def test_an_error_of_f_with_jaxs_words_is_the_same_error(way, kind):
+    for phrase in PHRASES:
+        own = kind(phrase)
+
+        def f(x):
+            raise own
+
+        assert _raised(WAYS[way], f) is own
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, NotImplementedError, AssertionError])
+def test_an_error_of_a_rule_is_not_taken_for_one_of_transposing_it(kind):
+    own = kind("my own")
+
+    def raises(*args):
+        raise own
+
+    forward = gt.custom_rule(lambda x: jnp.sin(x))
+    forward.defjvp(raises)
+    assert _raised(WAYS["grad"], lambda x: forward(x).sum()) is own
+    reverse = gt.custom_rule(lambda x: jnp.sin(x))
+    reverse.defvjp(lambda x: (jnp.sin(x), x), raises)
+    assert _raised(WAYS["jvp"], lambda x: reverse(x).sum()) is own
+
+
+def test_jaxs_refusal_keeps_its_type_and_is_ours_too():
+    @jax.custom_vjp
+    def reverse_only(x):
+        return x
+
+    reverse_only.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    for way in ("jvp", "linearize"):
+        error = _raised(WAYS[way], lambda x: reverse_only(x).sum())
+        assert isinstance(error, GradtoolsError) and isinstance(error, TypeError)
+
+
+def test_an_equinox_modules_own_error_about_a_key_is_its_own():
+    eqx = pytest.importorskip("equinox")
+    own = RuntimeError("no such key in my table")
+
+    class Raises(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x, *, key=None):
+            raise own
+
+    apply, params, state = gt.functionalize(Raises(X))
+    assert _raised(lambda f: apply(params, state, X), None) is own
+    drops = gt.functionalize(eqx.nn.Dropout(0.5))
+    error = _raised(lambda f: drops[0](*drops[1:], X), None)
+    assert "pass key= to apply" in str(error)
+
+
+def test_a_kernel_that_calls_jax_is_still_refused_by_name():
+    kernel = gt.host_function(lambda x: np.asarray(jnp.asarray(x) + 1))
+    assert "it calls JAX" in str(_raised(lambda f: kernel(X), None))

@@ -1,0 +1,78 @@
+"""gt.checkpoint inside of torch.func's transforms and around them, held to the plain function."""
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+D = torch.float64
+X = torch.linspace(0.1, 1.2, 12, dtype=D).reshape(4, 3)
+F = lambda x: (x**3).sum()
+C = gt.checkpoint(F)
+FIRST = 3 * X**2
+WAYS = {
+    "vmap of grad": lambda: gt.vmap(gt.grad(C))(X),
+    "grad of vmap": lambda: gt.grad(lambda x: gt.vmap(C)(x).sum())(X),
+    "func.grad": lambda: torch.func.grad(C)(X),
+    "func.grad in vmap": lambda: torch.vmap(torch.func.grad(C))(X),
+    "vmap in func.grad": lambda: torch.func.grad(lambda x: torch.vmap(C)(x).sum())(X),
+    "rows": lambda: gt.jacobian(gt.vmap(C))(X).sum(0),
+    "columns": lambda: gt.jacobian(gt.vmap(C), mode="forward")(X).sum(0),
+    "per_example_grad": lambda: (
+        gt.per_example_grad(lambda p, x: C(p * x))(torch.ones(3).to(D), X) / X
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_first_derivatives_are_those_of_the_closed_form(way):
+    torch.testing.assert_close(WAYS[way](), FIRST)
+
+
+def test_second_derivatives_are_those_of_the_closed_form():
+    for f in (C, lambda x: gt.vmap(C)(x).sum()):
+        for mode in ("forward_over_reverse", "reverse_over_reverse"):
+            torch.testing.assert_close(gt.hvp(f, (X,), (X,), mode=mode)[1][0], 6 * X**2)
+    second = torch.func.grad(lambda x: torch.func.grad(C)(x).sum())(X)
+    torch.testing.assert_close(second, 6 * X)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_and_captured_parameters_are_as_in_a_plain_call(randomness):
+    layer, drop = torch.nn.Linear(3, 3).to(D), torch.nn.Dropout(0.5)
+    plain = lambda x: drop(layer(x)).sum()
+    found = []
+    for f in (plain, gt.checkpoint(plain)):
+        torch.manual_seed(0)
+        loss = torch.vmap(f, randomness=randomness)(X).sum()
+        found.append([*torch.autograd.grad(loss, list(layer.parameters())), torch.rand(2)])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_a_buffer_moves_once():
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.count += 1
+            return (x**3).sum()
+
+    module = Counts()
+    grads = torch.func.grad(gt.checkpoint(module))(X)
+    torch.testing.assert_close(grads, FIRST)
+    assert module.count == 1
+
+
+def test_values_under_vmap_may_read_what_is_mapped_around_them():
+    found = gt.vmap(lambda x: gt.checkpoint(lambda y: (x * y).sum())(x))(X)
+    torch.testing.assert_close(found, (X * X).sum(1))
+
+
+def test_a_captured_tensor_of_the_transform_is_refused_by_name():
+    f = lambda x: gt.checkpoint(lambda y: (x * y).sum())(x)
+    with pytest.raises(GradtoolsError, match="checkpoint: f captured 'x'"):
+        torch.func.grad(f)(X)

@@ -1,0 +1,37 @@
+"""Rules in 16 bits, whose rounding is coarse."""
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+N = 64
+A = torch.randn(N, N, generator=torch.Generator().manual_seed(0))
+
+
+def _push(pull, dtype):
+    rule = gt.custom_rule(lambda x: 2 * x)
+    rule.defvjp(lambda x: (2 * x, None), lambda _, ct: (pull(ct),))
+    x = torch.linspace(0.5, 1.5, N).to(dtype)
+    return gt.jvp(rule, (x,), (torch.ones_like(x),))[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_linear_rule_in_16_bits_is_transposed_whatever_cancels(dtype):
+    B = A.to(dtype)
+    pushed = _push(lambda ct: B @ (B.T @ ct) - B @ (B.T @ ct * 1.01), dtype)
+    assert pushed.isfinite().all()
+    assert _push(lambda ct: (ct * 300 + ct) - ct * 300, dtype).shape == (N,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rule_in_16_bits_that_is_not_linear_is_refused(dtype):
+    for pull in (torch.relu, lambda ct: ct.clamp(-10, 10), lambda ct: ct + 0.01):
+        with pytest.raises(GradtoolsError, match="not linear in its cotangents"):
+            _push(pull, dtype)
+
+
+def test_a_rule_that_computes_in_half_precision_is_linear():
+    half = lambda ct: (ct.bfloat16() * A[0].bfloat16()).float()
+    torch.testing.assert_close(_push(half, torch.float32), A[0].bfloat16().float())

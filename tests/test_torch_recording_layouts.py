@@ -1,0 +1,142 @@
+"""What looks at a run leaves any function be that runs alone, however its tensors lie in memory."""
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+D = torch.float64
+X = torch.tensor([1.0, 2.0, 3.0], dtype=D)
+LOOKS = {
+    "guard_gradients": lambda f: gt.guard_gradients(f)(X.clone()),
+    "why_zero": lambda f: gt.why_zero(f, X),
+    "dependence": lambda f: gt.dependence(f, X),
+    "gradient_graph": lambda f: gt.gradient_graph(f, X),
+}
+
+
+def _inference():
+    with torch.inference_mode():
+        return torch.ones(3, dtype=D)
+
+
+READ = {
+    "expanded": lambda: torch.tensor([2.0], dtype=D).expand(3),
+    "expanded number": lambda: torch.tensor(2.0, dtype=D).expand(3),
+    "expanded with a graph": lambda: torch.ones(1, dtype=D, requires_grad=True).expand(3),
+    "overlapping": lambda: torch.arange(5.0, dtype=D).as_strided((3, 3), (1, 1)),
+    "transposed": lambda: torch.arange(6.0, dtype=D).reshape(2, 3).t(),
+    "conjugated": lambda: torch.tensor([1 + 2j, 2j, 3.0], dtype=torch.complex128).conj(),
+    "negated": lambda: torch.tensor([1 + 2j, 2j, 3.0], dtype=torch.complex128).conj().imag,
+    "number": lambda: torch.tensor(2.0, dtype=D),
+    "made in inference mode": _inference,
+    "subclass": lambda: torch.ones(3, dtype=D).as_subclass(type("Own", (torch.Tensor,), {})),
+    "parameter": lambda: torch.nn.Parameter(X.clone()),
+    "sparse": lambda: X.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("kind", READ)
+def test_a_tensor_may_be_read_by_an_operation_in_place(look, kind):
+    t = READ[kind]()
+    before = t.detach().to_dense().tolist()
+
+    def f(x):
+        y = torch.zeros(t.shape, dtype=t.dtype)
+        y += t
+        return (y.abs().sum() * (x * x).sum()).as_subclass(torch.Tensor)
+
+    found = LOOKS[look](f)
+    assert t.detach().to_dense().tolist() == before
+    if look == "guard_gradients":
+        torch.testing.assert_close(found.detach(), f(X).detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("look", ["why_zero", "dependence"])
+def test_what_is_written_through_another_view_is_put_back(look):
+    base = torch.ones(1, dtype=D)
+    wide = base.expand(3)
+    version = base._version
+
+    def f(x):
+        y = torch.zeros(3, dtype=D)
+        y += wide
+        base.add_(1)
+        return (x * y * wide).sum()
+
+    LOOKS[look](f)
+    assert base.item() == 1 and wide.tolist() == [1, 1, 1]
+    assert base._version >= version
+
+
+@pytest.mark.parametrize("look", ["why_zero", "dependence"])
+def test_what_is_written_in_inference_mode_is_put_back(look):
+    state = _inference()
+
+    def f(x):
+        with torch.inference_mode():
+            state.add_(1)
+        return (x * x).sum()
+
+    LOOKS[look](f)
+    assert state.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.parametrize("look", ["guard_gradients", "why_zero", "dependence"])
+def test_a_sparse_argument_is_looked_at(look, layout):
+    looks = {
+        "guard_gradients": lambda f, x: gt.guard_gradients(f)(x),
+        "why_zero": gt.why_zero,
+        "dependence": gt.dependence,
+    }
+    found = looks[look](lambda x: (x.to_dense() ** 2).sum(), layout(torch.eye(3, dtype=D)))
+    assert look != "guard_gradients" or float(found) == 3
+
+
+@pytest.mark.filterwarnings("ignore:frozen")
+@pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_frozen_chunked_and_measure_take_a_function_that_captured_a_sparse_matrix(layout):
+    A = layout(torch.diag(X))
+
+    def f(x):
+        return ((A @ x.reshape(3, 1)) ** 2).sum()
+
+    want = 2 * X**3
+    G = gt.frozen(f)
+    torch.testing.assert_close(gt.grad(G)(X), want)
+    torch.testing.assert_close(gt.grad(lambda x: gt.grad(G)(x).sum())(X), 2 * X**2)
+    rows = gt.chunked(lambda x: torch.stack([f(r) for r in x]), 1)
+    torch.testing.assert_close(gt.grad(lambda x: rows(x).sum())(torch.stack([X, X]))[1], want)
+    assert gt.measure(f, X).peak_bytes > 0
+
+
+class _Counts(torch.nn.Module):
+    """A buffer, and another one that is a view of it with one entry in three places."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=D))
+        self.register_buffer("wide", self.count.expand(3))
+
+    def forward(self, x):
+        with torch.no_grad(), torch.inference_mode(self.count.is_inference()):
+            self.count += 1
+        return x * x
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_chunked_puts_back_a_module_whose_buffers_are_expanded_or_of_inference_mode(inference):
+    with torch.inference_mode(inference):
+        module = _Counts()
+    x = torch.stack([X, X])
+    grads = gt.grad(lambda x: gt.chunked(module, 1)(x).sum())(x)
+    torch.testing.assert_close(grads, 2 * x)
+    assert module.count.item() == 2 and module.wide.tolist() == [2, 2, 2]
+
+
+def test_writing_to_a_differentiated_argument_is_refused_by_name():
+    with pytest.raises(GradtoolsError, match="grad: f changes an argument in place"):
+        gt.grad(lambda x: x.mul_(2).sum())(X)

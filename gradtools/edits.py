@@ -33,7 +33,6 @@ SCALE = Rule(
     passive=(1,),
     saves=(1,),
     captures=False,
-    identity=True,
 )
 """Inputs x and s; dy = s dx."""
 
@@ -45,7 +44,6 @@ REPLACE = Rule(
     passive=(0,),
     saves=(),
     captures=False,
-    identity=True,
 )
 """Inputs y and s; the value of y with the derivative of s."""
 
@@ -56,7 +54,6 @@ KNOWN = Rule(
     passive=(1,),
     saves=(1,),
     captures=False,
-    identity=True,
     reverse_only=True,
 )
 """Inputs x and dx; whatever comes in, the cotangent is dx."""
@@ -85,7 +82,6 @@ def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
         passive=bounds,
         saves=bounds,
         captures=False,
-        identity=True,
         reverse_only=True,
     )
 
@@ -315,7 +311,6 @@ class Edits(Operators):
             primal=lambda *xs: list(xs),
             cotangent=cotangent,
             saves=(),
-            identity=True,
             reverse_only=True,
         )
         return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)

@@ -393,6 +393,59 @@ def test_a_hook_that_is_not_linear_is_refused_at_second_order(hook, along):
         second(gt.frozen(G), zs, y, along=along)
 
 
+class Sine(torch.autograd.Function):
+    """With a backward pass that edits the gradient."""
+
+    calls = 0
+    edit = staticmethod(lambda c: c)
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z.sin()
+
+    @classmethod
+    def backward(cls, ctx, c):
+        Sine.calls += 1
+        (z,) = ctx.saved_tensors
+        return Sine.edit(c * z.cos())
+
+
+EDITED = {
+    "clipped": lambda c: c.clamp(-0.5, 0.5),
+    "clipped by norm": lambda c: c / c.norm().clamp(min=100.0),  # which is not reached here
+    "rectified": torch.relu,
+    "affine": lambda c: c + 1,
+}
+
+
+@pytest.mark.parametrize("edit", EDITED)
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_a_function_whose_backward_is_not_linear_is_refused_at_second_order(
+    edit, along, budget, monkeypatch
+):
+    zs, y = inputs(2, 4)
+    monkeypatch.setattr(Sine, "edit", staticmethod(EDITED[edit]))
+    G = gt.frozen(Sine.apply, memory_budget=budget)
+    (first,) = torch.autograd.grad(G(zs[0]).sum(), zs[0])
+    torch.testing.assert_close(first, EDITED[edit](zs[0].cos()).detach())
+    with pytest.raises(GradtoolsError, match=r"autograd\.Function Sine, whose backward is not lin"):
+        second(G, zs, y, along=along)
+
+
+@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
+def test_a_function_whose_backward_is_linear_is_tried_once(monkeypatch):
+    zs, y = inputs(2, 4)
+    G = gt.frozen(Sine.apply)
+    expected, calls = second(torch.sin, zs, y, along=True), []
+    for _ in range(3):
+        monkeypatch.setattr(Sine, "calls", 0)
+        same(second(G, zs, y, along=True), expected)
+        calls.append(Sine.calls)
+    assert calls[0] == calls[1] + 3 == calls[2] + 3
+
+
 @pytest.mark.filterwarnings("ignore:frozen. .* lacks")
 def test_gradients_that_are_left_off_stay_off_for_that_use_alone():
     def left_off(z):

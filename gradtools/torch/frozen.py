@@ -56,6 +56,7 @@ class Uses:
     def __init__(self, budget: int | None) -> None:
         self.budget, self.held, self.size = budget or 0, 0, 0
         self.state: Snapshot | None = None  # what stood behind G at the latest use
+        self.linear: weakref.WeakSet[Any] = weakref.WeakSet()  # Functions with such a backward
         self.skipped: dict[tuple[str, int], int] = {}  # ways that failed, see `by_any_kernel`
         self._latest: Callable[[], _Use | None] = lambda: None
 
@@ -324,23 +325,31 @@ class _FrozenBackward(Backward):
             return None
 
     def refuse_nonlinear(self, zs: Entries, cts: Entries) -> None:
-        """Raises if hooks in G make the pullback a map that is not linear in the cotangents."""
+        """Raises if hooks or Functions in G make the pullback a map that is not linear in cts.
+
+        Hooks may be others at each use; a Function is tried once, at large cotangents, too.
+        """
         use: Any = self.of
-        if self.is_linear or not (use.hooked and use.shows_numbers()):
+        untried = {f for f in use.functions if _is_users(f) and f not in use.uses.linear}
+        if self.is_linear or not (use.hooked or untried) or not use.shows_numbers():
             return
+        known = self._of_multiple(1.0, zs, cts)
+        for factor in (-0.5, 1e4) if untried else (-0.5,):
+            found = self._of_multiple(factor, zs, cts)
+            pairs = zip(known, found, strict=True)
+            if not all(a is None or _is_times(factor, a, b) for a, b in pairs):
+                raise GradtoolsError(_nonlinear(use.hooked, untried))
+        self.is_linear = True
+        use.uses.linear.update(untried)
+
+    def _of_multiple(self, factor: float, zs: Entries, cts: Entries) -> list[Any]:
+        """The pullback of factor times cts, computed anew."""
+        use: Any = self.of
         fresh = use.with_modes(use.modes)
         same = _FrozenBackward(fresh, self.widths, self.shared_width, self.there)
-        half = [None if ct is None else ct * -0.5 for ct in cts]
-        (_, whole), (_, part) = (same.evaluate([list(xs)], zs) for xs in (cts, half))
-        self.is_linear = all(
-            a is None or _is_times(-0.5, a, b) for a, b in zip(whole, part, strict=True)
-        )
-        if not self.is_linear:
-            raise GradtoolsError(
-                "frozen: G holds a hook on a gradient that is not linear in it, and a derivative "
-                "of G's pullback is asked for, which frozen takes for linear. Edit gradients "
-                "outside of G, or take G itself."
-            )
+        scaled = [None if ct is None else ct.detach() * factor for ct in cts]
+        with torch.no_grad():
+            return same.evaluate([scaled], zs)[1]
 
     def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
         count = self.shared_width
@@ -361,6 +370,20 @@ class _FrozenBackward(Backward):
         if self.arguments is not None:
             return [*along, *us]  # `_Asked` makes of us what is asked
         return [*along, *_along_arguments(self, zs, us, cts)]
+
+
+def _is_users(function: Any) -> bool:
+    return function.__module__.partition(".")[0] not in ("torch", "gradtools")
+
+
+def _nonlinear(hooked: bool, functions: set[Any]) -> str:
+    names = ", ".join(sorted(f.__qualname__ for f in functions))
+    function = f"the autograd.Function {names}, whose backward is not linear in the gradient"
+    held = "a hook on a gradient that is not linear in it" if hooked else function
+    return (
+        f"frozen: G holds {held}, and a derivative of G's pullback is asked for, which frozen "
+        "takes for linear. Edit gradients outside of G, or take G itself."
+    )
 
 
 def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entries) -> list[Any]:

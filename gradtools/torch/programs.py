@@ -132,6 +132,7 @@ class Forward(Program):
         self.drawn: Randomness | None = None
         self.once: str | None = None  # a Function in f's graph that has no second derivative
         self.edit: str | None = None  # a rule there that has a reverse rule only
+        self.functions: set[Any] = set()  # the autograd.Functions there
         self.batches: tuple[tuple[int, str], ...] = ()  # of vmap: size, randomness; outermost first
 
     @property
@@ -307,6 +308,7 @@ class Forward(Program):
                 if _is_once_differentiable(kind):
                     self.once = kind.__name__.removesuffix("Backward")
                 self.edit = reverse_only_at(node) or self.edit
+                self.functions.add(kind._forward_cls)
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if not self.beneath:

@@ -89,6 +89,7 @@ class _Point:
     found: Linearized | None = None
     count: int = 0  # of outputs; extras follow
     randomness: Any = None
+    own: bool = False  # whether no output may be a view, of which a transform would not know
 
     def note(self, found: Linearized) -> None:
         self.count = len(found.ys)
@@ -121,10 +122,11 @@ def _pushed_jointly(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     assert rule.joint is not None
     duals = [forward_ad.unpack_dual(x) if is_inexact(x) else (x, None) for x in xs]
     filled = _filled([t for _, t in duals], [_like(x) for x in xs])
-    ys, dys = rule.joint([x for x, _ in duals], filled)
+    xs = [x for x, _ in duals]
+    ys, dys = rule.joint(xs, filled)
     if any(_is_captured(y) for y in ys):
         raise _closed_over_error(rule)
-    pairs = zip(ys, dys, strict=True)
+    pairs = zip(_own(ys, xs), _own(dys, filled, xs, ys), strict=True)
     return [y if dy is None else forward_ad.make_dual(y, dy) for y, dy in pairs]
 
 
@@ -168,6 +170,7 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _apply_at(point: _Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    point.own = point.own or torch._C._functorch.peek_interpreter_stack() is not None
     return (_ReverseOnly if point.rule.reverse_only else _BothModes).apply(point, *_apart(xs))
 
 
@@ -201,6 +204,46 @@ def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
             point.randomness = before
     point.note(found)
     return [*found.ys, *found.extras]
+
+
+def _as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs; those that share memory with an input or each other as views, which says so.
+
+    Autograd cannot follow what is then written in place, and refuses that of a custom view alone.
+    """
+    found = list(ys)
+    for i, y in enumerate(ys):
+        x = next((x for x in xs if _shares(x, y)), None)
+        if x is not None and y is not x and not y._is_view():
+            found[i] = _view_like(x, y)
+        elif any(_shares(o, y) for o in (*ys[:i], *ys[i + 1 :])):
+            found[i] = y.view_as(y)
+    return found
+
+
+def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+    """The same, each in memory of its own, for dual numbers may be written in place."""
+    held = [_unwrapped(x) for xs in others for x in xs if x is not None]
+    own: list[Any] = []
+    for y in found:
+        inner = None if y is None else _unwrapped(y)
+        if inner is not None and any(torch._C._is_alias_of(x, inner) for x in held):
+            y = y.clone()
+        elif inner is not None:
+            held.append(inner)
+        own.append(y)
+    return own
+
+
+def _shares(x: Tensor, y: Tensor) -> bool:
+    return x is y or (torch._C._is_alias_of(x, y) and not (_is_wrapped(x) or _is_wrapped(y)))
+
+
+def _view_like(x: Tensor, y: Tensor) -> Tensor:
+    """The view of x that y is, or y's own copy."""
+    if x.dtype != y.dtype:
+        return y.clone()
+    return x.as_strided(y.shape, y.stride(), y.storage_offset())
 
 
 # They are not evaluated again, so where the generators stood need not be known.
@@ -266,10 +309,11 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def forward(point: _Point, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
-        if forward_ad._current_level >= 0:
-            # The tangent of an output that is an input, or a view, would have to be one too.
-            identity = point.rule.identity
-            out = [y.clone() if identity or y._is_view() else y for y in out]
+        if point.own or forward_ad._current_level >= 0:
+            # The tangent of an output that is a view would have to be one too.
+            out = [y.clone() if y._is_view() else y for y in _own(out, xs)]
+        else:
+            out[: point.count] = _as_views(out[: point.count], xs)
         # What torch.func unwraps may be one tensor under two names, as in `_apart`.
         saved = [xs[i] for i in point.found.saves if i < len(xs)]
         return tuple([y.view_as(y) if any(y is x for x in saved) else y for y in out])
@@ -302,12 +346,12 @@ class _ReverseOnly(torch.autograd.Function):
             one = replace(one, linearize=noted, key=next(KEYS))
         if one.mapped is not None:
             rule, xs, axes_of = one.mapped(info.batch_size, in_dims[1:], xs, info.randomness)
-            out = _apply_at(_Point(rule), xs)
+            out = _apply_at(_Point(rule, own=point.own), xs)
             point.count = len(out)
             return tuple(out), axes_of(out)
         axes = tuple([None if d is None else 0 for d in in_dims[1:]])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
-        batch = _Point(batched(one, _Lists, axes, None, info.batch_size))
+        batch = _Point(batched(one, _Lists, axes, None, info.batch_size), own=point.own)
         out = _apply_at(batch, front)
         point.count = batch.count
         return tuple(out), (0,) * len(out)
@@ -366,7 +410,7 @@ class _BothModes(_ReverseOnly):
             dys = _tangent(ctx, tensors, moving)
             if len(ctx.like_ys) > point.count:
                 dys += _extras_pushed(ctx, _xs(ctx, ctx.pushing, tensors), moving)
-            pairs = zip(dys, ctx.like_ys, strict=True)
+            pairs = zip(_own(dys, dxs, tensors), ctx.like_ys, strict=True)
             return tuple([_zeros(*like) if dy is None and like else dy for dy, like in pairs])
 
 

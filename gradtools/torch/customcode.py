@@ -99,7 +99,7 @@ def _graph(outs: Sequence[Tensor]) -> set[Any]:
 
 def _node_of(x: Tensor) -> Any:
     """The node that ends in x; None if x is of another level of functorch than what runs."""
-    if not x.requires_grad or is_wrapped(x) and not _is_here(x):
+    if not x.requires_grad or (is_wrapped(x) and not _is_here(x)):
         return None
     return x.grad_fn or get_gradient_edge(x).node
 

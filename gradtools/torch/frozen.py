@@ -127,12 +127,20 @@ class _Use(Forward):
         measured = self.uses.budget > 0 and self.keeps
         with bytes_saved(self) if measured else nullcontext([0]) as size:
             found = super()._first_pass(rows, shared)
-        self.hooked = RemovableHandle.next_id != hooks
+        self.hooked = RemovableHandle.next_id - hooks != self._forward_hooks(hooks)
         if measured:
             self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
             fits = bool(self.retained) and self.once is None
             self.holds = fits and self.uses.reserve(self, self.uses.size)
         return found
+
+    def _forward_hooks(self, first: int) -> int:
+        """How many hooks since this one stand on forward passes, which edit no gradient."""
+        if RemovableHandle.next_id == first:
+            return 0
+        held = [module for module, _ in self.start.reached.modules.values()]
+        keys = [key for m in held for key in (*m._forward_hooks, *m._forward_pre_hooks)]
+        return sum(key >= first for key in keys)
 
     def _kept(self) -> int:
         return int(self.keeps)

@@ -38,6 +38,7 @@ from gradtools.torch.customcode import (
     spend,
     surveyed,
 )
+from gradtools.torch.gates import gated
 from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import evaluated_to_push, is_inexact
@@ -418,6 +419,13 @@ def _unshared(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _is_pushed_again() -> bool:
+    """Whether a level around this one pushes tangents, or may do so in compiled code."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    pushes = any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+    return is_compiling() or pushes or forward_ad._current_level >= 0
+
+
 def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     wrong: list[str] = []
 
@@ -429,11 +437,18 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
         return tuple(outs), tuple(extras)
 
     outs, pull, extras = torch.func.vjp(paired, *leaves, has_aux=True)  # type: ignore[misc]
-    if wrong:
+    if wrong and _is_pushed_again():
         raise GradtoolsError(third(asked_of(fun), wrong[0]))
     ones = tuple(torch.ones_like(y) for y in outs)
     _, push = torch.func.vjp(pull, ones)  # type: ignore[misc]
-    return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])
+
+    def pushforward(tangents: list[Tensor]) -> list[Tensor]:
+        pushed = push(tuple(tangents))[0]
+        if not wrong:
+            return list(pushed)
+        return list(gated(pushed, outs, third(asked_of(fun), wrong[0]), transposed=True))
+
+    return list(outs), list(extras), pushforward
 
 
 # --- whether f takes a derivative itself -------------------------------------------------

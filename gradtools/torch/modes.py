@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -217,7 +217,12 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    return vars(type(holder))[name].getter, partial(setattr, holder, name)
+    """By the property's own functions: setting it is refused where flags were frozen.
+
+    `torch.backends.disable_global_flags` does that, which `torch.testing._internal` calls.
+    """
+    flag = vars(type(holder))[name]
+    return flag.getter, flag.setter
 
 
 def _deterministic() -> tuple[bool, bool]:

@@ -6,7 +6,7 @@ is right and may be read; here it is made to refuse the derivative that would be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch.compiling import nodes_of
+from gradtools.torch.gates import gated
 
 Tensor = torch.Tensor
 
@@ -74,12 +75,27 @@ def guarded_gradients(
     pushed = [g for g in grads if g is not None and _has_tangent(g)]
     if not pushed and not _tracked(grads):
         return grads
-    wrong = first_of(_TWICE_AT_MOST, outs)
-    if wrong is None:
+    found = [(_input_of(node), name) for node, name in _held(_TWICE_AT_MOST, outs)]
+    for x, name in found if pushed else ():
+        if x is None or _has_tangent(x):
+            raise GradtoolsError(third(asked, name))
+    sources = [x for x, _ in found if x is not None and x.requires_grad]
+    tracked = _tracked(grads)
+    if not sources or not tracked:
         return grads
-    if pushed:
-        raise GradtoolsError(third(asked, wrong))
-    return _refusing(grads, third(asked, wrong))
+    left = iter(gated(tracked, sources, third(asked, found[0][1])))
+    return [next(left) if g is not None and g.requires_grad else g for g in grads]
+
+
+def _input_of(node: Any) -> Tensor | None:
+    """What a normalisation's double backward normalises, whose derivative lacks the term.
+
+    Along its other inputs, cotangent and weight, it is right. None if the graph was freed.
+    """
+    try:
+        return node._saved_input
+    except RuntimeError:
+        return None
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -93,7 +109,8 @@ def third(asked: str, wrong: str) -> str:
     """What is said of a third derivative that would be wrong."""
     return (
         f"{asked}: a third derivative is taken of {wrong}, which PyTorch computes without one of "
-        "its terms. Write it by plain operations (mean, var, sqrt)."
+        "its terms (a tangent that linearize pushes is a second one: it transposes twice). Write "
+        "it by plain operations (mean, var, sqrt)."
     )
 
 
@@ -107,12 +124,16 @@ def _tracked(xs: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def first_of(names: dict[str, str], outs: Sequence[Tensor]) -> str | None:
-    """What the graph of outs holds of these operations."""
+    """The first of these operations that the graph of outs holds."""
+    return next((name for _, name in _held(names, outs)), None)
+
+
+def _held(names: dict[str, str], outs: Sequence[Tensor]) -> Iterator[tuple[Any, str]]:
+    """The nodes of these operations in the graph of outs, with their names."""
     for node in nodes_of(_tracked(outs)):
         name = names.get(type(node).__name__)
         if name is not None and _trains(node):
-            return name
-    return None
+            yield node, name
 
 
 def _trains(node: Any) -> bool:

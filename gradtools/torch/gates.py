@@ -1,0 +1,76 @@
+"""Results whose derivative along some tensors is refused.
+
+They may be read, and differentiated along all else: autograd runs a node only if a way leads from
+it to what is asked for, so a node that raises, from which a way leads to those tensors alone, is
+put beside the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradtools.errors import GradtoolsError
+
+Tensor = torch.Tensor
+
+
+def gated(
+    xs: Sequence[Tensor], sources: Sequence[Tensor], message: str, transposed: bool = False
+) -> tuple[Tensor, ...]:
+    """xs; who asks for a derivative of any along one of the sources is told why there is none.
+
+    transposed: Whether that holds of xs' own pullback as well, as it does where xs is a linear
+        map's value: its transpose depends on the sources as the map does.
+    """
+    return _Beside.apply(len(xs), transposed, *xs, _Refused.apply(message, *sources))
+
+
+class _Refused(torch.autograd.Function):
+    """The sources, behind a number that nobody reads."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(message: str, *sources: Tensor) -> Tensor:
+        return sources[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.message = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        raise GradtoolsError(ctx.message)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        return None
+
+
+class _Beside(torch.autograd.Function):
+    """The first tensors as they are, in a graph that leads to the last as well."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, transposed: bool, *tensors: Tensor) -> Any:
+        return tuple([x.view_as(x) for x in tensors[:count]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.transposed, *_, number = inputs
+        if ctx.transposed:
+            ctx.save_for_backward(number)
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Tensor) -> Any:
+        if ctx.transposed:
+            cts = _Beside.apply(len(cts), True, *cts, *ctx.saved_tensors)
+        return None, None, *cts, None
+
+    @staticmethod
+    def jvp(ctx: Any, count: None, transposed: None, *tangents: Any) -> Any:
+        return tuple([t if t is None else t.view_as(t) for t in tangents[:-1]])

@@ -1,0 +1,105 @@
+"""A derivative of a normalisation's second derivative is refused where PyTorch has it wrong, only.
+
+Along the input PyTorch leaves a term out (torch#175754, torch#186256); along the weight and along
+what multiplies the result it does not. The oracle is the normalisation by plain operations.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+D = torch.float64
+X = torch.randn(4, 5, dtype=D, generator=torch.Generator().manual_seed(0))
+T = torch.randn(4, 5, dtype=D, generator=torch.Generator().manual_seed(1))
+W = torch.linspace(0.5, 2.0, 5, dtype=D)
+
+
+def _plain(axis):
+    def norm(x, w):
+        mean, var = x.mean(axis, keepdim=True), x.var(axis, unbiased=False, keepdim=True)
+        return (x - mean) / torch.sqrt(var + 1e-5) * w
+
+    return norm
+
+
+NORMS = {
+    "layer_norm": (lambda x, w: F.layer_norm(x, (5,), w), _plain(-1)),
+    "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), _plain(0)),
+}
+
+
+@pytest.fixture(params=NORMS)
+def norms(request):
+    return NORMS[request.param]
+
+
+def _twice(norm):
+    """The second derivative of sum(c norm(x)^3) along T, of x, w and c."""
+
+    def found(x, w, c):
+        loss = lambda x: (c * norm(x, w) ** 3).sum()
+        return gt.grad(lambda x: (gt.grad(loss)(x) * T).sum())(x)
+
+    return found
+
+
+@pytest.mark.parametrize("argnum", [1, 2])
+def test_along_weight_and_cotangent_a_third_derivative_is_right(norms, argnum):
+    def third(norm):
+        return gt.grad(lambda *a: (_twice(norm)(*a) ** 2).sum(), argnums=argnum)(X, W, T)
+
+    ours, plain = map(third, norms)
+    torch.testing.assert_close(ours, plain)
+
+
+def test_along_the_input_it_is_refused(norms):
+    with pytest.raises(GradtoolsError, match="third derivative is taken of"):
+        gt.grad(lambda *a: (_twice(norms[0])(*a) ** 2).sum())(X, W, T)
+    with pytest.raises(GradtoolsError, match="third derivative is taken of"):
+        gt.grad(lambda *a: (_twice(norms[0])(*a) ** 2).sum(), argnums=(0, 1))(X, W, T)
+
+
+def test_along_what_the_input_is_computed_from_it_is_refused(norms):
+    f = lambda s: (_twice(norms[0])(X * s, W, T) ** 2).sum()
+    with pytest.raises(GradtoolsError, match="third derivative is taken of"):
+        gt.grad(f)(W)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "batch"])
+def test_frozen_gives_second_derivatives_whether_its_parameters_require_grad(trained, kind):
+    module = torch.nn.LayerNorm(5) if kind == "layer" else torch.nn.BatchNorm1d(5)
+    module = module.to(D)
+    with torch.no_grad():
+        module.weight.copy_(W)
+    module.requires_grad_(trained)
+    second = lambda f: gt.grad(lambda x: (gt.grad(f)(x) ** 2).sum())(X)
+    norm = _plain(-1 if kind == "layer" else 0)
+    want = second(lambda x: (norm(x, W) ** 3).sum())
+    G = gt.frozen(lambda x: (module(x) ** 3).sum())
+    torch.testing.assert_close(second(G), want)
+
+
+RULES = {
+    "jvp": lambda norm: lambda xs, dxs: gt.jvp(norm, xs, dxs),
+    "linearize": lambda norm: lambda xs, dxs: (norm(*xs), gt.linearize(norm, *xs)[1](*dxs)),
+}
+
+
+@pytest.mark.parametrize("made", RULES)
+def test_a_rule_whose_jvp_is_that_of_layer_norm_has_a_gradient(made):
+    norm = lambda x: F.layer_norm(x, (5,), W)
+    rule = gt.custom_rule(norm)
+    rule.defjvp(RULES[made](norm))
+    loss = lambda f: lambda x: (f(x) ** 3).sum()
+    plain = lambda x: _plain(-1)(x, W)
+    want = gt.grad(loss(plain))(X)
+    torch.testing.assert_close(gt.grad(loss(rule))(X), want)
+    torch.testing.assert_close(torch.func.grad(loss(rule))(X), want)
+    torch.testing.assert_close(gt.jvp(rule, (X,), (T,))[1], gt.jvp(plain, (X,), (T,))[1])
+    for second in (gt.grad, torch.func.grad):  # of its tangent, which PyTorch has wrong
+        with pytest.raises(GradtoolsError, match="third derivative is taken of"):
+            second(lambda x, grad=second: grad(loss(rule))(x).square().sum())(X)

@@ -25,14 +25,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import function
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.rules import _value
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -99,7 +103,7 @@ def _graph(outs: Sequence[Tensor]) -> set[Any]:
 
 def _node_of(x: Tensor) -> Any:
     """The node that ends in x; None if x is of another level of functorch than what runs."""
-    if not x.requires_grad or is_wrapped(x) and not _is_here(x):
+    if not x.requires_grad or (is_wrapped(x) and not _is_here(x)):
         return None
     return x.grad_fn or get_gradient_edge(x).node
 
@@ -373,14 +377,77 @@ class _Guard:
             return
         found = _tried(self.fun, self.leaves, key, forward)
         if which in found:
-            raise GradtoolsError(
-                f"{self.asked}: f holds {key.name}, whose backward gives a gradient that "
-                f"autograd cannot differentiate with respect to its {which} (it is marked "
-                "once_differentiable, computes under no_grad or outside of PyTorch, or uses a "
-                "detached tensor or a saved intermediate, torch#76185), so that a second "
-                "derivative is lost. Write backward of PyTorch's operations on saved inputs and "
-                "outputs, or use gt.custom_rule."
-            )
+            raise GradtoolsError(_message(self.asked, key, which))
+
+
+def _message(asked: str, key: _Key, which: str) -> str:
+    return (
+        f"{asked}: f holds {key.name}, whose backward gives a gradient that autograd cannot "
+        f"differentiate with respect to its {which} (it is marked once_differentiable, computes "
+        "under no_grad or outside of PyTorch, or uses a detached tensor or a saved intermediate, "
+        "torch#76185), so that a second derivative is lost. Write backward of PyTorch's operations "
+        "on saved inputs and outputs, or use gt.custom_rule."
+    )
+
+
+class _Calls(TorchFunctionMode):
+    """The same inside functorch's transforms, whose graphs do not show what they are made of."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function; a custom one gets a hook on its node."""
+        out = fun(*args, **(kwargs or {}))
+        if fun is custom_function_call and not args[0].__module__.startswith(_OWN):
+            self._note(args[0], args[1:], out)
+        return out
+
+    def _note(self, kind: Any, args: Args, out: Any) -> None:
+        outs = out if isinstance(out, tuple | list) else (out,)
+        nodes = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
+        if not nodes or key.fine(False):
+            return
+        again = any(_is_tracked_beneath(x) for x, n in zip(args, key.needs, strict=True) if n)
+        call = tuple([_value(x) if isinstance(x, Tensor) else x for x in args])
+        if any(x is None and isinstance(y, Tensor) for x, y in zip(call, args, strict=True)):
+            return
+
+        def hook(given: Any, cts: Any) -> None:
+            behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
+            for which, asked in (("inputs", again), ("cotangents", behind)):
+                if asked and which in self._lost(key, call):
+                    raise GradtoolsError(_message(self.asked, key, which))
+
+        nodes[0].register_hook(hook)
+
+    def _lost(self, key: _Key, call: Args) -> set[str]:
+        with temporarily_clear_interpreter_stack(), torch.enable_grad():
+            pairs = zip(call, key.needs, strict=True)
+            args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
+            lost = _Trial.of(key.kind.apply, args).lost(False)
+        _SEEN.setdefault(key.kind, {})[key.needs, False] = not lost
+        return lost
+
+
+def calls_guarded(asked: str) -> AbstractContextManager[Any]:
+    """Around a function that functorch differentiates, where that is differentiated again."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return _NOTHING if any(isinstance(mode, _Calls) for mode in modes) else _Calls(asked)
+
+
+def _is_tracked_beneath(x: Tensor) -> bool:
+    """Whether another derivative is being taken with respect to x than the innermost one."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() == TransformType.Jvp for level in levels[:-1]):
+        return True
+    while is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
 
 
 # --- is a class's backward differentiable? -----------------------------------------------

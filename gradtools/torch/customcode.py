@@ -466,8 +466,7 @@ class _Key:
         name = self.kind.__name__
         if not name.startswith(_GENERATED):
             return f"the torch.autograd.Function {name}"
-        space, _, rest = name.removeprefix(_GENERATED).partition("_")
-        return f"the custom operator {space}::{rest.rpartition('_')[0]}"
+        return f"the custom operator {name.removeprefix(_GENERATED).rpartition('_')[0]}"
 
     def fine(self, forward: bool) -> bool | None:
         """Whether it was tried, and lost nothing; None if it was not."""
@@ -612,7 +611,7 @@ class _Trial:
         return (ends[0] - ends[1]) / (2 * h)
 
     def _value(self, point: list[Tensor], count: int) -> float:
-        return float(self._paired(self._gradient(point[:count], point[count:], False)))
+        return float(self._paired(self._gradient(point[:count], point[count:], False)).detach())
 
     def _pulled(self, point: list[Tensor], k: int, v: Tensor, count: int) -> float:
         point = [x.detach() for x in point]

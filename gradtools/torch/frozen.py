@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.rules import spread
+from gradtools.torch.customcode import beside
 from gradtools.torch.engines import _unshared
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
@@ -158,7 +159,7 @@ class _Use(Forward):
         if not constants or not any(which):
             return list(outs)
         tracked = [y for y, w in zip(outs, which, strict=True) if w]
-        left = iter(_Beside.apply(len(tracked), *tracked, _Refused.apply(*constants)))
+        left = iter(beside(tracked, _refuse_constants, constants))
         return [next(left) if w else y for y, w in zip(outs, which, strict=True)]
 
     # --- its derivatives
@@ -418,49 +419,12 @@ class _Asked(torch.autograd.Function):
         return tuple([None if t is None else t.view_as(t) for t in tangents])
 
 
-class _Refused(torch.autograd.Function):
-    """The parameters of a frozen function, behind a number that nobody reads."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*constants: Tensor) -> Tensor:
-        return constants[0].new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Any:
-        raise GradtoolsError(
-            "frozen: a parameter of G is asked for its derivative, and G's parameters are "
-            "constants here. Switch them off (module.requires_grad_(False)), ask for chosen inputs "
-            "(torch.autograd.grad, or backward(inputs=...)), or use G itself."
-        )
-
-
-class _Beside(torch.autograd.Function):
-    """The first tensors as they are, in a graph that leads to the others as well."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(count: int, *tensors: Tensor) -> Any:
-        return tuple([x.view_as(x) for x in tensors[:count]])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.left = len(inputs) - 1 - inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *cts: Tensor) -> Any:
-        return None, *cts, *([None] * ctx.left)
-
-    @staticmethod
-    def jvp(ctx: Any, count: None, *tangents: Any) -> Any:
-        found = tangents[: len(tangents) - ctx.left]
-        return tuple([t if t is None else t.view_as(t) for t in found])
+def _refuse_constants() -> None:
+    raise GradtoolsError(
+        "frozen: a parameter of G is asked for its derivative, and G's parameters are "
+        "constants here. Switch them off (module.requires_grad_(False)), ask for chosen inputs "
+        "(torch.autograd.grad, or backward(inputs=...)), or use G itself."
+    )
 
 
 # --- forward mode -----------------------------------------------------------------------------

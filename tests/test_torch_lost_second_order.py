@@ -374,6 +374,29 @@ def test_functorch_and_forward_over_reverse_give_the_number_or_the_name(kind):
                 raise AssertionError(f"{name}: {way()}")
 
 
+@pytest.mark.parametrize("around", ["frozen", "chunked", "checkpoint"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_computed_again_is_looked_at_as_well(case, around):
+    if (case.name, around) == ("operator", "frozen"):
+        pytest.skip("of forward mode through operators that have none")
+    a = {"frozen": gt.frozen, "checkpoint": gt.checkpoint}.get(around, lambda a: gt.chunked(a, 1))
+    x = _x()[None]
+    f = lambda x: (a(case.a)(x) ** 2).sum()
+    ways = {
+        "hvp": lambda: gt.hvp(f, (x,), (torch.ones_like(x),))[1][0],
+        "grad of grad": lambda: gt.grad(lambda x: gt.grad(f)(x).sum())(x),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # frozen says which way it goes
+        for name, way in ways.items():
+            if case.lost:
+                with pytest.raises(GradtoolsError, match=case.lost):
+                    raise AssertionError(f"{name}: {way()}")
+            else:
+                true = _composed(case, "squared")[1]
+                assert float(way()) == pytest.approx(true, abs=1e-10), name
+
+
 def test_what_is_not_asked_for_is_not_refused():
     """z goes through a lost class, y does not: d^2 f / dy^2 and d^2 f / dz dy are right."""
     f = lambda y, z: NoGrad.apply(z) + torch.sin(y) * z

@@ -132,6 +132,7 @@ ALONE = {
     ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",
     ("torch", "randomness.py"): "generators with a state; JAX has keys",
     ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",
+    ("torch", "customcode.py"): "what autograd loses in silence in a Function; JAX raises there",
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",
     ("jax", "equinox.py"): "the reversal layer of equinox",
     ("jax", "graphs.py"): "a jaxpr as a graph; PyTorch's is recorded as it runs",

@@ -25,14 +25,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import function
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.rules import _value
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -337,50 +341,149 @@ class _Guard:
         )
 
     def _gate(self, node: Any) -> Callable[[Any, Any], Any]:
-        """A hook that puts gates beside what a node gives."""
         key = _key_of(node)
+        tried = partial(_tried, self.fun, self.leaves, key)
+        return _Gating(self.asked, key, tried, self.aliases).hook(node)
+
+
+class _Gating(NamedTuple):
+    """Puts gates beside what a node of custom code gives.
+
+    Attributes:
+        asked: The operator that the user called.
+        key: The class.
+        tried: What it loses, by a trial; its argument is whether in forward mode.
+        aliases: Leaves that belong to the derivative itself.
+    """
+
+    asked: str
+    key: _Key
+    tried: Callable[[bool], set[str]]
+    aliases: Sequence[Tensor]
+
+    def hook(self, node: Any) -> Callable[[Any, Any], Any]:
+        """What is registered with the node."""
+        parents = [parent for parent, _ in node.next_functions]
 
         def hook(given: Any, cts: Any) -> Any:
             there = [g for g in given if isinstance(g, Tensor)]
-            if not there:
+            if not there or self.key.fine(forward_ad._current_level >= 0):
                 return None
             if forward_ad._current_level >= 0:
-                self._ask(key, "inputs", forward=True)
-                self._ask(key, "cotangents", forward=True)
+                self._ask("inputs", forward=True)
+                self._ask("cotangents", forward=True)
             if not torch.is_grad_enabled():
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
-            inputs = _tracked_in(_upstream([to for to, _ in node.next_functions]), self.aliases)
+            inputs = _tracked_in(_upstream(parents), self.aliases)
             constant = not any(g.requires_grad for g in there)
             # A gate would make of a constant something that leads on.
-            if constant and (behind or inputs) and not self._may_lose(key):
+            if constant and (behind or inputs) and not self._may_lose():
                 return None
             for which, sources in (("cotangents", behind), ("inputs", inputs)):
                 if sources:
-                    there = beside(there, partial(self._ask, key, which), sources)
+                    there = beside(there, partial(self._ask, which), sources)
             left = iter(there)
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
         return hook
 
-    def _may_lose(self, key: _Key) -> bool:
-        fine = key.fine(False)
-        return bool(_tried(self.fun, self.leaves, key, False)) if fine is None else not fine
+    def _may_lose(self) -> bool:
+        fine = self.key.fine(False)
+        return bool(self.tried(False)) if fine is None else not fine
 
-    def _ask(self, key: _Key, which: str, forward: bool = False) -> None:
-        """Raises if the derivative of what a class gives is lost."""
-        if key.fine(forward):
+    def _ask(self, which: str, forward: bool = False) -> None:
+        if not self.key.fine(forward) and which in self.tried(forward):
+            raise GradtoolsError(_message(self.asked, self.key, which))
+
+
+@contextmanager
+def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, a function runs whose graph is differentiated again: its custom code gets gates.
+
+    For functions that cannot run once more by themselves: each call is tried at its arguments.
+    """
+
+    def gated(kind: Any, beneath: Any, args: Args) -> Any:
+        out = beneath(*args)
+        key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
+        outs = out if isinstance(out, tuple | list) else (out,)
+        nodes = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        if nodes and not kind.__module__.startswith(_OWN) and not key.fine(False):
+            trial = _Trial.of(beneath, args)
+            nodes[0].register_hook(_Gating(asked, key, trial.noted(key), aliases).hook(nodes[0]))
+        return out
+
+    with _standing_in(gated):
+        yield
+
+
+def _message(asked: str, key: _Key, which: str) -> str:
+    return (
+        f"{asked}: f holds {key.name}, whose backward gives a gradient that autograd cannot "
+        f"differentiate with respect to its {which} (it is marked once_differentiable, computes "
+        "under no_grad or outside of PyTorch, or uses a detached tensor or a saved intermediate, "
+        "torch#76185), so that a second derivative is lost. Write backward of PyTorch's operations "
+        "on saved inputs and outputs, or use gt.custom_rule."
+    )
+
+
+class _Calls(TorchFunctionMode):
+    """The same inside functorch's transforms, whose graphs do not show what they are made of."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function; a custom one gets a hook on its node."""
+        out = fun(*args, **(kwargs or {}))
+        if fun is custom_function_call and not args[0].__module__.startswith(_OWN):
+            self._note(args[0], args[1:], out)
+        return out
+
+    def _note(self, kind: Any, args: Args, out: Any) -> None:
+        outs = out if isinstance(out, tuple | list) else (out,)
+        nodes = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
+        if not nodes or key.fine(False):
             return
-        found = _tried(self.fun, self.leaves, key, forward)
-        if which in found:
-            raise GradtoolsError(
-                f"{self.asked}: f holds {key.name}, whose backward gives a gradient that "
-                f"autograd cannot differentiate with respect to its {which} (it is marked "
-                "once_differentiable, computes under no_grad or outside of PyTorch, or uses a "
-                "detached tensor or a saved intermediate, torch#76185), so that a second "
-                "derivative is lost. Write backward of PyTorch's operations on saved inputs and "
-                "outputs, or use gt.custom_rule."
-            )
+        again = any(_is_tracked_beneath(x) for x, n in zip(args, key.needs, strict=True) if n)
+        call = tuple([_value(x) if isinstance(x, Tensor) else x for x in args])
+        if any(x is None and isinstance(y, Tensor) for x, y in zip(call, args, strict=True)):
+            return
+
+        def hook(given: Any, cts: Any) -> None:
+            behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
+            for which, asked in (("inputs", again), ("cotangents", behind)):
+                if asked and which in self._lost(key, call):
+                    raise GradtoolsError(_message(self.asked, key, which))
+
+        nodes[0].register_hook(hook)
+
+    def _lost(self, key: _Key, call: Args) -> set[str]:
+        with temporarily_clear_interpreter_stack(), torch.enable_grad():
+            pairs = zip(call, key.needs, strict=True)
+            args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
+            return _Trial.of(key.kind.apply, args).noted(key)(False)
+
+
+def calls_guarded(asked: str) -> AbstractContextManager[Any]:
+    """Around a function that functorch differentiates, where that is differentiated again."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return _NOTHING if any(isinstance(mode, _Calls) for mode in modes) else _Calls(asked)
+
+
+def _is_tracked_beneath(x: Tensor) -> bool:
+    """Whether another derivative is being taken with respect to x than the innermost one."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() == TransformType.Jvp for level in levels[:-1]):
+        return True
+    while is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
 
 
 # --- is a class's backward differentiable? -----------------------------------------------
@@ -399,12 +502,15 @@ class _Key:
         name = self.kind.__name__
         if not name.startswith(_GENERATED):
             return f"the torch.autograd.Function {name}"
-        space, _, rest = name.removeprefix(_GENERATED).partition("_")
-        return f"the custom operator {space}::{rest.rpartition('_')[0]}"
+        return f"the custom operator {name.removeprefix(_GENERATED).rpartition('_')[0]}"
 
     def fine(self, forward: bool) -> bool | None:
         """Whether it was tried, and lost nothing; None if it was not."""
         return _SEEN.get(self.kind, {}).get((self.needs, forward))
+
+    def note(self, fine: bool, forward: bool) -> None:
+        """Remembers that."""
+        _SEEN.setdefault(self.kind, {})[self.needs, forward] = fine
 
 
 _GENERATED = "GeneratedBackwardFor_"
@@ -426,22 +532,23 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     """What is lost by calls of a class in fun, which runs once more: its effects are undone."""
     from gradtools.torch.seeing import rerun
 
-    lost: set[str] = set()
-    calls = 0
+    found: list[set[str] | None] = []
 
-    def attempt(beneath: Any, args: Args) -> None:
-        nonlocal calls
-        calls += 1
-        if calls <= _CALLS:
-            lost.update(_Trial.of(beneath, args).lost(forward))
+    def tried(kind: Any, beneath: Any, args: Args) -> Any:
+        needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
+        same = kind is key.kind and needs == key.needs[: len(needs)]
+        if same and torch.is_grad_enabled() and len(found) < _CALLS:
+            found.append(_Trial.of(beneath, args).lost(forward))
+        return beneath(*args)
 
     try:
-        with _standing_in(key, attempt), temporarily_clear_interpreter_stack():
+        with _standing_in(tried), temporarily_clear_interpreter_stack():
             rerun(lambda xs: fun(*xs)[0], leaves)
     except Exception:  # f does not run twice: nothing is known
-        return lost
-    if calls:
-        _SEEN.setdefault(key.kind, {})[key.needs, forward] = not lost
+        pass
+    lost = set[str]().union(*[each for each in found if each is not None])
+    if any(each is not None for each in found):
+        key.note(not lost, forward)
     return lost
 
 
@@ -449,23 +556,22 @@ _CALLS = 4  # of one class in f that are tried
 
 
 @contextmanager
-def _standing_in(key: _Key, attempt: Callable[[Any, Args], None]) -> Iterator[None]:
-    """Inside, each call of a class in this thread is first tried."""
+def _standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
+    """Inside, `call(kind, apply, args)` stands for the calls of Functions in this thread."""
     thread, busy = threading.get_ident(), False
     before = _FUNCTIONS.__dict__.get("apply")
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal busy
         beneath = super(_FUNCTIONS, cls).apply if before is None else before.__get__(None, cls)
-        if threading.get_ident() == thread and not busy and cls is key.kind and not kwargs:
-            needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
-            if needs == key.needs[: len(needs)] and torch.is_grad_enabled():
-                busy = True
-                try:
-                    attempt(beneath, args)
-                finally:
-                    busy = False
-        return beneath(*args, **kwargs)
+        ours = threading.get_ident() == thread and not busy and issubclass(cls, function.Function)
+        if not ours or kwargs:
+            return beneath(*args, **kwargs)
+        busy = True
+        try:
+            return call(cls, beneath, args)
+        finally:
+            busy = False
 
     _FUNCTIONS.apply = classmethod(apply)
     try:
@@ -498,19 +604,33 @@ class _Trial:
     @classmethod
     def of(cls, apply: Any, args: Args) -> _Trial:
         moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
-        plain = tuple([x.detach().clone() if isinstance(x, Tensor) else x for x in args])
+        plain = tuple([x.detach() if isinstance(x, Tensor) else x for x in args])
         tensors = [x for x in plain if isinstance(x, Tensor)]
         waves = [_wave(plain[k], 3.0) for k in moving]
         return cls(apply, plain, moving, Randomness.now(tensors), waves)
 
-    def lost(self, forward: bool) -> set[str]:
-        """What autograd does not see, here and nearby; nothing if it cannot be told."""
-        found: set[str] = set()
+    def noted(self, key: _Key) -> Callable[[bool], set[str]]:
+        """`lost`, which is remembered of the class."""
+
+        def lost(forward: bool) -> set[str]:
+            found = self.lost(forward)
+            if found is not None:
+                key.note(not found, forward)
+            return found or set()
+
+        return lost
+
+    def lost(self, forward: bool) -> set[str] | None:
+        """What autograd does not see, here and nearby; None if it cannot be told."""
+        found: set[str] | None = None
         for shift in (0.0, 0.1):
             xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
             try:
-                with restored(self.randomness), torch.inference_mode(False):
-                    found |= self._lost_at(xs, forward)
+                # A checkpoint around the call would take what the trial saves for its own.
+                packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+                plain = saved_tensors_hooks(*(lambda x: x,) * 2) if packed else nullcontext()
+                with restored(self.randomness), torch.inference_mode(False), plain:
+                    found = (found or set()) | self._lost_at(xs, forward)
             except Exception:  # what raises is not lost in silence
                 continue
         return found
@@ -545,7 +665,7 @@ class _Trial:
         return (ends[0] - ends[1]) / (2 * h)
 
     def _value(self, point: list[Tensor], count: int) -> float:
-        return float(self._paired(self._gradient(point[:count], point[count:], False)))
+        return float(self._paired(self._gradient(point[:count], point[count:], False)).detach())
 
     def _pulled(self, point: list[Tensor], k: int, v: Tensor, count: int) -> float:
         point = [x.detach() for x in point]

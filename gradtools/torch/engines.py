@@ -31,6 +31,7 @@ from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.customcode import (
     Opened,
     Survey,
+    calls_guarded,
     guarded,
     is_spent,
     note_taken,
@@ -301,8 +302,10 @@ def _in_functorch() -> bool:
     return is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _is_differentiated_again() -> bool:
+def _is_differentiated_again(own: int = 0) -> bool:
     """Whether a level below differentiates: PyTorch's forward rules may then lose a term.
+
+    own: How many levels are the caller's.
 
     Inside plain dual numbers `torch.func.jvp` does not nest at all.
     """
@@ -312,7 +315,8 @@ def _is_differentiated_again() -> bool:
         return True
     kinds = torch._C._functorch.TransformType
     stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
+    found = [level for level in stack if level.key() in (kinds.Grad, kinds.Jvp)]
+    return len(found) > own
 
 
 def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
@@ -327,7 +331,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
             nested[:] = [inside]
         else:
-            with opened(xs) as inside:
+            again = _is_differentiated_again(1)
+            with opened(xs) as inside, calls_guarded(asked_of(fun)) if again else nullcontext():
                 outs, extras = fun(*xs)
             entered[:] = [inside]
             found = {id(leaf) for leaf in leaves_of(outs)}
@@ -426,11 +431,21 @@ def _is_pushed_again() -> bool:
     return is_compiling() or pushes or forward_ad._current_level >= 0
 
 
+@contextmanager
+def _looked_at_twice(asked: str) -> Iterator[None]:
+    """Around a function whose backward pass is differentiated; dynamo sees none of it."""
+    if is_compiling():
+        yield
+        return
+    with calls_guarded(asked), TwiceByPlainOperations():
+        yield
+
+
 def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     wrong: list[str] = []
 
     def paired(*xs: Tensor) -> Any:
-        with nullcontext() if is_compiling() else TwiceByPlainOperations():
+        with _looked_at_twice(asked_of(fun)):
             outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
         found = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
         wrong[:] = [found] if found else []

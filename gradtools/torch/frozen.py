@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.rules import spread
+from gradtools.torch.customcode import gated_calls, surveyed
 from gradtools.torch.engines import _unshared
 from gradtools.torch.gates import gated
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
@@ -284,7 +285,8 @@ class _Use(Forward):
         with use.without_hooks(), use.replaying(), own, level, graph, NoProductsOfZero():
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
-            ys, _ = use.one(0, [], duals)
+            with gated_calls("frozen", duals):
+                ys, _ = use.one(0, [], duals)
             # With a graph of its own, without which the tangents of some gradients go wrong.
             with stops():
                 grads = pulled_back(ys, duals, cts, True, True)
@@ -313,7 +315,8 @@ class _FrozenBackward(Backward):
             return set()
         _, own, outs = use.retained.pop(0)
         cts = self.split(0, rows[0], shared)[2]
-        if not use.holds or any(self.vectors_only):
+        tracked = [y for y in outs if isinstance(y, Tensor)]
+        if not use.holds or any(self.vectors_only) or surveyed(tracked).custom:
             sums.add(self.pulled(outs, own, cts, len(own), False, False))
             return {0}
         with torch.enable_grad():

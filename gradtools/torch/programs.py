@@ -26,6 +26,7 @@ from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
+from gradtools.torch.customcode import gated_calls
 from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import torch_says
@@ -491,7 +492,8 @@ class _Derived(Program):
         """The other program's inputs, outputs and sums, with a graph between them."""
         create = torch.is_grad_enabled()
         a, b = (_views(xs), _views(shared)) if create else (_aliases(xs), _aliases(shared))
-        with torch.enable_grad():
+        gates = gated_calls(self.forward.asked, [*a, *b]) if create else nullcontext()
+        with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
             refuse_lost(self.forward.asked, [y for y in (*ys, *terms) if isinstance(y, Tensor)])

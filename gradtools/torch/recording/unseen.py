@@ -89,6 +89,9 @@ def _rule_of(kind: Any, args: Any) -> tuple[str, str]:
     if not kind.__module__.startswith(_OWN):
         return kind.__name__, "custom rule"
     if kind.__module__ != _RULES:
+        program = getattr(args[0], "program", None) if args else None
+        if program is not None and program.forward.asked in _MARKS:
+            return program.forward.asked, _MARKS[program.forward.asked]
         name = _ROOMS.get(kind.__module__.removeprefix(_OWN), kind.__name__.strip("_").lower())
         return name, _MARKS.get(name, "")
     name = getattr(getattr(args[0], "rule", None), "name", kind.__name__)

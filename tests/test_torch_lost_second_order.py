@@ -1,0 +1,529 @@
+"""Second derivatives over custom code: the right number, or a refusal that names the class.
+
+Each case is a function through one torch.autograd.Function or one operator, with its true second
+derivative in closed form. What its backward pass loses is refused; what is constant is zero.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd.function import Function, once_differentiable
+
+import gradtools.torch as gt
+from gradtools.errors import GradtoolsError
+
+X = 1.5
+Tensor = torch.Tensor
+
+
+class _Cube(Function):
+    """x^3; what is missing is its backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * t
+
+
+class Right(_Cube):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class Once(_Cube):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class NoGrad(_Cube):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with torch.no_grad():
+            return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class Detached(_Cube):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return 3 * ctx.saved_tensors[0].detach() ** 2 * g
+
+
+class Sinh(Function):
+    """torch#76185: two intermediates are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        a, b = x.exp(), (-x).exp()
+        ctx.save_for_backward(a, b)
+        return (a - b) / 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return g * (a + b) / 2
+
+
+class ByNumpy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x.detach().numpy()
+        return torch.from_numpy(np.asarray(np.sin(ctx.x)))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * torch.from_numpy(np.asarray(np.cos(ctx.x)))
+
+
+class Wrapped(Function):
+    """Calls another Function in its own, as layers of layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, power: int, name: str = "") -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.power = power
+        return NoGrad.apply(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            (dx,) = torch.autograd.grad(x**ctx.power, x, g.detach())
+        return dx, None, None
+
+
+class Two(Function):
+    """Two outputs, with no zeros for what is not used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.x, ctx.w = x, w
+        return x**3, w * x
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor | None, b: Tensor | None) -> Any:
+        x = ctx.x.detach()
+        dx = 0 if a is None else 3 * x**2 * a
+        return dx + (0 if b is None else ctx.w * b), None
+
+
+class Adjoint(Function):
+    """dy/dt = -y^2 from y = x at t = 0 to 1, whose adjoint is solved backwards under no_grad."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x / (1 + x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with torch.no_grad():
+            y = ctx.saved_tensors[0]
+            return g * (1 - y) ** 2
+
+
+class Linear(Function):
+    """Its weight is a frozen constant that is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.saved_tensors[0], None
+
+
+class Mask(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mask = (x > 0).to(x)
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.mask
+
+
+class Through(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g
+
+
+class Dropout(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.keep = (torch.rand_like(x) >= 0).to(x)
+        return x * ctx.keep
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.keep
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 2
+
+
+@cache
+def _operator(name: str) -> Any:
+    """x^3 by torch.library, whose backward is differentiable or not."""
+
+    @torch.library.custom_op(f"gradtools_lost::{name}", mutates_args=())
+    def cube(x: Tensor) -> Tensor:
+        return x**3
+
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        with torch.set_grad_enabled(name == "right"):
+            return 3 * ctx.saved_tensors[0] ** 2 * g
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    cube.register_autograd(backward, setup_context=setup)
+    return cube
+
+
+@cache
+def _without_kernel() -> Any:
+    """An operator without an autograd kernel, as a C++ extension may leave it."""
+    library = torch.library.Library("gradtools_lost_kernel", "DEF")
+    library.define("sine(Tensor x) -> Tensor")
+    sine = lambda x: torch.from_numpy(np.asarray(np.sin(x.detach().numpy())))
+    library.impl("sine", sine, "CPU")
+    return library, torch.ops.gradtools_lost_kernel.sine
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of one number, its derivatives at X, and what is said where they are lost."""
+
+    name: str
+    a: Callable[[Tensor], Tensor]
+    first: float
+    second: float
+    lost: str = ""
+    pushed: bool = False  # whether its cotangent is lost as well
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_W = torch.tensor(2.5, dtype=torch.float64)
+_CUBE = (3 * X**2, 6 * X)
+CASES = (
+    Case("right", Right.apply, *_CUBE),
+    Case("linear", lambda x: Linear.apply(x, _W), 2.5, 0.0),
+    Case("mask", Mask.apply, 1.0, 0.0),
+    Case("straight-through", Through.apply, 1.0, 0.0),
+    Case("dropout", Dropout.apply, 1.0, 0.0),
+    Case("in place", lambda x: InPlace.apply(x * 1), 2.0, 0.0),
+    Case("operator", lambda x: _operator("right")(x), *_CUBE),
+    Case("once differentiable", Once.apply, *_CUBE, "Function Once", True),
+    Case("no_grad", NoGrad.apply, *_CUBE, "Function NoGrad", True),
+    Case("detached", Detached.apply, *_CUBE, "Function Detached"),
+    Case("intermediates", Sinh.apply, np.cosh(X), np.sinh(X), "Function Sinh"),
+    Case("NumPy", ByNumpy.apply, np.cos(X), -np.sin(X), "Function ByNumpy"),
+    Case("nested", lambda x: Wrapped.apply(x, 3), *_CUBE, "Function Wrapped", True),
+    Case("two outputs", lambda x: Two.apply(x, _W)[0], *_CUBE, "Function Two"),
+    Case("adjoint", Adjoint.apply, (1 + X) ** -2, -2 * (1 + X) ** -3, "Function Adjoint", True),
+    Case(
+        "lost in an operator",
+        lambda x: _operator("lost")(x),
+        *_CUBE,
+        "operator gradtools_lost_lost",
+        True,
+    ),
+)
+LOST = [c for c in CASES if c.lost]
+HONEST = [c for c in CASES if not c.lost]
+
+
+def _x(dtype: Any = torch.float64) -> Tensor:
+    return torch.tensor(X, dtype=dtype)
+
+
+def _second(f: Callable[..., Any], x: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """f'' at x, by each operator."""
+    one = torch.ones_like(x)
+    return {
+        "grad of grad": lambda: gt.grad(gt.grad(f))(x),
+        "strict": lambda: gt.grad(gt.grad(f), disconnected_inputs="strict")(x),
+        "zeros": lambda: gt.grad(gt.grad(f), disconnected_inputs="zeros")(x),
+        "hvp": lambda: gt.hvp(f, (x,), (one,))[1][0],
+        "hessian": lambda: gt.hessian(f)(x),
+        "jacobian of grad": lambda: gt.jacobian(gt.grad(f))(x),
+        "linearize of grad": lambda: gt.linearize(gt.grad(f), x)[1](one),
+        "vjp of vjp": lambda: gt.vjp(lambda x: gt.vjp(f, x)[1](one)[0], x)[1](one)[0],
+        "trees": lambda: gt.grad(lambda p: gt.grad(lambda p: f(p["a"]))(p)["a"])({"a": x})["a"],
+        "per example": lambda: gt.per_example_grad(lambda x, k: gt.grad(f)(x) * k, chunk_size=1)(
+            x, one[None]
+        )[0],
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_first_derivatives_are_what_they_were(case):
+    x = _x()
+    assert float(gt.grad(case.a)(x)) == pytest.approx(case.first, abs=1e-12)
+    found = float(gt.vjp(case.a, x)[1](torch.ones_like(x))[0])
+    assert found == pytest.approx(case.first, abs=1e-12)
+
+
+@pytest.mark.parametrize("outer", ["alone", "squared"])
+@pytest.mark.parametrize("case", HONEST, ids=str)
+def test_honest_custom_code_has_its_second_derivative(case, outer):
+    f, true = _composed(case, outer)
+    for _ in range(2):  # tried, and then known
+        for name, way in _second(f, _x()).items():
+            assert float(way()) == pytest.approx(true, abs=1e-10), name
+
+
+@pytest.mark.parametrize("outer", ["alone", "squared"])
+@pytest.mark.parametrize("case", LOST, ids=str)
+def test_lost_second_derivatives_are_refused_by_name(case, outer):
+    f, _ = _composed(case, outer)
+    for _ in range(2):
+        for name, way in _second(f, _x()).items():
+            with pytest.raises(GradtoolsError, match=case.lost):
+                raise AssertionError(f"{name}: {way()}")
+
+
+def _composed(case: Case, outer: str) -> tuple[Callable[..., Any], float]:
+    if outer == "alone":
+        return case.a, case.second
+    x = _x()
+    return lambda x: case.a(x) ** 2, float(2 * case.a(x) * case.second + 2 * case.first**2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linearize_pushes_what_the_cotangent_keeps(case):
+    x = _x()
+    if case.pushed:
+        with pytest.raises(GradtoolsError, match=f"^linearize: .*{case.lost}"):
+            gt.linearize(case.a, x)[1](x)
+    else:
+        found = float(gt.linearize(case.a, x)[1](x))
+        assert found == pytest.approx(case.first * X, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", LOST, ids=str)
+def test_the_native_outer_derivative_is_refused_too(case):
+    x = _x().requires_grad_()
+    dx = gt.grad(lambda x: case.a(x) ** 2)(x)
+    with pytest.raises(GradtoolsError, match=case.lost):
+        torch.autograd.grad(dx, x)
+    x = _x().requires_grad_()
+    with pytest.raises(GradtoolsError, match=case.lost):
+        gt.grad(lambda x: case.a(x) ** 2)(x).backward()
+
+
+@pytest.mark.parametrize("kind", [Right, Once, NoGrad, Detached])
+def test_functorch_and_forward_over_reverse_give_the_number_or_the_name(kind):
+    f, x = (lambda x: kind.apply(x) ** 2), _x()
+    one = torch.ones_like(x)
+    ways = {
+        "forward over reverse": lambda: gt.hvp(f, (x,), (one,), mode="forward_over_reverse")[1][0],
+        "jvp of grad": lambda: gt.jvp(gt.grad(f), (x,), (one,))[1],
+        "vmap": lambda: torch.vmap(gt.grad(gt.grad(f)))(x[None])[0],
+        "vmap of hessian": lambda: torch.vmap(gt.hessian(f))(x[None])[0],
+        "torch.func": lambda: torch.func.grad(gt.grad(f))(x),
+        "per example": lambda: gt.per_example_grad(lambda x, k: gt.grad(f)(x) * k)(x, one[None])[0],
+        "forward jacobian": lambda: gt.jacobian(gt.grad(f), mode="forward")(x),
+    }
+    for name, way in ways.items():
+        if kind is Right:
+            assert float(way()) == pytest.approx(30 * X**4, rel=1e-12), name
+        else:
+            with pytest.raises(GradtoolsError, match=f"Function {kind.__name__}"):
+                raise AssertionError(f"{name}: {way()}")
+
+
+@pytest.mark.parametrize("around", ["frozen", "chunked", "checkpoint"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_computed_again_is_looked_at_as_well(case, around):
+    if (case.name, around) == ("operator", "frozen"):
+        pytest.skip("of forward mode through operators that have none")
+    a = {"frozen": gt.frozen, "checkpoint": gt.checkpoint}.get(around, lambda a: gt.chunked(a, 1))
+    x = _x()[None]
+    f = lambda x: (a(case.a)(x) ** 2).sum()
+    ways = {
+        "hvp": lambda: gt.hvp(f, (x,), (torch.ones_like(x),))[1][0],
+        "grad of grad": lambda: gt.grad(lambda x: gt.grad(f)(x).sum())(x),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # frozen says which way it goes
+        for name, way in ways.items():
+            if case.lost:
+                with pytest.raises(GradtoolsError, match=case.lost):
+                    raise AssertionError(f"{name}: {way()}")
+            else:
+                true = _composed(case, "squared")[1]
+                assert float(way()) == pytest.approx(true, abs=1e-10), name
+
+
+def test_what_is_not_asked_for_is_not_refused():
+    """z goes through a lost class, y does not: d^2 f / dy^2 and d^2 f / dz dy are right."""
+    f = lambda y, z: NoGrad.apply(z) + torch.sin(y) * z
+    y, z = _x(), _x() / 2
+    found = gt.grad(lambda y: gt.grad(f, 1)(y, z))(y)
+    assert float(found) == pytest.approx(np.cos(X), abs=1e-12)
+    tracked = z.clone().requires_grad_()
+    found = gt.grad(lambda y: gt.grad(f, 1)(y, tracked))(y)
+    assert float(found) == pytest.approx(np.cos(X), abs=1e-12)
+    with pytest.raises(GradtoolsError, match="Function NoGrad"):
+        gt.grad(lambda z: gt.grad(f, 1)(y, z))(z)
+
+
+def test_a_loss_along_the_cotangent_alone_is_refused():
+    f = lambda y, z: NoGrad.apply(z) * y  # d^2 f / dy dz = 3 z^2
+    with pytest.raises(GradtoolsError, match="Function NoGrad"):
+        gt.grad(lambda y: gt.grad(f, 1)(y, _x()))(_x())
+
+
+def test_mixed_partial_needs_no_second_derivative_of_G():
+    x = _x()
+    found = gt.mixed_partial(lambda y, g: torch.sin(y) * g, NoGrad.apply, x, x, x)
+    assert float(found) == pytest.approx(np.cos(X) * 3 * X**3, abs=1e-12)
+    with pytest.raises(GradtoolsError, match="Function NoGrad"):
+        gt.mixed_partial(lambda y, g: NoGrad.apply(y * g), lambda z: z, x, x, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+def test_other_dtypes(dtype):
+    x = torch.tensor([0.7, 1.3], dtype=dtype)
+    f = lambda x: (NoGrad.apply(x).abs() ** 2).sum() if dtype.is_complex else Sinh.apply(x).sum()
+    with pytest.raises(GradtoolsError, match="autograd cannot differentiate"):
+        gt.hvp(f, (x,), (x,))
+    if dtype.is_complex:
+        found = gt.hvp(lambda x: (Linear.apply(x, _W) * x).real.sum(), (x,), (x,))[1][0]
+        assert torch.allclose(found, 5 * x.conj())
+    else:
+        found = gt.hvp(lambda x: (Linear.apply(x, _W.float()) * x).sum(), (x,), (x,))[1][0]
+        assert torch.allclose(found, 5 * x)
+
+
+def test_a_class_that_is_handed_functions_is_judged_by_the_one_at_hand():
+    class Of(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, slope: Any) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.slope = slope
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return g * ctx.slope(ctx.saved_tensors[0]), None
+
+    lost = lambda x: Of.apply(x, lambda x: x.detach() ** 2)
+    fine = lambda x: Of.apply(x, lambda x: x**2)
+    with pytest.raises(GradtoolsError, match="Function Of"):
+        gt.grad(gt.grad(lost))(_x())
+    assert float(gt.grad(gt.grad(fine))(_x())) == pytest.approx(2 * X)
+
+
+def test_an_operator_without_an_autograd_kernel_is_refused_at_first_order():
+    sine = _without_kernel()[1]
+    f = lambda x: x * x + sine(x)
+    ways = {
+        "grad": lambda: gt.grad(f)(_x()),
+        "vjp": lambda: gt.vjp(f, _x())[1](_x()),
+        "hvp": lambda: gt.hvp(f, (_x(),), (_x(),)),
+        "linearize": lambda: gt.linearize(f, _x())[1](_x()),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, way in ways.items():
+            with pytest.raises(GradtoolsError, match=f"^{name}: f holds an operator without"):
+                way()
+
+    def constant(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = sine(x)
+        return x * x + y
+
+    assert float(gt.grad(constant)(_x())) == pytest.approx(2 * X)
+
+
+def test_a_class_is_tried_once_and_leaves_nothing_behind():
+    calls = []
+    layer = torch.nn.BatchNorm1d(1, dtype=torch.float64)
+
+    class Counted(Linear):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            calls.append(1)
+            return Linear.forward(ctx, x, w)
+
+    f = lambda x: (Counted.apply(layer(x), _W) ** 2 * torch.rand(())).sum()
+    x = torch.randn(4, 1, dtype=torch.float64)
+    torch.manual_seed(0)
+    gt.hvp(f, (x,), (x,))
+    drawn, seen = torch.rand(()), int(layer.num_batches_tracked)
+    torch.manual_seed(0)
+    torch.rand(())
+    assert torch.equal(drawn, torch.rand(()))
+    assert seen == 1
+    before = len(calls)
+    gt.hvp(f, (x,), (x,))
+    assert len(calls) == before + 1
+    assert "apply" not in torch.autograd.function._SingleLevelFunction.__dict__
+
+
+def test_a_first_derivative_tries_nothing():
+    calls = []
+
+    class Seen(NoGrad):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            calls.append(1)
+            return x**3
+
+    gt.grad(Seen.apply)(_x())
+    with torch.no_grad():
+        gt.vjp(Seen.apply, _x())[1](_x())
+    assert len(calls) == 2
+
+
+def test_module_hooks_pass():
+    layer = torch.nn.Linear(1, 1, dtype=torch.float64)
+    layer.register_full_backward_hook(lambda module, given, cts: None)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    weight = layer.weight.detach().double().item()
+    found = gt.hessian(lambda x: (layer(x) ** 2).sum())(x)
+    assert float(found) == pytest.approx(2 * weight**2, rel=1e-6)

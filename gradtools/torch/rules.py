@@ -223,10 +223,10 @@ def _as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
 
 def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """The same, each in memory of its own, for dual numbers may be written in place."""
-    held = [_unwrapped(x) for xs in others for x in xs if x is not None]
+    held = [unwrapped(x) for xs in others for x in xs if x is not None]
     own: list[Any] = []
     for y in found:
-        inner = None if y is None else _unwrapped(y)
+        inner = None if y is None else unwrapped(y)
         if inner is not None and any(torch._C._is_alias_of(x, inner) for x in held):
             y = y.clone()
         elif inner is not None:
@@ -236,7 +236,7 @@ def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
 
 
 def _shares(x: Tensor, y: Tensor) -> bool:
-    return x is y or (torch._C._is_alias_of(x, y) and not (_is_wrapped(x) or _is_wrapped(y)))
+    return x is y or (torch._C._is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
 
 
 def _view_like(x: Tensor, y: Tensor) -> Tensor:

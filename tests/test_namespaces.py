@@ -123,6 +123,7 @@ ALONE = {
     ("jax", "linen.py"): "the reversal layer of flax.linen",
     ("torch", "modes.py"): "flags that choose kernels; JAX has none",
     ("torch", "onetangent.py"): "tangents by hand where PyTorch's rules are slow",
+    ("torch", "hooks.py"): "hooks on gradients; JAX has none",
     ("torch", "zeros.py"): "products with symbolic zeros; XLA takes them out itself",
     ("torch", "stopping.py"): "gradients switched off in forward mode; JAX has no such switch",
     ("torch", "programs.py"): "chunks as nodes of autograd's graph; JAX differentiates a scan",

@@ -206,7 +206,10 @@ class TorchBackend:
 
             if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
                 return chunking.checkpointed(self, f, args, kwargs)
-            region: dict[str, Any] = {} if is_compiling() else {"context_fn": _Region().contexts}
+            region: dict[str, Any] = {}
+            if not is_compiling():
+                # To the end: rrelu saves its noise before it is drawn (torch#193671).
+                region = {"context_fn": _Region().contexts, "early_stop": False}
             return checkpoint(f, *args, use_reentrant=False, **region, **kwargs)
 
         return checkpointed

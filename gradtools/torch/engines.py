@@ -261,7 +261,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
         ]
-        with torch.enable_grad(), Stops(hidden=not keep, again=keep):
+        with torch.enable_grad(), Stops(not keep, keep, asked_of(fun)):
             outs, extras, nested = _watched(fun, duals)
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
@@ -398,7 +398,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
             with RightTangents():
                 outs, extras = fun(*xs)
         else:
-            with torch.enable_grad(), Stops(hidden=False, again=True):
+            with torch.enable_grad(), Stops(False, True, asked_of(fun)):
                 outs, extras, nested = _watched(fun, xs)
             stopped[:] = [nested and all(_unpacked(y)[1] is None for y in outs)]
         return tuple(outs), tuple(extras)

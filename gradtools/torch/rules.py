@@ -236,7 +236,7 @@ def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
 
 
 def _shares(x: Tensor, y: Tensor) -> bool:
-    return x is y or (torch._C._is_alias_of(x, y) and not (is_wrapped(x) or _is_wrapped(y)))
+    return x is y or (torch._C._is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
 
 
 def _view_like(x: Tensor, y: Tensor) -> Tensor:

@@ -21,12 +21,14 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode, redispatch_function
 
+from gradtools.torch.hooks import PassedBy
 from gradtools.torch.upstream_bugs import bug_of, pushed_rightly
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 _tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -39,20 +41,38 @@ class Stops(TorchFunctionMode):
     hidden: Whether no graph is wanted of what f does, though f sees gradients on: each operation
         then runs without one, until f switches them on itself because it needs one.
     again: Whether the tangents may be differentiated: some then go another way.
+    asked: The operator that pushes f along, if it refuses hooks on gradients.
     """
 
-    def __init__(self, hidden: bool, again: bool = False) -> None:
+    def __init__(self, hidden: bool, again: bool = False, asked: str | None = None) -> None:
         super().__init__()
+        self._asked = asked
+        self._hooks: PassedBy | None = None
         self._again = again
         self._inside: Any = None  # what in C has the same name as its wrapper in Python
         self._level = forward_ad._current_level
         self._hidden = hidden
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
 
+    def __enter__(self) -> Stops:
+        super().__enter__()
+        if self._asked is not None:
+            self._hooks = PassedBy(self._asked, self._moves)
+        return self
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        if self._hooks is not None:
+            self._hooks.end()
         if self._stopped is not None:  # f has left gradients off
             _tangents(True)
+        if self._hooks is not None and error[:1] in ((), (None,)):
+            self._hooks.check()
+
+    def _moves(self, x: Tensor) -> bool:
+        if _is_wrapped(x):
+            return x.is_floating_point() or x.is_complex()
+        return _unpack(x, level=self._level)[1] is not None
 
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """The function, as this mode lets it run."""
@@ -61,6 +81,8 @@ class Stops(TorchFunctionMode):
             return self._switched(*args)
         if fun is torch.autograd.grad:
             return self._pulled(fun, args, kwargs)
+        if fun is Tensor.register_hook and self._hooks is not None:
+            return self._hooks.register(fun, *args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return Stops.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):

@@ -1,0 +1,79 @@
+"""Hooks that edit gradients, where f is pushed along: forward mode would pass them by.
+
+A hook replaces the cotangent, which the transposed map, dy = J dx, knows nothing of. So the
+backward hooks of a module that is about to run on dual numbers, and a hook that f sets on a tensor
+with a tangent and that no derivative inside of f has run, are refused by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from gradtools.errors import GradtoolsError
+
+Tensor = torch.Tensor
+
+
+class PassedBy:
+    """The watch over one call of an operator in forward mode, in this thread.
+
+    moves: Whether a tensor has a tangent there.
+    """
+
+    def __init__(self, asked: str, moves: Callable[[Tensor], bool]) -> None:
+        self._asked, self._moves = asked, moves
+        self._set: list[tuple[RemovableHandle, list[bool]]] = []
+        self._thread = threading.get_ident()
+        self._watch = register_module_forward_pre_hook(self._look)
+
+    def end(self) -> None:
+        """Ends the watch."""
+        self._watch.remove()
+
+    def check(self) -> None:
+        """Raises if a hook that f has set, and left, did not run."""
+        for handle, ran in self._set:
+            hooks = handle.hooks_dict_ref()
+            if not ran and hooks is not None and handle.id in hooks:
+                raise self._refusal("f sets a hook on a tensor")
+
+    def register(self, fun: Any, x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """`x.register_hook(hook)`, noting whether the hook runs."""
+        if not self._moves(x):
+            return fun(x, hook)
+        ran: list[bool] = []
+
+        def noted(ct: Tensor) -> Any:
+            ran[:] = [True]
+            return hook(ct)
+
+        if not x.requires_grad:
+            raise self._refusal("f sets a hook on a tensor")
+        handle = fun(x, noted)
+        self._set.append((handle, ran))
+        return handle
+
+    def _look(self, module: torch.nn.Module, args: Any) -> None:
+        """Before a module runs. Where its input is tracked PyTorch itself sets the hooks."""
+        if threading.get_ident() != self._thread:
+            return
+        if not (module._backward_hooks or module._backward_pre_hooks):
+            return
+        xs = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        tracked = module._is_full_backward_hook is not False and any(x.requires_grad for x in xs)
+        if not tracked and any(map(self._moves, xs)):
+            raise self._refusal(f"a {type(module).__name__} in f has a backward hook")
+
+    def _refusal(self, what: str) -> GradtoolsError:
+        return GradtoolsError(
+            f"{self._asked}: {what}, which edits gradients in reverse mode, and f is pushed along "
+            "in forward mode, which would pass it by. Take reverse mode (grad, vjp, linearize, "
+            "frozen, jacobian with mode='reverse'), or remove the hook."
+        )

@@ -176,13 +176,13 @@ CONVENTIONS = (
         "the table's own Function does not multiply by the gradient that comes in",
     ),
     *_lines(
-        ("nn.functional.max_unpool2d", "nn.functional.max_unpool3d", "as_strided_scatter"),
+        ("nn.functional.max_unpool3d", "as_strided_scatter"),
         ("*",),
         DIFFERS,
         "several entries are written to one place: which one stays is not determined",
     ),
     *_lines(
-        ("nn.functional.max_unpool1d",),
+        ("nn.functional.max_unpool1d", "nn.functional.max_unpool2d"),
         ("*",),
         DIFFERS,
         "several entries are written to one place: which one stays is not determined",

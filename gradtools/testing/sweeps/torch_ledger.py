@@ -45,6 +45,13 @@ NOTHING = (
         "a negative number to a real power is not a number",
     ),
     *_lines(
+        ("nn.LPPool1d",),
+        (EVERY_WAY,),
+        LEFT_OUT,
+        "the root of a negative sum is not a number",
+        whole=True,
+    ),
+    *_lines(
         ("*",),
         ("vmap of *", "torch.func.grad of *"),
         LEFT_OUT,
@@ -227,6 +234,14 @@ NO_FORWARD_MODE = (
         ("*",),
         REFUSED,
         "PyTorch has no forward mode of it",
+    ),
+    *_lines(
+        ("nn.LSTM*",),
+        ("jvp*",),
+        REFUSED,
+        "oneDNN's LSTM, in single precision on the CPU, has no forward mode",
+        dtype="float32",
+        whole=True,
     ),
     *_lines(
         ("nn.functional.rrelu, in place*",),

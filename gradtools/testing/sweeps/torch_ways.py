@@ -279,16 +279,19 @@ def _hvp_of_each(gt: Any, o: Oracles) -> Found:
     """Each input's own block of the Hessian, where the others have no tangent at all."""
     if len(o.x) == 1:
         return None
-    products = []
-    for i, x in enumerate(o.x):
-        loss = lambda x, i=i: o.loss(*o.x[:i], x, *o.x[i + 1 :])
-        products.append([gt.hvp(loss, (x,), (o.u[i],), mode=mode)[1][0] for mode in _MODES])
-    error = apart(*zip(*products, strict=True), o.usual_twice)
-    if error <= 1e-9:
+    forward, reverse = ([_block(gt, o, i, mode) for i in _all(o)] for mode in _MODES)
+    error = apart(forward, reverse, o.usual_twice)
+    if error <= _BOTH_MODES:
         return Judgement(AGREES, "both modes")
     return Judgement(DIFFERS, "both modes", f"they part by {error:.1e}")
 
 
+def _block(gt: Any, o: Oracles, i: int, mode: str) -> Any:
+    loss = lambda x: o.loss(*o.x[:i], x, *o.x[i + 1 :])
+    return gt.hvp(loss, (o.x[i],), (o.u[i],), mode=mode)[1][0]
+
+
+_BOTH_MODES = 1e-9  # their rounding is not the same
 _MODES = ("forward_over_reverse", "reverse_over_reverse")
 
 

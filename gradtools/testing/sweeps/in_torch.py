@@ -34,6 +34,7 @@ from gradtools.testing.sweeps.torch_ways import WAYS, Way
 __all__ = ["LEDGER", "WAYS", "sweep", "swept"]
 
 REVERSE_MODE = "PyTorch's own reverse mode"
+FINE, COARSE = ("float64", "complex128"), ("float32", "complex64")
 _SAMPLES = 4  # of an operator, in the whole sweep
 
 
@@ -46,8 +47,8 @@ def sweep(
     """What comes of every program in every way.
 
     Args:
-        whole: All ways, several samples, both dtypes and the in-place variants, in place of one
-            sample of each operator in the principal ways.
+        whole: All ways, several samples, single precision at first order and the in-place
+            variants, in place of one sample of each operator in the principal ways.
         only: Which programs, by name.
         part: `(i, n)` for the i-th of n parts, for those who share the work.
         tables: Of `TABLES`.
@@ -67,8 +68,10 @@ def sweep(
 
 def _swept_entry(entry: Entry, whole: bool) -> Iterator[Outcome]:
     plain = entry.variant == FUNCTION
-    for dtype in ("float64", "complex128"):
-        ways = [w for w in WAYS if w.quick or (whole and plain)]
+    for dtype in (*FINE, *COARSE) if whole and plain else FINE:
+        ways = [way for way in WAYS if way.quick or (whole and plain)]
+        if dtype in COARSE:
+            ways = [way for way in ways if way.quick and way.order == 1]
         for program in programs(entry, dtype, _SAMPLES if whole and plain else 1):
             if isinstance(program, Program):
                 yield from swept(program, ways)

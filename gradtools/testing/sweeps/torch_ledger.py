@@ -6,11 +6,12 @@ the sweep. What is simply a defect of gradtools has no line here.
 
 from __future__ import annotations
 
-from gradtools.testing.sweeps import DIFFERS, LEFT_OUT, REFUSED, Known
+from gradtools.testing.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, Known
 from gradtools.testing.sweeps.torch_programs import BY_THE_TABLE, EVERY_WAY
 
 REVERSE_MODE = "PyTorch's own reverse mode"
-_FORWARD = ("jvp", "hvp, forward over reverse")
+_OF_TANGENTS = ("grad of jvp", "jacobian, reverse over forward")
+_CASTS = ("bfloat16", "half", "float", "cfloat", "chalf")
 
 
 def _lines(
@@ -43,20 +44,48 @@ NOTHING = (
         LEFT_OUT,
         "a negative number to a real power is not a number",
     ),
+    *_lines(
+        ("nn.LPPool1d",),
+        (EVERY_WAY,),
+        LEFT_OUT,
+        "the root of a negative sum is not a number",
+        whole=True,
+    ),
+    *_lines(
+        ("*",),
+        ("vmap of *", "torch.func.grad of *"),
+        LEFT_OUT,
+        "torch.func's own vjp or jvp raises there, too",
+        whole=True,
+    ),
 )
 
 KINKS = (
     *_lines(
         ("nn.functional.cosine_embedding_loss", "nn.functional.hinge_embedding_loss"),
-        (REVERSE_MODE, "hvp*", "frozen, second order"),
+        ("*",),
         LEFT_OUT,
         "the loss branches on whether a target is 1 or -1, and the target is differentiated too",
     ),
     *_lines(
         ("linalg.norm.subgradients_at_zero",),
-        ("hvp, forward over reverse", "frozen, second order"),
+        ("hvp*", "frozen, second order"),
         DIFFERS,
         "a norm has no second derivative at zero: NaN by double backward, 0 in forward mode",
+    ),
+    *_lines(
+        ("linalg.norm.subgradients_at_zero",),
+        ("linearize of grad", "jacobian, forward over reverse"),
+        DIFFERS,
+        "a norm has no second derivative at zero: NaN by double backward, 0 in forward mode",
+        whole=True,
+    ),
+    *_lines(
+        ("linalg.norm.subgradients_at_zero",),
+        ("jvp of jvp",),
+        LEFT_OUT,
+        "a norm has no second derivative at zero",
+        whole=True,
     ),
     *_lines(
         ("corrcoef",),
@@ -64,14 +93,57 @@ KINKS = (
         DIFFERS,
         "of two observations the correlation is 1 or -1: its derivative is rounding noise",
     ),
+    *_lines(
+        ("masked.logaddexp",),
+        ("*",),
+        DIFFERS,
+        "what is masked out is -inf, of which PyTorch's derivatives are NaN",
+        whole=True,
+    ),
 )
 
 CONVENTIONS = (
     *_lines(
-        ("bfloat16", "half", "float", "cfloat", "chalf"),
+        _CASTS,
         ("*",),
         DIFFERS,
         "a cast to fewer digits: a derivative has no more of them, a finite difference fewer",
+    ),
+    *_lines(
+        _CASTS,
+        ("custom_rule by defvjp, jvp",),
+        REFUSED,
+        "a cast to fewer digits: the cotangent map is linear up to them only",
+        whole=True,
+    ),
+    *_lines(
+        ("float", "cfloat"),
+        ("*",),
+        LEFT_OUT,
+        "a cast to fewer digits: finite differences do not settle",
+        whole=True,
+    ),
+    *(
+        line
+        for result in (DIFFERS, REFUSED, LEFT_OUT)
+        for line in _lines(
+            ("cov",), ("*",), result, "one sample's weights are in single precision", whole=True
+        )
+    ),
+    *_lines(
+        ("svd_lowrank", "pca_lowrank"),
+        ("jvp", "linearize"),
+        DIFFERS,
+        "single precision: at the limit of its tolerance",
+        dtype="complex64",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.BCELoss", "nn.functional.binary_cross_entropy"),
+        ("custom_rule by defjvp, vjp",),
+        DIFFERS,
+        "reverse mode adds 1e-12 to a denominator, forward mode does not",
+        whole=True,
     ),
     *_lines(
         ("normal", "normal.number_mean"),
@@ -80,16 +152,62 @@ CONVENTIONS = (
         "a drawn number is a constant to PyTorch, though with one seed it moves with its mean",
     ),
     *_lines(
-        ("ScaleGradGenVmapAutogradFunction", "ZeroGradientsGenVmapAutogradFunction"),
+        ("nn.functional.dropout", "nn.functional.alpha_dropout"),
+        ("jacobian, forward*",),
+        DIFFERS,
+        "under vmap PyTorch draws another mask from the same seed",
+        whole=True,
+    ),
+    *_lines(
+        (
+            "CubeGenVmapAutogradFunction",
+            "NumpySortAutogradFunction",
+            "ScaleGradGenVmapAutogradFunction",
+            "ZeroGradientsGenVmapAutogradFunction",
+        ),
         ("*",),
         DIFFERS,
         "the table's own Function declares another derivative than that of what it computes",
     ),
     *_lines(
-        ("nn.functional.max_unpool*", "as_strided_scatter"),
+        ("CubeGenVmapAutogradFunction",),
+        ("custom_rule by defvjp, jvp",),
+        REFUSED,
+        "the table's own Function has a backward that is not linear",
+        whole=True,
+    ),
+    *_lines(
+        ("NumpyCubeNotComposableAutogradFunction",),
+        (REVERSE_MODE,),
+        DIFFERS,
+        "the table's own Function does not multiply by the gradient that comes in",
+    ),
+    *_lines(
+        ("nn.functional.max_unpool3d", "as_strided_scatter"),
         ("*",),
         DIFFERS,
         "several entries are written to one place: which one stays is not determined",
+    ),
+    *_lines(
+        ("nn.functional.max_unpool1d", "nn.functional.max_unpool2d"),
+        ("*",),
+        DIFFERS,
+        "several entries are written to one place: which one stays is not determined",
+        whole=True,
+    ),
+    *_lines(
+        ("zero_",),
+        ("dependence",),
+        DIFFERS,
+        "nothing of the input is left: reverse mode gives a zero, no data flows",
+        whole=True,
+    ),
+    *_lines(
+        ("linalg.eig",),
+        ("grad of jvp",),
+        RAISED,
+        "PyTorch's own check: a tangent of eigenvectors depends on their phase",
+        whole=True,
     ),
 )
 
@@ -113,33 +231,109 @@ NO_FORWARD_MODE = (
             "_segment_reduce.*",
             "to_sparse",
         ),
-        _FORWARD,
+        ("*",),
         REFUSED,
         "PyTorch has no forward mode of it",
+    ),
+    *_lines(
+        ("nn.LSTM*",),
+        ("jvp*",),
+        REFUSED,
+        "oneDNN's LSTM, in single precision on the CPU, has no forward mode",
+        dtype="float32",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.functional.rrelu, in place*",),
+        ("*",),
+        REFUSED,
+        "PyTorch has no forward mode of it in place",
+        whole=True,
     ),
     *_lines(
         (
             "nn.HuberLoss",
             "nn.SoftMarginLoss",
-            "nn.functional.hardsigmoid",
+            "nn.functional.hardsigmoid*",
             "nn.functional.huber_loss",
             "nn.functional.soft_margin_loss",
         ),
-        ("hvp, forward over reverse",),
+        ("*",),
         REFUSED,
         "PyTorch has no forward mode of its backward formula; reverse over reverse is right",
     ),
     *_lines(
         ("*CustomOp", "nn.functional.linear_cross_entropy.chunked*", "NumpyCubeNotComposable*"),
-        ("hvp, forward over reverse",),
+        ("*",),
         REFUSED,
-        "the operator has a reverse rule only",
+        "it has a reverse rule only, which torch.func does not take",
+    ),
+)
+
+TANGENTS = (
+    *_lines(
+        (
+            "*softmax*",
+            "*softmin*",
+            "*logsumexp",
+            "linalg.norm*",
+            "linalg.vector_norm",
+            "logcumsumexp",
+            "nn.CrossEntropyLoss",
+            "nn.LinearCrossEntropyLoss",
+            "nn.LogSoftmax",
+            "nn.MultiheadAttention*",
+            "nn.Softm*",
+            "nn.functional.cross_entropy",
+            "nn.functional.linear_cross_entropy",
+            "nn.functional.multi_head_attention_forward",
+            "nn.functional.normalize",
+            "nn.functional.scaled_dot_product_attention",
+            "norm",
+            "renorm",
+        ),
+        _OF_TANGENTS,
+        REFUSED,
+        "PyTorch's forward rule changes in place what the derivative of the tangent needs",
+        whole=True,
     ),
     *_lines(
-        ("NumpyCubeNotComposable*",),
-        ("jvp", "frozen, second order"),
+        ("linalg.det", "linalg.slogdet", "linalg.solve*", "linalg.tensorsolve", "logdet"),
+        _OF_TANGENTS,
         REFUSED,
-        "the Function has a reverse rule only, which may be differentiated once",
+        "the derivative of the tangent lacks a term",
+        "torch#192540",
+        whole=True,
+    ),
+    *_lines(
+        ("linalg.householder_product",),
+        _OF_TANGENTS,
+        REFUSED,
+        "the derivative of the tangent lacks a term",
+        "torch#198017",
+        whole=True,
+    ),
+    *_lines(
+        (
+            "*native_batch_norm*",
+            "nn.BatchNorm?d*",
+            "nn.InstanceNorm?d*",
+            "nn.functional.batch_norm",
+            "nn.functional.instance_norm",
+        ),
+        ("*jvp*", "jacobian, reverse over forward", "custom_rule by defjvp*"),
+        REFUSED,
+        "the derivative of the tangent lacks a term",
+        "torch#196699",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.LayerNorm", "native_layer_norm", "nn.functional.layer_norm"),
+        ("*jvp*", "jacobian, reverse over forward", "custom_rule by defjvp*"),
+        REFUSED,
+        "the derivative of the tangent lacks a term",
+        "torch#196700",
+        whole=True,
     ),
 )
 
@@ -153,4 +347,11 @@ DEFECTS = (
     ),
 )
 
-LEDGER: tuple[Known, ...] = (*NOTHING, *KINKS, *CONVENTIONS, *NO_FORWARD_MODE, *DEFECTS)
+LEDGER: tuple[Known, ...] = (
+    *NOTHING,
+    *KINKS,
+    *CONVENTIONS,
+    *NO_FORWARD_MODE,
+    *TANGENTS,
+    *DEFECTS,
+)

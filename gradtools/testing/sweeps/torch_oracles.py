@@ -31,6 +31,7 @@ REVERSE, TWICE = "reverse mode", "double backward"
 DOT, SLOPE = "dot-product test", "finite differences"
 _ROUNDING = 1e-6  # an ill-conditioned operation may be off by that if finite differences agree
 _NEAR = 1e-3  # of the usual steps
+_ZERO = 0.1
 _SETTLED = 1e-5  # finite differences that disagree with each other by more say nothing
 
 
@@ -89,6 +90,18 @@ class Oracles:
             == 0
         )
 
+    # --- sizes, below which a derivative that should be zero is rounding
+
+    @cached_property
+    def usual(self) -> float:
+        """A tenth of J^H v's size, were f's relative errors those of its input."""
+        return _ZERO * norm(self.v) * norm(self.y) / max(norm(self.x), 1.0)
+
+    @property
+    def usual_twice(self) -> float:
+        """The same of H u."""
+        return self.usual * norm(self.u) / max(norm(self.x), 1.0)
+
     # --- first order
 
     @cached_property
@@ -123,7 +136,7 @@ class Oracles:
             return Judgement(DIFFERS, SLOPE, "another shape")
         left, right = float(inner(self.v, found)), float(inner(self.pulled, self.u))
         size = norm(self.v) * norm(found) + norm(self.pulled) * norm(self.u)
-        error = _relative(abs(left - right), size)
+        error = _relative(abs(left - right), max(size, self.usual * norm(self.u)))
         if error <= tolerance(self.name, 1):
             return Judgement(AGREES, DOT)
         off = self._off(flat, self.slope)
@@ -140,7 +153,7 @@ class Oracles:
 
     def cotangent(self, found: Tensors, factor: float = 1.0) -> Judgement:
         """Of J^H v."""
-        error = apart(found, [factor * x for x in self.pulled])
+        error = apart(found, [factor * x for x in self.pulled], self.usual)
         if error > tolerance(self.name, 1):
             return Judgement(DIFFERS, REVERSE, _times(error, tolerance(self.name, 1)))
         return Judgement(AGREES, REVERSE)
@@ -156,6 +169,7 @@ class Oracles:
         v = vector(self.v)
         left, right = float(found.value @ v), float(inner(self.pulled, self.u))
         size = norm(self.v) * float(np.linalg.norm(found.value)) + norm(self.pulled) * norm(self.u)
+        size = max(size, self.usual * norm(self.u))
         allowed = FINITE_DIFFERENCES[self.name] * size + 4 * float(np.abs(found.error) @ np.abs(v))
         if abs(left - right) <= allowed:
             return Judgement(AGREES, SLOPE)
@@ -205,7 +219,7 @@ class Oracles:
         """Of H u."""
         allowed = tolerance(self.name, 2)
         twice = None if self.twice is None else [factor * x for x in self.twice]
-        error = None if twice is None else apart(found, twice)
+        error = None if twice is None else apart(found, twice, self.usual_twice)
         flat = vector(found) / factor
         off = self._off(flat, self.slope_of_gradient) if self.fine else None
         if off is None or off > 1:
@@ -237,6 +251,7 @@ class Oracles:
     def _curvature(self, found: Any, by: Slope) -> Judgement:
         u = vector(self.u)
         size = float(np.linalg.norm(by.value) * np.linalg.norm(u))
+        size = max(size, self.usual_twice * norm(self.u))
         allowed = FINITE_DIFFERENCES[self.name] * size + 4 * float(np.abs(by.error) @ np.abs(u))
         expected = float(by.value @ u)
         if self._off(by.value, by) is None:
@@ -307,13 +322,14 @@ def vector(xs: Tensors) -> np.ndarray:
     parts = []
     for x in xs:
         x = x.detach().resolve_conj().resolve_neg()
+        x = x.clone() if x._is_zerotensor() else x
         real = torch.view_as_real(x) if x.is_complex() else x
         parts.append(real.reshape(-1).to(torch.float64).numpy())
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def apart(a: Tensors, b: Tensors) -> float:
-    """max |a - b| / max(|a|, |b|) over all entries; inf where one alone is not a number."""
+def apart(a: Tensors, b: Tensors, least: float = 0.0) -> float:
+    """max |a - b| / max(|a|, |b|, least) over all entries; inf where one alone is no number."""
     one, other = vector(a), vector(b)
     if one.shape != other.shape:
         return float("inf")
@@ -321,7 +337,7 @@ def apart(a: Tensors, b: Tensors) -> float:
     if not (np.isfinite(one) == known).all():
         return float("inf")
     one, other = one[known], other[known]
-    size = max(np.abs(one).max(initial=0), np.abs(other).max(initial=0))
+    size = max(np.abs(one).max(initial=0), np.abs(other).max(initial=0), least)
     return _relative(float(np.abs(one - other).max(initial=0)), float(size))
 
 

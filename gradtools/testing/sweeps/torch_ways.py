@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from gradtools.testing.sweeps import AGREES, DIFFERS, LEFT_OUT
@@ -65,6 +66,32 @@ def _jvp(gt: Any, o: Oracles) -> Found:
     return o.tangent(gt.jvp(o.f, o.x, o.u)[1])
 
 
+@_way("vjp, outputs one by one", quick=True)
+def _vjp_of_each(gt: Any, o: Oracles) -> Found:
+    """The other outputs then have no cotangent at all, where a zero would do."""
+    if len(o.y) == 1:
+        return None
+    parts = [gt.vjp(_output(o.f, i), *o.x)[1](v) for i, v in enumerate(o.v)]
+    return o.cotangent([sum(xs[1:], xs[0]) for xs in zip(*parts, strict=True)])
+
+
+def _output(f: Any, i: int) -> Any:
+    return lambda *xs: f(*xs)[i]
+
+
+@_way("jvp, inputs one by one", quick=True)
+def _jvp_of_each(gt: Any, o: Oracles) -> Found:
+    """The other inputs then have no tangent at all, where a zero would do."""
+    if len(o.x) == 1:
+        return None
+    parts = [gt.jvp(_input(o, i), (x,), (o.u[i],))[1] for i, x in enumerate(o.x)]
+    return o.tangent([sum(ys[1:], ys[0]) for ys in zip(*parts, strict=True)])
+
+
+def _input(o: Oracles, i: int) -> Any:
+    return lambda x: o.f(*o.x[:i], x, *o.x[i + 1 :])
+
+
 @_way("linearize", quick=True)
 def _linearize(gt: Any, o: Oracles) -> Found:
     push = gt.linearize(o.f, *o.x)[1]
@@ -96,13 +123,16 @@ def _jacobian(gt: Any, o: Oracles, mode: str) -> Found:
 
 def _times(v: Any, block: Any) -> Any:
     """v^T J of one block, whose first axes are v's."""
-    return (v.reshape(-1) @ block.reshape(v.numel(), -1)).reshape(block.shape[v.dim() :])
+    rows = block.reshape(v.numel(), -1).to(v.dtype)
+    return (v.reshape(-1) @ rows).reshape(block.shape[v.dim() :])
 
 
 def _pushed(row: Sequence[Any], u: Sequence[Any]) -> Any:
     """J u of one output's blocks."""
     parts = [
-        (block.reshape(-1, t.numel()) @ t.reshape(-1)).reshape(block.shape[: block.dim() - t.dim()])
+        (block.reshape(-1, t.numel()).to(t.dtype) @ t.reshape(-1)).reshape(
+            block.shape[: block.dim() - t.dim()]
+        )
         for block, t in zip(row, u, strict=True)
     ]
     return sum(parts[1:], parts[0])
@@ -244,6 +274,27 @@ def _all(o: Oracles) -> tuple[int, ...]:
     return tuple(range(len(o.x)))
 
 
+@_way("hvp, inputs one by one", order=2, quick=True)
+def _hvp_of_each(gt: Any, o: Oracles) -> Found:
+    """Each input's own block of the Hessian, where the others have no tangent at all."""
+    if len(o.x) == 1:
+        return None
+    forward, reverse = ([_block(gt, o, i, mode) for i in _all(o)] for mode in _MODES)
+    error = apart(forward, reverse, o.usual_twice)
+    if error <= _BOTH_MODES:
+        return Judgement(AGREES, "both modes")
+    return Judgement(DIFFERS, "both modes", f"they part by {error:.1e}")
+
+
+def _block(gt: Any, o: Oracles, i: int, mode: str) -> Any:
+    loss = lambda x: o.loss(*o.x[:i], x, *o.x[i + 1 :])
+    return gt.hvp(loss, (o.x[i],), (o.u[i],), mode=mode)[1][0]
+
+
+_BOTH_MODES = 1e-9  # their rounding is not the same
+_MODES = ("forward_over_reverse", "reverse_over_reverse")
+
+
 @_way("grad of jvp", order=2)
 def _grad_of_jvp(gt: Any, o: Oracles) -> Found:
     pushed = lambda *xs: inner(o.v, gt.jvp(o.g, xs, o.u)[1])
@@ -293,8 +344,10 @@ def _forward_over_reverse(gt: Any, o: Oracles) -> Found:
 
 @_way("mixed_partial, program as f", order=2)
 def _mixed_as_f(gt: Any, o: Oracles) -> Found:
+    import torch
+
     both = lambda y, g: o.loss(*(a + b for a, b in zip(y, g, strict=True)))
-    zeros = tuple(x * 0 for x in o.x)
+    zeros = tuple(torch.zeros_like(x) for x in o.x)
     same = lambda z: tuple(x * 1 for x in z)
     return o.product(gt.mixed_partial(both, same, o.x, zeros, o.u))
 
@@ -366,6 +419,48 @@ def _connected(o: Oracles) -> list[bool]:
     with torch.enable_grad():
         ys = o.f(*(x.view_as(x) for x in live))
     return [g is not None for g in torch.autograd.grad(ys, live, o.v, allow_unused=True)]
+
+
+# --- tensors of another class -------------------------------------------------------------------
+
+
+@_way("vjp, tensor subclass")
+def _vjp_of_subclass(gt: Any, o: Oracles) -> Found:
+    x, v = _marked(o.x), _marked(o.v)
+    return o.cotangent(_plain(gt.vjp(o.f, *x)[1](v)))
+
+
+@_way("jvp, tensor subclass")
+def _jvp_of_subclass(gt: Any, o: Oracles) -> Found:
+    return o.tangent(_plain(gt.jvp(o.f, _marked(o.x), _marked(o.u))[1]))
+
+
+@_way("linearize, tensor subclass")
+def _linearize_of_subclass(gt: Any, o: Oracles) -> Found:
+    return o.tangent(_plain(gt.linearize(o.f, *_marked(o.x))[1](*_marked(o.u))))
+
+
+@_way("hvp, tensor subclass", order=2)
+def _hvp_of_subclass(gt: Any, o: Oracles) -> Found:
+    return o.product(_plain(gt.hvp(o.loss, _marked(o.x), _marked(o.u))[1]))
+
+
+def _marked(xs: Sequence[Any]) -> tuple[Any, ...]:
+    """The same as tensors of a subclass that does nothing."""
+    return tuple(x.as_subclass(_subclass()) for x in xs)
+
+
+@cache
+def _subclass() -> Any:
+    import torch
+
+    return type("Marked", (torch.Tensor,), {})
+
+
+def _plain(xs: Sequence[Any]) -> tuple[Any, ...]:
+    import torch
+
+    return tuple(x.as_subclass(torch.Tensor) for x in xs)
 
 
 # --- within PyTorch's own transforms ------------------------------------------------------------

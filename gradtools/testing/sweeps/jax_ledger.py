@@ -17,15 +17,18 @@ _SHAPE = "the derivative to the shape a has no derivative of its own"
 _TRACER = "a custom rule inside expn closes over a tracer, so it has no second derivative"
 _SINGLE = "the softmax is computed in float32, whatever it is given"
 _EIGVECS = "the derivative of eigenvectors must be switched on, in jax.lax.linalg.eig alone"
+_SIGN = "z / |z| turns with z; JAX takes its derivative for zero, as that of a real sign"
+_BRANCH = "log(1 - x) is taken at x > 1 too, where it is not used: NaN in reverse mode"
+
+_SECOND = (*("hvp*", "*second order", "jacobian, reverse over forward", "hessian", "grad of jvp"),)
 
 
 def _none(program: str, reason: str, upstream: str = "") -> Known:
     return Known(program, "*", RAISED, reason, upstream)
 
 
-def _second(program: str, reason: str, upstream: str = "") -> tuple[Known, ...]:
-    ways = ("hvp*", "*second order")
-    return tuple(Known(program, way, RAISED, reason, upstream) for way in ways)
+def _second(program: str, reason: str, upstream: str = "", **more: bool) -> tuple[Known, ...]:
+    return tuple(Known(program, way, RAISED, reason, upstream, **more) for way in _SECOND)
 
 
 LEDGER: tuple[Known, ...] = (
@@ -41,10 +44,19 @@ LEDGER: tuple[Known, ...] = (
     *_second("numpy.roots", _EIGVECS, "jax#2748"),
     *_second("scipy.special.exp1", _TRACER),
     *_second("scipy.special.expn", _TRACER),
+    *_second("lax.igamma*", _SHAPE, "jax#7922", whole=True),
     *_second("scipy.special.gammainc*", _SHAPE, "jax#7922"),
-    Known("scipy.special.hyp?f1", "*reverse over reverse", RAISED, _LOOP),
+    Known("scipy.special.spence", "*", DIFFERS, _BRANCH),
+    Known("*.sign", "*", DIFFERS, _SIGN, dtype="complex128", whole=True),
+    *(
+        Known("scipy.special.hyp?f1", way, RAISED, _LOOP, whole=True)
+        for way in (
+            *("*reverse over reverse", "jacobian, reverse over forward", "grad of jvp"),
+            *("checkpoint, second order", "rule by vjp, second order"),
+        )
+    ),
     Known("lax.ragged_dot*", "*reverse over reverse", RAISED, _RAGGED),
-    Known("lax.while_loop", "vjp", RAISED, _LOOP),
+    Known("lax.while_loop", "*vjp", RAISED, _LOOP),
     *_second("lax.while_loop", _LOOP),
     Known("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
 )

@@ -253,14 +253,13 @@ put("scipy.special", "exp1 expi sici fresnel spence", pos(*V), both=False)
 put("scipy.special", "logit ndtri", inside(*V), both=False)
 put("scipy.special", "erfinv", unit(*V), both=False)
 put("scipy.special", "wofz", cplx(*V))
-case("scipy.special.betaln", lambda x: special.betaln(x, x), pos(*V), both=False)
+put("scipy.special", "beta betaln kl_div rel_entr poch", pos(*V), pos(*V), both=False)
 case(
     "scipy.special.betaln",
     lambda x: special.betaln(x, jnp.ones(3)),
     at(1.0, 1.0, 1.0),
     both=False,
 )
-put("scipy.special", "beta betaln kl_div rel_entr poch", pos(*V), pos(*V), both=False)
 put("scipy.special", "xlogy xlog1py boxcox boxcox1p", pos(*V), pos(*V), both=False)
 put("scipy.special", "owens_t", any_(*V), any_(*V), both=False)
 put("scipy.special", "comb", large(*V), unit(*V), both=False)

@@ -161,7 +161,7 @@ class _Reader:
             return _rows(eqn, eqn.primitive.gradtools_connects(eqn), _FULL, _CUT)
         if inner:
             return None
-        if name in _STOPS:
+        if name in _STOPS or tracing.is_complex_sign(eqn):
             return _rows(eqn, _all(eqn), _CUT, _CUT)
         if name in _FLAT and _FLAT[name](eqn):
             return _rows(eqn, _all(eqn), _ZERO, _CUT)
@@ -402,6 +402,8 @@ def _loss(eqn: Eqn, operation: str) -> str:
     name = eqn.primitive.name
     if name in _STOPS:
         return _STOPS[name]
+    if tracing.is_complex_sign(eqn):
+        return "rule"
     if name in _FLAT:
         return "zero_derivative"
     if name in _CASTS:

@@ -166,6 +166,8 @@ class Tape:
 
     def _written_out(self, eqn: Any, node: Node, operands: Sequence[Moving]) -> list[Moving] | None:
         name, inner = eqn.primitive.name, tracing.bodies(eqn)
+        if any(body.jaxpr.constvars for body in inner):  # their values are not at hand here
+            return None
         if name == "cond":
             k = min(max(int(operands[0].array), 0), len(inner) - 1)
             return self._body(node, k, inner[k], operands)

@@ -198,6 +198,11 @@ def passive(eqn: Eqn) -> set[int]:
     return set(eqn.params["rule"].passive)
 
 
+def is_complex_sign(eqn: Eqn) -> bool:
+    """Whether an equation is z / |z|, whose derivative JAX takes for zero: it is lost."""
+    return eqn.primitive.name == "sign" and jnp.iscomplexobj(eqn.invars[0].aval)
+
+
 def may_not_run(eqn: Eqn) -> bool:
     """Whether a loop may run no time at all."""
     name = eqn.primitive.name
@@ -296,6 +301,8 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
         return [_mask(row) for row in eqn.primitive.gradtools_connects(eqn)]
     if not raw and name in _STOPS:
         return [0] * len(eqn.outvars)
+    if not raw and is_complex_sign(eqn):
+        return [0]
     if not raw and passive(eqn):
         active = [i not in passive(eqn) for i in range(len(eqn.invars))]
         return [_mask(active)] * len(eqn.outvars)

@@ -254,6 +254,12 @@ put("scipy.special", "logit ndtri", inside(*V), both=False)
 put("scipy.special", "erfinv", unit(*V), both=False)
 put("scipy.special", "wofz", cplx(*V))
 put("scipy.special", "beta betaln kl_div rel_entr poch", pos(*V), pos(*V), both=False)
+case(
+    "scipy.special.betaln",
+    lambda x: special.betaln(x, jnp.ones(3)),
+    at(1.0, 1.0, 1.0),
+    both=False,
+)
 put("scipy.special", "xlogy xlog1py boxcox boxcox1p", pos(*V), pos(*V), both=False)
 put("scipy.special", "owens_t", any_(*V), any_(*V), both=False)
 put("scipy.special", "comb", large(*V), unit(*V), both=False)
@@ -275,7 +281,6 @@ case("scipy.special.zeta", lambda x: special.zeta(2.5, x), pos(*V), both=False)
 case("scipy.special.hyp1f1", lambda x: special.hyp1f1(1.3, 2.1, x), unit(*V), both=False)
 put("scipy.special", "hyp1f1", pos(*V), pos(*V), unit(*V), both=False)
 case("scipy.special.hyp2f1", lambda x: special.hyp2f1(0.7, 1.3, 2.1, x), unit(*V), both=False)
-put("scipy.special", "hyp2f1", pos(*V), pos(*V), above(*V), unit(*V), both=False)
 case("scipy.special.bessel_jn", lambda x: special.bessel_jn(x, v=2, n_iter=20), pos(*V), both=False)
 case(
     "scipy.special.sph_harm_y",

@@ -101,26 +101,28 @@ def _pulled(fun: Flat, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
 def _pushed(name: str, fun: Flat, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
     """The pushforward of dxs; None where y cannot be differentiated."""
     mask = [dx is not None for dx in dxs]
-    with torch.enable_grad():
-        ys, pull = _evaluated(fun, xs, mask)
-        carried = [is_inexact(y) for y in ys]
+    try:
+        with torch.enable_grad():
+            ys, pull = _evaluated(fun, xs, mask)
+            carried = [is_inexact(y) for y in ys]
 
-        def cotangents(*us: Tensor) -> list[Tensor]:
-            found = pull(spread(us, carried), True)
-            return [
-                torch.zeros_like(x) if v is None else v for x, v in zip(moving, found, strict=True)
-            ]
+            def cotangents(*us: Tensor) -> list[Tensor]:
+                found = pull(spread(us, carried), True)
+                pairs = zip(moving, found, strict=True)
+                return [torch.zeros_like(x) if v is None else v for x, v in pairs]
 
-        moving = [x for x, m in zip(xs, mask, strict=True) if m]
-        at = [torch.ones_like(y) for y, c in zip(ys, carried, strict=True) if c]
-        _, push = _evaluated(cotangents, at, [True] * len(at))
-        try:
+            moving = [x for x, m in zip(xs, mask, strict=True) if m]
+            at = [torch.ones_like(y) for y, c in zip(ys, carried, strict=True) if c]
+            _, push = _evaluated(cotangents, at, [True] * len(at))
             dys = push([dx for dx in dxs if dx is not None], _is_tracked([*xs, *dxs]))
-        except (RuntimeError, NotImplementedError) as error:
-            raise NoTranspose(f"{name}: {error}") from error
-    return spread(
-        [torch.zeros_like(u) if v is None else v for u, v in zip(at, dys, strict=True)], carried
-    )
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoTranspose(
+            f"forward mode of {name} is had by differentiating its backward pass, of which "
+            f"PyTorch says: {error} Use reverse mode (grad, vjp), or give it a rule of its own by "
+            "gt.custom_rule."
+        ) from error
+    pairs = zip(at, dys, strict=True)
+    return spread([torch.zeros_like(u) if v is None else v for u, v in pairs], carried)
 
 
 def _evaluated(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:

@@ -406,7 +406,7 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     is_moved: Callable[..., bool] = _is_moved
     if bug is not None and bug.wrong != TANGENT:
         is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
-    if "out" in kwargs or not torch._C._is_fwd_grad_enabled() or not is_moved(args, kwargs):
+    if "out" in kwargs or not _is_differentiated_here() or not is_moved(args, kwargs):
         return _pushed_by_pytorch(fun, args, kwargs)
     if bug is None:
         return _transposed(fun, args, kwargs, opaque=True)
@@ -417,12 +417,18 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     return bug.instead(*args, **kwargs)
 
 
+def _is_differentiated_here() -> bool:
+    """Whether tangents are looked at: not in a Function's forward, nor in a dispatch mode."""
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradCPU)
+    return torch._C._is_fwd_grad_enabled() and not below
+
+
 def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """PyTorch's own forward mode; where it has none, the transpose of its reverse mode."""
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)
     except NotImplementedError as error:
-        if "out" in kwargs or not _is_moved(args, kwargs):
+        if "out" in kwargs or not _is_differentiated_here() or not _is_moved(args, kwargs):
             raise
         bug = bug_of(fun)
         try:

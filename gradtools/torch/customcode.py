@@ -169,6 +169,8 @@ class Opened(NamedTuple):
 
     def filled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Zeros for what is not reached because a derivative inside is constant."""
+        if not self.constant:
+            return list(grads)
         zero = self.constant - self.entered
         return [
             torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
@@ -178,8 +180,11 @@ class Opened(NamedTuple):
 
 def being_evaluated() -> list[Opened]:
     """The derivatives of this thread whose functions are being evaluated, the innermost last."""
-    found: list[Opened] = _here.__dict__.setdefault("opened", [])
-    return found
+    try:
+        return _here.opened  # type: ignore[no-any-return]
+    except AttributeError:
+        _here.opened = []
+        return _here.opened
 
 
 @contextmanager

@@ -1,16 +1,15 @@
-"""Custom code in a graph of autograd: is its backward pass right when it is differentiated again?
+"""Custom code in a graph of autograd: a derivative that its gradient loses is refused by name.
 
 A torch.autograd.Function, or an operator with a registered backward, may compute its gradient
 where autograd does not look: under no_grad, through NumPy, from an intermediate that it saved. The
-gradient g(x, ct) is right then, and its derivative is zero or lacks a term, in silence. So a
-class is never trusted, it is tried, and only when a derivative of its gradient is asked for: at
-the arguments of its call g is differentiated by autograd, and by finite differences
+gradient is right then, and its own derivative is zero or lacks a term, in silence. So a class is
+never trusted: it is tried (trials.py), once, when a derivative of its gradient may be asked for.
+What it loses is refused by a node beside the gradient, a gate, that the engine enters only on its
+way to what is lost. A constant gradient (of a linear map, a mask, a straight-through estimator)
+loses nothing.
 
-    (g(x + h v, ct) - g(x - h v, ct)) / 2 h
-
-and the same in ct. What both say is remembered; what autograd loses is refused, by a node beside
-the gradient that the engine enters only on its way to what is lost. A gradient that is constant
-(of a linear map, a mask, a straight-through estimator) agrees: both are zero.
+Here is also what a derivative taken inside a function depends on: so that what is cut from it
+afterwards can be told from what is constant.
 """
 
 from __future__ import annotations
@@ -28,22 +27,19 @@ import torch.autograd.forward_ad as forward_ad
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import function
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
-from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import _value
+from gradtools.torch.trials import Trial, standing_in
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 Args = tuple[Any, ...]
 _OWN = "gradtools."
-# Beneath Function, so that who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
 
 
 # --- what a graph holds ------------------------------------------------------------------
@@ -173,6 +169,8 @@ class Opened(NamedTuple):
 
     def filled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Zeros for what is not reached because a derivative inside is constant."""
+        if not self.constant:
+            return list(grads)
         zero = self.constant - self.entered
         return [
             torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
@@ -182,8 +180,11 @@ class Opened(NamedTuple):
 
 def being_evaluated() -> list[Opened]:
     """The derivatives of this thread whose functions are being evaluated, the innermost last."""
-    found: list[Opened] = _here.__dict__.setdefault("opened", [])
-    return found
+    try:
+        return _here.opened  # type: ignore[no-any-return]
+    except AttributeError:
+        _here.opened = []
+        return _here.opened
 
 
 @contextmanager
@@ -408,13 +409,15 @@ def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
         out = beneath(*args)
         key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
         outs = out if isinstance(out, tuple | list) else (out,)
-        nodes = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        nodes: list[Any] = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
         if nodes and not kind.__module__.startswith(_OWN) and not key.fine(False):
-            trial = _Trial.of(beneath, args)
-            nodes[0].register_hook(_Gating(asked, key, trial.noted(key), aliases).hook(nodes[0]))
+            trial = Trial.of(beneath, args)
+            nodes[0].register_hook(
+                _Gating(asked, key, partial(_noted, trial, key), aliases).hook(nodes[0])
+            )
         return out
 
-    with _standing_in(gated):
+    with standing_in(gated):
         yield
 
 
@@ -444,7 +447,7 @@ class _Calls(TorchFunctionMode):
 
     def _note(self, kind: Any, args: Args, out: Any) -> None:
         outs = out if isinstance(out, tuple | list) else (out,)
-        nodes = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
+        nodes: list[Any] = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
         key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
         if not nodes or key.fine(False):
             return
@@ -465,7 +468,7 @@ class _Calls(TorchFunctionMode):
         with temporarily_clear_interpreter_stack(), torch.enable_grad():
             pairs = zip(call, key.needs, strict=True)
             args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
-            return _Trial.of(key.kind.apply, args).noted(key)(False)
+            return _noted(Trial.of(key.kind.apply, args), key, False)
 
 
 def calls_guarded(asked: str) -> AbstractContextManager[Any]:
@@ -528,6 +531,14 @@ def _is_fine(node: Any) -> bool:
     return _key_of(node).fine(forward) is True
 
 
+def _noted(trial: Trial, key: _Key, forward: bool) -> set[str]:
+    """What a call loses, which is remembered of its class."""
+    found = trial.lost(forward)
+    if found is not None:
+        key.note(not found, forward)
+    return found or set()
+
+
 def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
     """What is lost by calls of a class in fun, which runs once more: its effects are undone."""
     from gradtools.torch.seeing import rerun
@@ -538,11 +549,11 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
         needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
         same = kind is key.kind and needs == key.needs[: len(needs)]
         if same and torch.is_grad_enabled() and len(found) < _CALLS:
-            found.append(_Trial.of(beneath, args).lost(forward))
+            found.append(Trial.of(beneath, args).lost(forward))
         return beneath(*args)
 
     try:
-        with _standing_in(tried), temporarily_clear_interpreter_stack():
+        with standing_in(tried), temporarily_clear_interpreter_stack():
             rerun(lambda xs: fun(*xs)[0], leaves)
     except Exception:  # f does not run twice: nothing is known
         pass
@@ -553,174 +564,3 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
 
 
 _CALLS = 4  # of one class in f that are tried
-
-
-@contextmanager
-def _standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
-    """Inside, `call(kind, apply, args)` stands for the calls of Functions in this thread."""
-    thread, busy = threading.get_ident(), False
-    before = _FUNCTIONS.__dict__.get("apply")
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal busy
-        beneath = super(_FUNCTIONS, cls).apply if before is None else before.__get__(None, cls)
-        ours = threading.get_ident() == thread and not busy and issubclass(cls, function.Function)
-        if not ours or kwargs:
-            return beneath(*args, **kwargs)
-        busy = True
-        try:
-            return call(cls, beneath, args)
-        finally:
-            busy = False
-
-    _FUNCTIONS.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if before is None:
-            del _FUNCTIONS.apply
-        else:
-            _FUNCTIONS.apply = before
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """One call of a class, as a map g of its differentiated arguments xs and of cotangents cts.
-
-    Attributes:
-        apply: Calls it.
-        args: With tensors in no graph.
-        moving: Which of the arguments are xs.
-        randomness: Where the generators stood.
-        ws: Of g only Re<w, g> is looked at.
-    """
-
-    apply: Callable[..., Any]
-    args: Args
-    moving: list[int]
-    randomness: Randomness | None
-    ws: list[Tensor]
-
-    @classmethod
-    def of(cls, apply: Any, args: Args) -> _Trial:
-        moving = [k for k, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
-        plain = tuple([x.detach() if isinstance(x, Tensor) else x for x in args])
-        tensors = [x for x in plain if isinstance(x, Tensor)]
-        waves = [_wave(plain[k], 3.0) for k in moving]
-        return cls(apply, plain, moving, Randomness.now(tensors), waves)
-
-    def noted(self, key: _Key) -> Callable[[bool], set[str]]:
-        """`lost`, which is remembered of the class."""
-
-        def lost(forward: bool) -> set[str]:
-            found = self.lost(forward)
-            if found is not None:
-                key.note(not found, forward)
-            return found or set()
-
-        return lost
-
-    def lost(self, forward: bool) -> set[str] | None:
-        """What autograd does not see, here and nearby; None if it cannot be told."""
-        found: set[str] | None = None
-        for shift in (0.0, 0.1):
-            xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
-            try:
-                # A checkpoint around the call would take what the trial saves for its own.
-                packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-                plain = saved_tensors_hooks(*(lambda x: x,) * 2) if packed else nullcontext()
-                with restored(self.randomness), torch.inference_mode(False), plain:
-                    found = (found or set()) | self._lost_at(xs, forward)
-            except Exception:  # what raises is not lost in silence
-                continue
-        return found
-
-    def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str]:
-        cts = [_wave(y, 2.0) for y in self._called(xs)[1]]
-        found = set()
-        for k in range(len(xs)):
-            if self._loses([*xs, *cts], k, len(xs), forward):
-                found.add("inputs")
-        for k in range(len(xs), len(xs) + len(cts)):
-            if self._loses([*xs, *cts], k, len(xs), forward):
-                found.add("cotangents")
-        return found
-
-    def _loses(self, point: list[Tensor], k: int, count: int, forward: bool) -> bool:
-        """Whether the derivative along entry k is another than finite differences say."""
-        v = _wave(point[k], 1.5)
-        eps = torch.finfo(v.dtype).eps
-        first, second = (self._slope(point, k, v, count, h) for h in (eps**0.3, 2 * eps**0.3))
-        size = abs(self._value(point, count))
-        error = 10 * abs(first - second) + 100 * eps**0.7 * size
-        if abs(first) <= error:
-            return False  # too small to be told from rounding
-        known = (self._pushed if forward else self._pulled)(point, k, v, count)
-        return not abs(known - first) <= error + 1e-3 * abs(first)
-
-    def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:
-        ends = [
-            self._value([*point[:k], point[k] + s * v, *point[k + 1 :]], count) for s in (h, -h)
-        ]
-        return (ends[0] - ends[1]) / (2 * h)
-
-    def _value(self, point: list[Tensor], count: int) -> float:
-        return float(self._paired(self._gradient(point[:count], point[count:], False)).detach())
-
-    def _pulled(self, point: list[Tensor], k: int, v: Tensor, count: int) -> float:
-        point = [x.detach() for x in point]
-        point[k] = point[k].requires_grad_()
-        total = self._paired(self._gradient(point[:count], point[count:], True))
-        if not total.requires_grad:
-            return 0.0
-        try:
-            (slope,) = torch.autograd.grad(total, [point[k]], allow_unused=True)
-        except NotImplementedError:
-            raise
-        except RuntimeError:  # once_differentiable, which raises on some ways only
-            return 0.0
-        return 0.0 if slope is None else float((slope.conj() * v).real.sum())
-
-    def _pushed(self, point: list[Tensor], k: int, v: Tensor, count: int) -> float:
-        point = [*point[:k], forward_ad.make_dual(point[k], v), *point[k + 1 :]]
-        total = self._paired(self._gradient(point[:count], point[count:], True))
-        tangent = forward_ad.unpack_dual(total).tangent
-        return 0.0 if tangent is None else float(tangent)
-
-    def _called(self, xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Arguments that are differentiated, and outputs."""
-        self_args = [x.clone() if isinstance(x, Tensor) else x for x in self.args]
-        tracked = [x if x.requires_grad else x.requires_grad_() for x in map(_alias, xs)]
-        for k, x in zip(self.moving, tracked, strict=True):
-            self_args[k] = x.view_as(x)  # no leaf, which it may not change in place
-        if self.randomness is not None:
-            self.randomness.restore()
-        with torch.enable_grad():
-            outs = self.apply(*self_args)
-        outs = outs if isinstance(outs, tuple | list) else (outs,)
-        return tracked, [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-
-    def _gradient(self, xs: Any, cts: Any, again: bool) -> Any:
-        tracked, outs = self._called(xs)
-        return torch.autograd.grad(outs, tracked, cts, create_graph=again, allow_unused=True)
-
-    def _paired(self, grads: Sequence[Tensor | None]) -> Tensor:
-        terms = [
-            (g.conj() * w).real.sum() for g, w in zip(grads, self.ws, strict=True) if g is not None
-        ]
-        return sum(terms[1:], terms[0]) if terms else torch.zeros(())
-
-
-def _alias(x: Tensor) -> Tensor:
-    return x.view_as(x)
-
-
-def _wave(x: Tensor, shift: float) -> Tensor:
-    """Numbers of x's size, drawn from no generator."""
-    at = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
-    wave = torch.sin(at * shift + shift).reshape(x.shape)
-    size = x.detach().abs().square().mean().sqrt() if x.numel() else 0.0
-    size = torch.where((size > 0) & (size < float("inf")), size, 1.0) if x.numel() else 1.0
-    if x.is_complex():
-        wave = torch.complex(wave, torch.cos(at * shift).reshape(x.shape))
-    return (wave * size).to(x.dtype)

@@ -31,6 +31,7 @@ from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.customcode import (
     Opened,
     Survey,
+    being_evaluated,
     calls_guarded,
     guarded,
     is_spent,
@@ -184,8 +185,13 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
     """f at aliases of the leaves, once, with a graph, and what is known of that."""
     keep = torch.is_grad_enabled()
     aliases = [_alias(x, keep) for x in leaves]
-    with torch.inference_mode(False), torch.enable_grad(), opened(aliases) as inside:
-        outs, extras = fun(*aliases)
+    around, inside = being_evaluated(), Opened(aliases, set(), set())
+    around.append(inside)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            outs, extras = fun(*aliases)
+    finally:
+        around.pop()
     refuse_lost(asked_of(fun), outs)
     survey = surveyed(outs)
     attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(survey, aliases))

@@ -45,7 +45,7 @@ NOTHING = (
         "a negative number to a real power is not a number",
     ),
     *_lines(
-        ("nn.LPPool1d",),
+        ("nn.LPPool?d",),
         (EVERY_WAY,),
         LEFT_OUT,
         "the root of a negative sum is not a number",
@@ -132,7 +132,7 @@ CONVENTIONS = (
     ),
     *_lines(
         ("svd_lowrank", "pca_lowrank"),
-        ("jvp", "linearize"),
+        ("jvp*", "linearize"),
         DIFFERS,
         "single precision: at the limit of its tolerance",
         dtype="complex64",

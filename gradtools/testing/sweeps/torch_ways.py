@@ -291,7 +291,7 @@ def _block(gt: Any, o: Oracles, i: int, mode: str) -> Any:
     return gt.hvp(loss, (o.x[i],), (o.u[i],), mode=mode)[1][0]
 
 
-_BOTH_MODES = 1e-9  # their rounding is not the same
+_BOTH_MODES = 1e-7  # their rounding is not the same
 _MODES = ("forward_over_reverse", "reverse_over_reverse")
 
 

@@ -33,13 +33,10 @@ class PassedBy:
         self._thread = threading.get_ident()
         self._watch = register_module_forward_pre_hook(self._look)
 
-    def end(self) -> None:
-        """Ends the watch."""
+    def end(self, well: bool) -> None:
+        """Ends the watch. If all went well, raises if a hook that f set and left did not run."""
         self._watch.remove()
-
-    def check(self) -> None:
-        """Raises if a hook that f has set, and left, did not run."""
-        for handle, ran in self._set:
+        for handle, ran in self._set if well else ():
             hooks = handle.hooks_dict_ref()
             if not ran and hooks is not None and handle.id in hooks:
                 raise self._refusal("f sets a hook on a tensor")

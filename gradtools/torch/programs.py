@@ -298,7 +298,7 @@ class Forward(Program):
             if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise captured_error(self, None)
         for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
-            kind = type(node)
+            kind: Any = type(node)
             if kind.__name__ == "AccumulateGrad":
                 if id(node.variable) not in own:
                     leaves[id(node.variable)] = node.variable

@@ -62,12 +62,11 @@ class Stops(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self._hooks is not None:
-            self._hooks.end()
         if self._stopped is not None:  # f has left gradients off
             _tangents(True)
-        if self._hooks is not None and error[:1] in ((), (None,)):
-            self._hooks.check()
+        hooks, self._hooks = self._hooks, None  # which hold this mode
+        if hooks is not None:
+            hooks.end(error[0] is None)
 
     def _moves(self, x: Tensor) -> bool:
         if _is_wrapped(x):

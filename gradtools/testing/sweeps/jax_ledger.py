@@ -30,8 +30,10 @@ def _none(program: str, reason: str, upstream: str = "") -> Known:
     return Known(program, "*", RAISED, reason, upstream)
 
 
-def _second(program: str, reason: str, upstream: str = "", **more: bool) -> tuple[Known, ...]:
-    return tuple(Known(program, way, RAISED, reason, upstream, **more) for way in _SECOND)
+def _second(
+    program: str, reason: str, upstream: str = "", whole: bool = False
+) -> tuple[Known, ...]:
+    return tuple(Known(program, way, RAISED, reason, upstream, whole=whole) for way in _SECOND)
 
 
 LEDGER: tuple[Known, ...] = (
@@ -81,6 +83,12 @@ LEDGER: tuple[Known, ...] = (
     ),
     Known("lax.while_loop", "*vjp", RAISED, _LOOP),
     *_second("lax.while_loop", _LOOP),
+    Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
+    Known("lax.while_loop", "chunked", RAISED, _LOOP, whole=True),
+    Known("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),
+    Known("lax.scatter_mul", "*", RAISED, "no derivative where an index comes twice", whole=True),
+    Known("numpy.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
+    Known("lax.sort_key_val", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
     Known("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
 )
 

@@ -148,10 +148,14 @@ def cplx(*shape: int) -> Draw:
 _TABLE: dict[str, list[Case]] = {}
 
 
+def _absent(*_: Any) -> Any:
+    raise NotImplementedError("this version of JAX does not have it")
+
+
 def put(space: str, names: str, *draws: Draw, both: bool = True) -> None:
     """Functions that are differentiated in all of their arguments."""
     for name in names.split():
-        _put(f"{space}.{name}", Case(getattr(NAMESPACES[space], name, None), draws, both))
+        _put(f"{space}.{name}", Case(getattr(NAMESPACES[space], name, _absent), draws, both))
 
 
 def case(program: str, f: Callable[..., Any], *draws: Draw, both: bool = True) -> None:
@@ -408,7 +412,7 @@ case("lax.pad", lambda x, v: lax.pad(x, v, [(-1, 1, 0)]), any_(*V), any_())
 case("lax.slice", lambda x: lax.slice(x, (1,), (5,), (2,)), any_(5))
 case("lax.slice_in_dim", lambda x: lax.slice_in_dim(x, 1, 3), any_(4))
 case("lax.index_in_dim", lambda x: lax.index_in_dim(x, 1), any_(*V))
-case("lax.index_take", lambda x: lax.index_take(x, (jnp.array([0, 2]),), (0,)), any_(*V))
+case("lax.index_take", lambda x: lax.index_take(x, jnp.array([[0, 2]]), (0,)), any_(*V))
 case("lax.dynamic_slice", lambda x: lax.dynamic_slice(x, (1,), (2,)), any_(4))
 case("lax.dynamic_slice_in_dim", lambda x: lax.dynamic_slice_in_dim(x, 1, 2), any_(4))
 case("lax.dynamic_index_in_dim", lambda x: lax.dynamic_index_in_dim(x, 1), any_(4))
@@ -456,7 +460,7 @@ for _name in ("scatter", "scatter_add", "scatter_mul", "scatter_max", "scatter_m
     )
 case(
     "lax.scatter_apply",
-    lambda x: lax.scatter_apply(x, _AT, jnp.sin, _PUT, update_shape=(2,)),
+    lambda x: lax.scatter_apply(x, jnp.asarray(_AT), jnp.sin, _PUT, update_shape=(2,)),
     any_(4),
 )
 case(

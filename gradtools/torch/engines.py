@@ -50,6 +50,7 @@ from gradtools.torch.terms import (
     first_of,
     guarded_gradients,
     guarded_tangents,
+    refuse_in_batches,
     third,
 )
 from gradtools.torch.upstream_bugs import RightTangents, TwiceByPlainOperations
@@ -107,6 +108,8 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
         again = create or forward_ad._current_level >= 0
         guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
+        if not once and any(is_wrapped(ct) for _, ct in pairs):
+            refuse_in_batches(asked_of(fun), [y for y, _ in pairs])
         with explained(asked_of(fun)), _in_use(aliases), guard:
             grads = torch.autograd.grad(
                 [y for y, _ in pairs],
@@ -162,7 +165,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             create = torch.is_grad_enabled() and (
                 attached or any(t.requires_grad for _, t in moved)
             )
-            with _in_use(aliases):
+            with explained(asked_of(fun)), _in_use(aliases):
                 found = torch.autograd.grad(
                     [p for p, _ in moved],
                     dummies,
@@ -271,13 +274,17 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
             outs, extras, nested = _watched(fun, duals)
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
-    primals = [y.primal for y in unpacked]
-    pushed = [torch.zeros_like(y) if t is None else t for y, t in unpacked]
+        primals = [y.primal for y in unpacked]
+        pushed = [
+            torch.zeros_like(y) if t is None or t._is_zerotensor() else t for y, t in unpacked
+        ]
+        if keep:
+            pushed = guarded_tangents(asked_of(fun), primals, pushed)
     if nested and all(t is None for _, t in unpacked):
         refuse_cut(fun, _cut_of(fun, leaves))
     note_taken(primals, pushed, leaves, leaves, torch.is_grad_enabled())
     if torch.is_grad_enabled():
-        return primals, extras, guarded_tangents(asked_of(fun), primals, pushed)
+        return primals, extras, pushed
     return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
 
 
@@ -289,8 +296,9 @@ def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
         found = _eager_vjp(fun, list(xs), True)
         return found.cut(found.pullback(found.outs))
 
-    with temporarily_clear_interpreter_stack():
+    with temporarily_clear_interpreter_stack(), suppress(RuntimeError):
         return rerun(run, leaves)
+    return []  # reverse mode does not see it: nothing is known
 
 
 # --- what was asked ----------------------------------------------------------------------

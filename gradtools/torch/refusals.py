@@ -47,6 +47,15 @@ _NO_GRAPH = (
     "reverse mode (grad, vjp, linearize)."
 )
 _MENDS = {
+    " is not implemented": (
+        "f holds an operation whose backward pass has no derivative in PyTorch, and that one is "
+        "asked for. Write it by plain operations, or for a second derivative push forward: "
+        "gt.jvp, or for attention sdpa_kernel(SDPBackend.MATH)."
+    ),
+    "arguments don't support automatic differentiation": (
+        "f holds an operation whose backward pass writes into out=..., which PyTorch cannot "
+        "differentiate. Write it by plain operations."
+    ),
     "must implement the jvp function": (
         "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
         "known_gradient, or a torch.autograd.Function without jvp), which forward mode cannot "

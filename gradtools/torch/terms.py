@@ -23,6 +23,9 @@ Tensor = torch.Tensor
 _TANGENT_IS_A_CONSTANT = {
     "NativeLayerNormBackward0": "layer_norm (torch#196700)",
     "NativeBatchNormBackward0": "batch_norm in training mode (torch#196699)",
+    "NativeBatchNormLegitBackward0": "batch_norm in training mode (torch#196699)",
+    "NativeBatchNormLegitBackward1": "batch_norm in training mode (torch#196699)",
+    "BatchNormWithUpdateBackward0": "batch_norm in training mode (torch#196699)",
     "CudnnBatchNormBackward0": "batch_norm in training mode (torch#196699)",
     "LinalgDetBackward0": "linalg.det (torch#192540)",
     "LinalgSlogdetBackward0": "linalg.slogdet (torch#192540)",
@@ -35,37 +38,39 @@ _TWICE_AT_MOST = {
     "NativeBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
     "CudnnBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
 }
+_WRONG_IN_BATCHES = {"CdistBackward0": "cdist"}
 NORMALISATIONS = {k: v for k, v in _TANGENT_IS_A_CONSTANT.items() if "norm (" in v or "mode" in v}
 
 
-class _Once(torch.autograd.Function):
-    """A derivative that may be read, and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, message: str) -> Tensor:
-        ctx.message = message
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Any:
-        raise GradtoolsError(ctx.message)
-
-
 def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) -> list[Tensor]:
-    """The tangents; those that PyTorch would differentiate wrongly refuse it."""
-    wrong = first_of(_TANGENT_IS_A_CONSTANT, primals) if _tracked(pushed) else None
-    if wrong is None:
+    """The tangents; those that PyTorch would differentiate wrongly refuse it.
+
+    While a function is pushed along, what is called from Python goes another way
+    (`upstream_bugs.py`); this is for what no mode sees, such as TorchScript. It is asked within
+    the level of forward mode, where what was saved shows its tangent.
+    """
+    if not _tracked(primals):
         return pushed
-    mend = (
-        "Write it by plain operations (mean, var, sqrt)"
-        if "norm" in wrong
-        else "Use linearize(f, *primals)[1], which pushes by transposing the pullback"
-    )
-    return _refusing(
-        pushed,
-        f"{asked}: the tangent is differentiated once more, but f holds {wrong}, of whose "
-        f"forward-mode rule PyTorch then leaves a term out. {mend}.",
-    )
+    for node, wrong in _held(_TANGENT_IS_A_CONSTANT, primals):
+        x = _input_of(node)
+        if x is not None and x.requires_grad and _has_tangent(x):
+            message = (
+                f"{asked}: the tangent is differentiated once more, but f holds {wrong}, of whose "
+                "forward-mode rule PyTorch then leaves a term out. Use linearize(f, *primals)[1], "
+                "which pushes by transposing the pullback, or plain operations."
+            )
+            return list(gated(pushed, [forward_ad.unpack_dual(x).primal], message))
+    return pushed
+
+
+def refuse_in_batches(asked: str, outs: Sequence[Tensor]) -> None:
+    """Raises if a pullback is mapped by vmap whose batching rule in PyTorch is wrong."""
+    if any(True for _ in _held(_WRONG_IN_BATCHES, outs)):
+        raise GradtoolsError(
+            f"{asked}: f holds cdist, whose backward pass PyTorch computes wrongly under vmap (no "
+            "upstream report was found). Pass chunk_size=1, which is a plain loop, or write it by "
+            "plain operations."
+        )
 
 
 def guarded_gradients(
@@ -88,12 +93,12 @@ def guarded_gradients(
 
 
 def _input_of(node: Any) -> Tensor | None:
-    """What a normalisation's double backward normalises, whose derivative lacks the term.
+    """What a normalisation normalises, or linear algebra takes, whose derivative lacks the term.
 
     Along its other inputs, cotangent and weight, it is right. None if the graph was freed.
     """
     try:
-        return node._saved_input
+        return node._saved_input if hasattr(node, "_saved_input") else node._saved_A
     except RuntimeError:
         return None
 
@@ -112,11 +117,6 @@ def third(asked: str, wrong: str) -> str:
         "its terms (a tangent that linearize pushes is a second one: it transposes twice). Write "
         "it by plain operations (mean, var, sqrt)."
     )
-
-
-def _refusing(xs: Sequence[Tensor | None], message: str) -> Any:
-    tracked = lambda x: x is not None and x.requires_grad
-    return [_Once.apply(x, message) if tracked(x) else x for x in xs]
 
 
 def _tracked(xs: Sequence[Tensor | None]) -> list[Tensor]:

@@ -14,6 +14,7 @@ at every order and under every transform, as far as its backward pass can be dif
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
+from gradtools.torch.customcode import guarded, surveyed
 from gradtools.torch.rules import apply_rule, is_inexact
 
 Tensor = torch.Tensor
@@ -57,10 +59,10 @@ def _rule(name: str, fun: Flat, opaque: bool) -> Rule:
         return fun(*[x.detach() for x in xs])
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-        return _linear(name, partial(_pushed, name, fun), saved, dxs, opaque)
+        return _linear(name, partial(_pushed, name, fun, opaque), saved, dxs, opaque)
 
     def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-        return _linear(name, partial(_pulled, fun), saved, cts, opaque)
+        return _linear(name, partial(_pulled, name, fun, opaque), saved, cts, opaque)
 
     def mapped(size: int, axes: Entries, xs: Sequence[Tensor], randomness: str) -> Any:
         each = _rule(name, partial(_looped, fun, size, tuple(axes)), opaque)
@@ -91,19 +93,19 @@ def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> l
     return spread(found, there_out)
 
 
-def _pulled(fun: Flat, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
+def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
     """The pullback of cts; None where x cannot be differentiated or is not reached."""
     mask = [is_inexact(x) for x in xs]
-    ys, pull = _evaluated(fun, xs, mask)
+    ys, pull = _evaluated(name, fun, xs, mask, opaque)
     return spread(pull(_filled(ys, cts), _is_tracked([*xs, *cts])), mask)
 
 
-def _pushed(name: str, fun: Flat, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
+def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
     """The pushforward of dxs; None where y cannot be differentiated."""
     mask = [dx is not None for dx in dxs]
     try:
         with torch.enable_grad():
-            ys, pull = _evaluated(fun, xs, mask)
+            ys, pull = _evaluated(name, fun, xs, mask, opaque)
             carried = [is_inexact(y) for y in ys]
 
             def cotangents(*us: Tensor) -> list[Tensor]:
@@ -113,7 +115,7 @@ def _pushed(name: str, fun: Flat, xs: Sequence[Tensor], dxs: Entries) -> list[An
 
             moving = [x for x, m in zip(xs, mask, strict=True) if m]
             at = [torch.ones_like(y) for y, c in zip(ys, carried, strict=True) if c]
-            _, push = _evaluated(cotangents, at, [True] * len(at))
+            _, push = _evaluated(name, cotangents, at, [True] * len(at), False)
             dys = push([dx for dx in dxs if dx is not None], _is_tracked([*xs, *dxs]))
     except (RuntimeError, NotImplementedError) as error:
         raise NoTranspose(
@@ -125,30 +127,40 @@ def _pushed(name: str, fun: Flat, xs: Sequence[Tensor], dxs: Entries) -> list[An
     return spread([torch.zeros_like(u) if v is None else v for u, v in pairs], carried)
 
 
-def _evaluated(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:
-    """`fun(*xs)` and its pullback to the masked arguments, by the engine that stands here."""
+def _evaluated(
+    name: str, fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool], custom: bool
+) -> Any:
+    """`fun(*xs)` and its pullback to the masked arguments, by the engine that stands here.
+
+    custom: Whether it is tried if its pullback may be differentiated.
+    """
     if peek_interpreter_stack() is not None:
         return _evaluated_in_functorch(fun, xs, mask)
     with torch.enable_grad():
         aliases = [_alias(x) if m else x.detach() for x, m in zip(xs, mask, strict=True)]
         ys = fun(*aliases)
     asked = [x for x, m in zip(aliases, mask, strict=True) if m]
+    survey = surveyed([y for y in ys if y.requires_grad]) if custom else None
 
     def pull(cts: Entries, create: bool) -> list[Any]:
         pairs = [(y, ct) for y, ct in zip(ys, cts, strict=True) if ct is not None]
         pairs = [(y, ct) for y, ct in pairs if y.requires_grad]
         if not pairs or not asked:
             return [None] * len(asked)
-        return list(
-            torch.autograd.grad(
-                [y for y, _ in pairs],
-                asked,
-                [ct for _, ct in pairs],
-                retain_graph=True,
-                create_graph=create,
-                allow_unused=True,
+        tried: Any = nullcontext()
+        if survey is not None:
+            tried = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, asked, create)
+        with tried:
+            return list(
+                torch.autograd.grad(
+                    [y for y, _ in pairs],
+                    asked,
+                    [ct for _, ct in pairs],
+                    retain_graph=True,
+                    create_graph=create,
+                    allow_unused=True,
+                )
             )
-        )
 
     return ys, pull
 

@@ -319,6 +319,7 @@ BUGS = (
             ("nn.functional.glu", "torch.nn.functional.glu(x[:, :2], 1).sum()"),
             ("aminmax", ""),
             ("renorm", ""),
+            ("linalg.eigh", ""),
             ("linalg.norm", ""),
             ("linalg.vector_norm", ""),
             ("linalg.matrix_norm", ""),
@@ -419,7 +420,7 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
 
 def _is_differentiated_here() -> bool:
     """Whether tangents are looked at: not in a Function's forward, nor in a dispatch mode."""
-    below = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradCPU)
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
     return torch._C._is_fwd_grad_enabled() and not below
 
 

@@ -47,7 +47,7 @@ from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
 from gradtools.torch.watching import bytes_saved, own_wrapper
-from gradtools.torch.zeros import NoProductsOfZero
+from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
 
 Tensor = torch.Tensor
 
@@ -57,6 +57,7 @@ class Uses:
 
     def __init__(self, budget: int | None) -> None:
         self.budget, self.held, self.size = budget or 0, 0, 0
+        self.is_complex = False  # whether complex numbers were seen in G's derivatives
         self.state: Snapshot | None = None  # what stood behind G at the latest use
         self.linear: weakref.WeakSet[Any] = weakref.WeakSet()  # Functions with such a backward
         self.skipped: dict[tuple[str, int], int] = {}  # ways that failed, see `by_any_kernel`
@@ -276,13 +277,21 @@ class _Use(Forward):
 
     def second(self, zs: Entries, dzs: Entries, cts: Entries) -> list[Any]:
         """The tangent of the pullback of cts along dzs: forward over reverse."""
+        try:
+            if not self.uses.is_complex:
+                return self._second(zs, dzs, cts, NoProductsOfZero(refuses_complex=True))
+        except ComplexNumbers:
+            self.uses.is_complex = True
+        return self._second(zs, dzs, cts, nullcontext())
+
+    def _second(self, zs: Entries, dzs: Entries, cts: Entries, products: Any) -> list[Any]:
         # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
         packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         own = saved_tensors_hooks(lambda x: x, lambda x: x) if packed else nullcontext()
         use = self.with_modes(self.modes)
         use.within = stops = lambda: Stops(hidden=False)
         level, graph = dual_level(), torch.enable_grad()
-        with use.without_hooks(), use.replaying(), own, level, graph, NoProductsOfZero():
+        with use.without_hooks(), use.replaying(), own, level, graph, products:
             duals = [_dual(z, dz) for z, dz in zip(zs, dzs, strict=True)]
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             with gated_calls("frozen", duals):

@@ -7,7 +7,9 @@ multiplies it out: a layer y = x w then takes three products,
 
 where two would do. Inside, such a zero is a single number expanded to the shape, with a mark, and a
 product with it is another. The mode adds some microseconds to each operation, so it stands only
-around passes that PyTorch's own rules differentiate.
+around passes that PyTorch's own rules differentiate. Beneath any dispatch mode PyTorch's forward
+over reverse mode of complex numbers may go wrong (linalg.pinv does; no upstream report was found),
+so what meets one there is done again without.
 """
 
 from __future__ import annotations
@@ -24,8 +26,19 @@ _SYMBOLIC_ZERO = _aten._efficientzerotensor.default
 _MARK = "gradtools_zero"
 
 
+class ComplexNumbers(Exception):
+    """They came up where the mode had better not stand."""
+
+
 class NoProductsOfZero(TorchDispatchMode):
-    """For what is called inside, in this thread."""
+    """For what is called inside, in this thread.
+
+    Raises `ComplexNumbers` if refuses_complex is set.
+    """
+
+    def __init__(self, refuses_complex: bool = False) -> None:
+        super().__init__()
+        self._refuses_complex = refuses_complex
 
     def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation, or the zero that it gives."""
@@ -35,6 +48,8 @@ class NoProductsOfZero(TorchDispatchMode):
         shape = None if shape_of is None else shape_of(*args)
         if shape is not None:
             return _zero(shape, dtype=args[0].dtype, device=args[0].device)
+        if self._refuses_complex and any(isinstance(x, Tensor) and x.is_complex() for x in args):
+            raise ComplexNumbers
         return fun(*args, **kwargs) if kwargs else fun(*args)
 
 

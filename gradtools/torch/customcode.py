@@ -163,15 +163,23 @@ class Opened(NamedTuple):
     entered: set[int]
     constant: set[int]
 
-    def cut(self, grads: Sequence[Tensor | None]) -> list[int]:
+    def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
         """Of what is not reached, what entered a derivative: it was cut afterwards."""
-        return [i for i in sorted(self.entered) if grads[i] is None]
+        lost = [i for i in sorted(self.entered) if grads[i] is None]
+        return [i for i in lost if i not in self._led_to(outs)] if lost else lost
 
-    def filled(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _led_to(self, outs: Sequence[Tensor]) -> set[int]:
+        """What the graph of outs leads to: if no gradient comes, it is zero on the way."""
+        nodes = _graph(outs)
+        return {i for i, x in enumerate(self.aliases) if _node_of(x) in nodes}
+
+    def filled(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor | None]:
         """Zeros for what is not reached because a derivative inside is constant."""
-        if not self.constant:
+        lost = {i for i in self.entered if grads[i] is None}
+        if not (self.constant or lost):
             return list(grads)
         zero = self.constant - self.entered
+        zero |= lost & self._led_to(outs) if lost else lost
         return [
             torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
             for i, g in enumerate(grads)

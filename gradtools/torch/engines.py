@@ -104,7 +104,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             (y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad
         ]
         if not pairs:
-            return inside.filled([None] * len(aliases))
+            return inside.filled([None] * len(aliases), outs)
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
         again = create or forward_ad._current_level >= 0
         guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
@@ -121,7 +121,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
             )
         grads = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
         note_taken([y for y, _ in pairs], grads, leaves, aliases, create)
-        return inside.filled([g if g is None or create else _free(g) for g in grads])
+        return inside.filled([g if g is None or create else _free(g) for g in grads], outs)
 
     def where_lost(i: int) -> list[str]:
         from gradtools.torch.seeing import where_lost
@@ -133,7 +133,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         [free(y) for y in outs],
         [free(x) for x in extras],
         pullback,
-        cut=inside.cut,
+        cut=lambda grads: inside.cut(grads, outs),
         where_lost=where_lost,
     )
 
@@ -152,7 +152,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             if tracked
             else ()
         )
-    refuse_cut(fun, inside.cut(pulled or [None] * len(leaves)))
+    refuse_cut(fun, inside.cut(pulled or [None] * len(leaves), outs))
 
     def push(tangents: list[Tensor]) -> list[Tensor]:
         moved = [
@@ -371,11 +371,11 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         if not reached or any(nested):
             return list(grads)
         grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
-        return grads if is_compiling() else entered[0].filled(grads)
+        return grads if is_compiling() else entered[0].filled(grads, ())
 
     if is_compiling():
         return Evaluation(list(outs), list(extras), pullback)
-    return Evaluation(list(outs), list(extras), pullback, entered[0].cut)
+    return Evaluation(list(outs), list(extras), pullback, lambda grads: entered[0].cut(grads, ()))
 
 
 def _probed(fun: Fun, xs: Sequence[Tensor], groups: Sequence[int], reached: list[bool]) -> Any:

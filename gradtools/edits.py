@@ -33,6 +33,7 @@ SCALE = Rule(
     passive=(1,),
     saves=(1,),
     captures=False,
+    identity=True,
 )
 """Inputs x and s; dy = s dx."""
 
@@ -44,6 +45,7 @@ REPLACE = Rule(
     passive=(0,),
     saves=(),
     captures=False,
+    identity=True,
 )
 """Inputs y and s; the value of y with the derivative of s."""
 
@@ -54,6 +56,7 @@ KNOWN = Rule(
     passive=(1,),
     saves=(1,),
     captures=False,
+    identity=True,
     reverse_only=True,
 )
 """Inputs x and dx; whatever comes in, the cotangent is dx."""
@@ -82,6 +85,7 @@ def clip_rule(backend: Backend, count: int, kind: int) -> Rule:
         passive=bounds,
         saves=bounds,
         captures=False,
+        identity=True,
         reverse_only=True,
     )
 
@@ -311,6 +315,7 @@ class Edits(Operators):
             primal=lambda *xs: list(xs),
             cotangent=cotangent,
             saves=(),
+            identity=True,
             reverse_only=True,
         )
         return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)

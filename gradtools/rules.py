@@ -92,6 +92,7 @@ class Rule:
         source: The rule that it was made for, if any: what is known of that holds for it too.
         dense: Whether the maps are handed zeros for what is floating, and not None.
         unlifted: In a rule whose value alone was lifted out of a trace, the rule as it was.
+        identity: Whether the outputs are inputs as they came, which pictures tell.
         key: A text by which compiled code finds the rule again, see `by_key`.
         mapped: `mapped(size, axes, xs, randomness)` gives the rule of a batch, for rules that
             know it themselves: with its inputs, and a function of its outputs that gives their
@@ -118,6 +119,7 @@ class Rule:
     source: Rule | None = None
     dense: bool = False
     unlifted: Rule | None = None
+    identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))
     mapped: Callable[..., Any] | None = None
     forward: Callable[..., list[Array]] | None = None

@@ -39,7 +39,7 @@ from gradtools.torch.trials import Trial, standing_in
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 Args = tuple[Any, ...]
-_OWN = "gradtools."
+_OWN = ("gradtools.", "torch._functorch.")  # the latter holds compiled code
 
 
 # --- what a graph holds ------------------------------------------------------------------

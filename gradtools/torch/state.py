@@ -311,7 +311,8 @@ class Reached:
     def restore(self) -> None:
         """Has every holder hold again what it held."""
         for holder in self.empty:
-            holder.clear()
+            if len(holder):
+                holder.clear()
         for holder, kept in self.maps:
             if any(a is not b for a, b in zip(holder, kept, strict=False)):
                 holder.clear()  # its order may count, too

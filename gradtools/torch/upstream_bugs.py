@@ -445,7 +445,7 @@ def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
             if bug is not None and bug.instead is not None:
                 return bug.instead(*args, **kwargs)
             return _transposed(fun, args, kwargs, opaque=False)
-        except NoTranspose:
+        except (NoTranspose, NotImplementedError):
             raise error from None
 
 

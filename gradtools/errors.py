@@ -20,6 +20,10 @@ class DisconnectedInputError(GradtoolsError):
     """A differentiated argument does not reach the output by a differentiable path."""
 
 
+class LostDerivativeError(GradtoolsError):
+    """Custom code in f gives a gradient whose own derivative autograd loses."""
+
+
 class RuntimeRefusal(GradtoolsError, RuntimeError):
     """A framework's refusal in words that say what to do, of the framework's own type."""
 

@@ -118,13 +118,13 @@ def no_factor(patch, gt):
 
 @mutant("the pullback is half detached", "hvp, reverse over reverse", "hessian", "grad of jvp")
 def lost_term(patch, gt):
-    whole = gradtools.derivatives.Derivatives._gradient
+    whole = gradtools.derivatives.Derivatives._filled
 
-    def gradient(self, call, found, disconnected):
-        grads = whole(self, call, found, disconnected)
+    def filled(self, call, grads):
+        grads = whole(self, call, grads)
         return [(g + self._backend.stop_gradient(g)) / 2 for g in grads]
 
-    patch.setattr(gradtools.derivatives.Derivatives, "_gradient", gradient)
+    patch.setattr(gradtools.derivatives.Derivatives, "_filled", filled)
 
 
 @mutant("the gradient is returned as the Hessian's product", "hvp, forward over reverse")

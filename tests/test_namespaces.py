@@ -124,6 +124,8 @@ ALONE = {
     ("torch", "modes.py"): "flags that choose kernels; JAX has none",
     ("torch", "onetangent.py"): "tangents by hand where PyTorch's rules are slow",
     ("torch", "hooks.py"): "hooks on gradients; JAX has none",
+    ("torch", "transposed.py"): "forward mode by reverse mode; JAX's is right",
+    ("torch", "upstream_bugs.py"): "wrong derivatives of PyTorch; JAX has no such seam",
     ("torch", "zeros.py"): "products with symbolic zeros; XLA takes them out itself",
     ("torch", "stopping.py"): "gradients switched off in forward mode; JAX has no such switch",
     ("torch", "programs.py"): "chunks as nodes of autograd's graph; JAX differentiates a scan",

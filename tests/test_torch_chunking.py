@@ -550,8 +550,8 @@ def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
     def run(call):
         torch.manual_seed(1)
         model.scale, log = torch.ones((), dtype=torch.float64), Log()
+        model.register_forward_hook(lambda m, a, y: log.note(True) if gt.is_replaying() else None)
         outs = call(f)
-        model.register_forward_hook(lambda m, a, y: log.note(gt.is_replaying()))
         used = list(model[:1].parameters())
         found = [*outs, model.scale, *gradients((outs[4] * outs[5]).sum(), used)]
         model._forward_hooks.clear()

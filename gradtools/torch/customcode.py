@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.torch.rules import _value
 from gradtools.torch.trials import Trial, standing_in
 
@@ -157,11 +158,13 @@ class Opened(NamedTuple):
         aliases: The tensors at which it is.
         entered: Which of these reach a derivative taken inside.
         constant: Which of these reach one that is constant.
+        before: Which had entered one in the functions around when this one began.
     """
 
     aliases: Sequence[Tensor]
     entered: set[int]
     constant: set[int]
+    before: list[set[int]]
 
     def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
         """Of what is not reached, what entered a derivative: it was cut afterwards."""
@@ -195,11 +198,16 @@ def being_evaluated() -> list[Opened]:
         return _here.opened
 
 
+def begun(aliases: Sequence[Tensor], around: Sequence[Opened]) -> Opened:
+    """A derivative whose function is about to be evaluated, inside of others."""
+    return Opened(aliases, set(), set(), [set(each.entered) for each in around])
+
+
 @contextmanager
 def opened(aliases: Sequence[Tensor]) -> Iterator[Opened]:
     """Inside, a function is evaluated at the aliases."""
     around = being_evaluated()
-    around.append(Opened(aliases, set(), set()))
+    around.append(begun(aliases, around))
     try:
         yield around[-1]
     finally:
@@ -212,27 +220,33 @@ def note_taken(
     leaves: Sequence[Tensor],
     aliases: Sequence[Tensor],
     kept: bool,
+    inside: Opened | None = None,
 ) -> None:
     """Notes, where a function is being evaluated, what a derivative that it takes depends on.
 
     found: The derivative of outs at the leaves, which stand under the names `aliases` in outs'
         graph. What that graph reaches and its own does not is constant.
     kept: Whether found has a graph.
+    inside: The evaluation of outs: what entered a derivative there, of which this one is constant,
+        is not cut.
     """
     around = being_evaluated()
     if not around:
         return
+    befores = inside.before if inside is not None else []
     nodes = _graph(outs)
     pairs = [(x, a) for x, a in zip(leaves, aliases, strict=True) if x.requires_grad]
     nodes |= _graph([x for x, a in pairs if x is a or _node_of(a) in nodes])
     moving = _graph([g for g in found if g is not None]) if kept else nodes
-    for each in around:
+    for each, before in zip_longest(around, befores[: len(around)]):
         for i, x in enumerate(each.aliases):
             node = _node_of(x)
             if node is not None and node in moving:
                 each.entered.add(i)
             elif node is not None and node in nodes:
                 each.constant.add(i)
+                if before is not None and i not in before:
+                    each.entered.discard(i)
 
 
 # --- nodes beside a gradient -------------------------------------------------------------
@@ -403,7 +417,7 @@ class _Gating(NamedTuple):
 
     def _ask(self, which: str, forward: bool = False) -> None:
         if not self.key.fine(forward) and which in self.tried(forward):
-            raise GradtoolsError(_message(self.asked, self.key, which))
+            raise LostDerivativeError(_message(self.asked, self.key, which))
 
 
 @contextmanager
@@ -468,7 +482,7 @@ class _Calls(TorchFunctionMode):
             behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
             for which, asked in (("inputs", again), ("cotangents", behind)):
                 if asked and which in self._lost(key, call):
-                    raise GradtoolsError(_message(self.asked, key, which))
+                    raise LostDerivativeError(_message(self.asked, key, which))
 
         nodes[0].register_hook(hook)
 

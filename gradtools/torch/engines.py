@@ -31,6 +31,7 @@ from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
 from gradtools.torch.customcode import (
     Opened,
     Survey,
+    begun,
     being_evaluated,
     calls_guarded,
     guarded,
@@ -120,7 +121,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
                 allow_unused=True,
             )
         grads = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
-        note_taken([y for y, _ in pairs], grads, leaves, aliases, create)
+        note_taken([y for y, _ in pairs], grads, leaves, aliases, create, inside)
         return inside.filled([g if g is None or create else _free(g) for g in grads], outs)
 
     def where_lost(i: int) -> list[str]:
@@ -175,7 +176,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
                     allow_unused=True,
                 )
             found = guarded_gradients(asked_of(fun), [p for p, _ in moved], found)
-            note_taken(tracked, found, leaves, aliases, create)
+            note_taken(tracked, found, leaves, aliases, create, inside)
             found = [v if v is None or create else _free(v) for v in found]
         pushed = spread(found, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
@@ -188,7 +189,8 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
     """f at aliases of the leaves, once, with a graph, and what is known of that."""
     keep = torch.is_grad_enabled()
     aliases = [_alias(x, keep) for x in leaves]
-    around, inside = being_evaluated(), Opened(aliases, set(), set())
+    around = being_evaluated()
+    inside = begun(aliases, around)
     around.append(inside)
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -367,7 +369,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         with explained(asked_of(fun)):
             grads = [g.view_as(g) for g in pull(filled)]
         if not is_compiling():
-            note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled())
+            note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled(), *entered)
         if not reached or any(nested):
             return list(grads)
         grads = [g if r else None for g, r in zip(grads, reached, strict=True)]

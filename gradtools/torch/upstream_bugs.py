@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -382,6 +382,7 @@ def bug_of(fun: Any) -> Bug | None:
 _LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)
 _IN_PYTHON = (_LINEAR_CROSS_ENTROPY, torch.cdist, torch.nn.functional.hardsigmoid)
 _OPERATORS = (OpOverload, OpOverloadPacket)
+_TRANSPOSABLE = (*_OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Function of a user's
 
 
 # --- what runs in its place ----------------------------------------------------------------------
@@ -438,7 +439,8 @@ def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)
     except NotImplementedError as error:
-        if "out" in kwargs or not _is_differentiated_here() or not _is_moved(args, kwargs):
+        mine = isinstance(fun, _TRANSPOSABLE) and "out" not in kwargs
+        if not mine or not _is_differentiated_here() or not _is_moved(args, kwargs):
             raise
         bug = bug_of(fun)
         try:

@@ -496,6 +496,7 @@ _LACKING = {
     re.compile("must implement the jvp function|marked with @once_differentiable"): _FUNCTION,
     re.compile("does(?: not|n't) require grad"): "a derivative or a hook on a gradient in G",
     re.compile("Could not run 'aten::_efficientzerotensor'"): "a product with a sparse tensor",
+    re.compile("Could not run 'aten::_efficientzerotensor'"): "a sparse matrix in G",
     re.compile("Nested forward mode AD is not supported"): "torch.func.jvp in G",
     re.compile(
         "view size is not compatible with input tensor's"

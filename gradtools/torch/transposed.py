@@ -170,7 +170,8 @@ def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool
         new = iter(moving)
         return tuple(fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)]))
 
-    ys, pullback = torch.func.vjp(run, *[x for x, m in zip(xs, mask, strict=True) if m])
+    moving = [x for x, m in zip(xs, mask, strict=True) if m]
+    ys, pullback = torch.func.vjp(run, *moving)  # type: ignore[misc]
 
     def pull(cts: Entries, create: bool) -> list[Any]:
         return [v.view_as(v) for v in pullback(tuple(_filled(ys, cts)))]

@@ -459,7 +459,8 @@ class TwiceByPlainOperations(TorchFunctionMode):
         bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
         if bug is not None and bug_of(fun) is bug and "out" not in (kwargs or {}):
             fun = bug.instead
-        return fun(*args, **kwargs) if kwargs else fun(*args)
+        called: Any = fun
+        return called(*args, **kwargs) if kwargs else called(*args)
 
 
 _BY_FORMULA = {
@@ -470,7 +471,8 @@ _BY_FORMULA = {
 
 
 def _inexact(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and is_inexact(x)]
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return [x for x in tensors if is_inexact(x) and x.layout is torch.strided]
 
 
 def _is_moved(args: Args, kwargs: Kwargs) -> bool:
@@ -497,7 +499,8 @@ def _is_fixed(x: Tensor) -> bool:
     """Whether nothing differentiates or maps x."""
     if is_wrapped(x) or x.requires_grad:
         return False
-    return not is_inexact(x) or forward_ad.unpack_dual(x).tangent is None
+    strided = x.layout is torch.strided
+    return not (is_inexact(x) and strided) or forward_ad.unpack_dual(x).tangent is None
 
 
 def _never(args: Args, kwargs: Kwargs) -> bool:
@@ -598,8 +601,8 @@ def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
         pairs = list(zip(outs, carried, strict=True))
         return tuple([y for y, c in pairs if c]), tuple([y for y, c in pairs if not c])
 
-    ys, pull, others = torch.func.vjp(run, *[duals[k].primal for k in moved], has_aux=True)
-    _, push = torch.func.vjp(pull, tuple([torch.ones_like(y) for y in ys]))
+    ys, pull, others = torch.func.vjp(run, *[duals[k].primal for k in moved], has_aux=True)  # type: ignore[misc]
+    _, push = torch.func.vjp(pull, tuple([torch.ones_like(y) for y in ys]))  # type: ignore[misc]
     pushed = push(tuple([duals[k].tangent for k in moved]))[0]
     outs = [forward_ad.make_dual(y, dy) for y, dy in zip(ys, pushed, strict=True)]
     outdef, carried = shape

@@ -42,7 +42,7 @@ class NoProductsOfZero(TorchDispatchMode):
 
     def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation, or the zero that it gives."""
-        if fun is _SYMBOLIC_ZERO:
+        if fun is _SYMBOLIC_ZERO and (kwargs or {}).get("layout") in (None, torch.strided):
             return _zero(args[0], **(kwargs or {}))
         shape_of = _PRODUCTS.get(fun)
         shape = None if shape_of is None else shape_of(*args)
@@ -54,8 +54,7 @@ class NoProductsOfZero(TorchDispatchMode):
 
 
 def _zero(shape: Any, **how: Any) -> Tensor:
-    strided = how.get("layout") in (None, torch.strided)
-    found = torch.zeros((), **how).expand(shape) if strided else torch.zeros(shape, **how)
+    found = torch.zeros((), **how).expand(shape)
     setattr(found, _MARK, True)
     return found
 

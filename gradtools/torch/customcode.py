@@ -325,6 +325,13 @@ def guarded(
     return _Guard(asked, fun, leaves, survey, aliases).watching(again)
 
 
+def refuse_lossy(asked: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
+    """Raises if custom code loses what its gradient depends on at the arguments."""
+    for node in survey.custom:
+        key = _key_of(node)
+        _Gating(asked, key, partial(_tried, fun, leaves, key), ()).ask("inputs")
+
+
 @dataclass(frozen=True)
 class _Guard:
     """What is needed to ask about the custom code in the graph of one evaluation.
@@ -393,8 +400,8 @@ class _Gating(NamedTuple):
             if not there or self.key.fine(forward_ad._current_level >= 0):
                 return None
             if forward_ad._current_level >= 0:
-                self._ask("inputs", forward=True)
-                self._ask("cotangents", forward=True)
+                self.ask("inputs", forward=True)
+                self.ask("cotangents", forward=True)
             if not torch.is_grad_enabled():
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
@@ -405,7 +412,7 @@ class _Gating(NamedTuple):
                 return None
             for which, sources in (("cotangents", behind), ("inputs", inputs)):
                 if sources:
-                    there = beside(there, partial(self._ask, which), sources)
+                    there = beside(there, partial(self.ask, which), sources)
             left = iter(there)
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 
@@ -415,7 +422,8 @@ class _Gating(NamedTuple):
         fine = self.key.fine(False)
         return bool(self.tried(False)) if fine is None else not fine
 
-    def _ask(self, which: str, forward: bool = False) -> None:
+    def ask(self, which: str, forward: bool = False) -> None:
+        """Raises if the derivative along these is lost."""
         if not self.key.fine(forward) and which in self.tried(forward):
             raise LostDerivativeError(_message(self.asked, self.key, which))
 

@@ -23,7 +23,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
-from gradtools.torch.customcode import guarded, surveyed
+from gradtools.torch.customcode import guarded, refuse_lossy, surveyed
 from gradtools.torch.rules import apply_rule, is_inexact
 
 Tensor = torch.Tensor
@@ -115,6 +115,9 @@ def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entri
 
             moving = [x for x, m in zip(xs, mask, strict=True) if m]
             at = [torch.ones_like(y) for y, c in zip(ys, carried, strict=True) if c]
+            if opaque and _is_tracked(moving):
+                survey = surveyed([y for y in ys if y.requires_grad])
+                refuse_lossy(name, lambda *xs: (fun(*xs), []), xs, survey)
             _, push = _evaluated(name, cotangents, at, [True] * len(at), False)
             dys = push([dx for dx in dxs if dx is not None], _is_tracked([*xs, *dxs]))
     except (RuntimeError, NotImplementedError) as error:

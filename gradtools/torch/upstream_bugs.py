@@ -439,7 +439,7 @@ def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)
     except NotImplementedError as error:
-        mine = isinstance(fun, _TRANSPOSABLE) and "out" not in kwargs
+        mine = (isinstance(fun, _TRANSPOSABLE) or bug_of(fun)) and "out" not in kwargs
         if not mine or not _is_differentiated_here() or not _is_moved(args, kwargs):
             raise
         bug = bug_of(fun)

@@ -1,0 +1,191 @@
+"""Forward mode where PyTorch's own is wrong or lacking: custom operators, formulas, guards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+X = torch.tensor([0.7, -1.2, 2.0], dtype=torch.float64)
+T = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
+F = torch.nn.functional
+
+
+@torch.library.custom_op("gradtools_tests::cube", mutates_args=())
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(x.detach().numpy() ** 3)
+
+
+@cube.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+
+
+cube.register_autograd(lambda ctx, g: g * 3 * ctx.saved_tensors[0] ** 2, setup_context=_save)
+
+
+@torch.library.custom_op("gradtools_tests::lossy", mutates_args=())
+def lossy(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+lossy.register_autograd(
+    lambda ctx, g: g * 3 * ctx.saved_tensors[0].detach() ** 2, setup_context=_save
+)
+
+
+@torch.library.custom_op("gradtools_tests::without", mutates_args=())
+def without(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+WAYS = {
+    "jvp": lambda f: gt.jvp(f, (X,), (T,))[1],
+    "jvp under no_grad": lambda f: torch.no_grad()(gt.jvp)(f, (X,), (T,))[1],
+    "linearize": lambda f: gt.linearize(f, X)[1](T),
+    "forward jacobian": lambda f: gt.jacobian(f, mode="forward")(X) @ T,
+    "jvp of vmap": lambda f: gt.jvp(torch.func.vmap(f), (X[None],), (T[None],))[1][0],
+    "vmap of jvp": lambda f: torch.func.vmap(lambda x: gt.jvp(f, (x,), (T,))[1])(X[None])[0],
+    "hvp, forward over reverse": lambda f: gt.hvp(
+        lambda x: f(x).sum(), (X,), (T,), mode="forward_over_reverse"
+    )[1][0],
+    "hvp, reverse over reverse": lambda f: gt.hvp(lambda x: f(x).sum(), (X,), (T,))[1][0],
+    "grad of jvp": lambda f: gt.grad(lambda x: gt.jvp(f, (x,), (T,))[1].sum())(X),
+    "jvp of jvp": lambda f: gt.jvp(lambda x: gt.jvp(f, (x,), (T,))[1], (X,), (T,))[1],
+    "reverse over forward jacobian": lambda f: torch.einsum(
+        "abc,b,c->a", gt.jacobian(gt.jacobian(f, mode="forward"), mode="reverse")(X), T, T
+    ),
+    "third order": lambda f: gt.grad(
+        lambda x: gt.hvp(lambda x: f(x).sum(), (x,), (T,), mode="forward_over_reverse")[1][0] @ T
+    )(X),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_custom_operator_with_a_backward_alone_has_every_mode(way):
+    torch.testing.assert_close(WAYS[way](cube), WAYS[way](lambda x: x**3))
+
+
+def test_plain_pytorch_still_drops_a_custom_operators_tangent():
+    """When this fails, upstream has mended it: `_is_custom` in upstream_bugs.py may go."""
+    with torch.autograd.forward_ad.dual_level():
+        y = cube(torch.autograd.forward_ad.make_dual(X, T))
+        assert torch.autograd.forward_ad.unpack_dual(y).tangent is None
+
+
+def test_mixed_partial_and_frozen_take_a_custom_operator_in_G():
+    y, z = (torch.tensor(v, dtype=torch.float64) for v in (2.0, 2.0))
+    f = lambda y, g: y**2 * g
+    assert float(gt.mixed_partial(f, cube, y, z, torch.ones_like(z))) == 48  # 2 y 3 z^2
+    G = gt.frozen(cube)
+    slope = lambda y: gt.grad(lambda z: f(y, G(z)))(z)  # y^2 3 z^2
+    assert float(gt.grad(lambda y: slope(y) ** 2)(y)) == 4608  # 4 y^3 (3 z^2)^2
+
+
+def test_what_a_custom_operator_lacks_is_refused_by_name():
+    with pytest.raises(GradtoolsError, match=r"gradtools_tests\.without.*no autograd formula"):
+        gt.jvp(without, (X,), (T,))
+    for way in ("grad of jvp", "hvp, forward over reverse", "hvp, reverse over reverse"):
+        with pytest.raises(GradtoolsError, match=r"lossy.*second derivative is lost"):
+            WAYS[way](lossy)
+    torch.testing.assert_close(gt.jvp(lossy, (X,), (T,))[1], 3 * X**2 * T)
+
+
+def test_compiled_forward_mode_refuses_a_custom_operator():
+    torch._dynamo.reset()
+    pushed = torch.compile(lambda x: gt.jvp(cube, (x,), (T,))[1], backend="aot_eager")
+    with pytest.raises(GradtoolsError, match="holds the custom operator cube"):
+        pushed(X)
+
+
+@pytest.mark.parametrize("name", ["det", "slogdet", "layer_norm", "softmax"])
+def test_compiled_tangents_are_differentiated_rightly(name):
+    f = {
+        "det": torch.linalg.det,
+        "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+        "layer_norm": lambda x: (F.layer_norm(x, (3,)) ** 3).sum(),
+        "softmax": lambda x: (torch.softmax(x, 0) ** 2).sum(),
+    }[name]
+    torch._dynamo.reset()
+    A, t = torch.outer(X, T) + 2 * torch.eye(3, dtype=X.dtype), torch.outer(T, X)
+    found = torch.compile(
+        lambda x: gt.grad(lambda x: gt.jvp(f, (x,), (t,))[1])(x),
+        backend="aot_eager",
+        fullgraph=True,
+    )(A)
+    torch.testing.assert_close(found, gt.hvp(f, (A,), (t,))[1][0])
+
+
+def test_an_operation_without_forward_mode_is_pushed_by_its_backward():
+    index = torch.tensor([0, 2, 2])
+    f = lambda x: X.index_reduce(0, index, x, "mean")
+    with pytest.raises(NotImplementedError, match="Trying to use forward AD"):
+        torch.func.jvp(f, (X,), (T,))
+    expected = gt.jacobian(f, mode="reverse")(X) @ T
+    torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+
+
+def test_linearize_pushes_where_backward_has_no_derivative_or_none_at_zero():
+    wide = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+    for f in (F.hardsigmoid, lambda x: torch.logcumsumexp(x, 0)[-1], lambda x: F.pdist(x[:, None])):
+        slope = lambda h, f=f: (f(wide + h * T) - f(wide - h * T)) / (2 * h)
+        expected = (4 * slope(1e-4) - slope(2e-4)) / 3
+        torch.testing.assert_close(gt.linearize(f, wide)[1](T), expected, rtol=1e-7, atol=1e-9)
+
+
+def test_in_place_forms_go_the_same_way():
+    index = torch.tensor([0, 1, 1])
+
+    def f(x):
+        y = x.clone()
+        return y.scatter_reduce_(0, index, 2 * x, "prod") + y
+
+    expected = gt.jacobian(f, mode="reverse")(X) @ T
+    torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+
+
+def test_what_no_mode_sees_is_refused_along_its_input_alone():
+    @torch.jit.script
+    def scripted(x):
+        return torch.linalg.slogdet(x)[1]
+
+    A, t = torch.outer(X, T) + 2 * torch.eye(3, dtype=X.dtype), torch.outer(T, X)
+    with pytest.raises(GradtoolsError, match=r"^jvp: .*linalg\.slogdet \(torch#192540\)"):
+        gt.grad(lambda x: gt.jvp(scripted, (x,), (t,))[1])(A)
+    W = A.clone().requires_grad_()
+    pushed = gt.jvp(lambda x: torch.linalg.det(W) * (x**2).sum(), (X,), (T,))[1]
+    expected = torch.linalg.det(W) * torch.linalg.inv(W).mT * 2 * (X @ T)
+    torch.testing.assert_close(torch.autograd.grad(pushed, W)[0], expected)
+
+
+def test_cdist_is_not_mapped_by_the_batching_rule_that_is_wrong():
+    A = torch.outer(X, T)
+    f = lambda x: torch.cdist(x, 1 - 2 * x)
+    with pytest.raises(GradtoolsError, match=r"cdist.*chunk_size=1"):
+        gt.jacobian(f)(A)
+    rows = gt.jacobian(f, chunk_size=1)(A)
+    torch.testing.assert_close(rows, gt.jacobian(f, mode="forward")(A))
+
+
+def test_frozen_takes_complex_linear_algebra_rightly():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.randn(3, 3, dtype=torch.complex128, generator=generator)
+    x, w, s = draw().requires_grad_(), draw().requires_grad_(), draw()
+    found = []
+    for G in (torch.linalg.pinv, gt.frozen(torch.linalg.pinv)):
+        (g,) = torch.autograd.grad(G(x), x, w, create_graph=True)
+        found.append(torch.autograd.grad(g, (x, w), s))
+    for plain, frozen in zip(*found, strict=True):
+        torch.testing.assert_close(frozen, plain)
+
+
+def test_a_tangent_is_an_ordinary_tensor():
+    A = torch.outer(X, T) + 2 * torch.eye(3, dtype=X.dtype)
+    sign, _ = gt.jvp(torch.linalg.slogdet, (A,), (A,))[1]
+    assert sign.numpy() == 0

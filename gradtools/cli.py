@@ -82,6 +82,14 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     command.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     command.add_argument("--quick", action="store_true", help="a part of it, within a minute")
+    command.add_argument(
+        "--sweep",
+        nargs="?",
+        const="quick",
+        choices=("quick", "whole"),
+        help="in place of the matrix: all that the framework can differentiate, in every way, held "
+        "against the ledger of what is known; quick (default) takes minutes, whole tens of them",
+    )
     command.add_argument("--device", default="auto", help="auto (default), cpu, gpu, tpu, or gpu:1")
     command.add_argument("--filter", default="", metavar="TEXT", help="only cells with this text")
     command.add_argument("--json", action="store_true", help="print every cell as JSON")
@@ -90,9 +98,10 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _check(args: argparse.Namespace) -> int:
     from gradtools.testing.checking import check
+    from gradtools.testing.sweeps.running import run
 
     try:
-        return check(args)
+        return run(args) if args.sweep else check(args)
     except gradtools.GradtoolsError as error:  # such as a device that there is not
         print(f"gradtools check: {error}", file=sys.stderr)
         return 2

@@ -82,3 +82,24 @@ def test_the_readmes_table_is_the_generated_one():
     table, found, _ = rest.partition(end)
     assert found, "the README has no support table between its two marks"
     assert table.strip() == checking.support_table(), "python -m gradtools.testing.checking"
+
+
+def test_the_sweep_is_held_against_its_ledger(capsys, backend_name):
+    assert cli.main(["check", "--sweep", "--backend", backend_name, "--filter", "sinh"]) == 0
+    assert " agrees" in capsys.readouterr().out
+
+
+def test_what_the_ledger_does_not_tell_is_named_and_the_status_is_1(
+    capsys, monkeypatch, backend_name, gt
+):
+    right = gt.jvp
+
+    def wrong(f, primals, tangents):
+        out, pushed = right(f, primals, tangents)
+        return out, type(pushed)(-x for x in pushed) if isinstance(
+            pushed, tuple | list
+        ) else -pushed
+
+    monkeypatch.setattr(gt, "jvp", wrong)
+    assert cli.main(["check", "--sweep", "--backend", backend_name, "--filter", "sinh"]) == 1
+    assert "unexplained: " in capsys.readouterr().out

@@ -1,0 +1,68 @@
+"""`gradtools check --sweep`: the sweeps on this machine, with these versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import version
+
+import gradtools
+from gradtools.testing.sweeps import Outcome, Verdict
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if all that a sweep finds is known, 1 if not, 2 if no framework is there to be swept."""
+    wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
+    here = [name for name in wanted if name in gradtools.available_backends()]
+    if not here:
+        print(f"gradtools check: {' and '.join(wanted)}: not installed", file=sys.stderr)
+        return 2
+    whole = options.sweep == "whole"
+    verdicts = {name: _SWEEPS[name](whole, options.filter) for name in here}
+    for name, verdict in verdicts.items():
+        if options.json:
+            print(json.dumps({"backend": name, "version": version(name), **asdict(verdict)}))
+        else:
+            print(f"{name} {version(name)}: {verdict}")
+    return 0 if all(verdicts.values()) else 1
+
+
+def _told(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
+    """The same, with a line of progress where someone looks."""
+    shown = sys.stderr.isatty()
+    for count, outcome in enumerate(outcomes):
+        if shown and count % 20 == 0:
+            print(f"\r{count:7}  {outcome.program[:60]:60}", end="", file=sys.stderr, flush=True)
+        yield outcome
+    if shown:
+        print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
+
+
+def _in_torch(whole: bool, containing: str) -> Verdict:
+    import torch
+
+    from gradtools.testing.sweeps import in_torch, judged
+    from gradtools.testing.sweeps.torch_ledger import LEDGER
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the arrays are tiny: threads would wait for each other
+    try:
+        found = in_torch.sweep(whole, only=lambda name: containing in name)
+        return judged(_told(found), LEDGER, whole and not containing)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _in_jax(whole: bool, containing: str) -> Verdict:
+    from gradtools.testing.sweeps import in_jax
+    from gradtools.testing.sweeps.jax_programs import cases
+
+    found = [case for case in cases() if containing in case.program]
+    outcomes = (o for case in found for o in in_jax.sweep([case], whole=whole))
+    return in_jax.verdict(_told(outcomes), whole and not containing)
+
+
+_SWEEPS = {"torch": _in_torch, "jax": _in_jax}

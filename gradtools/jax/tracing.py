@@ -17,10 +17,13 @@ How to trace a function, and what to do about an input that does not reach, is l
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from gradtools.jax.lifetimes import LIFE
@@ -198,9 +201,19 @@ def passive(eqn: Eqn) -> set[int]:
     return set(eqn.params["rule"].passive)
 
 
+@cache
+def _complex_sign_is_a_step() -> bool:
+    """Whether JAX takes the derivative of z / |z| for zero, as before 0.11 or so."""
+    z = np.complex64(1 + 1j)
+    with jax.ensure_compile_time_eval():
+        return not bool(jax.jvp(jnp.sign, (z,), (1j * z,))[1])
+
+
 def is_complex_sign(eqn: Eqn) -> bool:
     """Whether an equation is z / |z|, whose derivative JAX takes for zero: it is lost."""
-    return eqn.primitive.name == "sign" and jnp.iscomplexobj(eqn.invars[0].aval)
+    if eqn.primitive.name != "sign" or not jnp.iscomplexobj(eqn.invars[0].aval):
+        return False
+    return _complex_sign_is_a_step()
 
 
 def may_not_run(eqn: Eqn) -> bool:

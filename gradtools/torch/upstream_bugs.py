@@ -76,6 +76,9 @@ def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
     """By doubling steps (Hillis and Steele, Data parallel algorithms, 1986)."""
     if input.dim() == 0:
         return input * 1
+    if input.is_complex():  # of which logaddexp has a wrong second derivative
+        most = _value(input).real.amax(dim, keepdim=True)
+        return torch.log(torch.cumsum(torch.exp(input - most), dim)) + most
     y, step = input.movedim(dim, 0), 1
     while step < y.shape[0]:
         y = torch.cat((y[:step], torch.logaddexp(y[step:], y[:-step])))
@@ -185,6 +188,14 @@ def _cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tenso
     lower = input2.mH if upper else input2
     found = torch.linalg.solve_triangular(lower, input, upper=False)
     return torch.linalg.solve_triangular(lower.mH, found, upper=True)
+
+
+def _refused(*args: Any, **kwargs: Any) -> Any:
+    raise GradtoolsError(
+        "the tangent of a normalisation called by its name in torch.ops.aten is differentiated "
+        "once more, of whose forward-mode rule PyTorch then leaves a term out (torch#196699, "
+        "torch#196700). Call it by torch.nn.functional, which goes another way."
+    )
 
 
 def _is_product(*args: Any, **kwargs: Any) -> bool:
@@ -317,6 +328,11 @@ BUGS = (
         example="(torch.nn.functional.instance_norm(x[None]) ** 2 * x).sum()",
     ),
     *[
+        Bug(name, TANGENT_AGAIN, "another number", "torch#196699", _refused)
+        for name in ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+    ],
+    Bug("native_layer_norm", TANGENT_AGAIN, "another number", "torch#196700", _refused),
+    *[
         Bug(name, TANGENT_AGAIN, "an error", example=example)
         for name, example in (
             ("softmax", "(torch.softmax(x, 0) * x).sum()"),
@@ -416,6 +432,7 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     """A function with a bug, or a custom operator (None)."""
     is_moved: Callable[..., bool] = _is_moved
     if bug is not None and bug.wrong != TANGENT:
+        again = again and not _is_in_place(fun)
         is_moved = _is_moved_again if again or bug.wrong != TANGENT_AGAIN else _never
     if "out" in kwargs or not _is_differentiated_here() or not is_moved(args, kwargs):
         return _pushed_by_pytorch(fun, args, kwargs)
@@ -439,7 +456,8 @@ def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     try:
         return fun(*args, **kwargs) if kwargs else fun(*args)
     except NotImplementedError as error:
-        mine = (isinstance(fun, _TRANSPOSABLE) or bug_of(fun)) and "out" not in kwargs
+        mine = isinstance(fun, _TRANSPOSABLE) or bug_of(fun) is not None
+        mine = mine and "out" not in kwargs and not _is_in_place(fun)
         if not mine or not _is_differentiated_here() or not _is_moved(args, kwargs):
             raise
         bug = bug_of(fun)

@@ -10,7 +10,6 @@ from gradtools.testing.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, Known
 from gradtools.testing.sweeps.torch_programs import BY_THE_TABLE, EVERY_WAY
 
 REVERSE_MODE = "PyTorch's own reverse mode"
-_OF_TANGENTS = ("grad of jvp", "jacobian, reverse over forward")
 _CASTS = ("bfloat16", "half", "float", "cfloat", "chalf")
 
 
@@ -171,7 +170,7 @@ CONVENTIONS = (
     ),
     *_lines(
         ("CubeGenVmapAutogradFunction",),
-        ("hvp, reverse over reverse", "custom_rule by defvjp, jvp"),
+        ("*",),
         REFUSED,
         "the table's own Function has a backward that is not linear",
     ),
@@ -237,13 +236,6 @@ NO_FORWARD_MODE = (
         whole=True,
     ),
     *_lines(
-        ("nn.functional.rrelu, in place*",),
-        ("*",),
-        REFUSED,
-        "PyTorch has no forward mode of it in place",
-        whole=True,
-    ),
-    *_lines(
         ("nn.functional.hardsigmoid*",),
         ("*",),
         REFUSED,
@@ -265,67 +257,62 @@ NO_FORWARD_MODE = (
 
 TANGENTS = (
     *_lines(
-        (
-            "*softmax*",
-            "*softmin*",
-            "*logsumexp",
-            "linalg.norm*",
-            "linalg.vector_norm",
-            "logcumsumexp",
-            "nn.CrossEntropyLoss",
-            "nn.LinearCrossEntropyLoss",
-            "nn.LogSoftmax",
-            "nn.MultiheadAttention*",
-            "nn.Softm*",
-            "nn.functional.cross_entropy",
-            "nn.functional.linear_cross_entropy",
-            "nn.functional.multi_head_attention_forward",
-            "nn.functional.normalize",
-            "nn.functional.scaled_dot_product_attention",
-            "norm",
-            "renorm",
-        ),
-        _OF_TANGENTS,
+        ("*native_batch_norm*", "_batch_norm_with_update", "native_layer_norm"),
+        ("*",),
         REFUSED,
-        "PyTorch's forward rule changes in place what the derivative of the tangent needs",
-        whole=True,
-    ),
-    *_lines(
-        ("linalg.det", "linalg.slogdet", "linalg.solve*", "linalg.tensorsolve", "logdet"),
-        _OF_TANGENTS,
-        REFUSED,
-        "the derivative of the tangent lacks a term",
-        "torch#192540",
-        whole=True,
-    ),
-    *_lines(
-        ("linalg.householder_product",),
-        _OF_TANGENTS,
-        REFUSED,
-        "the derivative of the tangent lacks a term",
-        "torch#198017",
-        whole=True,
-    ),
-    *_lines(
-        (
-            "*native_batch_norm*",
-            "nn.BatchNorm?d*",
-            "nn.InstanceNorm?d*",
-            "nn.functional.batch_norm",
-            "nn.functional.instance_norm",
-        ),
-        ("*jvp*", "jacobian, reverse over forward", "custom_rule by defjvp*"),
-        REFUSED,
-        "the derivative of the tangent lacks a term",
+        "called in torch.ops.aten, where the derivative of the tangent lacks a term; by "
+        "torch.nn.functional it goes another way",
         "torch#196699",
         whole=True,
     ),
     *_lines(
-        ("nn.LayerNorm", "native_layer_norm", "nn.functional.layer_norm"),
-        ("*jvp*", "jacobian, reverse over forward", "custom_rule by defjvp*"),
+        (
+            "nn.BatchNorm?d*",
+            "nn.InstanceNorm?d*",
+            "nn.functional.batch_norm",
+            "nn.functional.instance_norm",
+            "nn.LayerNorm",
+            "nn.functional.layer_norm",
+        ),
+        ("*jvp*", "jacobian, reverse over forward", "custom_rule by defjvp*", "linearize of grad"),
         REFUSED,
-        "the derivative of the tangent lacks a term",
-        "torch#196700",
+        "a third derivative in reverse mode, which lacks a term",
+        "torch#186256",
+        whole=True,
+    ),
+    *_lines(
+        ("index_reduce.*", "ormqr", "triangular_solve"),
+        ("checkpoint, jvp",),
+        REFUSED,
+        "PyTorch's checkpoint gives no graph within forward mode",
+        whole=True,
+    ),
+    *_lines(
+        ("triangular_solve",),
+        ("jvp, tensor subclass",),
+        RAISED,
+        "PyTorch's assertion on the views of a subclass in forward mode",
+        whole=True,
+    ),
+    *_lines(
+        ("index_reduce.*, in place*", "nn.functional.rrelu, in place*"),
+        ("*",),
+        REFUSED,
+        "PyTorch has no forward mode of it in place",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.functional.rrelu",),
+        ("jacobian, forward*",),
+        RAISED,
+        "vmap has no rule for its random numbers",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.functional.hardsigmoid*",),
+        ("custom_rule*",),
+        DIFFERS,
+        "PyTorch's kernel has 1/6 in single precision",
         whole=True,
     ),
 )

@@ -7,6 +7,8 @@ rule that JAX cannot transpose.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import jax
 
 from gradtools.testing.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, Known
@@ -93,8 +95,17 @@ LEDGER: tuple[Known, ...] = (
 )
 
 
+# What a later JAX has mended, and what is wrong in it alone.
+_MENDED = ("lax.nextafter", "numpy.nextafter", "numpy.spacing", "scipy.special.exp*", "*.sign")
+_LATER = (
+    Known("*", "table", LEFT_OUT, "newer than the table of arguments"),
+    *_second("scipy.special.erfcx", "JAX 0.12 selects between two shapes in its derivative"),
+)
+
+
 def lines() -> tuple[Known, ...]:
-    """The ledger; for a later JAX than the table was written for, with a line for new names."""
+    """The ledger of this version of JAX."""
     if jax.__version_info__ <= WRITTEN_FOR:
         return LEDGER
-    return (*LEDGER, Known("*", "table", LEFT_OUT, "newer than the table of arguments"))
+    kept = [k for k in LEDGER if not any(fnmatchcase(k.program, p) for p in _MENDED)]
+    return (*kept, *_LATER)

@@ -202,7 +202,9 @@ class Derivatives(Operators):
         """The value of f and J t, in forward mode: no graph is kept.
 
         What f computes under `torch.no_grad` is a constant, as in reverse mode; but PyTorch's own
-        forward mode, which `torch.compile` runs, passes through it (pytorch#128600).
+        forward mode, which `torch.compile` runs, passes through it (pytorch#128600). Operations
+        that PyTorch pushes wrongly, or not at all, and custom operators are pushed by transposing
+        their backward (docs/upstream-bugs.md).
 
         Args:
             f: Takes and returns pytrees of arrays.
@@ -216,7 +218,8 @@ class Derivatives(Operators):
 
         Raises:
             GradtoolsError: A tangent does not fit its primal; f holds something that forward
-                mode cannot enter (a reverse-only edit, a kernel without forward mode).
+                mode cannot enter (a reverse-only edit, a kernel without forward mode, in PyTorch
+                a hook on a gradient).
 
         Example:
             >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))

@@ -65,19 +65,17 @@ _PLAIN: set[type] = set()  # PyTorch's own nodes
 
 def surveyed(outs: Sequence[Tensor]) -> Survey:
     """The graph of outs."""
-    found = Survey([], [], [])
+    found, plain = Survey([], [], []), _PLAIN
     todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
-    seen: set[Any] = set()
+    seen = set(todo)
     while todo:  # as `nodes_of`, at every derivative
         node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
         kind = type(node)
-        if kind not in _PLAIN:
+        if kind not in plain:
             _note(found, node, kind)
         for parent, _ in node.next_functions:
-            if parent is not None:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
                 todo.append(parent)
     return found
 
@@ -168,6 +166,8 @@ class Opened(NamedTuple):
 
     def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
         """Of what is not reached, what entered a derivative: it was cut afterwards."""
+        if not self.entered:
+            return []
         lost = [i for i in sorted(self.entered) if grads[i] is None]
         return [i for i in lost if i not in self._led_to(outs)] if lost else lost
 
@@ -178,9 +178,9 @@ class Opened(NamedTuple):
 
     def filled(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor | None]:
         """Zeros for what is not reached because a derivative inside is constant."""
-        lost = {i for i in self.entered if grads[i] is None}
-        if not (self.constant or lost):
+        if not (self.entered or self.constant):
             return list(grads)
+        lost = {i for i in self.entered if grads[i] is None}
         zero = self.constant - self.entered
         zero |= lost & self._led_to(outs) if lost else lost
         return [
@@ -200,7 +200,8 @@ def being_evaluated() -> list[Opened]:
 
 def begun(aliases: Sequence[Tensor], around: Sequence[Opened]) -> Opened:
     """A derivative whose function is about to be evaluated, inside of others."""
-    return Opened(aliases, set(), set(), [set(each.entered) for each in around])
+    before = [set(each.entered) for each in around] if around else []
+    return Opened(aliases, set(), set(), before)
 
 
 @contextmanager

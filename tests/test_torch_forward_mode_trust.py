@@ -189,3 +189,14 @@ def test_a_tangent_is_an_ordinary_tensor():
     A = torch.outer(X, T) + 2 * torch.eye(3, dtype=X.dtype)
     sign, _ = gt.jvp(torch.linalg.slogdet, (A,), (A,))[1]
     assert sign.numpy() == 0
+
+
+def test_gradients_switched_off_within_a_function_of_pytorch_are_on_again_behind_it():
+    target = torch.zeros(3, dtype=torch.float64)
+    f = lambda x: F.gaussian_nll_loss(x, target, x**2 + 1, reduction="none") * x
+    expected = gt.jacobian(f, mode="reverse")(X) @ T
+    for keep in (True, False):
+        with torch.set_grad_enabled(keep):
+            torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
+    found = gt.mixed_partial(lambda y, g: (y * g).sum(), f, torch.ones_like(X), X, T)
+    torch.testing.assert_close(found, expected)

@@ -48,6 +48,10 @@ class OneTangent(Stops):
         self._held = [*fixed]  # so that their ids are theirs
         self._versions = {id(x): x._version for x in self._held}
 
+    def ruled(self, fun: Any) -> bool:
+        """Whether it stands in the table."""
+        return fun in _RULES
+
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The rule, if there is one; a graph, if there is one, needs PyTorch's own way."""
         rule = None if torch.is_grad_enabled() else _RULES.get(fun)

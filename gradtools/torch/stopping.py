@@ -86,6 +86,8 @@ class Stops(TorchFunctionMode):
             return Stops.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
             return fun(*args) or self._requires(args[0])
+        if not self.ruled(fun) and self._may_enter(fun, types):
+            return self._within(fun, args, kwargs)  # which sees gradients on, as f does
         if not (self._hidden and torch.is_grad_enabled()):
             return self.flowing(fun, types, args, kwargs)
         _graphs(False)
@@ -96,10 +98,17 @@ class Stops(TorchFunctionMode):
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The function, in the caller's modes; of one in Python, its operations are seen."""
-        in_python = type(fun) is FunctionType and fun is not self._inside
-        if in_python and _PLAIN.issuperset(types) and bug_of(fun) is None:
+        if self._may_enter(fun, types):
             return self._within(fun, args, kwargs)
         return pushed_rightly(fun, args, kwargs, self._again)
+
+    def ruled(self, fun: Any) -> bool:
+        """Whether `flowing` has a rule of its own for a function."""
+        return False
+
+    def _may_enter(self, fun: Any, types: Any) -> bool:
+        in_python = type(fun) is FunctionType and fun is not self._inside
+        return in_python and _PLAIN.issuperset(types) and bug_of(fun) is None
 
     def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A function of PyTorch's in Python, inside of which this mode stays."""

@@ -44,7 +44,7 @@ class Chunking(Operators):
         interleaved: bool = False,
         retain: int = 1,
         memory_budget: int | None = None,
-        verify: bool = False,
+        verify: bool | None = None,
         progress: bool = False,
     ) -> Callable[..., Any]:
         """f over a batch, chunk by chunk, at the memory of one chunk's graph.
@@ -113,7 +113,7 @@ class Chunking(Operators):
         Source: Gao, Zhang, Han, Callan, Scaling deep contrastive learning batch size under memory
         limited setup, 2021; recomputation after Griewank and Walther, Algorithm 799: revolve, 2000.
         """
-        options = Options(retain, memory_budget, bool(verify), bool(progress))
+        options = Options(retain, memory_budget, verify, bool(progress))
         options.check(f, chunk_size)
 
         def chunked_f(*args: Any, **kwargs: Any) -> Any:
@@ -283,7 +283,7 @@ class Options:
 
     retain: int = 1
     memory_budget: int | None = None
-    verify: bool = False
+    verify: bool | None = None
     progress: bool = False
 
     def check(self, f: Any, chunk_size: Any, asked: str = "chunked") -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
@@ -38,6 +38,7 @@ _IN_PYTHON = (
     "gradtools.torch.programs",
     "gradtools.torch.watching",
     "gradtools.torch.state",
+    "gradtools.torch.verifying",
 )
 
 
@@ -134,9 +135,9 @@ def refuse_lost(asked: str, outs: Sequence[Tensor]) -> None:
         raise GradtoolsError(f"{asked}: {_NO_DOUBLE_BACKWARD}")
 
 
-def nodes_of(outs: Sequence[Tensor]) -> Iterator[Any]:
-    """The nodes of the autograd graph of outs, leaves' among them."""
-    seen: set[Any] = set()
+def nodes_of(outs: Sequence[Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes of the autograd graph of outs, leaves' among them, up to those of `stop`."""
+    seen: set[Any] = set(stop)
     todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     while todo:
         node = todo.pop()

@@ -95,6 +95,7 @@ class _Use(Forward):
     """One evaluation of a frozen function."""
 
     saves_parameters = False  # they are constants
+    compares_leaves = False
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
@@ -126,11 +127,9 @@ class _Use(Forward):
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         self.uses.begin(self)
         self.keeps = self._may_keep()  # asked before hooks of our own stand there
-        hooks = RemovableHandle.next_id
         measured = self.uses.budget > 0 and self.keeps
         with bytes_saved(self) if measured else nullcontext([0]) as size:
             found = super()._first_pass(rows, shared)
-        self.hooked = RemovableHandle.next_id - hooks != self._forward_hooks(hooks)
         if measured:
             self.uses.size = max(self.uses.size, 2 * size[0])  # of the pullback's graph as well
             fits = bool(self.retained) and self.once is None
@@ -153,8 +152,12 @@ class _Use(Forward):
         return not packed and not self.beneath and self.modes.grad
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+        hooks = RemovableHandle.next_id
         with self.within():
-            return super()._called(i, pieces, own)
+            found = super()._called(i, pieces, own)
+        if not self.is_again:
+            self.hooked = RemovableHandle.next_id - hooks != self._forward_hooks(hooks)
+        return found
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if self.beneath:
@@ -163,6 +166,9 @@ class _Use(Forward):
             self.leaves = []
         else:
             self.constants = found
+
+    def _reached(self) -> list[Tensor]:
+        return self.constants
 
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
         """The outputs; who asks for the derivative of a parameter of G is told that it has none."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.nn.utils import parametrize
 
 from gradtools.torch.compiling import is_compiling
 
@@ -73,6 +74,19 @@ def _entered() -> int:
         if "but the current level is not valid" in str(error):
             torch._C._exit_dual_level(level=0)
         raise LevelTaken from error
+
+
+@contextmanager
+def without_cached_weights() -> Iterator[None]:
+    """Inside, `parametrize.cached` starts anew: what it keeps is in the graph of another call."""
+    if not parametrize._cache_enabled:
+        yield
+        return
+    kept, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = kept
 
 
 @dataclass(frozen=True)

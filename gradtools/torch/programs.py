@@ -27,19 +27,20 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
 from gradtools.torch.customcode import gated_calls
-from gradtools.torch.modes import Modes
+from gradtools.torch.modes import Modes, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
-from gradtools.torch.state import Snapshot
+from gradtools.torch.state import Contents, Snapshot
 from gradtools.torch.terms import guarded_gradients
+from gradtools.torch.verifying import Verification
 from gradtools.torch.watching import (
     REPLAYS,
     Captures,
-    Seen,
     bytes_saved,
     captured_error,
     check_modules,
+    edge_error,
     is_replaying,
     is_wrapped,
     parameters_of,
@@ -105,6 +106,7 @@ class Forward(Program):
     """
 
     saves_parameters = True  # so that autograd itself tells of those that are changed
+    compares_leaves = True  # where f is computed again
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
@@ -128,8 +130,11 @@ class Forward(Program):
             self.leaves = parameters_of(self.start)
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
-        self.seen: dict[int, Seen] = {}  # with verify: what the first pass gave
+        self.given = Contents.of(self._given() if self.modes.grad else [])
+        self.verification = Verification.of(self, chunks.options.verify)
+        self.is_again = False  # whether chunks are computed again
         self.versions: list[tuple[Tensor, int, str]] = []
+        self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
         self.drawn: Randomness | None = None
         self.once: str | None = None  # a Function in f's graph that has no second derivative
         self.edit: str | None = None  # a rule there that has a reverse rule only
@@ -151,6 +156,11 @@ class Forward(Program):
         randomness = randomness if any(map(any, on)) else "same"
         found.batches = ((size, randomness), *self.batches)
         return found, [[True for _ in row] for row in on]
+
+    def _given(self) -> list[Tensor]:
+        """The tensors that all chunks see as they are: what f does to them stays."""
+        own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
+        return [x for x in (*own, *self.first_carry) if isinstance(x, Tensor)]
 
     def _moving(self, xs: Entries) -> list[int]:
         """Which of xs are inputs of the node."""
@@ -178,13 +188,17 @@ class Forward(Program):
             pieces[k] = x if is_inexact(x) or not self.beneath else x.clone()
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
-        again = self.modes.outside_of_batchings() if is_replaying() else nullcontext()
-        with again, Seen.by(self, i) if self.chunks.options.verify else nullcontext() as seen:
+        again = self.modes.outside_of_batchings() if self.is_again else nullcontext()
+        check = self.verification
+        with again, without_cached_weights(), check.watching(i) if check else nullcontext() as seen:
             outs, carry = self._called(i, pieces, own)
-            if seen is not None:
-                seen.compare(outs)
+        if check is not None and self.is_again:
+            inputs = [*xs, *shared] if self.compares_leaves else None
+            check.compare(i, outs, seen, inputs, self.batches)
+        elif check is not None:
+            check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry]
-        if is_replaying() and i + 1 < self.count:
+        if self.is_again and i + 1 < self.count:
             self.drawn = self.start.streams.again()
         return outs, []
 
@@ -227,6 +241,7 @@ class Forward(Program):
                 found = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
+            self.given.restore()
             raise
         return found, self.carry if self.beneath else []
 
@@ -235,8 +250,9 @@ class Forward(Program):
         kept = self._kept()
         own, found = _aliases(shared) if grad else list(shared), []
         leaves: dict[int, Tensor] = {}
-        began = _get_sequence_nr()
+        began: list[int] = []
         for i in steps(self.chunks, self.count):
+            began.append(_get_sequence_nr())
             xs = _aliases(rows[i]) if grad else list(rows[i])
             measured = i == 0 and kept > 0 and budget is not None
             with bytes_saved(self) if measured else nullcontext([0]) as size:
@@ -244,7 +260,10 @@ class Forward(Program):
             if measured and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
             if grad:
-                self._find_leaves(outs, began, leaves, {id(x) for x in (*xs, *own)})
+                reached = self._find_leaves(i, outs, began, {id(x) for x in (*xs, *own)})
+                leaves.update(reached)
+                if self.verification is not None:
+                    self.verification.leaves[i] = reached
                 if i >= self.count - kept:
                     self.retained[i] = (xs, own, outs)
             self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
@@ -253,6 +272,7 @@ class Forward(Program):
         self._note_leaves(list(leaves.values()))
         self._note_versions()
         self.start = self.start.without_unused_streams()
+        self.given = self.given.that_changed()
         return found
 
     def _kept(self) -> int:
@@ -293,7 +313,14 @@ class Forward(Program):
         splits = self.chunks.splits
         return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
 
-    def _find_leaves(self, outs: Entries, began: int, leaves: Any, own: set[int]) -> None:
+    def _find_leaves(
+        self, i: int, outs: Entries, began: list[int], own: set[int]
+    ) -> dict[int, Tensor]:
+        """The leaves that chunk i's graph reaches; refuses what belongs to another computation.
+
+        began: Autograd's count of nodes when each chunk began.
+        """
+        leaves: dict[int, Tensor] = {}
         for y in outs:
             if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise captured_error(self, None)
@@ -303,13 +330,15 @@ class Forward(Program):
                 if id(node.variable) not in own:
                     leaves[id(node.variable)] = node.variable
                 continue
-            if node._sequence_nr() < began:
-                raise captured_error(self, node)
+            if node._sequence_nr() < began[-1] and not _is_cast_of_leaf(node):
+                of_pass = node._sequence_nr() >= began[0]
+                raise edge_error(self, i, node) if of_pass else captured_error(self, node)
             if issubclass(kind, BackwardCFunction):
                 if _is_once_differentiable(kind):
                     self.once = kind.__name__.removesuffix("Backward")
                 self.edit = reverse_only_at(node) or self.edit
                 self.functions.add(kind._forward_cls)
+        return leaves
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if not self.beneath:
@@ -331,10 +360,16 @@ class Forward(Program):
                 "to no module, so that it cannot be put back for the backward pass. Make it a "
                 "buffer of a module, or pass it in an argument that carry_argnums names."
             )
-        own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
-        for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *own):
+        given = self._given()
+        for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *given):
             if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
                 self.versions.append((x, x._version, "an argument"))
+        plain = [x for x in self._reached() if type(x) in (Tensor, torch.nn.Parameter)]
+        self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
+
+    def _reached(self) -> list[Tensor]:
+        """The leaves that f reaches by itself, differentiated or not."""
+        return self.leaves
 
     # --- and again
 
@@ -343,24 +378,30 @@ class Forward(Program):
         """Inside, f runs from where it began; outside, everything is as it stands now."""
         changed = [name for x, version, name in self.versions if x._version != version]
         changed += self.start.changed(parameters=not self.saves_parameters)
+        moved = [x for x, storage in self.storages if x.untyped_storage() is not storage]
+        changed += [self.start.name_of(lambda x: x is moved[0]) or "a parameter"] if moved else []
         if changed:
             raise GradtoolsError(
                 f"{self.asked}: {changed[0]} was changed in place after the forward pass, and the "
                 "backward pass needs it as it was. Clone it before you change it."
             )
         with REPLAYS:
-            outer = is_replaying(), self.carry, self.drawn
-            now = self.start.now()
+            outer = is_replaying(), self.is_again, self.carry, self.drawn
+            now, given = self.start.now(), self.given.now()
             try:
                 if now is not self.start:
                     self.start.restore()
-                self.carry, self.drawn = self.first_carry, None
+                self.given.restore()
+                self.carry, self.drawn, self.is_again = self.first_carry, None, True
                 set_replaying(True)
                 yield
             finally:
-                before, self.carry, self.drawn = outer
+                before, self.is_again, self.carry, self.drawn = outer
                 set_replaying(before)
                 now.restore()
+                given.restore()
+        if self.verification is not None:
+            self.verification.done()
 
     def without_hooks(self) -> AbstractContextManager[None]:
         """The leaves' hooks fire once, on the sum, and not for each chunk."""
@@ -378,6 +419,13 @@ class Forward(Program):
             finally:
                 for hooks, those in zip(held, kept, strict=True):
                     hooks.update(those)
+
+
+def _is_cast_of_leaf(node: Any) -> bool:
+    """Whether a node is a weight in another dtype, which autocast keeps: it may be of any call."""
+    parents = [parent for parent, _ in node.next_functions]
+    leaf = len(parents) == 1 and type(parents[0]).__name__ == "AccumulateGrad"
+    return leaf and type(node).__name__ == "ToCopyBackward0"
 
 
 def _is_once_differentiable(kind: Any) -> bool:

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 from gradtools.errors import GradtoolsError
@@ -135,7 +136,16 @@ class Snapshot:
             array[...] = copy
         for (_, put), state in zip(reached.generators, self._states, strict=True):
             put(state)
+        self._restore_versions()
         self.streams.restore()
+
+    def _restore_versions(self) -> None:
+        """Of those that hold again what they held, so that a graph which saved them is good."""
+        pairs = zip(self.reached.watched, self.versions, strict=True)
+        moved = [(x, version) for (x, _), version in pairs if x._version != version]
+        if moved:
+            held = {id(x) for x in self.reached.owned}
+            _set_versions([(x, version) for x, version in moved if id(x) in held])
 
     def changed(self, parameters: bool) -> list[str]:
         """The names of tensors that were changed in place since, and cannot be put back."""
@@ -152,6 +162,44 @@ class Snapshot:
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
         """The name of a watched tensor."""
         return next((name for x, name in self.reached.watched if wanted(x)), None)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What tensors hold, of arguments that a function may change in place."""
+
+    tensors: list[Tensor]
+    copies: list[Tensor]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Contents:
+        """As it stands."""
+        found = [x for x in tensors if not x.is_inference()]
+        return cls(found, [x.detach().clone() for x in found], [x._version for x in found])
+
+    def now(self) -> Contents:
+        """What the same tensors hold now."""
+        return Contents.of(self.tensors)
+
+    def that_changed(self) -> Contents:
+        """Those that were changed since."""
+        rows = zip(self.tensors, self.copies, self.versions, strict=True)
+        changed = [(x, copy, v) for x, copy, v in rows if x._version != v]
+        return Contents(*map(list, zip(*changed, strict=True))) if changed else Contents([], [], [])
+
+    def restore(self) -> None:
+        """Puts it back."""
+        for tensor, contents, version in zip(self.tensors, self.copies, self.versions, strict=True):
+            if tensor._version != version:
+                _put_back(tensor, contents)
+        _set_versions(list(zip(self.tensors, self.versions, strict=True)))
+
+
+def _set_versions(pairs: list[tuple[Tensor, int]]) -> None:
+    if pairs:
+        tensors, versions = zip(*pairs, strict=True)
+        _unsafe_set_version_counter(tensors, versions)
 
 
 def _put_back(tensor: Tensor, contents: Tensor) -> None:

@@ -1,15 +1,14 @@
 """What is asked of programs over chunks besides their numbers, and what they refuse.
 
-Whether f is computed again, and by whom; how far it is; how many bytes a graph keeps; whether f
-gives the same numbers the second time; modules and captured tensors with which it cannot.
+Whether f is computed again, and by whom; how far it is; how many bytes a graph keeps; modules and
+captured tensors with which it cannot.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -39,14 +38,12 @@ class Watched(Protocol):
         start: What stood behind f when it ran first.
         tensors: The tensors among its arguments.
         batches: Of vmap.
-        seen: With verify: what the first pass gave, by chunk.
     """
 
     asked: str
     start: Snapshot
     tensors: list[Tensor]
     batches: tuple[tuple[int, str], ...]
-    seen: dict[int, Seen]
 
 
 def is_replaying() -> bool:
@@ -99,68 +96,6 @@ def bytes_saved(forward: Watched) -> Iterator[list[int]]:
             "not tell what graphs keep, so memory_budget cannot be held. Leave it out, or use "
             "gt.grad, gt.vjp and their like in f."
         ) from error
-
-
-class Seen:
-    """With verify: what the modules and f gave at one chunk, as checksums."""
-
-    def __init__(self, forward: Watched, i: int) -> None:
-        self.forward, self.i = forward, i
-        self.modules: list[tuple[int, list[int]]] = []
-        self.outs: list[int] = []
-
-    @classmethod
-    @contextmanager
-    def by(cls, forward: Watched, i: int) -> Iterator[Seen]:
-        """Watches the modules that are called inside."""
-        seen, thread = cls(forward, i), threading.get_ident()
-
-        def note(module: Any, args: Any, out: Any) -> None:
-            if threading.get_ident() == thread:
-                seen.modules.append((id(module), _checksums(out)))
-
-        handle = torch.nn.modules.module.register_module_forward_hook(note)
-        try:
-            yield seen
-        finally:
-            handle.remove()
-
-    def compare(self, outs: Sequence[Any]) -> None:
-        """Keeps the first pass; raises if what is computed again is something else."""
-        self.outs = _checksums(list(outs))
-        if not is_replaying():
-            self.forward.seen[self.i] = self
-            return
-        first = self.forward.seen[self.i]
-        if first.forward.batches != self.forward.batches:
-            return  # a batch is computed where one was alone before
-        if first.outs == self.outs and first.modules == self.modules:
-            return
-        pairs = zip(first.modules, self.modules, strict=False)
-        place = next((new for old, new in pairs if old != new), None)
-        where = "outside of its modules"
-        if place is not None:
-            module, name = self.forward.start.reached.modules.get(place[0], (None, "a module"))
-            where = f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
-        raise GradtoolsError(
-            f"{self.forward.asked}: chunk {self.i} gives other numbers when it is computed again, "
-            f"first {where}. It depends on something that is neither an argument, a random "
-            "stream, nor held by a module or variable that f can reach; or a kernel is not "
-            "deterministic (torch.use_deterministic_algorithms). Its gradient would be wrong."
-        )
-
-
-def _checksums(tree: Any) -> list[int]:
-    leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
-    return [_checksum(x.detach()) for x in leaves]
-
-
-def _checksum(x: Tensor) -> int:
-    known = x.layout is torch.strided and x.device.type != "meta"
-    if not known or "Batched" in repr(torch._C._dispatch_keys(x)):
-        return 0
-    plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return zlib.crc32(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else 0
 
 
 # --- what is refused ---------------------------------------------------------------------
@@ -238,6 +173,18 @@ def captured_error(forward: Watched, what: Any) -> GradtoolsError:
         f"{forward.asked}: f captured {'a tensor' if name is None else name!r} that is computed "
         "from others, or belongs to a transform of torch.func, and is no argument; its derivative "
         f"would be lost or counted twice. Pass it to f as an argument{shared}."
+    )
+
+
+def edge_error(forward: Watched, i: int, node: Any) -> GradtoolsError:
+    """node: What an earlier chunk computed, with a derivative, and chunk i goes on from."""
+    held = [name for x, name in forward.start.now().reached.watched if x.grad_fn is node]
+    name = repr(held[0]) if held else "something"
+    return GradtoolsError(
+        f"{forward.asked}: chunk {i} goes on from {name} that an earlier chunk computed and kept "
+        "attached to its graph, and one chunk's graph is all that there is at a time: a gradient "
+        "would be lost. Detach what is kept between calls; compute a function of weights in each "
+        "call, or before and pass it as an argument, with None in in_axes."
     )
 
 

@@ -1,0 +1,238 @@
+"""Whether what is computed again is what was computed first.
+
+What a function's result depends on is put back before it runs again (`state`), as far as it can
+be reached; that the rest made no difference is seen here. Of each chunk the first pass keeps
+figures of its outputs, a few numbers each, and the leaves that its graph reaches; the pass that
+computes it again must give the same. That is asked of the first backward pass in each way to run:
+of a function, the shapes and dtypes of its arguments, the modes of its modules, autocast.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradtools.errors import GradtoolsError
+from gradtools.torch import trees
+from gradtools.torch.compiling import nodes_of
+
+if TYPE_CHECKING:
+    from gradtools.torch.programs import Forward
+
+Tensor = torch.Tensor
+Figures = tuple[Any, ...]
+
+_VERIFIED: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+_SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
+
+
+class Verification:
+    """What the first pass of one call gave, for those that compute it again.
+
+    exact: Whether to compare bits, at every chunk and module. Otherwise numbers may differ by
+        rounding, as other kernels' do, and modules are looked at for the first chunk only.
+    """
+
+    def __init__(self, forward: Forward, way: Any, exact: bool) -> None:
+        self.asked, self.reached = forward.asked, forward.start.reached
+        self.way, self.exact, self.f = way, exact, forward.chunks.f
+        self.outs: dict[int, list[Figures]] = {}
+        self.modules: dict[int, list[tuple[int, list[Figures]]]] = {}
+        self.leaves: dict[int, dict[int, Tensor]] = {}
+        self.batches: Any = ()
+
+    @classmethod
+    def of(cls, forward: Forward, exact: bool | None) -> Verification | None:
+        """That of a call; None where it need not be verified again, or never (exact=False)."""
+        if exact is False or not forward.modes.grad:
+            return None
+        way = None if exact else _way(forward)
+        if way is not None and way in _verified(forward.chunks.f):
+            return None
+        return cls(forward, way, bool(exact))
+
+    def done(self) -> None:
+        """Notes that a backward pass in this way was seen to be right."""
+        if self.way is not None:
+            _verified(self.f).add(self.way)
+
+    @contextmanager
+    def watching(self, i: int) -> Iterator[list[tuple[int, list[Figures]]]]:
+        """What modules give inside, in their order."""
+        seen: list[tuple[int, list[Figures]]] = []
+        # Compiled code would be compiled anew for a hook.
+        if not (self.exact or (i == 0 and "torch._dynamo" not in sys.modules)):
+            yield seen
+            return
+        thread = threading.get_ident()
+
+        def note(module: Any, args: Any, out: Any) -> None:
+            if threading.get_ident() == thread:
+                seen.append((id(module), self._figures(out, _SAMPLE)))
+
+        handle = torch.nn.modules.module.register_module_forward_hook(note)
+        try:
+            yield seen
+        finally:
+            handle.remove()
+
+    def keep(self, i: int, outs: Sequence[Any], modules: Any, batches: Any) -> None:
+        """What the first pass gave at chunk i. batches: Of vmap, that it ran under."""
+        self.outs[i], self.modules[i], self.batches = self._figures(outs), modules, batches
+
+    def compare(
+        self, i: int, outs: Sequence[Any], modules: Any, own: Sequence[Any] | None, batches: Any
+    ) -> None:
+        """Raises if chunk i, computed again, is another one.
+
+        own: The inputs of its graph, where that is to be compared as well.
+        """
+        if batches != self.batches:
+            return  # a batch is computed where one was alone before
+        if not self._same(self.outs[i], self._figures(outs)):
+            raise self._other(i, self._where(i, modules))
+        if self.exact and not self._same_modules(self.modules[i], modules):
+            raise self._other(i, self._where(i, modules))
+        if own is not None and torch.is_grad_enabled() and i in self.leaves:
+            self._compare_leaves(i, outs, own)
+
+    # --- numbers
+
+    def _figures(self, tree: Any, sample: int | None = None) -> list[Figures]:
+        leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
+        return [_checksum(x) if self.exact else _figures(x.detach(), sample) for x in leaves]
+
+    def _same(self, old: list[Figures], new: list[Figures]) -> bool:
+        return len(old) == len(new) and all(map(_is_near, old, new))
+
+    def _same_modules(self, old: Any, new: Any) -> bool:
+        same = [a[0] == b[0] and self._same(a[1], b[1]) for a, b in zip(old, new, strict=False)]
+        return len(old) == len(new) and all(same)
+
+    def _where(self, i: int, modules: Any) -> str:
+        """The first module that gives something else."""
+        pairs = zip(self.modules[i], modules, strict=False)
+        for old, new in pairs:
+            if not self._same_modules([old], [new]):
+                module, name = self.reached.modules.get(new[0], (None, "a module"))
+                return (
+                    f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
+                )
+        return (
+            "outside of its modules" if self.modules[i] else "(verify=True tells in which module)"
+        )
+
+    def _other(self, i: int, where: str) -> GradtoolsError:
+        return GradtoolsError(
+            f"{self.asked}: chunk {i} gives other numbers when it is computed again, first "
+            f"{where}. It depends on something that is neither an argument, a random stream, nor "
+            "held by a module or variable that f can reach (an iterator, a file, a cache, the "
+            "clock, a tensor changed through .data); or a kernel is not deterministic "
+            "(torch.use_deterministic_algorithms). Its gradient would be wrong. Make it a buffer "
+            "of a module or an argument."
+        )
+
+    # --- graphs
+
+    def _compare_leaves(self, i: int, outs: Sequence[Any], own: Sequence[Any]) -> None:
+        ends = {id(x) for x in own}
+        stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
+        found = {
+            id(node.variable): node.variable
+            for node in nodes_of([y for y in outs if isinstance(y, Tensor)], stop)
+            if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in ends
+        }
+        first = self.leaves[i]
+        if found.keys() == first.keys():
+            return
+        names = {id(x): name for x, name in self.reached.watched}
+        others = [x for k, x in {**first, **found}.items() if (k in first) != (k in found)]
+        # A leaf that f makes anew is another one each time.
+        lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
+        if not lasting:
+            return
+        other = lasting[0]
+        name = names.get(id(other), f"a parameter of shape {tuple(other.shape)}")
+        lost = "does not reach" if id(other) in first else "also reaches"
+        raise GradtoolsError(
+            f"{self.asked}: chunk {i} is differentiated with respect to other tensors when it is "
+            f"computed again: its graph {lost} {name}. f keeps something from one call to the next "
+            "(a cached function of a weight, an attached tensor); compute it in each call, or pass "
+            "it to f as an argument. The gradient would be wrong."
+        )
+
+
+def _way(forward: Forward) -> Any:
+    """What makes a call run in another way than one that was verified."""
+    shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
+    training = tuple([m.training for m, _ in forward.start.reached.modules.values()])
+    modes = forward.modes
+    return forward.asked, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
+
+
+def _verified(f: Callable[..., Any]) -> set[Any]:
+    try:
+        return _VERIFIED.setdefault(f, set())
+    except TypeError:  # it cannot be referred to weakly, or has no hash
+        return set()
+
+
+def _is_shown(x: Tensor) -> bool:
+    """Whether the numbers can be read."""
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    known = plain and x.layout is torch.strided and x.device.type != "meta" and not x.is_quantized
+    return (
+        known
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and ("Batched" not in repr(torch._C._dispatch_keys(x)))
+    )
+
+
+def _figures(x: Tensor, sample: int | None = None) -> Figures:
+    """Shape, dtype, size of the entries, and what they add up to with weights that all differ."""
+    looks = (x.shape, x.dtype)
+    if not _is_shown(x) or not x.numel():
+        return looks
+    with torch.no_grad():
+        flat = x.resolve_conj().resolve_neg().reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        if sample is not None and flat.numel() > sample:
+            flat = flat[:: flat.numel() // sample]
+        total: Any = 0.0
+        for k, block in enumerate(flat.split(1 << 18)):
+            wide = block.to(torch.float64 if block.device.type != "mps" else torch.float32)
+            wide = wide.nan_to_num(nan=1.25, posinf=1.5, neginf=-1.75)
+            weights = torch.arange(len(wide), device=wide.device, dtype=wide.dtype)
+            weights = torch.cos(weights * 1.618033988749895 + k)
+            total = total + torch.stack([wide.abs().sum(), wide @ weights, wide.sum()])
+    return *looks, total
+
+
+def _is_near(a: Figures, b: Figures) -> bool:
+    """Whether two figures are the same but for rounding; checksums wholly."""
+    if len(a) != len(b):
+        return True  # one of them could not be read: it is a batch of vmap's, say
+    if a[:2] != b[:2] or len(a) == 2 or isinstance(a[2], int):
+        return a == b
+    dtype = a[1]
+    inexact = dtype.is_floating_point or dtype.is_complex
+    off = torch.finfo(dtype).eps ** (2 / 3) if inexact else 0.0
+    (size, *sums), (other, *others) = a[2].tolist(), b[2].tolist()
+    pairs = zip((size, *sums), (other, *others), strict=True)
+    return all(abs(p - q) <= off * max(size, other) for p, q in pairs)
+
+
+def _checksum(x: Tensor) -> Figures:
+    """Shape, dtype and a checksum of all bits."""
+    x = x.detach()
+    if not _is_shown(x) or not x.numel():
+        return x.shape, x.dtype
+    plain = x.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return x.shape, x.dtype, zlib.crc32(plain.view(torch.uint8).numpy().tobytes())

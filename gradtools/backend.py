@@ -23,6 +23,7 @@ from gradtools.seeing.passes import Differentiated
 from gradtools.seeing.recording import Recording, Run, Vanished
 
 if TYPE_CHECKING:
+    from gradtools.chunking import Options
     from gradtools.seeing.program import Program
 
 Array = Any
@@ -172,7 +173,7 @@ class Backend(Protocol):
     # The framework's own transforms.
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]: ...
     def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]: ...
-    def checkpoint(self, f: Any) -> Callable[..., Any]: ...
+    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]: ...
 
     # Chunks.
     def run_chunks(self, chunks: Any) -> tuple[list[Array], list[Array]]:

@@ -92,8 +92,11 @@ class Chunking(Operators):
                 buffer, and `retain=0` the leanest.
             memory_budget: Bytes for graphs that are kept beyond the leanest run; `retain` then
                 follows from the size of a chunk's graph.
-            verify: PyTorch: whether to compare what is computed again with the first pass, and
-                raise if it differs, naming the chunk and the first submodule that does.
+            verify: PyTorch: whether what is computed again is compared with the first pass, to
+                raise if it differs, naming the chunk and the first submodule that does. None: in
+                the first backward pass of each f, and of each new shape, dtype, training mode and
+                autocast; numbers up to rounding, and the parameters that each chunk's graph
+                reaches. True: in each backward pass, all bits, also of every module. False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks.
 
         Returns:
@@ -153,6 +156,7 @@ class Chunking(Operators):
         in_axes: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         weights: Any = None,
+        verify: bool | None = None,
     ) -> Callable[..., Any]:
         """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
 
@@ -174,6 +178,7 @@ class Chunking(Operators):
             weights: For means that are not over examples: one weight for each example (such as
                 its number of tokens), cut with the batch, or a function of a chunk's arguments
                 that returns the chunk's weight.
+            verify: As in `chunked`; here nothing is computed again, so there is nothing to do.
 
         Returns:
             A function of f's arguments, returning `(value, grads)` as `value_and_grad` does.
@@ -189,7 +194,7 @@ class Chunking(Operators):
             >>> float(value), float(g)
             (3.0, 3.0)
         """
-        Options().check(f, chunk_size, "microbatched")
+        Options(verify=verify).check(f, chunk_size, "microbatched")
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
                 f"microbatched: reduction is {reduction!r}; expected 'mean' or 'sum'."
@@ -279,18 +284,27 @@ class Chunking(Operators):
 
 @dataclass(frozen=True)
 class Options:
-    """How the chunks are to run."""
+    """How the chunks are to run.
+
+    latest: What a wing knows of the latest call of the same function.
+    """
 
     retain: int = 1
     memory_budget: int | None = None
     verify: bool | None = None
     progress: bool = False
+    latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def check(self, f: Any, chunk_size: Any, asked: str = "chunked") -> None:
         """Raises unless all of it makes sense."""
         if not callable(f):
             raise GradtoolsError(
                 f"{asked}: f is {with_article(type(f).__name__)}; expected a function."
+            )
+        if self.verify not in (None, True, False):
+            raise GradtoolsError(
+                f"{asked}: verify is {self.verify!r}; expected True (each backward pass), False "
+                "(none) or None (the first one of each kind)."
             )
         _at_least(asked, "chunk_size", chunk_size, 1, "examples")
         _at_least(asked, "retain", self.retain, 0, "chunks")
@@ -474,6 +488,8 @@ class Chunks:
         return leaves
 
     def _check_numeric(self, leaves: list[Any], out: Any) -> None:
+        if self.batch.asked == "checkpoint":
+            return  # what is no array passes, as in a plain call
         for k, leaf in enumerate(leaves):
             if not is_numeric(self.backend, leaf):
                 raise GradtoolsError(

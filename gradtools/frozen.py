@@ -25,13 +25,18 @@ from gradtools.calls import with_article
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
 
-_ONE, _LEAN = Cut(1, 1), Options(0)  # a use is one chunk
+_ONE = Cut(1, 1)  # a use is one chunk
 
 
 class Freezing(Operators):
     """The operators that take a function for a constant."""
 
-    def frozen(self, G: Callable[..., Any], memory_budget: int | None = None) -> Callable[..., Any]:
+    def frozen(
+        self,
+        G: Callable[..., Any],
+        memory_budget: int | None = None,
+        verify: bool | None = None,
+    ) -> Callable[..., Any]:
         """A drop-in for G whose second derivatives store no graph of G.
 
         For gradients with respect to many z_i through a large pretrained G that feed a further
@@ -63,6 +68,8 @@ class Freezing(Operators):
                 example, since no trace knows how often what it traces will run: of N in a loop
                 each may keep so much, so divide by N. The size of a graph is known beforehand;
                 one that does not fit is not kept in part.
+            verify: PyTorch: whether what is computed again is compared with the first pass, as in
+                `chunked`, up to the rounding of other kernels.
 
         Returns:
             A function of G's arguments.
@@ -86,12 +93,13 @@ class Freezing(Operators):
             raise GradtoolsError(
                 f"frozen: G is {with_article(type(G).__name__)}; expected a function."
             )
-        Options(0, memory_budget).check(G, 1, "frozen")
+        options = Options(0, memory_budget, verify)
+        options.check(G, 1, "frozen")
         uses = self._backend.frozen_uses(memory_budget)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             batch = Batch(self._backend, "frozen", args, None, whole=True)
-            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), _ONE, _LEAN)
+            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), _ONE, options)
             return whole.result(self._backend.run_frozen(whole, uses), [])
 
         def frozen_G(*args: Any, **kwargs: Any) -> Any:

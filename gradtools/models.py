@@ -14,6 +14,7 @@ from typing import Any
 
 from gradtools.backend import Operators
 from gradtools.calls import with_article
+from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
 
 Array = Any
@@ -238,14 +239,19 @@ class Models(Operators):
         _check_function("vmap", f)
         return self._backend.vmap(f, in_axes, out_axes)
 
-    def checkpoint(self, f: Callable[..., Any]) -> Callable:
+    def checkpoint(self, f: Callable[..., Any], verify: bool | None = None) -> Callable:
         """The function f, whose intermediate results are computed again in the backward pass.
 
-        The framework's own: ``torch.utils.checkpoint`` (not the reentrant kind) or
-        ``jax.checkpoint``. It trades one more forward pass of f for the memory of its graph.
+        It trades one more forward pass of f for the memory of its graph. PyTorch: f is computed
+        again as by `chunked`, as one chunk: what its result depends on (random streams, buffers,
+        attributes, containers) is put back before and stands afterwards as after a plain call,
+        so batch normalisation counts once; what f closes over may be computed. In compiled code it
+        is ``torch.utils.checkpoint``, not the reentrant kind. JAX: ``jax.checkpoint``.
 
         Args:
             f: A function of pytrees of arrays.
+            verify: PyTorch: whether what is computed again is compared with the first pass, as in
+                `chunked`.
 
         Returns:
             A function of the same value and derivatives.
@@ -259,7 +265,7 @@ class Models(Operators):
             array([2., 2.], dtype=float32)
         """
         _check_function("checkpoint", f)
-        return self._backend.checkpoint(f)
+        return self._backend.checkpoint(f, Options(0, verify=verify))
 
     def compile(self, f: Callable[..., Any], **options: Any) -> Callable:
         """The function f, compiled at its first call: ``torch.compile`` or ``jax.jit``.

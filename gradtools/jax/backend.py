@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
+from gradtools.chunking import Options
 from gradtools.jax import (
     accumulate,
     arrays,
@@ -160,7 +161,7 @@ class JaxBackend:
         size = None if chunk_size == 1 else chunk_size
         return map_batch(f, batch, size)
 
-    def checkpoint(self, f: Any) -> Callable[..., Any]:
+    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
         return jax.checkpoint(f)
 
     run_chunks = staticmethod(chunking.run_chunks)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.backend import Array, Fun, Staged
+from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import (
@@ -200,17 +200,13 @@ class TorchBackend:
             )
             return list(mapped(*batch))
 
-    def checkpoint(self, f: Any) -> Callable[..., Any]:
+    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            from torch.utils.checkpoint import checkpoint
+            if is_compiling():
+                from torch.utils.checkpoint import checkpoint
 
-            if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-                return chunking.checkpointed(self, f, args, kwargs)
-            region: dict[str, Any] = {}
-            if not is_compiling():
-                # To the end: rrelu saves its noise before it is drawn (torch#193671).
-                region = {"context_fn": _Region().contexts, "early_stop": False}
-            return checkpoint(f, *args, use_reentrant=False, **region, **kwargs)
+                return checkpoint(f, *args, use_reentrant=False, **kwargs)
+            return chunking.checkpointed(self, f, args, kwargs, options)
 
         return checkpointed
 
@@ -240,45 +236,6 @@ class TorchBackend:
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)
-
-
-class _Region:
-    """One checkpointed call, which PyTorch may compute again while it is being computed.
-
-    It does where f takes a gradient itself. Where f also pushes a tangent through that gradient,
-    what is computed again stands in f's own dual numbers and has no tangent: the result would be
-    wrong, in silence.
-    """
-
-    def __init__(self) -> None:
-        self.running, self.level = False, -1
-
-    def contexts(self) -> tuple[_Region, _Again]:
-        """What stands around the first computation, and around every other one."""
-        return self, _Again(self)
-
-    def __enter__(self) -> None:
-        self.running, self.level = True, forward_ad._current_level
-
-    def __exit__(self, *error: object) -> None:
-        self.running = False
-
-
-class _Again:
-    def __init__(self, region: _Region) -> None:
-        self.region = region
-
-    def __enter__(self) -> None:
-        if self.region.running and forward_ad._current_level != self.region.level:
-            raise GradtoolsError(
-                "checkpoint: f takes a gradient and pushes a tangent through it, as hvp with "
-                "mode='forward_over_reverse' does. PyTorch then computes f again in the midst of "
-                "itself, without the tangent. Take mode='reverse_over_reverse', or checkpoint "
-                "what f differentiates."
-            )
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 class _Constant(torch.autograd.Function):

@@ -18,16 +18,23 @@ from torch.utils._pytree import tree_leaves
 from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
-from gradtools.torch.rules import unwrapped
-from gradtools.torch.state import Snapshot
+from gradtools.torch.rules import is_dual, unwrapped
+from gradtools.torch.watching import marked
 
 Tensor = torch.Tensor
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     """The joined outputs of all chunks, and the last carry."""
+    with marked(chunks.batch.asked):
+        return _run(chunks)
+
+
+def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     beneath = torch._C._functorch.peek_interpreter_stack() is not None
-    forward = Forward(chunks, beneath)
+    forward = Forward(chunks, beneath, chunks.options.latest.get("start"))
+    if not beneath:
+        chunks.options.latest["start"] = forward.start
     if beneath:
         rows, carry = node_of(forward, forward.xs, forward.shared)
         return _joined(chunks, rows), [untracked(x) for x in carry]
@@ -36,35 +43,35 @@ def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     return _joined(chunks, rows), forward.carry
 
 
-def checkpointed(backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """f inside functorch's transforms, computed again as a program of one chunk.
-
-    `torch.utils.checkpoint` recomputes by hooks on saved tensors, which know of no transforms.
-    """
+def checkpointed(
+    backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
+) -> Any:
+    """f as a program of one chunk, which is computed again in the backward pass."""
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if not _is_differentiated(f, leaves):
+    if not _is_differentiated(leaves):
         return f(*args, **kwargs)
     batch = Batch(backend, "checkpoint", args, None, whole=True)
-    whole = Chunks(backend, f, batch, kwargs, SUMMED, (), (), Cut(1, 1), Options(0))
+    whole = Chunks(backend, f, batch, kwargs, SUMMED, (), (), Cut(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])
 
 
-def _is_differentiated(f: Callable[..., Any], leaves: list[Tensor]) -> bool:
-    """Whether reverse mode may ask for a derivative of f, at a level of functorch or beneath."""
+def _is_differentiated(leaves: list[Tensor]) -> bool:
+    """Whether reverse mode may ask for a derivative, at a level of functorch or beneath."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if any(level.key() == TransformType.Grad for level in levels):
         return True
     if not torch.is_grad_enabled():
         return False
-    held = [x for x, _ in Snapshot.of([f], leaves).reached.watched]
-    return any(unwrapped(x).requires_grad for x in (*leaves, *held))
+    pushed = any(map(is_dual, leaves))  # forward mode alone keeps nothing
+    return not pushed or any(unwrapped(x).requires_grad for x in leaves)
 
 
 def sum_chunks(chunks: Chunks) -> list[Tensor]:
     """The sums of the outputs over chunks."""
     sums = Sums()
-    for i, piece in enumerate(pieces_of(chunks)):
-        sums.add(chunks.call(i, i, piece, chunks.shared, [])[0])
+    with marked("chunked"):
+        for i, piece in enumerate(pieces_of(chunks)):
+            sums.add(chunks.call(i, i, piece, chunks.shared, [])[0])
     return sums.total
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.torch import trees
@@ -185,8 +185,9 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
             return [found[i] for i in tracked]
 
         after = Randomness.now(given)
-        point = _Point(_name(f), again, [outs[i] for i in tracked])
-        for i, y in zip(tracked, _Twice.apply(point, *own.values()), strict=True):
+        found = [outs[i] for i in tracked]
+        point = _Point(_name(f), again, [get_gradient_edge(y) for y in found])
+        for i, y in zip(tracked, _Twice.apply(point, found, *own.values()), strict=True):
             outs[i] = y
         return trees.unflatten(treedef, outs)
 
@@ -204,22 +205,21 @@ def _in_forward_mode_or_functorch() -> bool:
 
 @dataclass
 class _Point:
-    """A call of a compiled function: how to run it again as it is, and what it returned."""
+    """A call of a compiled function: how to run it again as it is, and the ends of its graph."""
 
     name: str
     again: Callable[[], list[Tensor]]
-    outs: list[Tensor] | None
+    ends: list[GradientEdge]
 
 
 class _Twice(torch.autograd.Function):
     """A compiled function's outputs: the compiled backward pass, or a graph where one is asked."""
 
     @staticmethod
-    def forward(ctx: Any, point: _Point, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, point: _Point, outs: list[Tensor], *inputs: Tensor) -> Any:
         ctx.point = point
         ctx.save_for_backward(*inputs)
-        assert point.outs is not None
-        return tuple([y.detach() for y in point.outs])
+        return tuple([y.detach() for y in outs])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
@@ -227,10 +227,11 @@ class _Twice(torch.autograd.Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if create:
             _tell(point.name)
-        outs = point.again() if create else point.outs
+        outs: Sequence[Any] = point.again() if create else point.ends
         if not keep:
-            point.outs = None
-        kept = [(y, ct) for y, ct in zip(outs, cts, strict=True) if y.requires_grad]
+            point.ends = []
+        pairs = zip(outs, cts, strict=True)
+        kept = [(y, ct) for y, ct in pairs if not isinstance(y, Tensor) or y.requires_grad]
         grads = torch.autograd.grad(
             [y for y, _ in kept],
             inputs,
@@ -239,7 +240,7 @@ class _Twice(torch.autograd.Function):
             retain_graph=create or keep,
             allow_unused=True,
         )
-        return None, *grads
+        return None, None, *grads
 
 
 def _tell(name: str) -> None:

@@ -46,7 +46,7 @@ from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
-from gradtools.torch.watching import bytes_saved, own_wrapper
+from gradtools.torch.watching import bytes_saved, marked, own_wrapper
 from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
 
 Tensor = torch.Tensor
@@ -85,17 +85,18 @@ class Uses:
 def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
     """The outputs of one use."""
     beneath = torch._C._functorch.peek_interpreter_stack() is not None
-    use = _Use(whole, beneath, uses)
-    known = None if beneath else use.evaluate(use.xs, use.shared)
-    rows, _ = node_of(use, use.xs, use.shared, known)
-    return use.guarded(rows[0])
+    with marked("frozen"):
+        use = _Use(whole, beneath, uses)
+        known = None if beneath else use.evaluate(use.xs, use.shared)
+        rows, _ = node_of(use, use.xs, use.shared, known)
+        return use.guarded(rows[0])
 
 
 class _Use(Forward):
     """One evaluation of a frozen function."""
 
     saves_parameters = False  # they are constants
-    compares_leaves = False
+    compares_leaves = compares_bits = False  # others, of the same numbers
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
@@ -460,7 +461,8 @@ class _Asked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *us: Tensor | None) -> Any:
-        return None, None, *_along_arguments(ctx.back, ctx.saved_tensors, us, ctx.cts)
+        with marked("frozen"):
+            return None, None, *_along_arguments(ctx.back, ctx.saved_tensors, us, ctx.cts)
 
     @staticmethod
     def jvp(ctx: Any, _: None, cts: None, *tangents: Tensor | None) -> Any:

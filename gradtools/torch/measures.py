@@ -206,13 +206,8 @@ def _saved(
 def _saved_bytes(
     before: _Before, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int | None, list[str]]:
-    seen: set[int | None] = set()
     live = LiveBytes()
-
-    def pack(x: Tensor) -> Tensor:
-        seen.add(live.number_of(x))
-        return x.detach()  # x itself may hold the graph that holds it
-
+    pack = lambda x: x.detach()  # x itself may hold the graph that holds it
     with torch.inference_mode(False), torch.enable_grad():
         tracked_args, tracked_kwargs = tree_map(_tracked, (tuple(args), kwargs))
         try:
@@ -223,14 +218,14 @@ def _saved_bytes(
             before.restore()
             return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
     before.restore()
+    leaves = tree_leaves(found)
+    graph = [x.grad_fn if isinstance(x, Tensor) else x for x in leaves]  # without the results
+    del found, leaves
     gc.collect()
-    outs = {live.number_of(x): x for x in tree_leaves(found) if _is_plain(x)}
-    outs.pop(None, None)
-    of_results = sum(live.bytes_of(x) for number, x in outs.items() if number not in seen)
     with_graph = live.now
-    del found, outs
+    del graph
     gc.collect()
-    return with_graph - of_results - live.now, []
+    return with_graph - live.now, []
 
 
 @contextmanager

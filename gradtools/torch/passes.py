@@ -49,6 +49,8 @@ from gradtools.torch.recording.recorder import tensors_in
 from gradtools.torch.recording.unseen import _rule_of as rule_of
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_inexact
+from gradtools.torch.watching import mark as mark_of_running
+from gradtools.torch.watching import marked
 
 Tensor = torch.Tensor
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
@@ -164,15 +166,17 @@ def _differentiated(
 
 
 def _execute(run: Any, xs: Sequence[Any]) -> list[Any]:
-    return list(run(xs))
+    with marked(""):
+        return list(run(xs))
 
 
 def _execute_backward(
     outs: Sequence[Tensor], leaves: Sequence[Tensor], cts: Sequence[Tensor], again: bool
 ) -> Sequence[Tensor | None]:
-    return torch.autograd.grad(
-        outs, leaves, cts, create_graph=again, retain_graph=True, allow_unused=True
-    )
+    with marked(""):
+        return torch.autograd.grad(
+            outs, leaves, cts, create_graph=again, retain_graph=True, allow_unused=True
+        )
 
 
 # Beneath Function, as in `recording/unseen.py`: who keeps a bound `apply` comes by here as well.
@@ -180,31 +184,14 @@ _FUNCTIONS: Any = function._SingleLevelFunction
 _APPLY = "apply"
 
 
-_ENDS = frozenset({_execute.__code__, _execute_backward.__code__})
-_WING = os.path.dirname(__file__)
-_MANAGED = {
-    os.path.join(_WING, "frozen.py"): "frozen",
-    os.path.join(_WING, "programs.py"): "chunked",
-    os.path.join(_WING, "chunking.py"): "chunked",
-}
-
-
-def _managed() -> str:
-    """The mark of what gradtools runs in chunks or frozen: its gradients go ways of their own."""
-    frame: FrameType | None = sys._getframe(1)
-    found = ""
-    while frame is not None and frame.f_code not in _ENDS:
-        found = _MANAGED.get(frame.f_code.co_filename, found)
-        frame = frame.f_back
-    return found
-
-
 def _is_of_gradtools() -> bool:
     """Whether gradtools detaches for its own purposes, not because it was asked to."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == os.path.join(_WING, "engines.py")
+    return frame is not None and frame.f_code.co_filename == os.path.join(
+        os.path.dirname(__file__), "engines.py"
+    )
 
 
 def _is_summed_by_autograd(running: Any) -> bool:
@@ -331,7 +318,7 @@ class _Recorder(Watching):
         """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
         if name != "detach" or self._phase or self._marks or not x.requires_grad:
             return False
-        return not (_managed() or _is_of_gradtools())
+        return not (mark_of_running() or _is_of_gradtools())
 
     def _write(
         self,
@@ -372,7 +359,7 @@ class _Recorder(Watching):
         """The line, modules and mark of what runs: in later passes those of the forward pass."""
         end = _execute_backward if self._phase else _execute
         source, found = place(end.__code__)
-        managed = _managed()
+        managed = mark_of_running()
         mark = managed or next(filter(None, self._marks), found)
         if not self._phase:
             return _Origin(source, self.scopes.path, mark)

@@ -37,12 +37,14 @@ from gradtools.torch.verifying import Verification
 from gradtools.torch.watching import (
     REPLAYS,
     Captures,
+    Substituted,
     bytes_saved,
     captured_error,
     check_modules,
     edge_error,
     is_replaying,
     is_wrapped,
+    marked,
     parameters_of,
     set_replaying,
     steps,
@@ -106,7 +108,7 @@ class Forward(Program):
     """
 
     saves_parameters = True  # so that autograd itself tells of those that are changed
-    compares_leaves = True  # where f is computed again
+    compares_leaves = compares_bits = True  # where f is computed again
 
     def __init__(self, chunks: Chunks, beneath: bool, like: Snapshot | None = None) -> None:
         self.chunks, self.beneath = chunks, beneath
@@ -125,6 +127,8 @@ class Forward(Program):
         self.first_carry = self.carry = [untracked(x) for x in chunks.carry]
         self.leaves: list[Tensor] = []
         self.attached: list[list[bool]] = []
+        self.captured = self._captured() if chunks.batch.asked == "checkpoint" else []
+        self.shared += self.captured
         if beneath:
             self.shared += self.carry
             self.leaves = parameters_of(self.start)
@@ -157,6 +161,13 @@ class Forward(Program):
         found.batches = ((size, randomness), *self.batches)
         return found, [[True for _ in row] for row in on]
 
+    def _captured(self) -> list[Tensor]:
+        """What f closes over that is computed, or a transform's: arguments that have no name."""
+        found = [x for x, _ in self.start.reached.watched]
+        if self.beneath:
+            return [x for x in found if is_wrapped(x)]
+        return [x for x in found if is_dual(x) or (self.modes.grad and not x.is_leaf)]
+
     def _given(self) -> list[Tensor]:
         """The tensors that all chunks see as they are: what f does to them stays."""
         own = [x for k, x in enumerate(self.chunks.shared) if k not in self.moving_shared]
@@ -180,7 +191,8 @@ class Forward(Program):
         if self.drawn is not None:
             self.drawn.restore()  # to where the streams stood when the chunk before had run
         if self.beneath and i == 0:
-            self.carry = [untracked(x) for x in shared[len(self.moving_shared) :]]
+            carry_at = len(self.moving_shared) + len(self.captured)
+            self.carry = [untracked(x) for x in shared[carry_at:]]
         pieces, own = list(self.pieces[i]), list(self.chunks.shared)
         for k, original in self.originals.get(i, {}).items():
             pieces[k] = original.clone()
@@ -188,6 +200,7 @@ class Forward(Program):
             pieces[k] = x if is_inexact(x) or not self.beneath else x.clone()
         for k, x in zip(self.moving_shared, shared, strict=False):
             own[k] = x
+        own += shared[len(self.moving_shared) :][: len(self.captured)]
         again = self.modes.outside_of_batchings() if self.is_again else nullcontext()
         check = self.verification
         with again, without_cached_weights(), check.watching(i) if check else nullcontext() as seen:
@@ -205,11 +218,12 @@ class Forward(Program):
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
         """f at one chunk, under vmap once for each of `batches`."""
         if not self.batches:
-            return self.chunks.call(i, i, pieces, own, self.carry)
+            return self._on(i, pieces, own, self.carry)
         flat = [*pieces, *own, *self.carry]
         there = [isinstance(x, Tensor) for x in flat]
         axes = [0 if self.beneath or k in self.moving[i] else None for k in range(len(pieces))]
-        axes += [0 if self.beneath or k in self.moving_shared else None for k in range(len(own))]
+        moving = {*self.moving_shared, *range(len(own) - len(self.captured), len(own))}
+        axes += [0 if self.beneath or k in moving else None for k in range(len(own))]
         axes += [0 if self.beneath or i > 0 else None for _ in self.carry]
         counts: list[int] = []
 
@@ -217,7 +231,7 @@ class Forward(Program):
             left = iter(xs)
             full = [next(left) if t else x for x, t in zip(flat, there, strict=True)]
             parts = _cut_up(full, [len(pieces), len(own)])
-            outs, carry = self.chunks.call(i, i, *parts)
+            outs, carry = self._on(i, *parts)
             counts[:] = [len(outs)]
             return (*outs, *carry)
 
@@ -227,6 +241,14 @@ class Forward(Program):
             fun = torch.vmap(fun, in_dims, randomness=randomness)
         found = list(fun(*(x for x, t in zip(flat, there, strict=True) if t)))
         return found[: counts[0]], found[counts[0] :]
+
+    def _on(self, i: int, pieces: Any, own: Any, carry: Any) -> tuple[list[Any], list[Any]]:
+        """f at one chunk. own: What is shared, then what stands for what f captured."""
+        if not self.captured:
+            return self.chunks.call(i, i, pieces, own, carry)
+        count = len(self.chunks.shared)
+        with Substituted(self.captured, own[count:]):
+            return self.chunks.call(i, i, pieces, own[:count], carry)
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         """f once more, for what it does to streams, buffers and the carry."""
@@ -761,12 +783,14 @@ class _Maps:
         if self.program is self.program.forward:  # its sums are carries
             full = full[: sum(counts)]
         found = self._vectors(saved, full, counts)
-        return self.program.pull(self.widths, self.width, found[2], *found[:2])
+        with marked(self.program.forward.asked):
+            return self.program.pull(self.widths, self.width, found[2], *found[:2])
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
         """One for each output."""
         found = self._vectors(saved, dxs, self.widths)
-        pushed = self.program.push(self.widths, self.width, found[2], *found[:2])
+        with marked(self.program.forward.asked):
+            pushed = self.program.push(self.widths, self.width, found[2], *found[:2])
         there = self.shape[1]
         pushed += [None] * (len(there) - len(pushed))  # of carries
         return [dy for dy, t in zip(pushed, there, strict=True) if t]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
@@ -54,6 +55,25 @@ def is_replaying() -> bool:
 def set_replaying(on: bool) -> None:
     """Notes whether this thread does so."""
     _here.replaying = on
+
+
+@contextmanager
+def marked(asked: str) -> Iterator[None]:
+    """Inside runs what `asked` computes in its own way; what it is inside of has its own mark.
+
+    An empty mark: what runs inside is the user's, whoever runs it.
+    """
+    before = mark()
+    _here.mark = asked and (before or asked)
+    try:
+        yield
+    finally:
+        _here.mark = before
+
+
+def mark() -> str:
+    """The operator in whose way this thread computes, or nothing."""
+    return getattr(_here, "mark", "")
 
 
 def steps(chunks: Chunks, count: int) -> Iterator[int]:
@@ -161,6 +181,20 @@ class Captures(TorchFunctionMode):
             if isinstance(x, Tensor) and is_wrapped(x) and (plain or id(x) in self.known):
                 raise captured_error(self.forward, x)
         return fun(*args, **(kwargs or {}))
+
+
+class Substituted(TorchFunctionMode):
+    """Has operations see other tensors in the place of those that a function captured."""
+
+    def __init__(self, captured: list[Tensor], others: list[Tensor]) -> None:
+        super().__init__()
+        self.captured = captured  # so that no other tensor has their ids
+        self.others = {id(x): other for x, other in zip(captured, others, strict=True)}
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        other = lambda x: self.others.get(id(x), x)
+        args, kwargs = tree_map_only(Tensor, other, (args, kwargs or {}))
+        return fun(*args, **kwargs)
 
 
 def captured_error(forward: Watched, what: Any) -> GradtoolsError:

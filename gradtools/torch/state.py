@@ -12,14 +12,16 @@ walk is spared, and contents whose bits are the same are shared.
 
 from __future__ import annotations
 
+import array
 import random
 import sys
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, getitem, is_
 from types import (
     CellType,
     CodeType,
@@ -41,7 +43,7 @@ from gradtools.torch.randomness import Randomness
 Tensor = torch.Tensor
 
 _ATOMS = frozenset(
-    {int, float, complex, bool, str, bytes, type(None), type(...), range, slice, type, ModuleType}
+    {int, float, complex, bool, str, bytes, type(None), type(...), range, slice}
     | {torch.dtype, torch.device, torch.Size, torch.layout, np.dtype}
 )
 _FOREIGN = ("torch", "numpy", "jax", "builtins", "collections", "weakref", "logging", "threading")
@@ -132,8 +134,8 @@ class Snapshot:
         for tensor, contents, differs in zip(reached.owned, self._contents, changed, strict=True):
             if differs:
                 _put_back(tensor, contents)
-        for array, copy in zip(reached.arrays, self._arrays, strict=True):
-            array[...] = copy
+        for x, copy in zip(reached.arrays, self._arrays, strict=True):
+            x[...] = copy
         for (_, put), state in zip(reached.generators, self._states, strict=True):
             put(state)
         self._restore_versions()
@@ -422,7 +424,9 @@ class _Walk:
     def __init__(self, roots: list[Any], kinds: set[str]) -> None:
         self.found = Reached(roots, {*kinds})
         self._seen: dict[int, Any] = {}
-        self._known = set[tuple[type, str]]()
+        self._known = set[tuple[int, str]]()
+        self._names = {"forward", "__call__"}  # that code may read of an object
+        self._holders: dict[int, tuple[Any, str]] = {}  # what has parts that code may name
         self._todo: list[tuple[Any, str, bool]] = []
         for root in roots:
             self.visit(root, "f", False)
@@ -434,10 +438,13 @@ class _Walk:
             self._todo.append((x, name, owned))
 
     def run(self) -> Reached:
-        """Walks."""
+        """Walks; then through the parts of classes and modules that the code so far names."""
         while self._todo:
-            x, name, owned = self._todo.pop()
-            self._walk(x, name, owned)
+            while self._todo:
+                x, name, owned = self._todo.pop()
+                self._walk(x, name, owned)
+            for holder, name in list(self._holders.values()):
+                self._named_parts(holder, name)
         return self.found
 
     def _walk(self, x: Any, name: str, owned: bool) -> None:
@@ -446,6 +453,7 @@ class _Walk:
         elif isinstance(x, _Contents):
             self._seen[id(x.tensor)] = x.tensor
             self._contents(x.tensor)
+            self._attributes(x.tensor, name, owned)
         elif isinstance(x, torch.nn.Module):
             self._module(x, name)
         elif isinstance(x, dict):
@@ -460,13 +468,23 @@ class _Walk:
         elif isinstance(x, MethodType):
             self.visit(x.__func__, name, owned)
             self.visit(x.__self__, name, owned)
-            self._methods(x.__self__, name, x.__func__.__name__)
+        elif isinstance(x, ModuleType | type):
+            self._holds(x, name)
+        elif isinstance(x, ContextVar):
+            self.found.puts.append((partial(_value_of, x), x.set, _value_of(x)))
+            self.visit(_value_of(x), name, owned)
         elif isinstance(x, partial):
             for part in (x.func, x.args, x.keywords):
                 self.visit(part, name, owned)
         elif isinstance(x, np.ndarray):
-            if x.flags.writeable and (owned or x.nbytes <= _LARGE) and not x.dtype.hasobject:
-                self.found.arrays.append(x)
+            if x.flags.writeable and (owned or x.nbytes <= _LARGE):
+                if x.dtype.hasobject:
+                    self.found.generators.append((partial(_objects, x), partial(_refill, x)))
+                    self._all(x.flat, name, owned)
+                else:
+                    self.found.arrays.append(x)
+        elif isinstance(x, bytearray | array.array):
+            self.found.generators.append((partial(getitem, x, slice(None)), partial(_refill, x)))
         elif not self._generator(x):
             self._object(x, name, owned)
 
@@ -494,6 +512,15 @@ class _Walk:
         if not x.is_inference():
             self.found.watched.append((x, name))
             self.found.tracked.append(x.requires_grad)
+        self._attributes(x, name, owned)
+
+    def _attributes(self, x: Any, name: str, owned: bool) -> None:
+        """What was set on an object of another kind, as on a function or a tensor."""
+        fields = getattr(x, "__dict__", None)
+        if type(fields) is dict and fields:
+            self.found.maps.append((fields, dict(fields)))
+            for key, value in fields.items():
+                self.visit(value, f"{name}.{key}", owned)
 
     def _contents(self, x: Tensor) -> None:
         if x.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -502,7 +529,7 @@ class _Walk:
 
     def _module(self, x: torch.nn.Module, name: str) -> None:
         self.found.modules[id(x)] = (x, name)
-        self._methods(x, name, "forward")
+        self._holds(type(x), name)
         fields = vars(x)
         self.found.maps.append((fields, dict(fields)))
         for key, value in fields.items():
@@ -546,6 +573,8 @@ class _Walk:
         self.visit(x.__kwdefaults__, f"{x.__name__}'s default", owned)
         if (x.__module__ or "").partition(".")[0] in _FOREIGN:
             return
+        self._attributes(x, x.__name__, owned)
+        self._names.update(_names(x.__code__))
         space = x.__globals__
         for key in _names(x.__code__):
             value = space.get(key, _EMPTY)
@@ -572,9 +601,10 @@ class _Walk:
         return True
 
     def _object(self, x: Any, name: str, owned: bool) -> None:
-        if _package(type(x)) in _FOREIGN or getattr(type(x), "never_changes", False):
+        foreign = _package(type(x)) in _FOREIGN and not isinstance(x, UserDict | UserList)
+        if foreign or getattr(type(x), "never_changes", False):
             return
-        self._methods(x, name, "__call__")
+        self._holds(type(x), name)
         for kind in type(x).__mro__:
             if "__slots__" not in vars(kind) or _package(kind) in _STANDARD:
                 continue
@@ -591,32 +621,37 @@ class _Walk:
             for key, value in fields.items():
                 self.visit(value, f"{name}.{key}", owned)
 
-    def _methods(self, x: Any, name: str, first: str) -> None:
-        """What a method, and those that it names, read besides the object's own fields."""
-        own = [kind for kind in type(x).__mro__ if _package(kind) not in _STANDARD]
-        for kind in own:
-            if (kind, "") not in self._known:
-                self._known.add((kind, ""))
-                self.found.classes.append((vars(kind), [*_flat_items(vars(kind))]))
-        todo = [first] if own else []
-        while todo:
-            key = todo.pop()
-            if (type(x), key) in self._known:
+    def _holds(self, x: Any, name: str) -> None:
+        """A module of python's, or a class with those that it inherits from."""
+        kinds = x.__mro__ if isinstance(x, type) else (x,)
+        for kind in kinds:
+            if id(kind) in self._holders or _package(kind) in _STANDARD:
                 continue
-            self._known.add((type(x), key))
-            for kind in own:
-                if key not in vars(kind):
-                    continue
-                part = vars(kind)[key]
-                part = getattr(part, "fget", getattr(part, "__func__", part))
-                if isinstance(part, FunctionType):
-                    self.visit(part, key, False)
-                    wrapped = getattr(part, "__wrapped__", part)
-                    todo += _names(getattr(wrapped, "__code__", part.__code__))
-                elif not hasattr(part, "__get__"):
-                    get = partial(vars(kind).get, key, _EMPTY)
-                    self.found.puts.append((get, partial(_set_in_class, kind, key), part))
-                    self.visit(part, f"{name}.{key}", False)
+            self._holders[id(kind)] = kind, name
+            if isinstance(kind, type):
+                self.found.classes.append((vars(kind), [*_flat_items(vars(kind))]))
+
+    def _named_parts(self, holder: Any, name: str) -> None:
+        """Functions that code names are walked; of the rest what it says is put back."""
+        for key in self._names.intersection(vars(holder)):
+            if (id(holder), key) in self._known:
+                continue
+            self._known.add((id(holder), key))
+            part = vars(holder)[key]
+            part = getattr(part, "fget", getattr(part, "__func__", part))
+            if isinstance(part, FunctionType):
+                self.visit(part, key, False)
+                wrapped = getattr(part, "__wrapped__", part)
+                self._names.update(_names(getattr(wrapped, "__code__", part.__code__)))
+            elif isinstance(part, ModuleType | type):
+                self.visit(part, f"{name}.{key}", False)
+            elif isinstance(holder, ModuleType):
+                self.found.names.append((vars(holder), key, part))
+                self.visit(part, f"{name}.{key}", False)
+            elif not hasattr(part, "__get__"):
+                get = partial(vars(holder).get, key, _EMPTY)
+                self.found.puts.append((get, partial(_set_in_class, holder, key), part))
+                self.visit(part, f"{name}.{key}", False)
 
 
 @cache
@@ -626,8 +661,29 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple({*code.co_names, *(name for names in inside for name in names)})
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _package(kind: Any) -> str:
+    """The package of a class, or of a module."""
+    name = kind.__module__ if isinstance(kind, type) else kind.__name__
+    return str(name).partition(".")[0]
+
+
+def _value_of(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return _EMPTY
+
+
+def _objects(x: np.ndarray) -> list[Any]:
+    return list(x.flat)
+
+
+def _refill(x: Any, contents: Any) -> None:
+    """Has an array hold these again."""
+    if isinstance(x, np.ndarray):
+        x.flat = contents  # objects
+    else:
+        x[:] = contents
 
 
 def _set_in_class(kind: type, key: str, value: Any) -> None:

@@ -1,0 +1,1 @@
+FAILS_TODAY: dict[str, dict[str, str]] = {}

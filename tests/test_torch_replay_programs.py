@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import replay_programs  # noqa: F401 - fills the table
 import torch
-from replay_programs import EITHER, PROGRAMS, REFUSED, RIGHT, VERSIONS, Program, Run, Way, World
+from replay_worlds import EITHER, PROGRAMS, REFUSED, RIGHT, VERSIONS, Program, Run, Way, World
 
 from gradtools import GradtoolsError
 

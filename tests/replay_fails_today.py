@@ -500,13 +500,13 @@ FAILS_TODAY: dict[str, str] = {
         "retain=0 | retain=1 | checkpoint | frozen: grads[0]: -3.06 at 4 for -1.53 at 4"
     ),
     "f's result depends on the clock": (
-        "retain=0 | retain=1 | checkpoint | frozen: loss: 4.3023e+08 for 2.6779e+07"
+        "retain=0 | retain=1 | checkpoint | frozen: loss: 2.445e+09 for 1.8546e+08"
     ),
     "f's result depends on the system's randomness": (
-        "retain=0 | retain=1 | checkpoint | frozen: loss: -1.0437 for 0.23548"
+        "retain=0 | retain=1 | checkpoint | frozen: loss: -0.9972 for 0.061647"
     ),
     "f's result depends on a uuid": (
-        "retain=0 | retain=1 | checkpoint | frozen: loss: 4.3942e+08 for 1.5962e+09"
+        "retain=0 | retain=1 | checkpoint | frozen: loss: 6.8814e+08 for 1.5224e+10"
     ),
     "f counts in a tensor that shares memory with an array": (
         "checkpoint: grads[1]: 2.7614 at 5 for 1.3807 at 5"
@@ -542,7 +542,8 @@ FAILS_TODAY: dict[str, str] = {
         "grads[0]: -9.2646 at 10 for -3.7058 at 10"
     ),
     "a module counts in a frozen parameter of a ParameterList": (
-        "checkpoint: state module parameters[1]: 2 for 1"
+        "retain=0 | retain=1 | retain=3 | verify | by four | checkpoint | frozen: "
+        "the refusal says 'no module', which is false: chunked: f changes f.ps.0 "
     ),
     "a module counts in an attribute of a module in it": (
         "checkpoint: state module attributes inner.n: 2 for 1"
@@ -568,7 +569,8 @@ FAILS_TODAY: dict[str, str] = {
         "versions that backward moves[2]: 3 for 0"
     ),
     "a momentum encoder with a queue": (
-        "checkpoint: state module buffers queue: -0.56514 at 3 for 0 at 3"
+        "retain=0 | retain=1 | retain=3 | verify | by four | checkpoint | frozen: "
+        "the refusal says 'no module', which is false: chunked: f changes f.targe"
     ),
     "a forward hook counts and multiplies": (
         "checkpoint: grads[0]: -0.10748 at 15 for -0.25127 at 15"
@@ -718,7 +720,10 @@ FAILS_TODAY: dict[str, str] = {
         "retain=0 | retain=1 | by four | checkpoint: "
         "raises RuntimeError: one of the variables needed for gradient computatio"
     ),
-    "an embedding with max_norm": ("checkpoint: versions that backward moves[1]: 1 for 0"),
+    "an embedding with max_norm": (
+        "retain=0 | retain=1 | retain=3 | verify | by four | checkpoint: "
+        "the refusal says 'no module', which is false: chunked: f changes f.weigh"
+    ),
     "F.embedding with max_norm of a captured weight": (
         "checkpoint: versions that backward moves[1]: 1 for 0"
     ),
@@ -867,5 +872,26 @@ FAILS_TODAY: dict[str, str] = {
     ),
     "f deletes an attribute that the next call makes anew": (
         "checkpoint: state more: ['n'] for []"
+    ),
+    "f keeps a log of the first pass alone, by is_replaying": (
+        "checkpoint: state more: 2 entries for 1"
+    ),
+    "the third chunk alone differs when it is computed again": (
+        "retain=0 | by four: grads[0]: -2.4473 at 16 for -4.8946 at 16"
+    ),
+    "a chunk computed again has the same values and a weight less": (
+        "retain=0 | retain=1 | verify: grads[1]: None for 1.0275 at 0"
+    ),
+    "a chunk computed again has the same values by another weight": (
+        "retain=0 | retain=1 | verify: grads[1]: None for 1.0275 at 0"
+    ),
+    "a chunk computed again has the same values and a part of the graph less": (
+        "retain=0 | retain=1 | verify: grads[1]: -1.0814 at 5 for -2.1627 at 5"
+    ),
+    "state out of reach counts only in training, after a step in evaluation": (
+        "retain=0 | retain=1 | by four: grads[1][0]: 6.8347 at 7 for 3.2478 at 7"
+    ),
+    "state out of reach counts only for batches of another shape": (
+        "retain=0 | retain=1 | by four: grads[1]: 5.584 at 1 for 2.5246 at 1"
     ),
 }

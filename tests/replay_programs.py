@@ -1815,7 +1815,7 @@ class Counting(nn.Module):
 
 
 def _module_counter(name: str, parts: Any, tick: Any, expect: str = RIGHT) -> None:
-    @program(f"a module counts in {name}", expect=expect)
+    @program(f"a module counts in {name}", expect=expect, unsaid="no module")
     def _() -> World:
         kind = type("Counts", (Counting,), {"tick": tick, "__module__": __name__})
         return of_module(kind(**parts()))
@@ -1908,7 +1908,7 @@ _module_counter(
 def _kept(
     name: str, net: Callable[[], nn.Module], expect: Any = RIGHT, kinds: Any = ALL, **how: Any
 ) -> None:
-    program(name, kinds, expect)(lambda: of_module(net(), **how))
+    program(name, kinds, expect, unsaid="no module")(lambda: of_module(net(), **how))
 
 
 _kept("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
@@ -2443,7 +2443,7 @@ def _() -> World:
     return World(step, lambda: count.clone())
 
 
-@program("an embedding with max_norm", (*TRAINED, MICROBATCHED), EITHER)
+@program("an embedding with max_norm", (*TRAINED, MICROBATCHED), EITHER, unsaid="no module")
 def _() -> World:
     net = nn.Embedding(5, 3, max_norm=0.5).double()
     return of_module(net, torch.tensor([0, 1, 2, 3, 4, 0]), tracked=False)
@@ -3373,3 +3373,108 @@ def _() -> World:
         return x @ w * n
 
     return simple(f, leaves=[w], state=lambda: vars(holder).copy())
+
+
+# what is to be noticed when a chunk is computed again, and what is no difference
+
+
+def _ignoring(extra: Callable[[Any], Any]) -> Callable[[], World]:
+    """The loss reads the first output alone."""
+
+    def make() -> World:
+        net = mlp(nn.Dropout(0.5))
+
+        def step(run: Run) -> dict[str, Any]:
+            f = lambda x: (lambda y: (y, extra(y)))(net(x))
+            loss = score(run(f)(batch())[0])
+            loss.backward()
+            return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+        return World(step)
+
+    return make
+
+
+program("an output that the loss ignores holds NaN", TRAINED)(
+    _ignoring(lambda y: y.detach() * np.nan)
+)
+program("an output that the loss ignores is zero of either sign", TRAINED)(
+    _ignoring(lambda y: -torch.zeros_like(y))
+)
+program("an output that the loss ignores is of truth values", TRAINED)(_ignoring(lambda y: y > 0))
+
+
+@program("f gives only the rows that it chooses, of some chunks none", TRAINED)
+def _() -> World:
+    w = weight()
+    return simple(lambda x: x[x[:, 0] > 0.5] @ w, leaves=[w])
+
+
+@program("f keeps a log of the first pass alone, by is_replaying")
+def _() -> World:
+    w, log = weight(), []
+
+    def f(x: Any) -> Any:
+        if not gt.is_replaying():
+            log.append(float(x.sum()))
+        return x @ w
+
+    return simple(f, leaves=[w], state=lambda: list(log))
+
+
+def _by_turns(use: Callable[[Any, Any], Any], *turns: int) -> Callable[[], World]:
+    """f does what an iterator, which cannot be put back, says for each call."""
+
+    def make() -> World:
+        w, other, left = weight(), weight(), iter([*turns, *[turns[-1]] * 30])
+        return simple(lambda x: x @ use((w, other), next(left)), leaves=[w, other])
+
+    return make
+
+
+program("the third chunk alone differs when it is computed again", TRAINED, EITHER)(
+    _by_turns(lambda ws, turn: ws[0] * turn, 1, 1, 2, 1)
+)
+program("a chunk computed again has the same values and a weight less", TRAINED, EITHER)(
+    _by_turns(lambda ws, turn: ws[0] if turn else ws[0].detach(), 1, 1, 1, 0)
+)
+program("a chunk computed again has the same values by another weight", TRAINED, EITHER)(
+    _by_turns(lambda ws, turn: ws[turn], 0, 0, 0, 1)
+)
+program("a chunk computed again has the same values and a part of the graph less", TRAINED, EITHER)(
+    _by_turns(lambda ws, turn: ws[0] * (ws[0] if turn else ws[0].detach()), 1, 1, 1, 0)
+)
+
+
+@program("state out of reach counts only in training, after a step in evaluation", TRAINED, EITHER)
+def _() -> World:
+    net, ticks = mlp(), itertools.count(1)
+
+    def step(run: Run) -> dict[str, Any]:
+        f = lambda x: net(x) * (next(ticks) if net.training else 1)
+        operator, found = run(f), []
+        for training in (False, True):
+            net.train(training).zero_grad()
+            loss = score(operator(batch()))
+            loss.backward()
+            found.append([p.grad for p in net.parameters()])
+        return {"grads": found}
+
+    return World(step)
+
+
+@program("state out of reach counts only for batches of another shape", TRAINED, EITHER)
+def _() -> World:
+    w, ticks = weight(), itertools.count(1)
+
+    def step(run: Run) -> dict[str, Any]:
+        f = lambda x: x @ w * (next(ticks) if x.ndim == 3 else 1)
+        operator, found = run(f), []
+        for x in (batch(), batch()[:, None]):
+            w.grad = None
+            loss = score(operator(x))
+            loss.backward()
+            found.append(w.grad)
+        return {"grads": found}
+
+    return World(step)

@@ -126,6 +126,7 @@ class Program:
         kinds: The operators that it is for.
         expect: RIGHT, REFUSED or EITHER; by operator where they differ.
         says: What a refusal's message must hold.
+        unsaid: What it must not hold, since it is false.
         without: Ways that the oracle cannot follow.
     """
 
@@ -135,6 +136,7 @@ class Program:
     expect: Any = RIGHT
     says: str = ""
     without: tuple[str, ...] = ()
+    unsaid: str = ""
 
     def ways(self) -> list[Way]:
         """The ways that it is tried by."""
@@ -154,12 +156,17 @@ PROGRAMS: list[Program] = []
 
 
 def program(
-    name: str, kinds: Any = ALL, expect: Any = RIGHT, says: str = "", without: Any = ()
+    name: str,
+    kinds: Any = ALL,
+    expect: Any = RIGHT,
+    says: str = "",
+    without: Any = (),
+    unsaid: str = "",
 ) -> Any:
     """Adds a program whose world the function makes."""
 
     def add(make: Callable[[], World]) -> Callable[[], World]:
-        PROGRAMS.append(Program(name, make, kinds, expect, says, without))
+        PROGRAMS.append(Program(name, make, kinds, expect, says, without, unsaid))
         return make
 
     return add

@@ -240,6 +240,8 @@ def unexpected(program: Program, way: Way) -> str:
         return verdict.text or verdict.kind
     if verdict.kind == REFUSED and program.says not in verdict.text:
         return f"the refusal lacks {program.says!r}: {verdict.text}"
+    if verdict.kind == REFUSED and program.unsaid and program.unsaid in verdict.text:
+        return f"the refusal says {program.unsaid!r}, which is false: {verdict.text}"
     return ""
 
 

@@ -1,0 +1,264 @@
+"""What is computed again is what was computed: each program of the table, by each operator.
+
+The judge makes two equal worlds, runs gradtools in one and the plain program in the other, and
+compares numbers, what stands afterwards, and the process. A program is right, or refused in
+gradtools' words; anything else fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import decimal
+import gc
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import replay_programs  # noqa: F401 - fills the table
+import torch
+from replay_worlds import EITHER, PROGRAMS, REFUSED, RIGHT, VERSIONS, Program, Run, Way, World
+
+from gradtools import GradtoolsError
+
+seed_numpy, numpy_state, put_numpy_state = np.random.seed, np.random.get_state, np.random.set_state
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a program.
+
+    Attributes:
+        kind: "right", "refused" or "wrong".
+        text: The refusal, or what differs: what gradtools gave, what the plain program gave.
+    """
+
+    kind: str
+    text: str = ""
+
+
+def judge(program: Program, way: Way) -> Verdict:
+    """Runs a program both ways."""
+    notes: dict[str, Any] = {}
+    try:
+        found = _run(program, Run(way, False, notes))
+    except GradtoolsError as error:
+        said = str(error)
+        if way.kind not in said:
+            return Verdict("wrong", f"a refusal that does not name {way.kind}: {said}")
+        return Verdict(REFUSED, said)
+    except Exception as error:
+        raised = f"raises {type(error).__name__}: {str(error)[:200]}"
+        with contextlib.suppress(type(error)):
+            _run(program, Run(way, True, notes))
+            return Verdict("wrong", raised)
+        return Verdict(RIGHT, f"{raised}, as the plain program does")
+    try:
+        expected = _run(program, Run(way, True, notes))
+    except RuntimeError as error:
+        return Verdict("wrong", f"gives numbers where the plain program raises {str(error)[:200]}")
+    difference = differs(found, expected)
+    return Verdict("wrong", difference) if difference else Verdict(RIGHT)
+
+
+def _run(program: Program, run: Run) -> dict[str, Any]:
+    with flags_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _seed()
+        world: World = program.make()
+        _seed()
+        numbers = world.step(run)
+        process = _process()
+        state = world.state()
+    state = copy.deepcopy(_plain(state))
+    numbers = _plain(numbers)
+    return {
+        "numbers": numbers,
+        "state": state,
+        "process": process,
+        "tolerance": world.tolerance,
+    }
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    seed_numpy(0)
+
+
+def _plain(x: Any) -> Any:
+    """Numbers without a graph, in containers."""
+    if isinstance(x, torch.Tensor):
+        x = x.detach()
+        x = x.to_dense() if x.layout is not torch.strided else x.as_subclass(torch.Tensor)
+        return x.resolve_conj().resolve_neg().clone()
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in x]
+    return x
+
+
+# --- the process ----------------------------------------------------------------------------
+
+
+def _process() -> dict[str, Any]:
+    """Random streams and flags."""
+    return {
+        "PyTorch's random stream": torch.get_rng_state(),
+        "Python's random stream": random.getstate(),
+        "NumPy's random stream": list(numpy_state()),
+        "default dtype": torch.get_default_dtype(),
+        "default device": str(torch.get_default_device()),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast's dtype": torch.get_autocast_dtype("cpu"),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "products": torch.get_float32_matmul_precision(),
+        "mkldnn": torch._C._get_mkldnn_enabled(),
+        "warnings": len(warnings.filters),
+        "NumPy's errors": np.geterr(),
+        "recursion": sys.getrecursionlimit(),
+        "printing": torch._tensor_str.PRINT_OPTS.precision,
+        "garbage": gc.isenabled(),
+        "distributions": torch.distributions.Distribution._validate_args,
+        "decimal": decimal.getcontext().prec,
+        "a step in the environment": os.environ.get("REPLAYED_STEP"),
+    }
+
+
+@contextlib.contextmanager
+def flags_kept() -> Iterator[None]:
+    """Puts back what programs switch."""
+    before = _process()
+    device = torch.get_default_device()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before["default dtype"])
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
+        torch.set_grad_enabled(before["grad mode"])
+        torch.set_autocast_dtype("cpu", before["autocast's dtype"])
+        torch.use_deterministic_algorithms(before["deterministic"])
+        torch.set_num_threads(before["threads"])
+        torch.set_float32_matmul_precision(before["products"])
+        torch._C._set_mkldnn_enabled(before["mkldnn"])
+        np.seterr(**before["NumPy's errors"])
+        sys.setrecursionlimit(before["recursion"])
+        torch.set_printoptions(precision=before["printing"])
+        torch.distributions.Distribution.set_default_validate_args(before["distributions"])
+        decimal.getcontext().prec = before["decimal"]
+        os.environ.pop("REPLAYED_STEP", None)
+        if before["garbage"]:
+            gc.enable()
+        torch.set_rng_state(before["PyTorch's random stream"])
+        random.setstate(before["Python's random stream"])
+        put_numpy_state(before["NumPy's random stream"])
+
+
+# --- comparing ------------------------------------------------------------------------------
+
+
+def differs(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    """The first difference in words: what gradtools gave, against what the plain program gave."""
+    tolerance = expected["tolerance"]
+    # A version that moved is told last, since it would hide the rest.
+    (versions, a), (others, b) = (_apart(x["numbers"]) for x in (found, expected))
+    return (
+        _differs(a, b, tolerance, "")
+        or _differs(found["state"], expected["state"], 0.0, "state")
+        or _differs(found["process"], expected["process"], 0.0, "process")
+        or _differs(versions, others, 0.0, "versions that backward moves")
+    )
+
+
+def _apart(numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return numbers.get(VERSIONS), {k: v for k, v in numbers.items() if k != VERSIONS}
+
+
+def _differs(a: Any, b: Any, tolerance: float, where: str) -> str:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if _close(a, b, tolerance):
+            return ""
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{where}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}"
+        at = int((a - b).abs().nan_to_num(torch.inf).argmax()) if a.dtype is not torch.bool else 0
+        return f"{where}: {_short(a, at)} for {_short(b, at)}"
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return "" if np.array_equal(a, b) else f"{where}: {_short(a)} for {_short(b)}"
+    if isinstance(a, dict) and isinstance(b, dict):
+        if list(a) != list(b):
+            return f"{where}: {list(a)} for {list(b)}"
+        pairs = [(f"{where} {k}".strip(), a[k], b[k]) for k in a]
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if len(a) != len(b):
+            return f"{where}: {len(a)} entries for {len(b)}"
+        pairs = [(f"{where}[{k}]", x, y) for k, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        same = a == b or (a != a and b != b)
+        return "" if same else f"{where}: {_short(a)} for {_short(b)}"
+    return next((d for name, x, y in pairs if (d := _differs(x, y, tolerance, name))), "")
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = (a == b) | (a.isnan() & b.isnan())
+    if tolerance == 0.0 or not (a.is_floating_point() or a.is_complex()):
+        return bool(same.all())
+    a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
+    known = b[b.isfinite()].abs()
+    size = known.max().clamp(min=1e-3) if known.numel() else 1.0
+    return bool((same | ((a - b).abs() <= tolerance * size)).all())
+
+
+def _short(x: Any, at: int = 0) -> str:
+    if isinstance(x, torch.Tensor) and x.numel() > 1:
+        return f"{x.flatten()[at].item():.5g} at {at}"
+    return f"{x.item():.5g}" if isinstance(x, torch.Tensor) and x.numel() else repr(x)[:60]
+
+
+# --- the table ------------------------------------------------------------------------------
+
+CASES = [(p, w) for p in PROGRAMS for w in p.ways()]
+
+
+def unexpected(program: Program, way: Way) -> str:
+    """What is otherwise than the table says, if anything is."""
+    verdict, expected = judge(program, way), program.expected(way)
+    if verdict.kind not in ((RIGHT, REFUSED) if expected == EITHER else (expected,)):
+        return verdict.text or verdict.kind
+    if verdict.kind == REFUSED and program.says not in verdict.text:
+        return f"the refusal lacks {program.says!r}: {verdict.text}"
+    if verdict.kind == REFUSED and program.unsaid and program.unsaid in verdict.text:
+        return f"the refusal says {program.unsaid!r}, which is false: {verdict.text}"
+    return ""
+
+
+def _case(program: Program, way: Way) -> Any:
+    reason = program.fails_today(way)
+    marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+    return pytest.param(program, way, id=f"{program.name}, {way.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("program", "way"), [_case(p, w) for p, w in CASES])
+def test_what_is_computed_again_is_what_was_computed(program: Program, way: Way) -> None:
+    """A program is right, or refused in our words, as the table says."""
+    found = unexpected(program, way)
+    assert not found, found
+
+
+def test_every_program_has_a_name_of_its_own() -> None:
+    """And there are at least as many as were promised."""
+    names = [p.name for p in PROGRAMS]
+    assert len(set(names)) == len(names) >= 150

@@ -29,6 +29,7 @@ class Batch:
         whole: bool = False,
     ) -> None:
         self.backend, self.asked, self.args = backend, asked, tuple(args)
+        self.whole = whole
         entries = [None] * len(args) if whole else self._entries(in_axes, set(shared))
         self.lists = [
             i
@@ -46,7 +47,8 @@ class Batch:
 
     def _as_array(self, leaf: Any) -> Any:
         """NumPy's arrays are split as well; anything else that is no array is shared."""
-        return self.backend.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+        split = isinstance(leaf, np.ndarray) and not self.whole
+        return self.backend.asarray(leaf) if split else leaf
 
     def _entries(self, in_axes: Any, shared: set[int]) -> list[Any]:
         """The entry of in_axes for each argument; None for those that are shared anyway."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 from typing import Any, Literal
 
 from gradtools.backend import Array, Backend, Operators
@@ -27,6 +28,7 @@ from gradtools.calls import as_array, describe, is_numeric, normalized_argnums, 
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
+_CONTAINERS = (list, dict, tuple)
 SUMMED = object()  # in place of the axes of outputs that are added up and not joined
 
 
@@ -429,7 +431,9 @@ class Chunks:
         self.size_now = len(self.cut.rows[number])
         args = self._arguments(number, index, pieces, shared, carry)
         kwargs = self.backend.unflatten(self._kwarg_def, shared[self._kwargs_at :])
+        containers = self._containers(args, kwargs)
         out, new_carry = self._parted(self.f(*args, **kwargs))
+        self._check_containers(containers)
         carry_leaves = self._same("carry", new_carry, number)
         if self.batch.lists and type(out) is list and len(out) == len(self.cut.rows[number]):
             flat = [self.backend.flatten(x) for x in out]
@@ -444,6 +448,26 @@ class Chunks:
         for k, (leaf, axis) in enumerate(zip(leaves, self.axes, strict=True)):
             leaves[k] = self._checked(leaf, axis, out, k)
         return leaves, carry_leaves
+
+    def _containers(self, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """The lists and dictionaries among shared arguments, with what they hold."""
+        shared = [x for i, x in enumerate(args) if self._is_shared(i)]
+        flatten = self.backend.flatten
+        return [(x, flatten(x)) for x in (*shared, kwargs) if type(x) in _CONTAINERS and x]
+
+    def _check_containers(self, before: list[Any]) -> None:
+        """A list that f adds to is a copy: neither the next chunk nor the caller would see it."""
+        for x, (leaves, treedef) in before:
+            now, of_now = self.backend.flatten(x)
+            if of_now != treedef or not all(map(is_, now, leaves)):
+                raise GradtoolsError(
+                    f"{self.batch.asked}: f changes a list or dictionary that is an argument, and "
+                    "what it gets is a copy. Return what is new, or keep it in an attribute or a "
+                    "variable outside of f."
+                )
+
+    def _is_shared(self, i: int) -> bool:
+        return i not in self.batch.lists and all(n == "shared" for n, _ in self._places[i])
 
     def _arguments(self, number: int, index: Any, pieces: Any, shared: Any, carry: Any) -> list:
         unflatten, sources = self.backend.unflatten, {"shared": shared, "carry": carry}

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning
@@ -100,7 +99,6 @@ class _Use(Forward):
 
     def __init__(self, whole: Chunks, beneath: bool, uses: Uses) -> None:
         self.uses, self.holds, self.keeps = uses, False, False
-        self.hooked = False  # whether hooks on gradients were set in G, which forward mode passes
         self.within: Callable[[], Any] = nullcontext  # what f runs in when it runs again
         super().__init__(whole, beneath, None if beneath else uses.state)
         self.constants: list[Tensor] = self.leaves
@@ -137,14 +135,6 @@ class _Use(Forward):
             self.holds = fits and self.uses.reserve(self, self.uses.size)
         return found
 
-    def _forward_hooks(self, first: int) -> int:
-        """How many hooks since this one stand on forward passes, which edit no gradient."""
-        if RemovableHandle.next_id == first:
-            return 0
-        held = [module for module, _ in self.start.reached.modules.values()]
-        keys = [key for m in held for key in (*m._forward_hooks, *m._forward_pre_hooks)]
-        return sum(key >= first for key in keys)
-
     def _kept(self) -> int:
         return int(self.keeps)
 
@@ -153,12 +143,8 @@ class _Use(Forward):
         return not packed and not self.beneath and self.modes.grad
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
-        hooks = RemovableHandle.next_id
         with self.within():
-            found = super()._called(i, pieces, own)
-        if not self.is_again:
-            self.hooked = RemovableHandle.next_id - hooks != self._forward_hooks(hooks)
-        return found
+            return super()._called(i, pieces, own)
 
     def _note_leaves(self, found: list[Tensor]) -> None:
         if self.beneath:
@@ -174,7 +160,8 @@ class _Use(Forward):
     def guarded(self, outs: Sequence[Any]) -> list[Any]:
         """The outputs; who asks for the derivative of a parameter of G is told that it has none."""
         constants = [x for x in self.constants if x.requires_grad]
-        which = [isinstance(y, Tensor) and (y.requires_grad or self.beneath) for y in outs]
+        tracks = self.modes.grad  # as G's own outputs are, if its parameters are
+        which = [isinstance(y, Tensor) and is_inexact(y) and tracks for y in outs]
         if not constants or not any(which):
             return list(outs)
         tracked = [y for y, w in zip(outs, which, strict=True) if w]

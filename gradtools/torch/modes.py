@@ -77,14 +77,18 @@ def _entered() -> int:
 
 
 @contextmanager
-def without_cached_weights() -> Iterator[None]:
-    """Inside, `parametrize.cached` starts anew: what it keeps is in the graph of another call."""
+def without_cached_weights() -> Iterator[dict[Any, Any]]:
+    """Inside, `parametrize.cached` starts anew: what it keeps is in the graph of another call.
+
+    Afterwards what was computed and kept inside is in the dictionary.
+    """
     if not parametrize._cache_enabled:
-        yield
+        yield {}
         return
-    kept, parametrize._cache = parametrize._cache, {}
+    kept, found = parametrize._cache, dict[Any, Any]()
+    parametrize._cache = found
     try:
-        yield
+        yield found
     finally:
         parametrize._cache = kept
 

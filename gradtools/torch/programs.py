@@ -21,6 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
 
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError
@@ -29,17 +30,18 @@ from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
 from gradtools.torch.customcode import gated_calls
 from gradtools.torch.modes import Modes, without_cached_weights
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.refusals import torch_says
+from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
-from gradtools.torch.state import Contents, Snapshot
+from gradtools.torch.state import Snapshot
 from gradtools.torch.terms import guarded_gradients
-from gradtools.torch.verifying import Verification
+from gradtools.torch.verifying import Verification, kinds_of
 from gradtools.torch.watching import (
     REPLAYS,
     Captures,
     Substituted,
     bytes_saved,
     captured_error,
+    check_cached,
     check_modules,
     edge_error,
     is_replaying,
@@ -114,11 +116,10 @@ class Forward(Program):
         self.chunks, self.beneath = chunks, beneath
         self.asked = chunks.batch.asked
         self.pieces, self.count = pieces_of(chunks), chunks.cut.count
-        tensors = [*chunks.shared, *chunks.carry, *self.pieces[0]]
-        self.tensors = [x for x in tensors if isinstance(x, Tensor)]
+        self.tensors = _tensors([*chunks.shared, *chunks.carry, *self.pieces[0]])
         self.modes = Modes.now({x.device.type for x in self.tensors})
         self.roots = [chunks.f, *(x for x in chunks.shared if not isinstance(x, Tensor))]
-        self.start = Snapshot.of(self.roots, self.tensors, like)
+        self.start = self._snapshot(like)
         self._check_modules()
         self.moving = [self._moving(piece) for piece in self.pieces]
         self.moving_shared = self._moving(chunks.shared)
@@ -134,9 +135,10 @@ class Forward(Program):
             self.leaves = parameters_of(self.start)
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
-        self.given = Contents.of(self._given() if self.modes.grad else [])
         self.verification = Verification.of(self, chunks.options.verify)
         self.is_again = False  # whether chunks are computed again
+        self.standing = self.start  # then: what stands for everyone else
+        self.hooked = False  # whether hooks on gradients were set in f
         self.versions: list[tuple[Tensor, int, str]] = []
         self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
         self.drawn: Randomness | None = None
@@ -160,6 +162,12 @@ class Forward(Program):
         randomness = randomness if any(map(any, on)) else "same"
         found.batches = ((size, randomness), *self.batches)
         return found, [[True for _ in row] for row in on]
+
+    def _snapshot(self, like: Snapshot | None) -> Snapshot:
+        try:
+            return Snapshot.of(self.roots, self.tensors, like)
+        except GradtoolsError as error:
+            raise GradtoolsError(f"{self.asked}: {error}") from None
 
     def _captured(self) -> list[Tensor]:
         """What f closes over that is computed, or a transform's: arguments that have no name."""
@@ -203,8 +211,13 @@ class Forward(Program):
         own += shared[len(self.moving_shared) :][: len(self.captured)]
         again = self.modes.outside_of_batchings() if self.is_again else nullcontext()
         check = self.verification
-        with again, without_cached_weights(), check.watching(i) if check else nullcontext() as seen:
+        watched = check.watching(i) if check else nullcontext()
+        with again, without_cached_weights() as weights, watched as seen:
+            hooks = RemovableHandle.next_id
             outs, carry = self._called(i, pieces, own)
+            check_cached(self.asked, self.start, weights)
+            if not self.is_again:
+                self.hooked |= self._sets_hooks(hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
             check.compare(i, outs, seen, inputs, self.batches)
@@ -214,6 +227,14 @@ class Forward(Program):
         if self.is_again and i + 1 < self.count:
             self.drawn = self.start.streams.again()
         return outs, []
+
+    def _sets_hooks(self, first: int) -> bool:
+        """Whether f set hooks on gradients, of those with numbers from `first` on."""
+        if RemovableHandle.next_id == first:
+            return False
+        held = [module for module, _ in self.start.reached.modules.values()]
+        keys = [key for m in held for key in (*m._forward_hooks, *m._forward_pre_hooks)]
+        return RemovableHandle.next_id - first != sum(key >= first for key in keys)
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
         """f at one chunk, under vmap once for each of `batches`."""
@@ -263,13 +284,14 @@ class Forward(Program):
                 found = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
-            self.given.restore()
             raise
         return found, self.carry if self.beneath else []
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         grad, budget = self.modes.grad, self.chunks.options.memory_budget
         kept = self._kept()
+        given = [x for x in (*flattened(rows), *shared, *self._given()) if not x.is_inference()]
+        versions = [x._version for x in given]
         own, found = _aliases(shared) if grad else list(shared), []
         leaves: dict[int, Tensor] = {}
         began: list[int] = []
@@ -291,11 +313,21 @@ class Forward(Program):
             self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
             found.append([_cut(y) for y in outs])
             del xs, outs  # and with them the graph, before the next one grows
+        if any(map(any, self.attached)) and [x._version for x in given] != versions:
+            raise self._in_place("")
         self._note_leaves(list(leaves.values()))
         self._note_versions()
+        self._let_go_of_kept()
         self.start = self.start.without_unused_streams()
-        self.given = self.given.that_changed()
         return found
+
+    def _let_go_of_kept(self) -> None:
+        """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
+        if self.retained and not self.start.reached.stands():
+            nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(_tensors(outs))}
+            held = [x for x, _ in self.start.now().reached.watched if x.grad_fn is not None]
+            if not nodes.isdisjoint(nodes_of(held)):
+                self.retained.clear()
 
     def _kept(self) -> int:
         """How many of the last chunks keep their graph."""
@@ -319,16 +351,19 @@ class Forward(Program):
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in torch_says(error):
                 raise
-            raise GradtoolsError(
-                f"{self.asked}: f changes an argument in place that is differentiated, or a "
-                f"parameter. Clone it in f first. PyTorch says: {error}"
-            ) from error
+            raise self._in_place(f" PyTorch says: {error}") from error
         changed = {k: x for k, (x, version) in before.items() if fixed[k]._version != version}
         if changed:
             self.originals[i] = changed
             for k in changed:
                 increment_version(self._source(i, k))
         return outs
+
+    def _in_place(self, more: str) -> GradtoolsError:
+        return GradtoolsError(
+            f"{self.asked}: f changes in place a parameter, or an argument that is differentiated "
+            f"or that all chunks share, so that it cannot be put back. Clone it in f first.{more}"
+        )
 
     def _source(self, i: int, k: int) -> Tensor:
         """The argument that piece k of chunk i is a part of."""
@@ -346,7 +381,10 @@ class Forward(Program):
         for y in outs:
             if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise captured_error(self, None)
-        for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
+        nodes = list(nodes_of(_tensors(outs)))
+        if self.verification is not None:
+            self.verification.kinds[i] = kinds_of(nodes)
+        for node in nodes:
             kind: Any = type(node)
             if kind.__name__ == "AccumulateGrad":
                 if id(node.variable) not in own:
@@ -377,10 +415,12 @@ class Forward(Program):
             return
         moved = self.start.changed(parameters=True)
         if moved:
+            carry = ", or pass it in an argument that carry_argnums names"
             raise GradtoolsError(
-                f"{self.asked}: f changes {moved[0]} in place, which it captured and which belongs "
-                "to no module, so that it cannot be put back for the backward pass. Make it a "
-                "buffer of a module, or pass it in an argument that carry_argnums names."
+                f"{self.asked}: f changes {moved[0]} in place, and it cannot be put back for the "
+                "backward pass, being a parameter (which an embedding with max_norm changes, too), "
+                "or large and outside of modules. Change it outside of f, or make it a buffer of a "
+                f"module{carry if self.asked == 'chunked' else ''}."
             )
         given = self._given()
         for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *given):
@@ -395,13 +435,22 @@ class Forward(Program):
 
     # --- and again
 
+    def check_storages(self) -> None:
+        """Raises if leaves have other entries by `.data`, of which no version tells."""
+        moved = [x for x, storage in self.storages if x.untyped_storage() is not storage]
+        if moved:
+            name = self.start.name_of(lambda x: x is moved[0]) or "a parameter"
+            raise GradtoolsError(
+                f"{self.asked}: the data of {name} was replaced after the forward pass (by .data, "
+                "vector_to_parameters, module.to or module.float), and the backward pass needs it "
+                "as it was. Do it after the backward pass."
+            )
+
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Inside, f runs from where it began; outside, everything is as it stands now."""
         changed = [name for x, version, name in self.versions if x._version != version]
         changed += self.start.changed(parameters=not self.saves_parameters)
-        moved = [x for x, storage in self.storages if x.untyped_storage() is not storage]
-        changed += [self.start.name_of(lambda x: x is moved[0]) or "a parameter"] if moved else []
         if changed:
             raise GradtoolsError(
                 f"{self.asked}: {changed[0]} was changed in place after the forward pass, and the "
@@ -409,21 +458,47 @@ class Forward(Program):
             )
         with REPLAYS:
             outer = is_replaying(), self.is_again, self.carry, self.drawn
-            now, given = self.start.now(), self.given.now()
+            before = self.standing if self.is_again else None
+            self.standing = self.start.now()
+            grads = [(x, x.grad) for x, _ in self.start.reached.watched if x.is_leaf]
             try:
-                if now is not self.start:
+                for x, grad in grads:
+                    if grad is not None:
+                        x.grad = None  # f may go backward itself; what it adds was added before
+                if self.standing is not self.start:
                     self.start.restore()
-                self.given.restore()
                 self.carry, self.drawn, self.is_again = self.first_carry, None, True
                 set_replaying(True)
                 yield
             finally:
-                before, self.is_again, self.carry, self.drawn = outer
-                set_replaying(before)
-                now.restore()
-                given.restore()
+                set_replaying(outer[0])
+                _, self.is_again, self.carry, self.drawn = outer
+                self.standing.restore()
+                self.standing = before or self.standing
+                for x, grad in grads:
+                    if x.grad is not grad:
+                        x.grad = grad
         if self.verification is not None:
             self.verification.done()
+
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """Inside, a chunk that was computed again is differentiated.
+
+        What hooks on gradients do then is not done again, and stays.
+        """
+        if not (self.is_again and self.hooked):
+            yield
+            return
+        state = self.start.now()
+        self.standing.restore()
+        set_replaying(False)
+        try:
+            yield
+        finally:
+            set_replaying(True)
+            self.standing = self.start.now()
+            state.restore()
 
     def without_hooks(self) -> AbstractContextManager[None]:
         """The leaves' hooks fire once, on the sum, and not for each chunk."""
@@ -514,6 +589,11 @@ class _Derived(Program):
         found, sums = fun(*(ct for ct in cts if ct is not None))
         return spread([*found, *sums], counts)
 
+    def explained(self) -> AbstractContextManager[None]:
+        """PyTorch's errors in our words; frozen reads them, to go another way."""
+        asked = self.forward.asked
+        return explained(asked) if asked != "frozen" else nullcontext()
+
     def needs(self, i: int) -> bool:
         """Whether anything is asked of chunk i."""
         return True
@@ -534,6 +614,7 @@ class _Derived(Program):
         count, sums = len(rows), Sums()
         rows, shared = [[_primal(x) for x in xs] for xs in rows], [_primal(x) for x in shared]
         found: Rows = [self.nothing(i) for i in range(count)]
+        self.forward.check_storages()
         with self.forward.without_hooks(), torch.no_grad():
             had = self.from_retained(rows, shared, found, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
@@ -566,7 +647,7 @@ class _Derived(Program):
         with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
-            refuse_lost(self.forward.asked, [y for y in (*ys, *terms) if isinstance(y, Tensor)])
+            refuse_lost(self.forward.asked, _tensors((*ys, *terms)))
         return [*a, *b, *self.leaves], ys, terms
 
 
@@ -592,7 +673,8 @@ class Backward(_Derived):
         inputs, ys, terms = self._within(i, xs, shared)
         cts += shared_cts if terms else []
         own = len(xs) + len(shared)
-        grads = self.pulled([*ys, *terms], inputs, cts, own, create, create)
+        with self.forward.going_back(), self.explained():
+            grads = self.pulled([*ys, *terms], inputs, cts, own, create, create)
         return grads[: len(xs)], grads[len(xs) :]
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
@@ -607,7 +689,8 @@ class Backward(_Derived):
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
         inputs += own
-        grads = self.pulled(outs, [*inputs, *self.leaves], cts, len(inputs), keep, False)
+        with self.explained():
+            grads = self.pulled(outs, [*inputs, *self.leaves], cts, len(inputs), keep, False)
         had, left = set(retained), iter(grads)
         for i in retained:
             found[i] = [next(left) for _ in range(self.widths[i])]
@@ -619,7 +702,7 @@ class Backward(_Derived):
 
 def _refuse_edits(outs: Entries) -> None:
     """An edited cotangent is no linear map, whose transposed would be the pushforward."""
-    for node in nodes_of([y for y in outs if isinstance(y, Tensor)]):
+    for node in nodes_of(_tensors(outs)):
         edit = reverse_only_at(node)
         if edit is not None:
             raise GradtoolsError(
@@ -899,6 +982,10 @@ def _cut_up(flat: Entries, widths: Sequence[int]) -> Rows:
 # --- tensors -----------------------------------------------------------------------------
 
 
+def _tensors(xs: Entries) -> list[Tensor]:
+    return [x for x in xs if isinstance(x, Tensor)]
+
+
 def _primal(x: Any) -> Any:
     return forward_ad.unpack_dual(x).primal if is_dual(x) else x
 
@@ -949,6 +1036,11 @@ def _apart(x: Any) -> Any:
 
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
+    if x.layout is not torch.strided or x.is_nested:
+        raise GradtoolsError(
+            f"{chunks.batch.asked}: an argument that is split is a {_layout(x)} tensor, which has "
+            "no axis to cut on. Give its dense form, or share it (None in in_axes)."
+        )
     cut, tracked = chunks.cut, x.requires_grad or is_wrapped(x)
     if tracked and cut.interleaved:  # one node for all, whose backward pass is one scatter
         x = x.index_select(axis, torch.tensor(flattened(cut.rows), device=x.device))
@@ -956,3 +1048,7 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
         return x.split(cut.sizes, axis)
     before = (slice(None),) * axis
     return [_apart(x[*before, rows.start : rows.stop : rows.step]) for rows in cut.rows]
+
+
+def _layout(x: Tensor) -> str:
+    return "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"

@@ -91,6 +91,11 @@ _MENDS = {
     "does not require grad and does not have a grad_fn": _NO_GRAPH,
     "One of the differentiated Tensors does not require grad": _NO_GRAPH,
     "cannot register a hook on a tensor that doesn't require grad": _NO_GRAPH,
+    "backward through the graph a second time": (
+        "a graph that was used up is asked again: f, or the loss, goes on from a tensor that was "
+        "kept attached between calls (a cached function of a weight, a list of outputs). Detach "
+        "it, return it from f, or compute it in each call."
+    ),
     "use_reentrant=True": (
         "f holds a reentrant torch.utils.checkpoint, which takes no derivative with respect to "
         "chosen inputs. Pass use_reentrant=False to it, or use gt.checkpoint."

@@ -166,38 +166,6 @@ class Snapshot:
         return next((name for x, name in self.reached.watched if wanted(x)), None)
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What tensors hold, of arguments that a function may change in place."""
-
-    tensors: list[Tensor]
-    copies: list[Tensor]
-    versions: list[int]
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> Contents:
-        """As it stands."""
-        found = [x for x in tensors if not x.is_inference()]
-        return cls(found, [x.detach().clone() for x in found], [x._version for x in found])
-
-    def now(self) -> Contents:
-        """What the same tensors hold now."""
-        return Contents.of(self.tensors)
-
-    def that_changed(self) -> Contents:
-        """Those that were changed since."""
-        rows = zip(self.tensors, self.copies, self.versions, strict=True)
-        changed = [(x, copy, v) for x, copy, v in rows if x._version != v]
-        return Contents(*map(list, zip(*changed, strict=True))) if changed else Contents([], [], [])
-
-    def restore(self) -> None:
-        """Puts it back."""
-        for tensor, contents, version in zip(self.tensors, self.copies, self.versions, strict=True):
-            if tensor._version != version:
-                _put_back(tensor, contents)
-        _set_versions(list(zip(self.tensors, self.versions, strict=True)))
-
-
 def _set_versions(pairs: list[tuple[Tensor, int]]) -> None:
     if pairs:
         tensors, versions = zip(*pairs, strict=True)
@@ -453,7 +421,7 @@ class _Walk:
         elif isinstance(x, _Contents):
             self._seen[id(x.tensor)] = x.tensor
             self._contents(x.tensor)
-            self._attributes(x.tensor, name, owned)
+            self._watch(x.tensor, name, owned)
         elif isinstance(x, torch.nn.Module):
             self._module(x, name)
         elif isinstance(x, dict):
@@ -509,6 +477,9 @@ class _Walk:
         constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
         if constant and (owned or _nbytes(x) <= _LARGE):
             self._contents(x)
+        self._watch(x, name, owned)
+
+    def _watch(self, x: Tensor, name: str, owned: bool) -> None:
         if not x.is_inference():
             self.found.watched.append((x, name))
             self.found.tracked.append(x.requires_grad)
@@ -638,7 +609,8 @@ class _Walk:
                 continue
             self._known.add((id(holder), key))
             part = vars(holder)[key]
-            part = getattr(part, "fget", getattr(part, "__func__", part))
+            if isinstance(part, property | staticmethod | classmethod):
+                part = part.fget if isinstance(part, property) else part.__func__
             if isinstance(part, FunctionType):
                 self.visit(part, key, False)
                 wrapped = getattr(part, "__wrapped__", part)
@@ -648,7 +620,7 @@ class _Walk:
             elif isinstance(holder, ModuleType):
                 self.found.names.append((vars(holder), key, part))
                 self.visit(part, f"{name}.{key}", False)
-            elif not hasattr(part, "__get__"):
+            elif not hasattr(type(part), "__get__"):
                 get = partial(vars(holder).get, key, _EMPTY)
                 self.found.puts.append((get, partial(_set_in_class, holder, key), part))
                 self.visit(part, f"{name}.{key}", False)

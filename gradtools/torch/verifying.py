@@ -9,11 +9,11 @@ of a function, the shapes and dtypes of its arguments, the modes of its modules,
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,10 @@ Tensor = torch.Tensor
 Figures = tuple[Any, ...]
 
 _VERIFIED: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+_KEEPS = (
+    "f keeps something from one call to the next (a cached function of a weight, an attached "
+    "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
+)
 _SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
 
 
@@ -45,9 +49,11 @@ class Verification:
     def __init__(self, forward: Forward, way: Any, exact: bool) -> None:
         self.asked, self.reached = forward.asked, forward.start.reached
         self.way, self.exact, self.f = way, exact, forward.chunks.f
+        self.is_compiled = _is_compiled(forward)  # and would be compiled anew for a hook
         self.outs: dict[int, list[Figures]] = {}
-        self.modules: dict[int, list[tuple[int, list[Figures]]]] = {}
+        self.modules: dict[int, list[tuple[torch.nn.Module, list[Figures]]]] = {}
         self.leaves: dict[int, dict[int, Tensor]] = {}
+        self.kinds: dict[int, Counter[str]] = {}  # of the nodes of each chunk's graph
         self.batches: Any = ()
 
     @classmethod
@@ -66,18 +72,17 @@ class Verification:
             _verified(self.f).add(self.way)
 
     @contextmanager
-    def watching(self, i: int) -> Iterator[list[tuple[int, list[Figures]]]]:
+    def watching(self, i: int) -> Iterator[list[tuple[torch.nn.Module, list[Figures]]]]:
         """What modules give inside, in their order."""
-        seen: list[tuple[int, list[Figures]]] = []
-        # Compiled code would be compiled anew for a hook.
-        if not (self.exact or (i == 0 and "torch._dynamo" not in sys.modules)):
+        seen: list[tuple[torch.nn.Module, list[Figures]]] = []
+        if not (self.exact or (i == 0 and not self.is_compiled)):
             yield seen
             return
         thread = threading.get_ident()
 
         def note(module: Any, args: Any, out: Any) -> None:
             if threading.get_ident() == thread:
-                seen.append((id(module), self._figures(out, _SAMPLE)))
+                seen.append((module, self._figures(out, _SAMPLE)))
 
         handle = torch.nn.modules.module.register_module_forward_hook(note)
         try:
@@ -117,7 +122,8 @@ class Verification:
         return len(old) == len(new) and all(map(_is_near, old, new))
 
     def _same_modules(self, old: Any, new: Any) -> bool:
-        same = [a[0] == b[0] and self._same(a[1], b[1]) for a, b in zip(old, new, strict=False)]
+        pairs = zip(old, new, strict=False)  # f may make modules anew
+        same = [type(a[0]) is type(b[0]) and self._same(a[1], b[1]) for a, b in pairs]
         return len(old) == len(new) and all(same)
 
     def _where(self, i: int, modules: Any) -> str:
@@ -125,10 +131,8 @@ class Verification:
         pairs = zip(self.modules[i], modules, strict=False)
         for old, new in pairs:
             if not self._same_modules([old], [new]):
-                module, name = self.reached.modules.get(new[0], (None, "a module"))
-                return (
-                    f"in {name} ({type(module).__name__})" if module is not None else f"in {name}"
-                )
+                _, name = self.reached.modules.get(id(new[0]), (None, "a module"))
+                return f"in {name} ({type(new[0]).__name__})"
         return (
             "outside of its modules" if self.modules[i] else "(verify=True tells in which module)"
         )
@@ -148,13 +152,15 @@ class Verification:
     def _compare_leaves(self, i: int, outs: Sequence[Any], own: Sequence[Any]) -> None:
         ends = {id(x) for x in own}
         stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
+        nodes = list(nodes_of([y for y in outs if isinstance(y, Tensor)], stop))
         found = {
             id(node.variable): node.variable
-            for node in nodes_of([y for y in outs if isinstance(y, Tensor)], stop)
+            for node in nodes
             if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in ends
         }
         first = self.leaves[i]
         if found.keys() == first.keys():
+            self._compare_nodes(i, kinds_of(nodes))
             return
         names = {id(x): name for x, name in self.reached.watched}
         others = [x for k, x in {**first, **found}.items() if (k in first) != (k in found)]
@@ -167,10 +173,39 @@ class Verification:
         lost = "does not reach" if id(other) in first else "also reaches"
         raise GradtoolsError(
             f"{self.asked}: chunk {i} is differentiated with respect to other tensors when it is "
-            f"computed again: its graph {lost} {name}. f keeps something from one call to the next "
-            "(a cached function of a weight, an attached tensor); compute it in each call, or pass "
-            "it to f as an argument. The gradient would be wrong."
+            f"computed again: its graph {lost} {name}. {_KEEPS}"
         )
+
+    def _compare_nodes(self, i: int, found: Counter[str]) -> None:
+        """Of the same leaves and numbers there may still be less of a graph."""
+        other = (self.kinds[i] - found) + (found - self.kinds[i])
+        if other:
+            kind = min(other)
+            raise GradtoolsError(
+                f"{self.asked}: chunk {i} is differentiated through other operations when it is "
+                f"computed again: its graph holds {kind} inputs {self.kinds[i][kind]} times first, "
+                f"then {found[kind]} times. {_KEEPS}"
+            )
+
+
+def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
+    """How many nodes of each kind there are, leaves apart, and on how many inputs they depend."""
+    found = Counter[str]()
+    for node in nodes:
+        kind, count = type(node).__name__, sum(x is not None for x, _ in node.next_functions)
+        if kind != "AccumulateGrad":
+            found[f"{kind} on {count}"] += 1
+    return found
+
+
+def _is_compiled(forward: Forward) -> bool:
+    """Whether f reaches compiled code."""
+    modules = (
+        type(m).__name__ == "OptimizedModule" for m, _ in forward.start.reached.modules.values()
+    )
+    functions = (f for f, _ in forward.start.reached.functions)
+    compiled = (hasattr(f, "_torchdynamo_orig_callable") for f in (forward.chunks.f, *functions))
+    return any(compiled) or any(modules)
 
 
 def _way(forward: Forward) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -148,6 +149,17 @@ def check_modules(asked: str, start: Snapshot, f: Any) -> None:
         normalises = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
         if asked == "chunked" and normalises and module.training:
             _tell(f, name)
+
+
+def check_cached(asked: str, start: Snapshot, kept: Any) -> None:
+    """Raises where `parametrize.cached` would have computed a weight once that changes state."""
+    for module, name in start.reached.modules.values():
+        if kept and isinstance(module, ParametrizationList) and any(True for _ in module.buffers()):
+            raise GradtoolsError(
+                f"{asked}: {name} computes a weight by a parametrization with buffers, inside of "
+                "parametrize.cached, which computes it once; here it is computed for each chunk, "
+                "and its buffers would change each time. Leave parametrize.cached out."
+            )
 
 
 def _tell(f: Any, name: str) -> None:

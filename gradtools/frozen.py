@@ -93,8 +93,8 @@ class Freezing(Operators):
             raise GradtoolsError(
                 f"frozen: G is {with_article(type(G).__name__)}; expected a function."
             )
-        options = Options(0, memory_budget, verify)
-        options.check(G, 1, "frozen")
+        Options(0, memory_budget, verify).check(G, 1, "frozen")
+        options = Options(0, verify=verify)
         uses = self._backend.frozen_uses(memory_budget)
 
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
 from gradtools.torch.rules import is_dual, unwrapped
-from gradtools.torch.watching import marked
+from gradtools.torch.watching import is_plain, marked
 
 Tensor = torch.Tensor
 
@@ -27,7 +27,16 @@ Tensor = torch.Tensor
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     """The joined outputs of all chunks, and the last carry."""
     with marked(chunks.batch.asked):
-        return _run(chunks)
+        return plain_loop(chunks) if is_plain() else _run(chunks)
+
+
+def plain_loop(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
+    """The same by the loop whose graphs are all kept."""
+    rows, carry = [], [untracked(x) for x in chunks.carry]
+    for i, piece in enumerate(pieces_of(chunks)):
+        outs, carry = chunks.call(i, i, piece, chunks.shared, carry)
+        rows.append(outs)
+    return _joined(chunks, rows), carry
 
 
 def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:

@@ -361,8 +361,8 @@ class Forward(Program):
 
     def _in_place(self, more: str) -> GradtoolsError:
         return GradtoolsError(
-            f"{self.asked}: f changes in place a parameter, or an argument that is differentiated "
-            f"or that all chunks share, so that it cannot be put back. Clone it in f first.{more}"
+            f"{self.asked}: f changes an argument in place that is differentiated or not split, or "
+            f"a parameter, and it cannot be put back. Clone it in f first.{more}"
         )
 
     def _source(self, i: int, k: int) -> Tensor:
@@ -417,10 +417,10 @@ class Forward(Program):
         if moved:
             carry = ", or pass it in an argument that carry_argnums names"
             raise GradtoolsError(
-                f"{self.asked}: f changes {moved[0]} in place, and it cannot be put back for the "
-                "backward pass, being a parameter (which an embedding with max_norm changes, too), "
-                "or large and outside of modules. Change it outside of f, or make it a buffer of a "
-                f"module{carry if self.asked == 'chunked' else ''}."
+                f"{self.asked}: f changes {moved[0]} in place, which it captured, and it cannot be "
+                "put back for the backward pass, being a parameter (which an embedding with "
+                "max_norm changes, too), or large and outside of modules. Change it outside of f, "
+                f"or make it a buffer of a module{carry if self.asked == 'chunked' else ''}."
             )
         given = self._given()
         for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *given):

@@ -653,7 +653,7 @@ def _objects(x: np.ndarray) -> list[Any]:
 def _refill(x: Any, contents: Any) -> None:
     """Has an array hold these again."""
     if isinstance(x, np.ndarray):
-        x.flat = contents  # objects
+        x[...] = np.array([*contents, None], object)[:-1].reshape(x.shape)
     else:
         x[:] = contents
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Figures = tuple[Any, ...]
 
-_VERIFIED: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+_VERIFIED: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _KEEPS = (
     "f keeps something from one call to the next (a cached function of a weight, an attached "
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
@@ -61,15 +61,19 @@ class Verification:
         """That of a call; None where it need not be verified again, or never (exact=False)."""
         if exact is False or not forward.modes.grad:
             return None
-        way = None if exact else _way(forward)
-        if way is not None and way in _verified(forward.chunks.f):
+        if exact:
+            return cls(forward, None, forward.compares_bits)
+        way, known = _way(forward), _verified(forward.chunks.f)
+        if known.get(way, _none)() is not None:
             return None
-        return cls(forward, way, bool(exact) and forward.compares_bits)
+        found = cls(forward, way, False)
+        known[way] = weakref.ref(found)  # while it waits for its backward pass, none else needs to
+        return found
 
     def done(self) -> None:
         """Notes that a backward pass in this way was seen to be right."""
         if self.way is not None:
-            _verified(self.f).add(self.way)
+            _verified(self.f)[self.way] = _seen
 
     @contextmanager
     def watching(self, i: int) -> Iterator[list[tuple[torch.nn.Module, list[Figures]]]]:
@@ -160,7 +164,9 @@ class Verification:
         }
         first = self.leaves[i]
         if found.keys() == first.keys():
-            self._compare_nodes(i, kinds_of(nodes))
+            # Compiled code gets other nodes while it is optimised.
+            if self.reached.comparable and not self.is_compiled:
+                self._compare_nodes(i, kinds_of(nodes))
             return
         names = {id(x): name for x, name in self.reached.watched}
         others = [x for k, x in {**first, **found}.items() if (k in first) != (k in found)]
@@ -216,11 +222,20 @@ def _way(forward: Forward) -> Any:
     return forward.asked, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
 
 
-def _verified(f: Callable[..., Any]) -> set[Any]:
+def _verified(f: Callable[..., Any]) -> dict[Any, Callable[[], Any]]:
+    """The ways of f that were seen to be right, or are about to be."""
     try:
-        return _VERIFIED.setdefault(f, set())
+        return _VERIFIED.setdefault(f, {})
     except TypeError:  # it cannot be referred to weakly, or has no hash
-        return set()
+        return {}
+
+
+def _seen() -> bool:
+    return True
+
+
+def _none() -> None:
+    return None
 
 
 def _is_shown(x: Tensor) -> bool:

@@ -28,6 +28,7 @@ from gradtools.torch.translating.precision import origin_of, reading
 from gradtools.torch.translating.recorder import Functions, Operations, Recorder
 from gradtools.torch.translating.rules import watched
 from gradtools.torch.translating.writer import Ref
+from gradtools.torch.watching import plainly
 
 Tensor = torch.Tensor
 OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
@@ -61,7 +62,7 @@ def _recorded(program: Program, recorder: Recorder) -> Recorded:
     xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)
     inputs = [recorder.introduce(x, name) for x, name in pairs]
-    with followed(), watched(recorder), Functions(recorder), Operations(recorder):
+    with followed(), plainly(), watched(recorder), Functions(recorder), Operations(recorder):
         ys = list(program.run(xs))
         outputs = [_output(recorder, y) for y in ys]
     captured = recorder.captured

@@ -77,6 +77,22 @@ def mark() -> str:
     return getattr(_here, "mark", "")
 
 
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, what would be computed again is kept, as by the plain loop: f is written down."""
+    before = is_plain()
+    _here.plain = True
+    try:
+        yield
+    finally:
+        _here.plain = before
+
+
+def is_plain() -> bool:
+    """Whether this thread computes nothing again."""
+    return getattr(_here, "plain", False)
+
+
 def steps(chunks: Chunks, count: int) -> Iterator[int]:
     """The numbers of chunks, with a progress bar if one is asked for."""
     bar = progress_bar(count) if chunks.options.progress and count > 1 else None

@@ -79,7 +79,8 @@ def _ruled(recorder: Recorder, kind: Any, original: Any, args: Any, kwargs: Any)
 
 
 _EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")
-_MARKS = {"chunked": "chunked", "frozen": "frozen", **dict.fromkeys(_EDITS, "edited gradient")}
+_AGAIN = ("chunked", "frozen", "checkpoint")  # what computes a part of f again
+_MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(_EDITS, "edited gradient")}
 _ROOMS = {"programs": "chunked", "frozen": "frozen"}
 _OWN, _RULES = "gradtools.torch.", "gradtools.torch.rules"
 
@@ -101,7 +102,7 @@ def _rule_of(kind: Any, args: Any) -> tuple[str, str]:
 def _unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
     """The inputs to which a function's own backward pass gives None: it is asked once."""
     own = kind.__module__.startswith(_OWN) and kind.__module__ != _RULES
-    if own or call.mark in ("chunked", "frozen") or kind.__module__.startswith("torch."):
+    if own or call.mark in _AGAIN or kind.__module__.startswith("torch."):
         return set()
     outs = [y for y in tensors_in(out) if y.requires_grad and y.grad_fn is not None]
     asked = [k for k, t in enumerate(call.tracked) if t]

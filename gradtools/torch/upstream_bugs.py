@@ -76,14 +76,23 @@ def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
     """By doubling steps (Hillis and Steele, Data parallel algorithms, 1986)."""
     if input.dim() == 0:
         return input * 1
-    if input.is_complex():  # of which logaddexp has a wrong second derivative
-        most = _value(input).real.amax(dim, keepdim=True)
-        return torch.log(torch.cumsum(torch.exp(input - most), dim)) + most
     y, step = input.movedim(dim, 0), 1
     while step < y.shape[0]:
-        y = torch.cat((y[:step], torch.logaddexp(y[step:], y[:-step])))
+        y = torch.cat((y[:step], _logaddexp(y[step:], y[:-step])))
         step *= 2
-    return y.movedim(0, dim)
+    y = y.movedim(0, dim)
+    if not y.is_complex():
+        return y
+    # Of the logarithm's branches PyTorch's own is taken: they part by multiples of 2 pi i.
+    apart = torch.logcumsumexp(_value(input), dim) - _value(y)
+    return y + 2j * torch.pi * torch.round(apart.imag / (2 * torch.pi)).nan_to_num()
+
+
+def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    """By plain operations: that of torch has NaN for second derivatives (torch#196704)."""
+    most = torch.maximum(_value(x).real, _value(y).real)
+    most = most.masked_fill(most.isinf(), 0.0)
+    return torch.log(torch.exp(x - most) + torch.exp(y - most)) + most
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:

@@ -25,6 +25,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.customcode import guarded, refuse_lossy, surveyed
 from gradtools.torch.rules import apply_rule, is_inexact
+from gradtools.torch.trials import kept_as_it_is
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]
@@ -96,15 +97,16 @@ def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> l
 def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
     """The pullback of cts; None where x cannot be differentiated or is not reached."""
     mask = [is_inexact(x) for x in xs]
-    ys, pull = _evaluated(name, fun, xs, mask, opaque)
-    return spread(pull(_filled(ys, cts), _is_tracked([*xs, *cts])), mask)
+    with kept_as_it_is():
+        ys, pull = _evaluated(name, fun, xs, mask, opaque)
+        return spread(pull(_filled(ys, cts), _is_tracked([*xs, *cts])), mask)
 
 
 def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
     """The pushforward of dxs; None where y cannot be differentiated."""
     mask = [dx is not None for dx in dxs]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), kept_as_it_is():
             ys, pull = _evaluated(name, fun, xs, mask, opaque)
             carried = [is_inexact(y) for y in ys]
 
@@ -169,17 +171,25 @@ def _evaluated(
 
 
 def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:
-    def run(*moving: Tensor) -> tuple[Tensor, ...]:
+    carried: list[bool] = []
+
+    def run(*moving: Tensor) -> Any:
         new = iter(moving)
-        return tuple(fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)]))
+        ys = fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
+        carried[:] = [is_inexact(y) for y in ys]
+        pairs = list(zip(ys, carried, strict=True))
+        return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
 
     moving = [x for x, m in zip(xs, mask, strict=True) if m]
-    ys, pullback = torch.func.vjp(run, *moving)  # type: ignore[misc]
+    found, pullback, others = torch.func.vjp(run, *moving, has_aux=True)  # type: ignore[misc]
+    left = iter(others)
+    ys = [next(left) if y is None else y for y in spread(found, carried)]
 
     def pull(cts: Entries, create: bool) -> list[Any]:
-        return [v.view_as(v) for v in pullback(tuple(_filled(ys, cts)))]
+        filled = [ct for ct, c in zip(_filled(ys, cts), carried, strict=True) if c]
+        return [v.view_as(v) for v in pullback(tuple(filled))]
 
-    return list(ys), pull
+    return ys, pull
 
 
 def _alias(x: Tensor) -> Tensor:

@@ -539,6 +539,8 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     leaves, treedef = tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
     in_place = _is_in_place(fun)
+    if in_place:  # what a rule saves may not change
+        leaves[0] = leaves[0].clone()
     shape: list[Any] = []
 
     def flat(*xs: Tensor) -> list[Tensor]:

@@ -32,6 +32,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 _tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_AS_IT_IS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -108,7 +109,7 @@ class Stops(TorchFunctionMode):
 
     def _may_enter(self, fun: Any, types: Any) -> bool:
         in_python = type(fun) is FunctionType and fun is not self._inside
-        return in_python and _PLAIN.issuperset(types) and bug_of(fun) is None
+        return in_python and all(map(_is_plain, types)) and bug_of(fun) is None
 
     def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A function of PyTorch's in Python, inside of which this mode stays."""
@@ -151,6 +152,11 @@ class Stops(TorchFunctionMode):
         if self._stopped is None and not self._hidden:
             x.requires_grad_()
         return True
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a class of tensors leaves functions as they are."""
+    return kind in _PLAIN or getattr(kind.__torch_function__, "__func__", None) is _AS_IT_IS
 
 
 def _asker(depth: int) -> Any:

@@ -95,11 +95,12 @@ def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> l
 
 
 def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
-    """The pullback of cts; None where x cannot be differentiated or is not reached."""
+    """The pullback of cts; None where x cannot be differentiated."""
     mask = [is_inexact(x) for x in xs]
     with kept_as_it_is():
         ys, pull = _evaluated(name, fun, xs, mask, opaque)
-        return spread(pull(_filled(ys, cts), _is_tracked([*xs, *cts])), mask)
+        found = pull(_filled(ys, cts), _is_tracked([*xs, *cts]))
+    return spread(_filled([x for x, m in zip(xs, mask, strict=True) if m], found), mask)
 
 
 def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
@@ -111,9 +112,7 @@ def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entri
             carried = [is_inexact(y) for y in ys]
 
             def cotangents(*us: Tensor) -> list[Tensor]:
-                found = pull(spread(us, carried), True)
-                pairs = zip(moving, found, strict=True)
-                return [torch.zeros_like(x) if v is None else v for x, v in pairs]
+                return _filled(moving, pull(spread(us, carried), True))
 
             moving = [x for x, m in zip(xs, mask, strict=True) if m]
             at = [torch.ones_like(y) for y, c in zip(ys, carried, strict=True) if c]
@@ -128,8 +127,7 @@ def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entri
             f"PyTorch says: {error} Use reverse mode (grad, vjp), or give it a rule of its own by "
             "gt.custom_rule."
         ) from error
-    pairs = zip(at, dys, strict=True)
-    return spread([torch.zeros_like(u) if v is None else v for u, v in pairs], carried)
+    return spread(_filled(at, dys), carried)
 
 
 def _evaluated(

@@ -9,6 +9,7 @@ silence wherever only a backward is registered. `docs/upstream-bugs.md` is writt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,6 +200,33 @@ def _cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tenso
     return torch.linalg.solve_triangular(lower.mH, found, upper=True)
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(times, -3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    most = _value(scores).amax(-1, keepdim=True)
+    terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
+    total = terms.sum(-1, keepdim=True)
+    weights = terms / total.masked_fill(_value(total) == 0, 1.0)
+    return torch.dropout(weights, dropout_p, True) @ value
+
+
 def _refused(*args: Any, **kwargs: Any) -> Any:
     raise GradtoolsError(
         "the tangent of a normalisation called by its name in torch.ops.aten is differentiated "
@@ -360,6 +388,14 @@ BUGS = (
             ("norm", ""),
         )
     ],
+    Bug(
+        "nn.functional.scaled_dot_product_attention",
+        TANGENT_AGAIN,
+        "an error",
+        "",
+        _attention,
+        example="torch.nn.functional.scaled_dot_product_attention(x, 2 * x, x).sum()",
+    ),
     *[
         Bug(f"nn.functional.{name}", TANGENT_OF_GRADIENT, "an error", issue, example=example)
         for name, issue, example in (
@@ -402,6 +438,12 @@ def bug_of(fun: Any) -> Bug | None:
     for prefix in ("linalg_", "special_"):
         name = name.removeprefix(prefix)
     return _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"))
+
+
+def is_wrong_at(fun: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether something is wrong with a function of PyTorch's at these arguments."""
+    bug = bug_of(fun)
+    return bug is not None and (bug.when is None or bug.when(*args, **kwargs))
 
 
 _LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)

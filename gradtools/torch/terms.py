@@ -17,6 +17,7 @@ from gradtools.torch.compiling import nodes_of
 from gradtools.torch.gates import gated
 
 Tensor = torch.Tensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 # Operations whose tangent may not be differentiated again: PyTorch's rules leave a term out, in
 # silence. The umbrella is torch#198017; test_torch_engine.py tells when one is mended.
@@ -63,14 +64,21 @@ def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) ->
     return pushed
 
 
-def refuse_in_batches(asked: str, outs: Sequence[Tensor]) -> None:
-    """Raises if a pullback is mapped by vmap whose batching rule in PyTorch is wrong."""
-    if any(True for _ in _held(_WRONG_IN_BATCHES, outs)):
+def refuse_in_batches(asked: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Raises if vmap maps cotangents, but not their outputs, where its rule in PyTorch is wrong."""
+    outs = [y for y, ct in pairs if is_wrapped(ct) and _is_mapped(ct) and not _is_mapped(y)]
+    if outs and first_of(_WRONG_IN_BATCHES, outs):
         raise GradtoolsError(
-            f"{asked}: f holds cdist, whose backward pass PyTorch computes wrongly under vmap (no "
-            "upstream report was found). Pass chunk_size=1, which is a plain loop, or write it by "
-            "plain operations."
+            f"{asked}: f holds cdist, whose backward pass PyTorch computes wrongly where vmap maps "
+            "the cotangent alone (no upstream report was found). Pass chunk_size=1, which is a "
+            "plain loop, or write it by plain operations."
         )
+
+
+def _is_mapped(x: Tensor) -> bool:
+    while is_wrapped(x) and not torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return is_wrapped(x)
 
 
 def guarded_gradients(

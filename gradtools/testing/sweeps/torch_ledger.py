@@ -51,6 +51,13 @@ NOTHING = (
         whole=True,
     ),
     *_lines(
+        ("nn.KLDivLoss",),
+        (EVERY_WAY,),
+        LEFT_OUT,
+        "the logarithm of a negative target is not a number",
+        whole=True,
+    ),
+    *_lines(
         ("*",),
         ("vmap of *", "torch.func.grad of *"),
         LEFT_OUT,
@@ -176,7 +183,7 @@ CONVENTIONS = (
     ),
     *_lines(
         ("NumpyCubeNotComposableAutogradFunction",),
-        (REVERSE_MODE, "linearize"),
+        ("*",),
         DIFFERS,
         "the table's own Function does not multiply by the gradient that comes in",
     ),
@@ -201,10 +208,18 @@ CONVENTIONS = (
         whole=True,
     ),
     *_lines(
-        ("linalg.eig",),
+        ("linalg.eig", "linalg.eigh"),
         ("grad of jvp",),
-        RAISED,
+        REFUSED,
         "PyTorch's own check: a tangent of eigenvectors depends on their phase",
+        dtype="complex128",
+        whole=True,
+    ),
+    *_lines(
+        ("NumpySplitCopy*CustomOp",),
+        ("jacobian, reverse", "hessian"),
+        RAISED,
+        "the table's own vmap rule takes several tensors for one",
         whole=True,
     ),
 )
@@ -242,12 +257,6 @@ NO_FORWARD_MODE = (
         "PyTorch has no double backward of it; forward over reverse is right",
     ),
     *_lines(
-        ("native_group_norm",),
-        ("vjp, outputs one by one",),
-        DIFFERS,
-        "the gradient of the mean or the reciprocal deviation alone; no report was found",
-    ),
-    *_lines(
         ("*CustomOp", "nn.functional.linear_cross_entropy.chunked*", "NumpyCubeNotComposable*"),
         ("*",),
         REFUSED,
@@ -281,20 +290,6 @@ TANGENTS = (
         whole=True,
     ),
     *_lines(
-        ("index_reduce.*", "ormqr", "triangular_solve"),
-        ("checkpoint, jvp",),
-        REFUSED,
-        "PyTorch's checkpoint gives no graph within forward mode",
-        whole=True,
-    ),
-    *_lines(
-        ("triangular_solve",),
-        ("jvp, tensor subclass",),
-        RAISED,
-        "PyTorch's assertion on the views of a subclass in forward mode",
-        whole=True,
-    ),
-    *_lines(
         ("index_reduce.*, in place*", "nn.functional.rrelu, in place*"),
         ("*",),
         REFUSED,
@@ -317,7 +312,68 @@ TANGENTS = (
     ),
 )
 
+WITHIN_TRANSFORMS = (
+    *_lines(
+        ("as_strided_scatter",),
+        ("jacobian, forward*",),
+        REFUSED,
+        "PyTorch's vmap has no rule for it",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.RNN, evaluation",),
+        ("jacobian, forward*",),
+        REFUSED,
+        "it adds in place to what vmap does not map",
+        whole=True,
+    ),
+    *_lines(
+        ("tensor_split",),
+        ("custom_rule*",),
+        REFUSED,
+        "torch.func's transforms hide the numbers of the tensor that says where",
+        whole=True,
+    ),
+    *_lines(
+        ("linalg.eigh",),
+        ("custom_rule*", "torch.func.grad of jvp"),
+        REFUSED,
+        "its backward pass has no derivative inside of torch.func's transforms",
+        dtype="complex128",
+        whole=True,
+    ),
+    *_lines(
+        ("to_sparse",),
+        ("*, tensor subclass",),
+        RAISED,
+        "PyTorch makes no sparse tensor of a subclass",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.functional.conv_transpose?d",),
+        ("linearize of grad",),
+        REFUSED,
+        "of output_padding its backward pass cannot be differentiated twice",
+        whole=True,
+    ),
+)
+
 DEFECTS = (
+    *_lines(
+        ("native_group_norm",),
+        ("vjp, outputs one by one",),
+        DIFFERS,
+        "the gradient of the mean or the reciprocal deviation alone",
+        "torch#183980",
+    ),
+    *_lines(
+        ("native_group_norm",),
+        ("jacobian, reverse*",),
+        DIFFERS,
+        "the gradient of the mean or the reciprocal deviation alone",
+        "torch#183980",
+        whole=True,
+    ),
     *_lines(
         ("nn.CTCLoss",),
         (REVERSE_MODE,),
@@ -333,5 +389,6 @@ LEDGER: tuple[Known, ...] = (
     *CONVENTIONS,
     *NO_FORWARD_MODE,
     *TANGENTS,
+    *WITHIN_TRANSFORMS,
     *DEFECTS,
 )

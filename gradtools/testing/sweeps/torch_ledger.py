@@ -54,7 +54,15 @@ NOTHING = (
         ("nn.KLDivLoss",),
         (EVERY_WAY,),
         LEFT_OUT,
-        "the logarithm of a negative target is not a number",
+        "the table takes logarithms of negative numbers",
+        whole=True,
+    ),
+    *_lines(
+        ("renorm",),
+        (EVERY_WAY,),
+        LEFT_OUT,
+        "the powers of which a norm is made overflow in single precision",
+        dtype="complex64",
         whole=True,
     ),
     *_lines(
@@ -116,13 +124,6 @@ CONVENTIONS = (
         "a cast to fewer digits: a derivative has no more of them, a finite difference fewer",
     ),
     *_lines(
-        _CASTS,
-        ("custom_rule by defvjp, jvp",),
-        REFUSED,
-        "a cast to fewer digits: the cotangent map is linear up to them only",
-        whole=True,
-    ),
-    *_lines(
         ("float", "cfloat"),
         ("*",),
         LEFT_OUT,
@@ -131,7 +132,7 @@ CONVENTIONS = (
     ),
     *(
         line
-        for result in (DIFFERS, REFUSED, LEFT_OUT)
+        for result in (DIFFERS, LEFT_OUT)
         for line in _lines(
             ("cov",), ("*",), result, "one sample's weights are in single precision", whole=True
         )
@@ -212,7 +213,6 @@ CONVENTIONS = (
         ("grad of jvp",),
         REFUSED,
         "PyTorch's own check: a tangent of eigenvectors depends on their phase",
-        dtype="complex128",
         whole=True,
     ),
     *_lines(
@@ -241,14 +241,6 @@ NO_FORWARD_MODE = (
         ("*",),
         REFUSED,
         "PyTorch has neither forward mode nor double backward of it",
-    ),
-    *_lines(
-        ("nn.LSTM*",),
-        ("jvp*",),
-        REFUSED,
-        "oneDNN's LSTM, in single precision on the CPU, has no forward mode",
-        dtype="float32",
-        whole=True,
     ),
     *_lines(
         ("nn.functional.hardsigmoid*",),
@@ -283,7 +275,7 @@ TANGENTS = (
             "nn.LayerNorm",
             "nn.functional.layer_norm",
         ),
-        ("*jvp*", "jacobian, reverse over forward", "custom_rule by defjvp*", "linearize of grad"),
+        ("torch.func.grad of jvp", "custom_rule by defjvp, hvp"),
         REFUSED,
         "a third derivative in reverse mode, which lacks a term",
         "torch#186256",

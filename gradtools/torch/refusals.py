@@ -46,6 +46,10 @@ _NO_GRAPH = (
     "along in forward mode, which records no graph. Use gt.grad in f, or take a derivative in "
     "reverse mode (grad, vjp, linearize)."
 )
+_NO_VMAP = (
+    "f holds an operation that PyTorch's vmap cannot map. per_example_grad and jacobian take "
+    "chunk_size=1, a plain loop."
+)
 _MENDS = {
     " is not implemented": (
         "f holds an operation whose backward pass has no derivative in PyTorch, and that one is "
@@ -72,17 +76,12 @@ _MENDS = {
         "f branches on values, which vmap cannot follow. per_example_grad and jacobian take "
         "chunk_size=1, a plain loop that can."
     ),
-    "requires special handling, and does not yet have a batching rule": (
-        "f holds an operation that PyTorch's vmap cannot map. per_example_grad and jacobian take "
-        "chunk_size=1, a plain loop."
-    ),
+    "requires special handling, and does not yet have a batching rule": _NO_VMAP,
+    "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": _NO_VMAP,
     "Cannot access data pointer of Tensor that doesn't have storage": (
         "f holds an operation that reads the numbers of a tensor (lengths, places to split), which "
         "torch.func's transforms hide, and gradtools transposes a pullback through them. Pass them "
         "as a tuple of Python numbers, or give the missing map as well."
-    ),
-    "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": (
-        "f returns a sparse tensor, whose derivative has no matrix here. Return its to_dense()."
     ),
     "output_padding is not supported for non-transposed convolutions": (
         "f holds the gradient of a transposed convolution with output_padding, whose backward pass "

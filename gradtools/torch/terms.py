@@ -39,7 +39,7 @@ _TWICE_AT_MOST = {
     "NativeBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
     "CudnnBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
 }
-_WRONG_IN_BATCHES = {"CdistBackward0": "cdist"}
+WRONG_IN_BATCHES = {"CdistBackward0": "cdist"}
 NORMALISATIONS = {k: v for k, v in _TANGENT_IS_A_CONSTANT.items() if "norm (" in v or "mode" in v}
 
 
@@ -64,14 +64,15 @@ def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) ->
     return pushed
 
 
-def refuse_in_batches(asked: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raises if vmap maps cotangents, but not their outputs, where its rule in PyTorch is wrong."""
-    outs = [y for y, ct in pairs if is_wrapped(ct) and _is_mapped(ct) and not _is_mapped(y)]
-    if outs and first_of(_WRONG_IN_BATCHES, outs):
+def refuse_in_batches(
+    asked: str, pairs: Sequence[tuple[Tensor, Tensor]], wrong: str | None
+) -> None:
+    """Raises if vmap maps cotangents, but not their outputs, which hold one of these operations."""
+    if wrong and any(_is_mapped(ct) and not _is_mapped(y) for y, ct in pairs):
         raise GradtoolsError(
-            f"{asked}: f holds cdist, whose backward pass PyTorch computes wrongly where vmap maps "
-            "the cotangent alone (no upstream report was found). Pass chunk_size=1, which is a "
-            "plain loop, or write it by plain operations."
+            f"{asked}: f holds {wrong}, whose backward pass PyTorch computes wrongly where vmap "
+            "maps the cotangent alone (no upstream report was found). Pass chunk_size=1, which is "
+            "a plain loop, or write it by plain operations."
         )
 
 

@@ -131,7 +131,7 @@ def attention(z):
     return nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos())
 
 
-def test_fused_attention_is_replaced_for_that_pass_and_said_once():
+def test_fused_attention_is_pushed_by_its_formula():
     zs, y = inputs(2, 2, 3, 4)
     with sdpa_kernel(SDPBackend.MATH):
         expected = second(attention, zs, y, along=True)
@@ -141,22 +141,19 @@ def test_fused_attention_is_replaced_for_that_pass_and_said_once():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         same(second(gt.frozen(attention), zs, y, along=True), expected)
-        same(second(gt.frozen(attention), zs, y, along=True), expected)
-    told = [w for w in told if w.category is GradtoolsWarning]  # PyTorch has warnings of its own
-    assert len(told) == 1
-    assert "_scaled_dot_product_flash_attention_for_cpu lacks" in str(told[0].message)
-    assert "alternatives to fused kernels" in str(told[0].message)
+    assert not [w for w in told if w.category is GradtoolsWarning]
     assert Modes.now(CPU).flags == before
 
 
 def test_flags_are_restored_after_an_exception():
-    zs, y = inputs(2, 2, 3, 4)
+    zs, y = inputs(3, 2, 4, dtype=torch.float32)
+    model = Recurrent().requires_grad_(False)
     before = Modes.now(CPU).flags
 
     def f(z):
         if not torch.backends.cuda.flash_sdp_enabled():
             raise ValueError("here")
-        return attention(z)
+        return model(z)
 
     with pytest.raises(ValueError, match="here"), pytest.warns(GradtoolsWarning):
         second(gt.frozen(f), zs, y)

@@ -171,9 +171,11 @@ compiled code.
 
 **Normalisations.** The second derivatives of layer and batch normalisation are right in reverse
 mode, the third ones lack a term (torch#175754, torch#186256): these are refused along the input.
+Of a layer norm with a bias and no weight PyTorch's gradient of the bias has no derivative (zero, or
+an error; no report was found): gradtools takes that gradient for the sum that it is.
 
-**cdist** has a backward pass that is wrong under `vmap` (no report was found): `jacobian` of it is
-refused with more than one row at a time.
+**cdist** has a backward pass that is wrong where `vmap` maps the cotangent alone (no report was
+found): that is refused, as in `jacobian` with more than one row at a time.
 
 **Complex numbers under a dispatch mode.** Forward over reverse mode of `linalg.pinv` gives another
 number while any `TorchDispatchMode` is active (no report was found); `frozen` keeps clear of that.

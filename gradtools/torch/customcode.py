@@ -53,11 +53,13 @@ class Survey(NamedTuple):
         leaves: The tensors at its ends.
         custom: Nodes of code that is not PyTorch's, nor gradtools' own.
         lost: Nodes of operators without a backward pass, where PyTorch only warns.
+        unweighted: Nodes of layer norms with a bias, but no weight.
     """
 
     leaves: list[Tensor]
     custom: list[Any]
     lost: list[Any]
+    unweighted: list[Any]
 
 
 _PLAIN: set[type] = set()  # PyTorch's own nodes
@@ -65,7 +67,7 @@ _PLAIN: set[type] = set()  # PyTorch's own nodes
 
 def surveyed(outs: Sequence[Tensor]) -> Survey:
     """The graph of outs."""
-    found, plain = Survey([], [], []), _PLAIN
+    found, plain = Survey([], [], [], []), _PLAIN
     todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     seen = set(todo)
     while todo:  # as `nodes_of`, at every derivative
@@ -86,6 +88,9 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
     elif issubclass(kind, BackwardCFunction):
         if not kind._forward_cls.__module__.startswith(_OWN):
             found.custom.append(node)
+    elif kind.__name__ == "NativeLayerNormBackward0":
+        if node._saved_weight is None and node._saved_bias is not None:
+            found.unweighted.append(node)
     elif kind.__name__ != "CppFunction":  # which is of many kinds, without types of their own
         _PLAIN.add(kind)
     elif node.name() == "torch::autograd::WarnNotImplemented":
@@ -321,7 +326,7 @@ def guarded(
     again: bool,
 ) -> AbstractContextManager[None]:
     """Around a pullback: what custom code loses is refused. again: It may be differentiated."""
-    if not (survey.lost or (again and survey.custom)):
+    if not (survey.lost or (again and (survey.custom or survey.unweighted))):
         return _NOTHING
     return _Guard(asked, fun, leaves, survey, aliases).watching(again)
 
@@ -357,6 +362,7 @@ class _Guard:
         if again:
             nodes = [node for node in self.survey.custom if not _is_fine(node)]
             handles += [node.register_hook(self._gate(node)) for node in nodes]
+            handles += [node.register_hook(_bias_by_sum) for node in self.survey.unweighted]
         try:
             yield
         finally:
@@ -375,6 +381,12 @@ class _Guard:
         key = _key_of(node)
         tried = partial(_tried, self.fun, self.leaves, key)
         return _Gating(self.asked, key, tried, self.aliases).hook(node)
+
+
+def _bias_by_sum(given: Any, cts: Any) -> Any:
+    """Of a layer norm without weight PyTorch's gradient of the bias has no derivative."""
+    *others, bias = given
+    return None if bias is None else (*others, cts[0].sum_to_size(bias.shape))
 
 
 class _Gating(NamedTuple):

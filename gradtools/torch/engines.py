@@ -48,6 +48,7 @@ from gradtools.torch.rules import evaluated_to_push, is_inexact
 from gradtools.torch.stopping import Stops
 from gradtools.torch.terms import (
     NORMALISATIONS,
+    WRONG_IN_BATCHES,
     first_of,
     guarded_gradients,
     guarded_tangents,
@@ -110,7 +111,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         again = create or forward_ad._current_level >= 0
         guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
         if not once and any(is_wrapped(ct) for _, ct in pairs):
-            refuse_in_batches(asked_of(fun), [y for y, _ in pairs])
+            refuse_in_batches(asked_of(fun), pairs, first_of(WRONG_IN_BATCHES, outs))
         with explained(asked_of(fun)), _in_use(aliases), guard:
             grads = torch.autograd.grad(
                 [y for y, _ in pairs],
@@ -339,6 +340,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     reached: list[bool] = []
     nested: list[bool] = []
     entered: list[Opened] = []
+    wrong: list[str | None] = []
     empty: list[bool] = []
 
     def paired(*xs: Tensor) -> Any:
@@ -350,7 +352,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             again = _is_differentiated_again(1)
             with opened(xs) as inside, calls_guarded(asked_of(fun)) if again else nullcontext():
                 outs, extras = fun(*xs)
-            entered[:] = [inside]
+            entered[:], wrong[:] = [inside], [first_of(WRONG_IN_BATCHES, outs)]
             found = {id(leaf) for leaf in leaves_of(outs)}
             reached[:] = [id(x) in found for x in xs]
         empty[:] = [not outs]
@@ -365,6 +367,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         filled = tuple(
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
+        if any(wrong):
+            refuse_in_batches(asked_of(fun), list(zip(outs, filled, strict=True)), wrong[0])
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
         with explained(asked_of(fun)):
             grads = [g.view_as(g) for g in pull(filled)]

@@ -46,6 +46,10 @@ _NO_GRAPH = (
     "along in forward mode, which records no graph. Use gt.grad in f, or take a derivative in "
     "reverse mode (grad, vjp, linearize)."
 )
+_NO_VMAP = (
+    "f holds an operation that PyTorch's vmap cannot map. per_example_grad and jacobian take "
+    "chunk_size=1, a plain loop."
+)
 _MENDS = {
     " is not implemented": (
         "f holds an operation whose backward pass has no derivative in PyTorch, and that one is "
@@ -71,6 +75,31 @@ _MENDS = {
     "vmap: It looks like you're attempting to use a Tensor in some data-dependent": (
         "f branches on values, which vmap cannot follow. per_example_grad and jacobian take "
         "chunk_size=1, a plain loop that can."
+    ),
+    "requires special handling, and does not yet have a batching rule": _NO_VMAP,
+    "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": _NO_VMAP,
+    "Cannot access data pointer of Tensor that doesn't have storage": (
+        "f holds an operation that reads the numbers of a tensor (lengths, places to split), which "
+        "torch.func's transforms hide, and gradtools transposes a pullback through them. Pass them "
+        "as a tuple of Python numbers, or give the missing map as well."
+    ),
+    "output_padding is not supported for non-transposed convolutions": (
+        "f holds the gradient of a transposed convolution with output_padding, whose backward pass "
+        "PyTorch cannot differentiate again in reverse mode. Push forward by gt.jvp."
+    ),
+    "specified up to multiplication by e^{i phi}": (
+        "f holds eigenvectors of a complex matrix, whose phases are free: of what depends on them, "
+        "as a tangent of the vectors does, there is no gradient. Use linearize or vjp for the "
+        "first derivative, and hvp or linearize of grad for the second."
+    ),
+    "Expected isFloatingType(grad.scalar_type()) || (input_is_complex": (
+        "f holds an operation of complex input and real outputs (linalg.eigh), whose backward pass "
+        "PyTorch cannot differentiate inside of torch.func's transforms. Take the derivative "
+        "outside of them, or give a rule both maps."
+    ),
+    "Expected a proper Tensor but got None": (
+        "f holds layer_norm with a bias and no weight, whose backward pass PyTorch cannot "
+        "differentiate inside of torch.func's transforms. Give it a weight of ones."
     ),
     "vmap: inplace arithmetic": (
         "f changes a tensor in place that is shared by all examples (such as batch "

@@ -235,6 +235,12 @@ def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     return own
 
 
+def _cloned(y: Tensor) -> Tensor:
+    """A copy, no view; what functions give a tensor of a subclass is one."""
+    copied = y.clone()
+    return Tensor._make_subclass(type(y), copied) if copied._is_view() else copied  # type: ignore[attr-defined]
+
+
 def _shares(x: Tensor, y: Tensor) -> bool:
     return x is y or (torch._C._is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
 
@@ -311,7 +317,7 @@ class _ReverseOnly(torch.autograd.Function):
         out = _evaluate(point, xs)
         if point.own or forward_ad._current_level >= 0:
             # The tangent of an output that is a view would have to be one too.
-            out = [y.clone() if y._is_view() else y for y in _own(out, xs)]
+            out = [_cloned(y) if y._is_view() else y for y in _own(out, xs)]
         else:
             out[: point.count] = _as_views(out[: point.count], xs)
         # What torch.func unwraps may be one tensor under two names, as in `_apart`.

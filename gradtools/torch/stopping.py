@@ -22,7 +22,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode, redispatch_function
 
 from gradtools.torch.hooks import PassedBy
-from gradtools.torch.upstream_bugs import bug_of, pushed_rightly
+from gradtools.torch.upstream_bugs import is_wrong_at, pushed_rightly
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -32,6 +32,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 _tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_AS_IT_IS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -86,7 +87,7 @@ class Stops(TorchFunctionMode):
             return Stops.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
             return fun(*args) or self._requires(args[0])
-        if not self.ruled(fun) and self._may_enter(fun, types):
+        if not self.ruled(fun) and self._may_enter(fun, types, args, kwargs):
             return self._within(fun, args, kwargs)  # which sees gradients on, as f does
         if not (self._hidden and torch.is_grad_enabled()):
             return self.flowing(fun, types, args, kwargs)
@@ -98,7 +99,7 @@ class Stops(TorchFunctionMode):
 
     def flowing(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """The function, in the caller's modes; of one in Python, its operations are seen."""
-        if self._may_enter(fun, types):
+        if self._may_enter(fun, types, args, kwargs):
             return self._within(fun, args, kwargs)
         return pushed_rightly(fun, args, kwargs, self._again)
 
@@ -106,9 +107,9 @@ class Stops(TorchFunctionMode):
         """Whether `flowing` has a rule of its own for a function."""
         return False
 
-    def _may_enter(self, fun: Any, types: Any) -> bool:
+    def _may_enter(self, fun: Any, types: Any, args: Args, kwargs: Kwargs) -> bool:
         in_python = type(fun) is FunctionType and fun is not self._inside
-        return in_python and _PLAIN.issuperset(types) and bug_of(fun) is None
+        return in_python and all(map(_is_plain, types)) and not is_wrong_at(fun, args, kwargs)
 
     def _within(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A function of PyTorch's in Python, inside of which this mode stays."""
@@ -151,6 +152,11 @@ class Stops(TorchFunctionMode):
         if self._stopped is None and not self._hidden:
             x.requires_grad_()
         return True
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a class of tensors leaves functions as they are."""
+    return kind in _PLAIN or getattr(kind.__torch_function__, "__func__", None) is _AS_IT_IS
 
 
 def _asker(depth: int) -> Any:

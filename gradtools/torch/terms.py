@@ -17,6 +17,7 @@ from gradtools.torch.compiling import nodes_of
 from gradtools.torch.gates import gated
 
 Tensor = torch.Tensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 # Operations whose tangent may not be differentiated again: PyTorch's rules leave a term out, in
 # silence. The umbrella is torch#198017; test_torch_engine.py tells when one is mended.
@@ -38,7 +39,7 @@ _TWICE_AT_MOST = {
     "NativeBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
     "CudnnBatchNormBackwardBackward0": "batch_norm in training mode (torch#186256)",
 }
-_WRONG_IN_BATCHES = {"CdistBackward0": "cdist"}
+WRONG_IN_BATCHES = {"CdistBackward0": "cdist"}
 NORMALISATIONS = {k: v for k, v in _TANGENT_IS_A_CONSTANT.items() if "norm (" in v or "mode" in v}
 
 
@@ -63,14 +64,22 @@ def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) ->
     return pushed
 
 
-def refuse_in_batches(asked: str, outs: Sequence[Tensor]) -> None:
-    """Raises if a pullback is mapped by vmap whose batching rule in PyTorch is wrong."""
-    if any(True for _ in _held(_WRONG_IN_BATCHES, outs)):
+def refuse_in_batches(
+    asked: str, pairs: Sequence[tuple[Tensor, Tensor]], wrong: str | None
+) -> None:
+    """Raises if vmap maps cotangents, but not their outputs, which hold one of these operations."""
+    if wrong and any(_is_mapped(ct) and not _is_mapped(y) for y, ct in pairs):
         raise GradtoolsError(
-            f"{asked}: f holds cdist, whose backward pass PyTorch computes wrongly under vmap (no "
-            "upstream report was found). Pass chunk_size=1, which is a plain loop, or write it by "
-            "plain operations."
+            f"{asked}: f holds {wrong}, whose backward pass PyTorch computes wrongly where vmap "
+            "maps the cotangent alone (no upstream report was found). Pass chunk_size=1, which is "
+            "a plain loop, or write it by plain operations."
         )
+
+
+def _is_mapped(x: Tensor) -> bool:
+    while is_wrapped(x) and not torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return is_wrapped(x)
 
 
 def guarded_gradients(

@@ -25,6 +25,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.customcode import guarded, refuse_lossy, surveyed
 from gradtools.torch.rules import apply_rule, is_inexact
+from gradtools.torch.trials import kept_as_it_is
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]
@@ -94,24 +95,24 @@ def _linear(name: str, linear: Any, xs: Entries, vs: Entries, opaque: bool) -> l
 
 
 def _pulled(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], cts: Entries) -> list[Any]:
-    """The pullback of cts; None where x cannot be differentiated or is not reached."""
+    """The pullback of cts; None where x cannot be differentiated."""
     mask = [is_inexact(x) for x in xs]
-    ys, pull = _evaluated(name, fun, xs, mask, opaque)
-    return spread(pull(_filled(ys, cts), _is_tracked([*xs, *cts])), mask)
+    with kept_as_it_is():
+        ys, pull = _evaluated(name, fun, xs, mask, opaque)
+        found = pull(_filled(ys, cts), _is_tracked([*xs, *cts]))
+    return spread(_filled([x for x, m in zip(xs, mask, strict=True) if m], found), mask)
 
 
 def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entries) -> list[Any]:
     """The pushforward of dxs; None where y cannot be differentiated."""
     mask = [dx is not None for dx in dxs]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), kept_as_it_is():
             ys, pull = _evaluated(name, fun, xs, mask, opaque)
             carried = [is_inexact(y) for y in ys]
 
             def cotangents(*us: Tensor) -> list[Tensor]:
-                found = pull(spread(us, carried), True)
-                pairs = zip(moving, found, strict=True)
-                return [torch.zeros_like(x) if v is None else v for x, v in pairs]
+                return _filled(moving, pull(spread(us, carried), True))
 
             moving = [x for x, m in zip(xs, mask, strict=True) if m]
             at = [torch.ones_like(y) for y, c in zip(ys, carried, strict=True) if c]
@@ -126,8 +127,7 @@ def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entri
             f"PyTorch says: {error} Use reverse mode (grad, vjp), or give it a rule of its own by "
             "gt.custom_rule."
         ) from error
-    pairs = zip(at, dys, strict=True)
-    return spread([torch.zeros_like(u) if v is None else v for u, v in pairs], carried)
+    return spread(_filled(at, dys), carried)
 
 
 def _evaluated(
@@ -169,17 +169,25 @@ def _evaluated(
 
 
 def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:
-    def run(*moving: Tensor) -> tuple[Tensor, ...]:
+    carried: list[bool] = []
+
+    def run(*moving: Tensor) -> Any:
         new = iter(moving)
-        return tuple(fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)]))
+        ys = fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
+        carried[:] = [is_inexact(y) for y in ys]
+        pairs = list(zip(ys, carried, strict=True))
+        return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
 
     moving = [x for x, m in zip(xs, mask, strict=True) if m]
-    ys, pullback = torch.func.vjp(run, *moving)  # type: ignore[misc]
+    found, pullback, others = torch.func.vjp(run, *moving, has_aux=True)  # type: ignore[misc]
+    left = iter(others)
+    ys = [next(left) if y is None else y for y in spread(found, carried)]
 
     def pull(cts: Entries, create: bool) -> list[Any]:
-        return [v.view_as(v) for v in pullback(tuple(_filled(ys, cts)))]
+        filled = [ct for ct, c in zip(_filled(ys, cts), carried, strict=True) if c]
+        return [v.view_as(v) for v in pullback(tuple(filled))]
 
-    return list(ys), pull
+    return ys, pull
 
 
 def _alias(x: Tensor) -> Tensor:

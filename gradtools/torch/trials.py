@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,12 @@ def standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
             _FUNCTIONS.apply = before
 
 
+def kept_as_it_is() -> AbstractContextManager[Any]:
+    """Around a graph that ends inside: a checkpoint would take what it saves for its own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return nullcontext() if hooks is None else saved_tensors_hooks(*(lambda x: x,) * 2)
+
+
 @dataclass(frozen=True)
 class Trial:
     """One call of a class, as a map g of its differentiated arguments xs and of cotangents cts.
@@ -91,10 +97,7 @@ class Trial:
         for shift in (0.0, 0.1):
             xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
             try:
-                # A checkpoint around the call would take what the trial saves for its own.
-                packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-                plain = saved_tensors_hooks(*(lambda x: x,) * 2) if packed else nullcontext()
-                with restored(self.randomness), torch.inference_mode(False), plain:
+                with restored(self.randomness), torch.inference_mode(False), kept_as_it_is():
                     found = (found or set()) | self._lost_at(xs, forward)
             except Exception:  # what raises is not lost in silence
                 continue

@@ -9,6 +9,7 @@ silence wherever only a backward is registered. `docs/upstream-bugs.md` is writt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,14 +77,23 @@ def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
     """By doubling steps (Hillis and Steele, Data parallel algorithms, 1986)."""
     if input.dim() == 0:
         return input * 1
-    if input.is_complex():  # of which logaddexp has a wrong second derivative
-        most = _value(input).real.amax(dim, keepdim=True)
-        return torch.log(torch.cumsum(torch.exp(input - most), dim)) + most
     y, step = input.movedim(dim, 0), 1
     while step < y.shape[0]:
-        y = torch.cat((y[:step], torch.logaddexp(y[step:], y[:-step])))
+        y = torch.cat((y[:step], _logaddexp(y[step:], y[:-step])))
         step *= 2
-    return y.movedim(0, dim)
+    y = y.movedim(0, dim)
+    if not y.is_complex():
+        return y
+    # Of the logarithm's branches PyTorch's own is taken: they part by multiples of 2 pi i.
+    apart = torch.logcumsumexp(_value(input), dim) - _value(y)
+    return y + 2j * torch.pi * torch.round(apart.imag / (2 * torch.pi)).nan_to_num()
+
+
+def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    """By plain operations: that of torch has NaN for second derivatives (torch#196704)."""
+    most = torch.maximum(_value(x).real, _value(y).real)
+    most = most.masked_fill(most.isinf(), 0.0)
+    return torch.log(torch.exp(x - most) + torch.exp(y - most)) + most
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
@@ -188,6 +198,33 @@ def _cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tenso
     lower = input2.mH if upper else input2
     found = torch.linalg.solve_triangular(lower, input, upper=False)
     return torch.linalg.solve_triangular(lower.mH, found, upper=True)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(times, -3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    most = _value(scores).amax(-1, keepdim=True)
+    terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
+    total = terms.sum(-1, keepdim=True)
+    weights = terms / total.masked_fill(_value(total) == 0, 1.0)
+    return torch.dropout(weights, dropout_p, True) @ value
 
 
 def _refused(*args: Any, **kwargs: Any) -> Any:
@@ -351,6 +388,14 @@ BUGS = (
             ("norm", ""),
         )
     ],
+    Bug(
+        "nn.functional.scaled_dot_product_attention",
+        TANGENT_AGAIN,
+        "an error",
+        "",
+        _attention,
+        example="torch.nn.functional.scaled_dot_product_attention(x, 2 * x, x).sum()",
+    ),
     *[
         Bug(f"nn.functional.{name}", TANGENT_OF_GRADIENT, "an error", issue, example=example)
         for name, issue, example in (
@@ -393,6 +438,12 @@ def bug_of(fun: Any) -> Bug | None:
     for prefix in ("linalg_", "special_"):
         name = name.removeprefix(prefix)
     return _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"))
+
+
+def is_wrong_at(fun: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether something is wrong with a function of PyTorch's at these arguments."""
+    bug = bug_of(fun)
+    return bug is not None and (bug.when is None or bug.when(*args, **kwargs))
 
 
 _LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)
@@ -530,6 +581,8 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     leaves, treedef = tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
     in_place = _is_in_place(fun)
+    if in_place:  # what a rule saves may not change
+        leaves[0] = leaves[0].clone()
     shape: list[Any] = []
 
     def flat(*xs: Tensor) -> list[Tensor]:

@@ -51,6 +51,21 @@ NOTHING = (
         whole=True,
     ),
     *_lines(
+        ("nn.KLDivLoss",),
+        (EVERY_WAY,),
+        LEFT_OUT,
+        "the table takes logarithms of negative numbers",
+        whole=True,
+    ),
+    *_lines(
+        ("renorm",),
+        (EVERY_WAY,),
+        LEFT_OUT,
+        "PyTorch's gradient of the maximum norm is NaN in complex64; no report was found",
+        dtype="complex64",
+        whole=True,
+    ),
+    *_lines(
         ("*",),
         ("vmap of *", "torch.func.grad of *"),
         LEFT_OUT,
@@ -109,13 +124,6 @@ CONVENTIONS = (
         "a cast to fewer digits: a derivative has no more of them, a finite difference fewer",
     ),
     *_lines(
-        _CASTS,
-        ("custom_rule by defvjp, jvp",),
-        REFUSED,
-        "a cast to fewer digits: the cotangent map is linear up to them only",
-        whole=True,
-    ),
-    *_lines(
         ("float", "cfloat"),
         ("*",),
         LEFT_OUT,
@@ -124,7 +132,7 @@ CONVENTIONS = (
     ),
     *(
         line
-        for result in (DIFFERS, REFUSED, LEFT_OUT)
+        for result in (DIFFERS, LEFT_OUT)
         for line in _lines(
             ("cov",), ("*",), result, "one sample's weights are in single precision", whole=True
         )
@@ -176,7 +184,7 @@ CONVENTIONS = (
     ),
     *_lines(
         ("NumpyCubeNotComposableAutogradFunction",),
-        (REVERSE_MODE, "linearize"),
+        ("*",),
         DIFFERS,
         "the table's own Function does not multiply by the gradient that comes in",
     ),
@@ -201,10 +209,17 @@ CONVENTIONS = (
         whole=True,
     ),
     *_lines(
-        ("linalg.eig",),
+        ("linalg.eig", "linalg.eigh"),
         ("grad of jvp",),
-        RAISED,
+        REFUSED,
         "PyTorch's own check: a tangent of eigenvectors depends on their phase",
+        whole=True,
+    ),
+    *_lines(
+        ("NumpySplitCopy*CustomOp",),
+        ("jacobian, reverse", "hessian"),
+        RAISED,
+        "the table's own vmap rule takes several tensors for one",
         whole=True,
     ),
 )
@@ -228,24 +243,10 @@ NO_FORWARD_MODE = (
         "PyTorch has neither forward mode nor double backward of it",
     ),
     *_lines(
-        ("nn.LSTM*",),
-        ("jvp*",),
-        REFUSED,
-        "oneDNN's LSTM, in single precision on the CPU, has no forward mode",
-        dtype="float32",
-        whole=True,
-    ),
-    *_lines(
         ("nn.functional.hardsigmoid*",),
         ("*",),
         REFUSED,
         "PyTorch has no double backward of it; forward over reverse is right",
-    ),
-    *_lines(
-        ("native_group_norm",),
-        ("vjp, outputs one by one",),
-        DIFFERS,
-        "the gradient of the mean or the reciprocal deviation alone; no report was found",
     ),
     *_lines(
         ("*CustomOp", "nn.functional.linear_cross_entropy.chunked*", "NumpyCubeNotComposable*"),
@@ -274,24 +275,10 @@ TANGENTS = (
             "nn.LayerNorm",
             "nn.functional.layer_norm",
         ),
-        ("*jvp*", "jacobian, reverse over forward", "custom_rule by defjvp*", "linearize of grad"),
+        ("torch.func.grad of jvp", "custom_rule by defjvp, hvp"),
         REFUSED,
         "a third derivative in reverse mode, which lacks a term",
         "torch#186256",
-        whole=True,
-    ),
-    *_lines(
-        ("index_reduce.*", "ormqr", "triangular_solve"),
-        ("checkpoint, jvp",),
-        REFUSED,
-        "PyTorch's checkpoint gives no graph within forward mode",
-        whole=True,
-    ),
-    *_lines(
-        ("triangular_solve",),
-        ("jvp, tensor subclass",),
-        RAISED,
-        "PyTorch's assertion on the views of a subclass in forward mode",
         whole=True,
     ),
     *_lines(
@@ -317,7 +304,68 @@ TANGENTS = (
     ),
 )
 
+WITHIN_TRANSFORMS = (
+    *_lines(
+        ("as_strided_scatter",),
+        ("jacobian, forward*",),
+        REFUSED,
+        "PyTorch's vmap has no rule for it",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.RNN, evaluation",),
+        ("jacobian, forward*",),
+        REFUSED,
+        "it adds in place to what vmap does not map",
+        whole=True,
+    ),
+    *_lines(
+        ("tensor_split",),
+        ("custom_rule*",),
+        REFUSED,
+        "torch.func's transforms hide the numbers of the tensor that says where",
+        whole=True,
+    ),
+    *_lines(
+        ("linalg.eigh",),
+        ("custom_rule*", "torch.func.grad of jvp"),
+        REFUSED,
+        "its backward pass has no derivative inside of torch.func's transforms",
+        dtype="complex128",
+        whole=True,
+    ),
+    *_lines(
+        ("to_sparse",),
+        ("*, tensor subclass",),
+        RAISED,
+        "PyTorch makes no sparse tensor of a subclass",
+        whole=True,
+    ),
+    *_lines(
+        ("nn.functional.conv_transpose?d",),
+        ("linearize of grad",),
+        REFUSED,
+        "of output_padding its backward pass cannot be differentiated twice",
+        whole=True,
+    ),
+)
+
 DEFECTS = (
+    *_lines(
+        ("native_group_norm",),
+        ("vjp, outputs one by one",),
+        DIFFERS,
+        "the gradient of the mean or the reciprocal deviation alone",
+        "torch#183980",
+    ),
+    *_lines(
+        ("native_group_norm",),
+        ("jacobian, reverse*",),
+        DIFFERS,
+        "the gradient of the mean or the reciprocal deviation alone",
+        "torch#183980",
+        whole=True,
+    ),
     *_lines(
         ("nn.CTCLoss",),
         (REVERSE_MODE,),
@@ -333,5 +381,6 @@ LEDGER: tuple[Known, ...] = (
     *CONVENTIONS,
     *NO_FORWARD_MODE,
     *TANGENTS,
+    *WITHIN_TRANSFORMS,
     *DEFECTS,
 )

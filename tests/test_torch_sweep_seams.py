@@ -1,0 +1,285 @@
+"""What the whole sweep over PyTorch found: derivatives that were wrong, lost or refused in vain.
+
+Numbers are held against central differences, taken twice and extrapolated, in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+F = torch.nn.functional
+X = torch.tensor([[0.7, -1.2, 2.0], [0.3, 0.9, -0.4]], dtype=torch.float64)
+T = torch.tensor([[1.0, 0.5, -2.0], [0.2, -0.7, 1.1]], dtype=torch.float64)
+W = torch.tensor([[0.5, 1.5, -0.3], [2.0, -1.0, 0.4]], dtype=torch.float64)
+SQUARE = X.mT @ X + torch.eye(3, dtype=torch.float64)
+ALONG = T.mT @ W
+
+
+class Marked(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def slope(f, x, t, h=1e-3):
+    """df along t."""
+    first, second = ((f(x + s * t) - f(x - s * t)) / (2 * s) for s in (h, 2 * h))
+    return (4 * first - second) / 3
+
+
+def close(found, expected, rtol=1e-8):
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-9)
+
+
+def in_every_mixed_mode(f, x, t, w):
+    """H t of f's product with w, by reverse and forward mode over each other."""
+    product = lambda x: (f(x) * w).sum()
+    forward, reverse = "forward_over_reverse", "reverse_over_reverse"
+    return {
+        "forward over reverse": gt.hvp(product, (x,), (t,), mode=forward)[1][0],
+        "reverse over reverse": gt.hvp(product, (x,), (t,), mode=reverse)[1][0],
+        "grad of jvp": gt.grad(lambda x: (gt.jvp(f, (x,), (t,))[1] * w).sum())(x),
+        "linearize of grad": gt.linearize(gt.grad(product), x)[1](t),
+    }
+
+
+# --- logcumsumexp ---------------------------------------------------------------------------------
+
+
+def test_a_complex_logcumsumexp_keeps_its_value_in_forward_mode():
+    z = torch.complex(X, 3 * W + 4).reshape(-1)
+    f = lambda z: torch.logcumsumexp(z, 0)
+    principal = torch.log(torch.cumsum(torch.exp(z), 0))
+    assert ((f(z) - principal).abs() > 6).any()  # PyTorch's own is another branch
+    close(gt.jvp(f, (z,), (torch.ones_like(z),))[0], f(z))
+
+
+def test_a_complex_logcumsumexp_has_its_second_derivative():
+    z, t = torch.complex(X, 3 * W).reshape(-1), torch.complex(T, X).reshape(-1)
+    loss = lambda z: (torch.logcumsumexp(z, 0) ** 2).real.sum()
+    expected = slope(lambda z: torch.autograd.functional.vjp(loss, z)[1], z, t, 1e-4)
+    for mode in ("forward_over_reverse", "reverse_over_reverse"):
+        close(gt.hvp(loss, (z,), (t,), mode=mode)[1][0], expected, 1e-7)
+
+
+def test_logcumsumexp_has_second_derivatives_far_from_zero():
+    x = torch.tensor([-800.0, 0.0, 0.5, 800.0], dtype=torch.float64)
+    t = torch.tensor([1.0, 2.0, -1.0, 3.0], dtype=torch.float64)
+    p = torch.sigmoid(torch.tensor([-0.5, 0.5], dtype=torch.float64))
+    bend = p[0] * p[1] * 3.0  # of log(e^x1 + e^x2) along (2, -1), times each factor's own 1
+    expected = torch.stack([0 * bend, bend, -bend, 0 * bend])
+    w = torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    for found in in_every_mixed_mode(lambda x: torch.logcumsumexp(x, 0), x, t, w).values():
+        close(found, expected)
+
+
+# --- layer norm with a bias alone -----------------------------------------------------------------
+
+
+def bias_alone(x, bias):
+    y = F.layer_norm(x, (3,), None, bias, 0.5)
+    return (torch.sin(y) * W).sum()
+
+
+def test_the_hessian_of_a_layer_norm_with_a_bias_alone_is_symmetric():
+    bias = torch.tensor([0.1, -0.4, 0.8], dtype=torch.float64)
+    (_, xb), (bx, bb) = gt.hessian(bias_alone, argnums=(0, 1))(X, bias)
+    assert (bx.abs() > 0.01).any()
+    close(bx, xb.permute(2, 0, 1))
+    v = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    of_bias = lambda b: gt.grad(bias_alone, argnums=1)(X, b)
+    close(bb @ v, slope(of_bias, bias, v))
+    close((bx * T).sum((1, 2)), slope(lambda x: gt.grad(bias_alone, argnums=1)(x, bias), X, T))
+
+
+def test_both_second_derivatives_of_a_layer_norm_with_a_bias_alone_are_had_at_once():
+    bias = torch.tensor([0.1, -0.4, 0.8], dtype=torch.float64)
+    v = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    live = X.clone().requires_grad_(), bias.clone().requires_grad_()
+    first = torch.autograd.grad(bias_alone(*live), live, create_graph=True)
+    with pytest.raises(RuntimeError):  # PyTorch's own
+        torch.autograd.grad(first, live, (T, v))
+    found = gt.hvp(bias_alone, (X, bias), (T, v), mode="reverse_over_reverse")[1]
+    whole = gt.hvp(bias_alone, (X, bias), (T, v), mode="forward_over_reverse")[1]
+    close(found[0], whole[0])
+    close(found[1], whole[1])
+    both = lambda s: gt.grad(bias_alone, argnums=1)(X + s * T, bias + s * v)
+    close(found[1], slope(both, torch.zeros((), dtype=torch.float64), 1.0))
+
+
+# --- what is transposed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "t"),
+    [
+        (torch.linalg.cholesky, SQUARE, ALONG + ALONG.mT),
+        (
+            lambda x: F.grid_sample(x.reshape(1, 1, 2, 3), 0.3 * GRID, align_corners=True),
+            X,
+            T,
+        ),
+        (lambda x: x.scatter_reduce(0, torch.tensor([[0, 0, 1]]), x[1:2] + 2, "prod"), X, T),
+    ],
+    ids=["cholesky", "grid_sample", "scatter_reduce"],
+)
+def test_forward_mode_goes_through_a_checkpoint_as_it_does_without(f, x, t):
+    expected = slope(f, x, t)
+    close(gt.jvp(f, (x,), (t,))[1], expected)
+    close(gt.jvp(gt.checkpoint(f), (x,), (t,))[1], expected)
+
+
+GRID = torch.tensor([[[[0.5, -1.0], [2.0, 0.7]]]], dtype=torch.float64)
+
+
+def test_the_deprecated_cholesky_goes_through_a_checkpoint_and_a_subclass():
+    f = lambda x: torch.cholesky(x.mT @ x + torch.eye(3, dtype=x.dtype), upper=True)
+    expected = slope(f, X, T)
+    close(gt.jvp(gt.checkpoint(f), (X,), (T,))[1], expected)
+    y, dy = gt.jvp(f, (X.as_subclass(Marked),), (T.as_subclass(Marked),))
+    assert isinstance(y, Marked)
+    close(dy.as_subclass(torch.Tensor), expected)
+
+
+def test_a_tensor_of_a_subclass_goes_the_way_of_functions_in_python():
+    f = lambda x: F.grid_sample(x.reshape(1, 1, 2, 3), 0.3 * GRID, align_corners=True)
+    _, dy = gt.jvp(f, (X.as_subclass(Marked),), (T.as_subclass(Marked),))
+    close(dy.as_subclass(torch.Tensor), slope(f, X, T))
+
+
+def test_what_is_written_in_place_may_be_differentiated_again():
+    index = torch.tensor([[0, 0, 1]])
+
+    def f(x):
+        y = x * 1
+        y.scatter_reduce_(0, index, x[1:2] + 2, "prod")
+        return y
+
+    expected = slope(gt.grad(lambda x: (f(x) * W).sum()), X, T)
+    for way, found in in_every_mixed_mode(f, X, T, W).items():
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=way)
+
+
+def test_outputs_of_integers_are_no_reason_against_a_transpose():
+    f = lambda x: torch.linalg.solve_ex(x + 3 * torch.eye(3), SQUARE)[0]
+    x = ALONG / 9
+    pushed = lambda x: gt.jvp(f, (x,), (SQUARE,))[1]
+    found = gt.jacobian(pushed, mode="reverse")(x)
+    close((found * ALONG).sum((-1, -2)), slope(pushed, x, ALONG))
+
+
+def test_what_no_cotangent_reaches_has_a_transpose_of_zeros():
+    f = lambda x: torch.linalg.norm(x, 0)  # how many are not zero
+    rows = gt.jacobian(gt.grad(lambda x: f(x) + (x**3).sum()), mode="forward")(X[0])
+    close(rows, torch.diag(6 * X[0]))
+
+
+# --- tangents that may be differentiated ----------------------------------------------------------
+
+
+def test_the_tangent_of_linear_cross_entropy_may_be_differentiated():
+    target = torch.tensor([2, 0])
+    f = lambda x: F.linear_cross_entropy(x, SQUARE, target, reduction="none")
+    pushed = lambda x: (gt.jvp(f, (x,), (T,))[1] * torch.tensor([1.0, -2.0])).sum()
+    expected = slope(lambda x: gt.grad(lambda x: (f(x) * torch.tensor([1.0, -2.0])).sum())(x), X, T)
+    close(gt.grad(pushed)(X), expected)
+
+
+ATTENTION = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scaled": {"scale": 0.3},
+    "masked": {"attn_mask": torch.tensor([[True, False], [False, False]])},
+    "biased": {"attn_mask": torch.tensor([[0.5, -1.0], [2.0, 0.0]], dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION.keys())
+def test_the_tangent_of_attention_may_be_differentiated(options):
+    f = lambda x: F.scaled_dot_product_attention(x, 2 * x, torch.sin(x), **options)
+    close(gt.jvp(f, (X,), (T,))[0], f(X))
+    expected = slope(gt.grad(lambda x: (f(x) * W).sum()), X, T)
+    for way, found in in_every_mixed_mode(f, X, T, W).items():
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, msg=way)
+
+
+def test_the_tangent_of_attention_to_shared_heads_may_be_differentiated():
+    q, kv = X.reshape(1, 2, 3, 1), W.reshape(1, 1, 6, 1)[:, :, :3]
+    f = lambda q: F.scaled_dot_product_attention(q, kv, kv**2, enable_gqa=True)
+    close(gt.jvp(f, (q,), (T.reshape(q.shape),))[0], f(q))
+    pushed = lambda q: (gt.jvp(f, (q,), (T.reshape(q.shape),))[1] * W.reshape(q.shape)).sum()
+    product = gt.grad(lambda q: (f(q) * W.reshape(q.shape)).sum())
+    close(gt.grad(pushed)(q), slope(product, q, T.reshape(q.shape)))
+
+
+# --- what is refused by name ----------------------------------------------------------------------
+
+
+def test_cdist_is_refused_where_vmap_maps_the_cotangent_alone():
+    f = lambda x: torch.cdist(x, 1 - 2 * W)
+    cts = torch.stack((X[:, :2], T[:, :2]))
+    expected = torch.stack([gt.vjp(f, X)[1](ct)[0] for ct in cts])
+    wrong = torch.func.vmap(lambda ct: torch.func.vjp(f, X)[1](ct)[0])(cts)
+    assert (wrong - expected).abs().max() > 0.1  # PyTorch's own
+    with pytest.raises(GradtoolsError, match=r"vjp: f holds cdist.*vmap maps the cotangent alone"):
+        torch.func.vmap(lambda ct: gt.vjp(f, X)[1](ct)[0])(cts)
+    xs = torch.stack((X, X))
+    close(torch.func.vmap(lambda x, ct: gt.vjp(f, x)[1](ct)[0])(xs, cts), expected)
+
+
+def transposed_twice():
+    weight = torch.ones(1, 1, 2, dtype=torch.float64)
+    f = lambda x: F.conv_transpose1d(x, weight * x.sum(), stride=2, output_padding=1).pow(3).sum()
+    gt.linearize(gt.grad(f), X[:1, None])[1](T[:1, None])
+
+
+def phases():
+    f = lambda x: torch.linalg.eigh(torch.complex(x, x - x.mT) + x.mT)[1].abs()
+    gt.grad(lambda x: gt.jvp(f, (x,), (ALONG,))[1].sum())(SQUARE)
+
+
+def no_vmap():
+    f = lambda x: torch.as_strided_scatter(x, x[0] * 2, (3,), (1,), 0)
+    gt.jacobian(f, mode="forward")(X)
+
+
+def split_by_a_tensor():
+    at = torch.tensor([1, 2])
+    rule = gt.custom_rule(lambda x: torch.tensor_split(x, at)[0])
+    rule.defvjp(lambda x: (torch.tensor_split(x, at)[0], x), lambda x, ct: _pulled(x, at, ct))
+    gt.jvp(rule, (X,), (T,))
+
+
+def _pulled(x, at, ct):
+    return torch.func.vjp(lambda x: torch.tensor_split(x, at)[0], x)[1](ct)
+
+
+def sparse():
+    f = lambda x: x.to_sparse().to_dense()
+    close(gt.jacobian(f, mode="reverse", chunk_size=1)(X[0]), torch.eye(3, dtype=X.dtype))
+    gt.jacobian(f, mode="reverse")(X[0])
+
+
+def bias_alone_in_functorch():
+    bias = torch.tensor([0.1, -0.4, 0.8], dtype=torch.float64)
+    pushed = lambda x, b: gt.jvp(bias_alone, (x, b), (T, bias))[1]
+    torch.func.grad(pushed, argnums=(0, 1))(X, bias)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (transposed_twice, r"linearize: f holds the gradient of a transposed convolution"),
+        (phases, r"grad: f holds eigenvectors of a complex matrix"),
+        (no_vmap, r"jacobian: f holds an operation that PyTorch's vmap cannot map.*chunk_size=1"),
+        (split_by_a_tensor, r"jvp: f holds an operation that reads the numbers of a tensor"),
+        (sparse, r"jacobian: f holds an operation that PyTorch's vmap cannot map.*chunk_size=1"),
+        (bias_alone_in_functorch, r"jvp: f holds layer_norm with a bias and no weight"),
+    ],
+    ids=["conv_transpose", "eigh", "as_strided_scatter", "tensor_split", "to_sparse", "layer_norm"],
+)
+def test_a_limit_of_pytorch_is_refused_in_words_that_say_what_to_do(run, words):
+    with pytest.raises(GradtoolsError, match=words):
+        run()

@@ -302,7 +302,7 @@ _STOPS = {
 }
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ONE_TO_ONE = (
-    *("optimization_barrier", "device_put"),
+    *("optimization_barrier", "device_put", "gradtools_reverse_only"),
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "pvary", "pbroadcast"),
 )
 

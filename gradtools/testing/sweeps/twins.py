@@ -128,12 +128,13 @@ SPELLED: dict[str, Callable[..., Any]] = {
     "lax.dot_general": torch.bmm,
     "lax.reduce_window 1": lambda x: F.max_pool2d(
         F.pad(x, (0, 1, 0, 1), value=-torch.inf)[None], 2, 1
-    ),
+    )[0],
     "lax.fft": torch.fft.fft,
     "lax.fft 1": torch.fft.rfft,
     "lax.fft 2": torch.fft.rfft,
     "lax.fft 3": torch.fft.irfft,
     "numpy.power 1": lambda x: x**3,
+    "numpy.dot 1": torch.matmul,
     "numpy.pow 1": lambda x: x**2,
     "numpy.ldexp": lambda x: torch.ldexp(x, torch.tensor([1, 2, -1])),
     "numpy.max": torch.amax,
@@ -390,4 +391,69 @@ def groups(size: int) -> list[tuple[Case, ...]]:
 
 # --- what is known not to agree ----------------------------------------------------------
 
-LEDGER: tuple[Known, ...] = ()
+_SECOND = ("hvp*",)
+_REVERSE = ("grad", "hvp*")
+_DERIVATIVES = ("grad", "jvp", "hvp*")
+_DIGITS = "PyTorch's trigamma keeps nine digits"
+_SINGLE = "PyTorch's slope is one sixth in single precision"
+_STAIRS = "a staircase: JAX says zero, PyTorch has no derivative"
+_COMPLEX = "PyTorch has no derivative in complex numbers"
+_SHAPE = "PyTorch has no derivative to the shape a, JAX no second one"
+_EIGVECS = "JAX has none of eigenvectors, and PyTorch's needs a loss that no phase changes"
+_SYMMETRIC = (
+    "a tangent that is not symmetric: JAX symmetrises it, PyTorch reads all or a half of it"
+)
+_HERMITIAN = "a matrix that is not Hermitian: JAX symmetrises it, PyTorch reads its lower half"
+_PHASE = "a singular vector is free up to its phase, and the loss knows it"
+_VANDER = "PyTorch's own powers are changed in place, which its backward pass refuses"
+_EXPONENT = "2 to a negative integer is taken in integers: zero"
+_SILU = "no derivative in complex numbers in reverse mode, and a wrong one in forward mode"
+
+
+def _lines(
+    programs: str,
+    ways: Sequence[str],
+    result: str,
+    reason: str,
+    upstream: str = "",
+    dtype: str = "*",
+    whole: bool = False,
+) -> tuple[Known, ...]:
+    return tuple(
+        Known(program, way, result, reason, upstream, dtype, whole or dtype == "complex128")
+        for program in programs.split()
+        for way in ways
+    )
+
+
+LEDGER: tuple[Known, ...] = (
+    *_lines("*.digamma", ("grad", "jvp"), DIFFERS, _DIGITS),
+    *_lines("*.polygamma", ("value",), DIFFERS, _DIGITS),
+    *_lines("nn.hard_sigmoid", ("grad", "jvp"), DIFFERS, _SINGLE),
+    *_lines("nn.hard_sigmoid", ("hvp, reverse*",), REFUSED, "no second derivative in PyTorch"),
+    *_lines("nn.dot_product_attention", ("value",), DIFFERS, "in float32 in JAX", "jax#37422"),
+    *_lines("numpy.ldexp", _DERIVATIVES, DIFFERS, _EXPONENT, "torch#186556"),
+    *_lines("numpy.heaviside numpy.floor_divide", _DERIVATIVES, REFUSED, _STAIRS),
+    *_lines("numpy.bincount", _DERIVATIVES, REFUSED, "PyTorch has no derivative to the weights"),
+    *_lines("numpy.vander", _REVERSE, REFUSED, _VANDER),
+    *_lines("*.igamma* *.gammainc*", ("grad", "jvp"), REFUSED, _SHAPE, whole=True),
+    *_lines("*.igamma* *.gammainc*", _SECOND, RAISED, _SHAPE, "jax#7922", whole=True),
+    *_lines("scipy.special.betaln", _SECOND, DIFFERS, "equal arguments", "jax#34353", whole=True),
+    *_lines("numpy.linalg.eig", _DERIVATIVES, RAISED, _EIGVECS, "jax#2748"),
+    *_lines("numpy.linalg.eigvals", _SECOND, RAISED, _EIGVECS, "jax#2748"),
+    *_lines("numpy.linalg.cholesky", ("jvp", "hvp, forward*"), DIFFERS, _SYMMETRIC),
+    *_lines("numpy.linalg.eigh", ("jvp",), DIFFERS, _SYMMETRIC),
+    *_lines("numpy.linalg.eigvalsh", ("hvp, forward*",), DIFFERS, _SYMMETRIC),
+    *_lines(
+        "numpy.linalg.cholesky numpy.linalg.eigh numpy.linalg.eigvalsh",
+        *(("value",), DIFFERS, _HERMITIAN),
+        dtype="complex128",
+    ),
+    *_lines("numpy.linalg.svd", _REVERSE, RAISED, _PHASE, dtype="complex128"),
+    *_lines("numpy.linalg.svd", ("jvp",), DIFFERS, _PHASE, dtype="complex128"),
+    *_lines("lax.scatter_mul numpy.nan_to_num", _REVERSE, RAISED, _COMPLEX, dtype="complex128"),
+    *_lines("lax.scatter_mul", ("jvp", "hvp, f*"), REFUSED, _COMPLEX, dtype="complex128"),
+    *_lines("nn.silu nn.swish", _REVERSE, RAISED, _SILU, dtype="complex128"),
+    *_lines("nn.silu nn.swish", ("jvp",), DIFFERS, _SILU, dtype="complex128"),
+)
+"""Each difference, with its reason; the numbers are the frameworks' own."""

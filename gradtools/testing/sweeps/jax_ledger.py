@@ -23,6 +23,7 @@ _EIGVECS = "the derivative of eigenvectors must be switched on, in jax.lax.linal
 _SIGN = "z / |z| turns with z; JAX takes its derivative for zero, as that of a real sign"
 _PHASE = "an eigenvector is free up to its phase; that of the derivative is not LAPACK's"
 _TIE = "where the arguments are equal, the derivatives of max and min are halved at each order"
+_PRODUCTS = "windows of products have forward mode alone"
 _BRANCH = "log(1 - x) is taken at x > 1 too, where it is not used: NaN in reverse mode"
 
 _SECOND = (*("hvp*", "*second order", "jacobian, reverse over forward", "hessian", "grad of jvp"),)
@@ -47,6 +48,17 @@ LEDGER: tuple[Known, ...] = (
     _none("lax.composite", "no derivative: the author of a composite writes its rule"),
     _none("lax.scaled_dot", "no derivative"),
     _none("numpy.linalg.eig", _EIGVECS, "jax#2748"),
+    *(
+        _none(f"lax.linalg.{name}", "no derivative")
+        for name in (
+            *("hessenberg", "schur", "tridiagonal", "symmetric_product", "householder_product"),
+            *("cholesky_update", "ormqr"),
+        )
+    ),
+    _none("lax.linalg.qdwh", _LOOP),
+    Known("lax.linalg.qdwh", "rule by*", REFUSED, _LOOP, whole=True),
+    _none("lax.pmax", "no derivative"),
+    _none("lax.pmin", "no derivative"),
     *_second("numpy.linalg.eigvals", _EIGVECS, "jax#2748"),
     *_second("numpy.roots", _EIGVECS, "jax#2748"),
     *_second("scipy.special.exp1", _TRACER),
@@ -80,9 +92,18 @@ LEDGER: tuple[Known, ...] = (
         for program in ("numpy.divmod", "numpy.modf")
     ),
     *(
-        Known(program, "why_zero", DIFFERS, "the mask of its domain is told as a step", whole=True)
-        for program in ("scipy.special.kl_div", "scipy.special.rel_entr")
+        Known(
+            f"scipy.special.{program}",
+            "why_zero",
+            DIFFERS,
+            "the mask of its domain is told as a step",
+            whole=True,
+        )
+        for program in ("kl_div", "rel_entr", "logsumexp")
     ),
+    Known("lax.reduce", "*", RAISED, "no derivative to the initial value", whole=True),
+    Known("lax.reduce_window", "*", RAISED, _PRODUCTS, whole=True),
+    Known("lax.reduce_window", "rule by*", REFUSED, _PRODUCTS, whole=True),
     Known("lax.while_loop", "*vjp", RAISED, _LOOP),
     *_second("lax.while_loop", _LOOP),
     Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
@@ -90,7 +111,7 @@ LEDGER: tuple[Known, ...] = (
     Known("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),
     Known("lax.scatter_mul", "*", RAISED, "no derivative where an index comes twice", whole=True),
     Known("numpy.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
-    Known("lax.sort_key_val", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
+    Known("lax.sort*", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
     Known("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
 )
 

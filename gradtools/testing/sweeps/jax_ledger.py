@@ -65,7 +65,7 @@ LEDGER: tuple[Known, ...] = (
     *_second("scipy.special.expn", _TRACER),
     *_second("lax.igamma*", _SHAPE, "jax#7922", whole=True),
     *_second("scipy.special.gammainc*", _SHAPE, "jax#7922"),
-    Known("scipy.special.spence", "*", DIFFERS, _BRANCH),
+    Known("scipy.special.spence", "*", DIFFERS, _BRANCH, "jax#40709"),
     *(
         Known("scipy.special.betaln", way, DIFFERS, _TIE, "jax#34353", whole=True)
         for way in _SECOND
@@ -102,8 +102,8 @@ LEDGER: tuple[Known, ...] = (
         for program in ("kl_div", "rel_entr", "logsumexp")
     ),
     Known("lax.reduce", "*", RAISED, "no derivative to the initial value", whole=True),
-    Known("lax.reduce_window", "*", RAISED, _PRODUCTS, whole=True),
-    Known("lax.reduce_window", "rule by*", REFUSED, _PRODUCTS, whole=True),
+    Known("lax.reduce_window", "*", RAISED, _PRODUCTS, "jax#7815", whole=True),
+    Known("lax.reduce_window", "rule by*", REFUSED, _PRODUCTS, "jax#7815", whole=True),
     Known("lax.while_loop", "*vjp", RAISED, _LOOP),
     *_second("lax.while_loop", _LOOP),
     Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),

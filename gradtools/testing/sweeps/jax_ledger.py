@@ -23,6 +23,9 @@ _EIGVECS = "the derivative of eigenvectors must be switched on, in jax.lax.linal
 _SIGN = "z / |z| turns with z; JAX takes its derivative for zero, as that of a real sign"
 _PHASE = "an eigenvector is free up to its phase; that of the derivative is not LAPACK's"
 _TIE = "where the arguments are equal, the derivatives of max and min are halved at each order"
+_CANCELS = "the sign of a complex number in it, whose derivative cancels; JAX has it as zero"
+_SINK = "JAX's own forward Jacobian of it raises"
+_STAGED = "a rule's jvp whose value is staged in the program of its tangent is not transposed"
 _PRODUCTS = "windows of products have forward mode alone"
 _BRANCH = "log(1 - x) is taken at x > 1 too, where it is not used: NaN in reverse mode"
 
@@ -70,7 +73,9 @@ LEDGER: tuple[Known, ...] = (
         Known("scipy.special.betaln", way, DIFFERS, _TIE, "jax#34353", whole=True)
         for way in _SECOND
     ),
-    Known("*.sign", "*", DIFFERS, _SIGN, dtype="complex128", whole=True),
+    Known("*.sign", "*", REFUSED, _SIGN, dtype="complex128", whole=True),
+    Known("*.sign", "rule by*", DIFFERS, _SIGN, dtype="complex128", whole=True),
+    Known("numpy.geomspace", "*", REFUSED, _CANCELS, dtype="complex128", whole=True),
     *(
         Known("scipy.special.hyp?f1", way, RAISED, _LOOP, whole=True)
         for way in (
@@ -104,6 +109,12 @@ LEDGER: tuple[Known, ...] = (
     Known("lax.reduce", "*", RAISED, "no derivative to the initial value", whole=True),
     Known("lax.reduce_window", "*", RAISED, _PRODUCTS, "jax#7815", whole=True),
     Known("lax.reduce_window", "rule by*", REFUSED, _PRODUCTS, "jax#7815", whole=True),
+    *(
+        Known("lax.dce_sink", way, RAISED, _SINK, whole=True)
+        for way in ("jacobian, forward", "jacobian, reverse over forward", "hessian")
+    ),
+    Known("lax.dce_sink", "checkpoint*", RAISED, "jax.checkpoint takes no effects", whole=True),
+    Known("lax.stage", "rule by jvp*", RAISED, _STAGED, whole=True),
     Known("lax.while_loop", "*vjp", RAISED, _LOOP),
     *_second("lax.while_loop", _LOOP),
     Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
@@ -117,7 +128,10 @@ LEDGER: tuple[Known, ...] = (
 
 
 # What a later JAX has mended, and what is wrong in it alone.
-_MENDED = ("lax.nextafter", "numpy.nextafter", "numpy.spacing", "scipy.special.exp*", "*.sign")
+_MENDED = (
+    *("lax.nextafter", "numpy.nextafter", "numpy.spacing", "scipy.special.exp*"),
+    *("*.sign", "numpy.geomspace"),
+)
 _LATER = (
     Known("*", "table", LEFT_OUT, "newer than the table of arguments"),
     *_second("scipy.special.erfcx", "JAX 0.12 selects between two shapes in its derivative"),

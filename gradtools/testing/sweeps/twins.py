@@ -400,9 +400,7 @@ _STAIRS = "a staircase: JAX says zero, PyTorch has no derivative"
 _COMPLEX = "PyTorch has no derivative in complex numbers"
 _SHAPE = "PyTorch has no derivative to the shape a, JAX no second one"
 _EIGVECS = "JAX has none of eigenvectors, and PyTorch's needs a loss that no phase changes"
-_SYMMETRIC = (
-    "a tangent that is not symmetric: JAX symmetrises it, PyTorch reads all or a half of it"
-)
+_SYMMETRIC = "a tangent that is not symmetric: JAX symmetrises it, PyTorch does not"
 _HERMITIAN = "a matrix that is not Hermitian: JAX symmetrises it, PyTorch reads its lower half"
 _PHASE = "a singular vector is free up to its phase, and the loss knows it"
 _VANDER = "PyTorch's own powers are changed in place, which its backward pass refuses"
@@ -435,6 +433,7 @@ LEDGER: tuple[Known, ...] = (
     *_lines("numpy.ldexp", _DERIVATIVES, DIFFERS, _EXPONENT, "torch#186556"),
     *_lines("numpy.heaviside numpy.floor_divide", _DERIVATIVES, REFUSED, _STAIRS),
     *_lines("numpy.bincount", _DERIVATIVES, REFUSED, "PyTorch has no derivative to the weights"),
+    *_lines("numpy.bincount", ("value",), DIFFERS, "PyTorch's is real", dtype="complex128"),
     *_lines("numpy.vander", _REVERSE, REFUSED, _VANDER),
     *_lines("*.igamma* *.gammainc*", ("grad", "jvp"), REFUSED, _SHAPE, whole=True),
     *_lines("*.igamma* *.gammainc*", _SECOND, RAISED, _SHAPE, "jax#7922", whole=True),

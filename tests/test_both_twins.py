@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
+from gradtools import cli
 from gradtools.testing.sweeps import AGREES, DIFFERS, twins
 
 GROUPS = twins.groups(25)
@@ -72,3 +73,8 @@ def test_complex_twins_have_one_convention():
     found = twins.sweep(pair("numpy.sin"), whole=True)
     assert {o.dtype for o in found} == {"float64", "complex128"}
     assert {o.result for o in found} == {AGREES}
+
+
+def test_the_command_holds_twins_against_each_other_where_both_frameworks_are(capsys):
+    assert cli.main(["check", "--sweep", "--backend", "both", "--filter", "numpy.sinh"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("twins ")

@@ -91,7 +91,7 @@ LEDGER: tuple[Known, ...] = (
     ),
     Known("lax.ragged_dot*", "rule by*", REFUSED, _RAGGED, whole=True),
     Known("scipy.special.betainc", "*", RAISED, "no derivative to its first two", whole=True),
-    Known("numpy.linalg.eigh", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
+    Known("*.linalg.eigh", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
     *(
         Known(program, "why_zero", DIFFERS, "one of its two outputs is a staircase", whole=True)
         for program in ("numpy.divmod", "numpy.modf")
@@ -121,7 +121,7 @@ LEDGER: tuple[Known, ...] = (
     Known("lax.while_loop", "chunked", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),
     Known("lax.scatter_mul", "*", RAISED, "no derivative where an index comes twice", whole=True),
-    Known("numpy.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
+    Known("*.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
     Known("lax.sort*", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
     Known("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
 )

@@ -178,6 +178,10 @@ refused with more than one row at a time.
 **Complex numbers under a dispatch mode.** Forward over reverse mode of `linalg.pinv` gives another
 number while any `TorchDispatchMode` is active (no report was found); `frozen` keeps clear of that.
 
+**Reverse mode** is trusted as it is: what `grad` and `vjp` give for `ldexp` by negative integers
+(torch#186556: zero) and for `silu` of complex numbers in place (no report was found) is PyTorch's
+wrong number in gradtools too.
+
 ## JAX: refused
 
 **The sign of complex numbers**, z / |z|, turns with z. JAX takes its derivative for zero up to

@@ -411,7 +411,6 @@ _HERMITIAN = "a matrix that is not Hermitian: JAX symmetrises it, PyTorch reads 
 _PHASE = "a singular vector is free up to its phase, and the loss knows it"
 _VANDER = "PyTorch's own powers are changed in place, which its backward pass refuses"
 _EXPONENT = "2 to a negative integer is taken in integers: zero"
-_SILU = "no derivative in complex numbers in reverse mode, and a wrong one in forward mode"
 
 
 def _lines(
@@ -436,7 +435,7 @@ LEDGER: tuple[Known, ...] = (
     *_lines("nn.hard_sigmoid", ("grad", "jvp"), DIFFERS, _SINGLE),
     *_lines("nn.hard_sigmoid", ("hvp, reverse*",), REFUSED, "no second derivative in PyTorch"),
     *_lines("nn.dot_product_attention", ("value",), DIFFERS, "in float32 in JAX", "jax#37422"),
-    *_lines("numpy.ldexp", _DERIVATIVES, DIFFERS, _EXPONENT, "torch#186556"),
+    *_lines("numpy.ldexp", _REVERSE, DIFFERS, _EXPONENT, "torch#186556"),
     *_lines("numpy.heaviside numpy.floor_divide", _DERIVATIVES, REFUSED, _STAIRS),
     *_lines("numpy.bincount", _DERIVATIVES, REFUSED, "PyTorch has no derivative to the weights"),
     *_lines("numpy.bincount", ("value",), DIFFERS, "PyTorch's is real", dtype="complex128"),
@@ -457,9 +456,11 @@ LEDGER: tuple[Known, ...] = (
     ),
     *_lines("numpy.linalg.svd", _REVERSE, RAISED, _PHASE, dtype="complex128"),
     *_lines("numpy.linalg.svd", ("jvp",), DIFFERS, _PHASE, dtype="complex128"),
-    *_lines("lax.scatter_mul numpy.nan_to_num", _REVERSE, RAISED, _COMPLEX, dtype="complex128"),
+    *_lines(
+        "lax.scatter_mul numpy.nan_to_num nn.silu nn.swish",
+        *(_REVERSE, RAISED, _COMPLEX),
+        dtype="complex128",
+    ),
     *_lines("lax.scatter_mul", ("jvp", "hvp, f*"), REFUSED, _COMPLEX, dtype="complex128"),
-    *_lines("nn.silu nn.swish", _REVERSE, RAISED, _SILU, dtype="complex128"),
-    *_lines("nn.silu nn.swish", ("jvp",), DIFFERS, _SILU, dtype="complex128"),
 )
 """Each difference, with its reason; the numbers are the frameworks' own."""

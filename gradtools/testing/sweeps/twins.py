@@ -85,8 +85,8 @@ def _attention(q: Any, k: Any, v: Any, b: Any = None) -> Any:
     """JAX has the heads behind the positions."""
     if b is not None:
         b = b.masked_fill(torch.ones(b.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads, attn_mask=b).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=b).transpose(1, 2)
 
 
 SPELLED: dict[str, Callable[..., Any]] = {
@@ -308,10 +308,16 @@ def verdict(outcomes: Iterable[Outcome], whole: bool = False) -> Verdict:
     return judged(outcomes, LEDGER, whole)
 
 
-def _takes_complex(case: Case) -> bool:
+def _called(case: Case, *xs: Any) -> Any:
+    """The twin of these tensors."""
     f = twin(case)
+    assert f is not None
+    return f(*xs)
+
+
+def _takes_complex(case: Case) -> bool:
     try:
-        f(*(torch.from_numpy(np.asarray(x)) for x in case.arguments("complex128")))
+        _called(case, *(torch.from_numpy(np.asarray(x)) for x in case.arguments("complex128")))
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return True
@@ -347,10 +353,12 @@ class _Pair:
         return _numbers(jax.device_get(jax.jit(everything)(point.xs, point.ts, point.cs)))
 
     def _in_torch(self, point: Point, ways: Sequence[str]) -> dict[str, list[np.ndarray]]:
-        f = twin(self.case)
-        arrays = [[torch.from_numpy(np.array(x)) for x in xs] for xs in (point.xs, point.ts)]
-        cs = [torch.from_numpy(np.array(c)) for c in point.cs]
-        side = Side(gt, torch, lambda *xs: list(_inexact(f(*xs))), *arrays, cs)
+        xs, ts, cs = (
+            [torch.from_numpy(np.array(x)) for x in arrays]
+            for arrays in (point.xs, point.ts, point.cs)
+        )
+        f = lambda *xs: list(_inexact(_called(self.case, *xs)))
+        side = Side(gt, torch, f, xs, ts, cs)
         found = self._run(side, ways)
         return _numbers({w: [y.detach().resolve_conj() for y in ys] for w, ys in found.items()})
 

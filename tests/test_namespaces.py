@@ -137,6 +137,7 @@ ALONE = {
     ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",
     ("torch", "customcode.py"): "what autograd loses in silence in a Function; JAX raises there",
     ("torch", "trials.py"): "how that is found out",
+    ("jax", "signs.py"): "the sign of complex numbers, whose derivative PyTorch has",
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",
     ("jax", "equinox.py"): "the reversal layer of equinox",
     ("jax", "graphs.py"): "a jaxpr as a graph; PyTorch's is recorded as it runs",

@@ -95,3 +95,31 @@ def test_a_factor_that_is_traced_scheduled_and_mapped_is_no_concern():
     found = jax.jit(jax.vmap(gt.grad(scanned), (None, 0)))(X, factors)
     np.testing.assert_allclose(found, np.array(factors)[:, None] ** 2 * np.ones(2), rtol=1e-15)
     assert jax.grad(scanned, 1)(X, factors[1]) == 0.0  # as JAX's own of what is stopped
+
+
+EDITED_BY = {
+    "clip_gradient": lambda x, s: gt.clip_gradient(x, max_norm=s),
+    "known_gradient": lambda x, s: gt.known_gradient(x, s * jnp.ones(2)),
+    "transform_gradient": lambda x, s: gt.transform_gradient(x, lambda c: s * c),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint], ids=["-", "jit", "remat"])
+@pytest.mark.parametrize("edit", EDITED_BY)
+def test_an_edit_of_reverse_mode_alone_is_named_where_it_cuts_what_else_it_is_given(edit, wrap):
+    def f(x, s):
+        return jax.lax.scan(lambda x, _: (EDITED_BY[edit](x, s), None), x, None, 2)[0].sum()
+
+    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_jax_edits"):
+        wrap(gt.grad(f, 1))(X, jnp.array(2.0))
+    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_jax_edits"):
+        jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))
+
+
+def test_leaves_that_are_clipped_together_do_not_cut_each_other():
+    def f(x, y, s):
+        return gt.clip_gradient((x, y), max_norm=s)
+
+    table = gt.dependence(f, X, 2 * X, jnp.array(1.0))
+    found = [[str(link) for link in row] for row in table.matrix]
+    assert found == [["differentiable", "none", "cut"], ["none", "differentiable", "cut"]]

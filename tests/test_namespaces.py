@@ -138,6 +138,7 @@ ALONE = {
     ("torch", "customcode.py"): "what autograd loses in silence in a Function; JAX raises there",
     ("torch", "trials.py"): "how that is found out",
     ("torch", "verifying.py"): "a second run of f against the first; in JAX there is one jaxpr",
+    ("jax", "signs.py"): "the sign of complex numbers, whose derivative PyTorch has",
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",
     ("jax", "equinox.py"): "the reversal layer of equinox",
     ("jax", "graphs.py"): "a jaxpr as a graph; PyTorch's is recorded as it runs",

@@ -200,3 +200,33 @@ def test_gradients_switched_off_within_a_function_of_pytorch_are_on_again_behind
             torch.testing.assert_close(gt.jvp(f, (X,), (T,))[1], expected)
     found = gt.mixed_partial(lambda y, g: (y * g).sum(), f, torch.ones_like(X), X, T)
     torch.testing.assert_close(found, expected)
+
+
+COMPLEX = (torch.tensor([0.7 + 0.5j, -1.1 + 0.3j]).to(torch.complex128), torch.tensor([0.3, 0.6j]))
+REAL = (torch.tensor([0.7, -1.1], dtype=torch.float64), torch.tensor([0.3, 0.6]))
+EXPONENTS = torch.tensor([-2, 1])
+WRONG_IN_REVERSE_TOO = {
+    "silu of complex numbers": (F.silu, COMPLEX),
+    "silu of complex numbers, in place": (lambda z: F.silu(z * 1, inplace=True), COMPLEX),
+    "ldexp with integers": (lambda x: torch.ldexp(x, EXPONENTS), REAL),
+    "ldexp with integers, in place": (lambda x: (x * 1).ldexp_(EXPONENTS), REAL),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_IN_REVERSE_TOO)
+@pytest.mark.parametrize("way", ["jvp", "linearize", "jvp under torch.func"])
+def test_a_tangent_is_right_where_pytorch_has_neither_mode_right(case, way):
+    """Against central differences; PyTorch takes 2 to a negative integer in integers."""
+    f, (x, t) = WRONG_IN_REVERSE_TOO[case]
+    t = t.to(x.dtype)
+    push = {
+        "jvp": lambda: gt.jvp(f, (x,), (t,))[1],
+        "linearize": lambda: gt.linearize(f, x)[1](t),
+        "jvp under torch.func": lambda: torch.func.grad(
+            lambda s: torch.view_as_real(gt.jvp(f, (x,), (s * t,))[1] + 0j).sum()
+        )(torch.ones((), dtype=torch.float64)),
+    }
+    expected = (f(x + 1e-5 * t) - f(x - 1e-5 * t)) / 2e-5
+    if way == "jvp under torch.func":
+        expected = torch.view_as_real(expected + 0j).sum()
+    torch.testing.assert_close(push[way](), expected, rtol=1e-9, atol=1e-9)

@@ -19,7 +19,7 @@ import torch.autograd.forward_ad as forward_ad
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.testing.sweeps import DIFFERS, jax_ledger, torch_ledger
+from gradtools.testing.sweeps import DIFFERS, jax_ledger, torch_ledger, twins
 from gradtools.torch.upstream_bugs import (
     BUGS,
     GRADIENT_AGAIN,
@@ -180,9 +180,27 @@ found): that is refused, as in `jacobian` with more than one row at a time.
 **Complex numbers under a dispatch mode.** Forward over reverse mode of `linalg.pinv` gives another
 number while any `TorchDispatchMode` is active (no report was found); `frozen` keeps clear of that.
 
+**Reverse mode** is trusted as it is: what `grad` and `vjp` give for `ldexp` by negative integers
+(torch#186556: zero) and for `silu` of complex numbers in place (no report was found) is PyTorch's
+wrong number in gradtools too.
+
+## JAX: refused
+
+**The sign of complex numbers**, z / |z|, turns with z. JAX takes its derivative for zero up to
+version 0.10, as that of a real sign (no report was found), so that a gradient through it lacks a
+term. gradtools refuses a derivative that goes through one, wherever it sees the jaxpr: in all
+operators where the arguments are complex; where real ones become complex on the way, in `grad`,
+`value_and_grad`, `hvp`, `hessian`, and `jacobian` of no given mode. Of real arguments `jvp`, `vjp`,
+`linearize` and `grad` with `disconnected_inputs="zeros"` do not see it, nor does what stands in a
+rule or a `frozen` function of yours: there it is JAX's number. Write `z / jnp.abs(z)`.
+
+**betaln** of two equal arguments has a wrong second derivative (jax#34353): whether they are equal
+is not known while a program is traced, so it is JAX's number in gradtools too.
+
 ## Told, and not mended
 
-What else the sweeps found is the frameworks' own number in gradtools too.
+What else the sweeps found is the frameworks' own number in gradtools too. What stands under both
+frameworks was found by holding one against the other; the program has its name in JAX.
 
 | framework | program | in which way | what comes out | why | upstream |
 |---|---|---|---|---|---|
@@ -202,7 +220,11 @@ def page() -> str:
         )
     text += _CUSTOM
     told: dict[tuple[str, str, str], list[str]] = {}
-    for framework, lines in (("PyTorch", torch_ledger.DEFECTS), ("JAX", jax_ledger.LEDGER)):
+    for framework, lines in (
+        ("PyTorch", torch_ledger.DEFECTS),
+        ("JAX", jax_ledger.LEDGER),
+        ("both", [line for line in twins.LEDGER if not line.upstream.startswith("jax")]),
+    ):
         for line in lines:
             if line.way != "why_zero" and (line.upstream or line.result == DIFFERS):
                 key = (

@@ -20,7 +20,7 @@ from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.calls import Call
 from gradtools.connection import refuse_cut
 from gradtools.errors import refusal, said_by
-from gradtools.jax import tracing
+from gradtools.jax import signs, tracing
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.rules import reverse_only_p
 from gradtools.jax.trees import conj
@@ -35,6 +35,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     traced = _traced(fun, leaves)
     if traced is None:
         return Staged(fun)
+    traced.refuse_signs(fun)
     outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
     mode = "forward" if inputs < outs else "reverse"
     return Staged(traced.run, traced.reverse_only, mode, traced.cut)
@@ -44,6 +45,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     """One evaluation and its pullback."""
     _note_derivative()
     traced = _traced(fun, leaves) if groups is not None else None
+    _refuse_signs(fun, leaves, traced)
     with jax.named_scope(_SCOPE), _watched() as nested:
         outs, pull, extras = jax.vjp(fun if traced is None else traced.run, *leaves, has_aux=True)
         if traced is not None and traced.hands_on:
@@ -79,6 +81,7 @@ def jvp(
     """`(outs, extras, pushed)`."""
     _note_derivative()
     asked = getattr(fun, "asked", "jvp")
+    _refuse_signs(fun, leaves)
     with _reverse_only_explained(asked), jax.named_scope(_SCOPE), _watched() as nested:
         outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
     if nested:
@@ -104,6 +107,7 @@ def linearize(
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
     """`(outs, extras, pushforward)`. JAX finds a reverse-only rule when it pushes."""
     _note_derivative()
+    _refuse_signs(fun, leaves)
     with _reverse_only_explained("linearize"), jax.named_scope(_SCOPE), _watched() as nested:
         outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
     if nested:
@@ -159,6 +163,10 @@ class _Traced:
             found.setdefault(place or loss.node.native, loss.node.native + place)
         return list(found.values())
 
+    def refuse_signs(self, fun: Fun) -> None:
+        """Raises where a derivative goes through the sign of complex numbers."""
+        signs.refuse(getattr(fun, "asked", "gradtools"), self.closed, len(self.out_avals))
+
     @cached_property
     def hands_on(self) -> bool:
         """Whether a leaf is handed on as it is: then no equation tells that it was reached."""
@@ -191,6 +199,21 @@ def _cut_of(fun: Fun, leaves: list[Array]) -> list[int]:
     """The leaves of a user's function that are cut after a derivative inside; it is traced."""
     traced = _traced(fun, leaves) if isinstance(fun, Call) else None
     return [] if traced is None else traced.cut()
+
+
+def _refuse_signs(fun: Fun, leaves: list[Array], traced: _Traced | None = None) -> None:
+    """Raises where a derivative goes through the sign of complex numbers, as far as it is seen.
+
+    What is not traced for its own sake is so only if it is given complex numbers, and once.
+    """
+    if traced is not None:
+        return traced.refuse_signs(fun)
+    if not isinstance(fun, Call) or not signs.may_meet(fun.f, leaves):
+        return None
+    traced = _traced(fun, leaves)
+    if traced is not None:
+        traced.refuse_signs(fun)
+    return signs.remember(fun.f, leaves)
 
 
 _here = threading.local()

@@ -26,6 +26,7 @@ from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
+_REVERSE_ONLY = "gradtools_reverse_only"
 
 
 def graph_of(
@@ -184,7 +185,13 @@ class _Reader:
     def ruled_links(self, eqn: Eqn, inner: Sequence[Any]) -> Links:
         masks = self._uncut.step(eqn, [1 << i for i in range(len(eqn.invars))])
         flows = [[bool(mask >> i & 1) for i in range(len(eqn.invars))] for mask in masks]
-        return _rows(eqn, flows, _FULL, _NONE)
+        rows = _rows(eqn, flows, _FULL, _NONE)
+        if not _edit(eqn):
+            return rows
+        used = [any(column) for column in zip(*flows, strict=True)]
+        return tuple(
+            tuple(link if u else _CUT for link, u in zip(row, used, strict=True)) for row in rows
+        )
 
 
 class _Values:
@@ -293,7 +300,18 @@ def _native(eqn: Eqn) -> str:
     """The primitive's name; that of an edit or a rule of ours is the rule's."""
     name = eqn.primitive.name
     ours = name in ("gradtools_primal", "gradtools_value")
-    return eqn.params["rule"].name if ours else name
+    return eqn.params["rule"].name if ours else _edit(eqn) or name
+
+
+def _edit(eqn: Eqn) -> str:
+    """The name of the edit without a tangent map that an equation is; else nothing.
+
+    What else such an edit is given only enters its cotangent, so it is cut.
+    """
+    if not tracing.is_ruled(eqn):
+        return ""
+    inner = (e for jaxpr in tracing.sub_jaxprs(eqn.params) for e in jaxpr.eqns)
+    return next((e.params["name"] for e in inner if e.primitive.name == _REVERSE_ONLY), "")
 
 
 def _is_of_library(eqn: Eqn) -> bool:
@@ -318,8 +336,7 @@ def _mark(eqn: Eqn) -> str:
     if any(places.is_chunk(jaxpr) for jaxpr in jaxprs):
         return "chunked"
     if tracing.is_ruled(eqn):
-        edits = any(e.primitive.name == "gradtools_reverse_only" for j in jaxprs for e in j.eqns)
-        return "edited gradient" if edits else "" if _is_of_library(eqn) else "custom rule"
+        return "edited gradient" if _edit(eqn) else "" if _is_of_library(eqn) else "custom rule"
     return "checkpoint" if _NAMES.get(name) == "checkpoint" else ""
 
 
@@ -408,7 +425,7 @@ def _loss(eqn: Eqn, operation: str) -> str:
         return "zero_derivative"
     if name in _CASTS:
         return "integer_cast"
-    if name.startswith("gradtools_") or hasattr(eqn.primitive, "gradtools_connects"):
+    if name.startswith("gradtools_") or _edit(eqn) or hasattr(eqn.primitive, "gradtools_connects"):
         return "rule"
     return "discrete"
 

@@ -818,14 +818,16 @@ for _p in (primal_p, value_p, tangent_p, cotangent_p):
 
 reverse_only_p = Primitive("gradtools_reverse_only")
 reverse_only_p.multiple_results = True
-reverse_only_p.def_impl(lambda *xs: list(xs))
-reverse_only_p.def_abstract_eval(lambda *avals: list(avals))
-mlir.register_lowering(reverse_only_p, mlir.lower_fun(lambda *xs: list(xs), multiple_results=True))
+reverse_only_p.def_impl(lambda *xs, name: list(xs))
+reverse_only_p.def_abstract_eval(lambda *avals, name: list(avals))
+mlir.register_lowering(
+    reverse_only_p, mlir.lower_fun(lambda *xs, name: list(xs), multiple_results=True)
+)
 reverse_only_p.__doc__ = "Marks, in a jaxpr, a function that forward mode cannot enter."
 
 
-def _mark_batch(args: Any, dims: Any) -> Any:
-    return reverse_only_p.bind(*args), dims
+def _mark_batch(args: Any, dims: Any, name: str) -> Any:
+    return reverse_only_p.bind(*args, name=name), dims
 
 
 batching.primitive_batchers[reverse_only_p] = _mark_batch
@@ -837,7 +839,7 @@ def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
 
     @jax.custom_vjp
     def edited(*operands: Any) -> list[Any]:
-        return reverse_only_p.bind(*rule.primal(*operands))
+        return reverse_only_p.bind(*rule.primal(*operands), name=rule.name)
 
     def fwd(*operands: Any) -> Any:
         return edited(*operands), operands

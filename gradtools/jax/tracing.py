@@ -202,7 +202,7 @@ def passive(eqn: Eqn) -> set[int]:
 
 
 @cache
-def _complex_sign_is_a_step() -> bool:
+def complex_sign_is_a_step() -> bool:
     """Whether JAX takes the derivative of z / |z| for zero, as before 0.11 or so."""
     z = np.complex64(1 + 1j)
     with jax.ensure_compile_time_eval():
@@ -213,7 +213,7 @@ def is_complex_sign(eqn: Eqn) -> bool:
     """Whether an equation is z / |z|, whose derivative JAX takes for zero: it is lost."""
     if eqn.primitive.name != "sign" or not jnp.iscomplexobj(eqn.invars[0].aval):
         return False
-    return _complex_sign_is_a_step()
+    return complex_sign_is_a_step()
 
 
 def may_not_run(eqn: Eqn) -> bool:
@@ -302,7 +302,7 @@ _STOPS = {
 }
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ONE_TO_ONE = (
-    *("optimization_barrier", "device_put"),
+    *("optimization_barrier", "device_put", "gradtools_reverse_only"),
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "pvary", "pbroadcast"),
 )
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -271,6 +272,32 @@ def _overwritten(
             yield Loss(node, 0, 0, True, node.outputs[0], call)
         elif node.bodies and node.links is None and any(entering):
             yield from _in_bodies(graph, node, entering, leaving, call, _overwritten)
+
+
+def between(graph: Graph, value: int, chosen: Callable[[Node], bool]) -> list[Node]:
+    """The chosen operations that a value enters, and an output leaves, with a derivative."""
+    end = dict.fromkeys(graph.outputs, _FULL)
+    return [loss.node for loss in _between(graph, {value: _FULL}, end, None, chosen)]
+
+
+def _between(
+    graph: Graph,
+    start: Strengths,
+    end: Strengths,
+    call: Node | None,
+    chosen: Callable[[Node], bool],
+) -> Iterator[Loss]:
+    reached, matters = forward(graph, start), backward(graph, end)
+    for node in graph.nodes:
+        entering = [reached.get(value, _NONE) for value in node.inputs]
+        leaving = [matters.get(value, _NONE) for value in node.outputs]
+        if _FULL not in entering or _FULL not in leaving:
+            continue
+        if chosen(node):
+            yield Loss(node, leaving.index(_FULL), entering.index(_FULL), False, 0, call)
+        elif node.bodies and node.links is None:
+            within = partial(_between, chosen=chosen)
+            yield from _in_bodies(graph, node, entering, leaving, call, within)
 
 
 def joined(flows: Iterable[tuple[Sequence[int], Sequence[int]]], at: Sequence[int]) -> int | None:

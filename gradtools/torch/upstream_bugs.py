@@ -227,6 +227,18 @@ def _attention(
     return torch.dropout(weights, dropout_p, True) @ value
 
 
+def _silu(input: Tensor, inplace: bool = False) -> Tensor:
+    return _in_place(_silu)(input) if inplace else input * torch.sigmoid(input)
+
+
+def _ldexp(input: Tensor, other: Tensor) -> Tensor:
+    return input * torch.ldexp(torch.ones_like(_value(input)), other)
+
+
+def _in_place(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda input, *args: input.copy_(formula(input.clone(), *args))
+
+
 def _refused(*args: Any, **kwargs: Any) -> Any:
     raise GradtoolsError(
         "the tangent of a normalisation called by its name in torch.ops.aten is differentiated "
@@ -241,6 +253,14 @@ def _is_product(*args: Any, **kwargs: Any) -> bool:
 
 def _is_real(*args: Any, **kwargs: Any) -> bool:
     return not args[0].is_complex()  # of complex eigenvectors phases are free
+
+
+def _is_complex(*args: Any, **kwargs: Any) -> bool:
+    return not _is_real(*args, **kwargs)
+
+
+def _by_integers(input: Tensor, other: Tensor) -> bool:
+    return not is_inexact(other)
 
 
 def _trains(*args: Any, **kwargs: Any) -> bool:
@@ -294,6 +314,25 @@ BUGS = (
         "torch#196694",
         _cholesky_solve,
     ),
+    Bug(
+        "ldexp",
+        TANGENT,
+        "another number",
+        "torch#186556",
+        _ldexp,
+        _by_integers,
+        example="torch.ldexp(x, torch.tensor([1, -1, -2])).sum()",
+    ),
+    Bug("ldexp_", TANGENT, "another number", "torch#186556", _in_place(_ldexp), _by_integers),
+    Bug(
+        "nn.functional.silu",
+        TANGENT,
+        "another number",
+        instead=_silu,
+        when=_is_complex,
+        example="torch.nn.functional.silu(torch.complex(x, 1 - x)).abs().sum()",
+    ),
+    Bug("silu_", TANGENT, "another number", "", _in_place(_silu), _is_complex),
     Bug(
         "nn.functional.linear_cross_entropy",
         TANGENT,
@@ -447,7 +486,10 @@ def is_wrong_at(fun: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 _LINEAR_CROSS_ENTROPY = getattr(torch.nn.functional, "linear_cross_entropy", None)
-_IN_PYTHON = (_LINEAR_CROSS_ENTROPY, torch.cdist, torch.nn.functional.hardsigmoid)
+_IN_PYTHON = (
+    *(_LINEAR_CROSS_ENTROPY, torch.cdist),
+    *(torch.nn.functional.hardsigmoid, torch.nn.functional.silu),
+)
 _OPERATORS = (OpOverload, OpOverloadPacket)
 _TRANSPOSABLE = (*_OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Function of a user's
 
@@ -526,16 +568,18 @@ class TwiceByPlainOperations(TorchFunctionMode):
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """The function, or the formula that stands for it."""
         bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
-        if bug is not None and bug_of(fun) is bug and "out" not in (kwargs or {}):
-            fun = bug.instead
+        kwargs = kwargs or {}
+        if bug is not None and bug_of(fun) is bug and "out" not in kwargs:
+            fun = bug.instead if bug.when is None or bug.when(*args, **kwargs) else fun
         called: Any = fun
         return called(*args, **kwargs) if kwargs else called(*args)
 
 
+_WRONG_IN_REVERSE_TOO = ("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_")
 _BY_FORMULA = {
     name: bug
     for name, bug in _BY_NAME.items()
-    if bug.wrong == GRADIENT_AGAIN or bug.instead is _logcumsumexp
+    if bug.wrong == GRADIENT_AGAIN or name in _WRONG_IN_REVERSE_TOO
 }
 
 

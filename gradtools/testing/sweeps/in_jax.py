@@ -372,7 +372,7 @@ class Trial:
         try:
             point = self.point
         except Exception as error:
-            return [self._outcome(w.name, RAISED, "the program", _said(error)) for w in self.ways]
+            return [self._outcome(w.name, RAISED, "the program", said(error)) for w in self.ways]
         if not point.cs:
             return [self._outcome("program", LEFT_OUT, "", "no output is floating or complex")]
         self._compute(point)
@@ -423,7 +423,7 @@ class Trial:
         error = self.errors.get(way.name)
         if error is not None:
             result = REFUSED if isinstance(error, GradtoolsError) else RAISED
-            return self._outcome(way.name, result, "", _said(error))
+            return self._outcome(way.name, result, "", said(error))
         found = self.numbers[way.name]
         held = list(self._held(way, found))
         if not held:
@@ -436,15 +436,15 @@ class Trial:
     def _held(self, way: Way, found: list[np.ndarray]) -> Iterator[tuple[str, float]]:
         """The oracles, and the error in units of the tolerance."""
         if way.gives in self.numbers:
-            error = _distance(found, self.numbers[way.gives]) / _NATIVE[way.order]
+            error = distance(found, self.numbers[way.gives]) / _NATIVE[way.order]
             yield "jax", error
         p = self.point
         if way.gives in self.lines:
-            yield "finite differences", _distance(found, self.lines[way.gives]) / _NUMERIC
+            yield "finite differences", distance(found, self.lines[way.gives]) / _NUMERIC
         elif way.gives == "mixed":
             each = zip(p.cs, self.numbers["value"], self.lines["pushforward"], strict=True)
             expected = [np.real(np.conj(c + y) * dy) for c, y, dy in each]
-            yield "finite differences", _distance(found, expected) / _NUMERIC
+            yield "finite differences", distance(found, expected) / _NUMERIC
         elif way.gives in ("pullback", "slope"):
             line = self.lines.get({"pullback": "pushforward", "slope": "second"}[way.gives])
             if line is not None:
@@ -457,7 +457,7 @@ class Trial:
         try:
             table = gt.dependence(self.f, *point.xs)
         except Exception as error:
-            return self._outcome("dependence", RAISED, "", _said(error))
+            return self._outcome("dependence", RAISED, "", said(error))
         for i, ct in enumerate(self.numbers["pullback"]):
             column = [row[i] for row in table.matrix]
             if np.any(ct) and Dependence.DIFFERENTIABLE not in column:
@@ -471,7 +471,7 @@ class Trial:
         try:
             report = gt.why_zero(point.g, *point.xs, wrt=tuple(range(len(point.xs))))
         except Exception as error:
-            return self._outcome("why_zero", RAISED, "", _said(error))
+            return self._outcome("why_zero", RAISED, "", said(error))
         if report:
             return self._outcome("why_zero", DIFFERS, "jax", str(report.findings[0])[:200])
         return self._outcome("why_zero", AGREES, "jax")
@@ -481,11 +481,12 @@ class Trial:
         return Outcome(case.program, way, case.sample, self.dtype, result, oracle, detail)
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """The first line of an error."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:300]
 
 
-def _distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     """The largest difference, relative to the largest entry; NaN where one is NaN."""
     if [x.shape for x in found] != [x.shape for x in expected]:
         return np.inf

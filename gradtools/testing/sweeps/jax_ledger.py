@@ -23,6 +23,10 @@ _EIGVECS = "the derivative of eigenvectors must be switched on, in jax.lax.linal
 _SIGN = "z / |z| turns with z; JAX takes its derivative for zero, as that of a real sign"
 _PHASE = "an eigenvector is free up to its phase; that of the derivative is not LAPACK's"
 _TIE = "where the arguments are equal, the derivatives of max and min are halved at each order"
+_CANCELS = "the sign of a complex number in it, whose derivative cancels; JAX has it as zero"
+_SINK = "JAX's own forward Jacobian of it raises"
+_STAGED = "a rule's jvp whose value is staged in the program of its tangent is not transposed"
+_PRODUCTS = "windows of products have forward mode alone"
 _BRANCH = "log(1 - x) is taken at x > 1 too, where it is not used: NaN in reverse mode"
 
 _SECOND = (*("hvp*", "*second order", "jacobian, reverse over forward", "hessian", "grad of jvp"),)
@@ -47,18 +51,31 @@ LEDGER: tuple[Known, ...] = (
     _none("lax.composite", "no derivative: the author of a composite writes its rule"),
     _none("lax.scaled_dot", "no derivative"),
     _none("numpy.linalg.eig", _EIGVECS, "jax#2748"),
+    *(
+        _none(f"lax.linalg.{name}", "no derivative")
+        for name in (
+            *("hessenberg", "schur", "tridiagonal", "symmetric_product", "householder_product"),
+            *("cholesky_update", "ormqr"),
+        )
+    ),
+    _none("lax.linalg.qdwh", _LOOP),
+    Known("lax.linalg.qdwh", "rule by*", REFUSED, _LOOP, whole=True),
+    _none("lax.pmax", "no derivative"),
+    _none("lax.pmin", "no derivative"),
     *_second("numpy.linalg.eigvals", _EIGVECS, "jax#2748"),
     *_second("numpy.roots", _EIGVECS, "jax#2748"),
     *_second("scipy.special.exp1", _TRACER),
     *_second("scipy.special.expn", _TRACER),
     *_second("lax.igamma*", _SHAPE, "jax#7922", whole=True),
     *_second("scipy.special.gammainc*", _SHAPE, "jax#7922"),
-    Known("scipy.special.spence", "*", DIFFERS, _BRANCH),
+    Known("scipy.special.spence", "*", DIFFERS, _BRANCH, "jax#40709"),
     *(
         Known("scipy.special.betaln", way, DIFFERS, _TIE, "jax#34353", whole=True)
         for way in _SECOND
     ),
-    Known("*.sign", "*", DIFFERS, _SIGN, dtype="complex128", whole=True),
+    Known("*.sign", "*", REFUSED, _SIGN, dtype="complex128", whole=True),
+    Known("*.sign", "rule by*", DIFFERS, _SIGN, dtype="complex128", whole=True),
+    Known("numpy.geomspace", "*", REFUSED, _CANCELS, dtype="complex128", whole=True),
     *(
         Known("scipy.special.hyp?f1", way, RAISED, _LOOP, whole=True)
         for way in (
@@ -74,29 +91,47 @@ LEDGER: tuple[Known, ...] = (
     ),
     Known("lax.ragged_dot*", "rule by*", REFUSED, _RAGGED, whole=True),
     Known("scipy.special.betainc", "*", RAISED, "no derivative to its first two", whole=True),
-    Known("numpy.linalg.eigh", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
+    Known("*.linalg.eigh", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
     *(
         Known(program, "why_zero", DIFFERS, "one of its two outputs is a staircase", whole=True)
         for program in ("numpy.divmod", "numpy.modf")
     ),
     *(
-        Known(program, "why_zero", DIFFERS, "the mask of its domain is told as a step", whole=True)
-        for program in ("scipy.special.kl_div", "scipy.special.rel_entr")
+        Known(
+            f"scipy.special.{program}",
+            "why_zero",
+            DIFFERS,
+            "the mask of its domain is told as a step",
+            whole=True,
+        )
+        for program in ("kl_div", "rel_entr", "logsumexp")
     ),
+    Known("lax.reduce", "*", RAISED, "no derivative to the initial value", whole=True),
+    Known("lax.reduce_window", "*", RAISED, _PRODUCTS, "jax#7815", whole=True),
+    Known("lax.reduce_window", "rule by*", REFUSED, _PRODUCTS, "jax#7815", whole=True),
+    *(
+        Known("lax.dce_sink", way, RAISED, _SINK, whole=True)
+        for way in ("jacobian, forward", "jacobian, reverse over forward", "hessian")
+    ),
+    Known("lax.dce_sink", "checkpoint*", RAISED, "jax.checkpoint takes no effects", whole=True),
+    Known("lax.stage", "rule by jvp*", RAISED, _STAGED, whole=True),
     Known("lax.while_loop", "*vjp", RAISED, _LOOP),
     *_second("lax.while_loop", _LOOP),
     Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "chunked", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),
     Known("lax.scatter_mul", "*", RAISED, "no derivative where an index comes twice", whole=True),
-    Known("numpy.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
-    Known("lax.sort_key_val", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
+    Known("*.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
+    Known("lax.sort*", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
     Known("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
 )
 
 
 # What a later JAX has mended, and what is wrong in it alone.
-_MENDED = ("lax.nextafter", "numpy.nextafter", "numpy.spacing", "scipy.special.exp*", "*.sign")
+_MENDED = (
+    *("lax.nextafter", "numpy.nextafter", "numpy.spacing", "scipy.special.exp*"),
+    *("*.sign", "numpy.geomspace"),
+)
 _LATER = (
     Known("*", "table", LEFT_OUT, "newer than the table of arguments"),
     *_second("scipy.special.erfcx", "JAX 0.12 selects between two shapes in its derivative"),

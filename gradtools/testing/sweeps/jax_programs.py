@@ -24,6 +24,7 @@ from jax.scipy import special
 
 NAMESPACES: dict[str, ModuleType] = {
     "lax": lax,
+    "lax.linalg": lax.linalg,
     "numpy": jnp,
     "numpy.linalg": linalg,
     "numpy.fft": fft,
@@ -727,6 +728,39 @@ put("numpy", "polydiv", any_(4), any_(2))
 case("numpy.roots", lambda p: jnp.roots(p, strip_zeros=False), pos(3), both=False)
 case("numpy.polyfit", lambda x, y: jnp.polyfit(x, y, 2), any_(5), any_(5), both=False)
 
+_L = lax.linalg
+
+put("lax.linalg", "cholesky eigh", spd(3))
+put("lax.linalg", "lu hessenberg schur", near_eye(3, 3))
+put("lax.linalg", "tridiagonal", spd(3))
+put("lax.linalg", "qdwh", near_eye(3, 2), both=False)
+put("lax.linalg", "symmetric_product", any_(3, 2), spd(3), both=False)
+put("lax.linalg", "householder_product", any_(3, 2), unit(2))
+put("lax.linalg", "cholesky_update", spd(3), any_(3), both=False)
+case("lax.linalg.ormqr", lambda a, t, c: _L.ormqr(a, t, c), any_(3, 2), unit(2), any_(3, 2))
+case("lax.linalg.qr", lambda x: _L.qr(x, full_matrices=False), near_eye(3, 2))
+case("lax.linalg.svd", lambda x: _L.svd(x, compute_uv=False), near_eye(2, 3))
+case("lax.linalg.svd", lambda x: _L.svd(x, full_matrices=False), near_eye(3, 2), both=False)
+case(
+    "lax.linalg.eig",
+    lambda x: _L.eig(x, compute_left_eigenvectors=False, enable_eigvec_derivs=True),
+    near_eye(3, 3),
+    both=False,
+)
+case(
+    "lax.linalg.triangular_solve",
+    lambda a, b: _L.triangular_solve(a, b, left_side=True, lower=True),
+    near_eye(3, 3),
+    any_(3, 2),
+)
+case(
+    "lax.linalg.triangular_solve",
+    lambda a, b: _L.triangular_solve(a, b, transpose_a=True, unit_diagonal=True),
+    near_eye(2, 2),
+    any_(3, 2),
+)
+put("lax.linalg", "tridiagonal_solve", unit(3), above(3), unit(3), any_(3, 1), both=False)
+
 put("numpy.linalg", "cholesky", spd(3))
 put("numpy.linalg", "det inv slogdet", near_eye(3, 3))
 put("numpy.linalg", "det inv", near_eye(2, 2, 2))
@@ -809,6 +843,29 @@ case(
     both=False,
 )
 
+# --- between the examples of a batch, as between devices ---------------------------------
+
+for _name, _rest in {
+    "psum": (),
+    "pmean": (),
+    "pmax": (),
+    "pmin": (),
+    "all_gather": (),
+    "pshuffle": ([1, 2, 0],),
+    "ppermute": ([(0, 1), (1, 2), (2, 0)],),
+    "psum_scatter": (),
+    "all_to_all": (0, 0),
+    "pswapaxes": (0,),
+}.items():
+    case(
+        f"lax.{_name}",
+        lambda x, n=_name, rest=_rest: jax.vmap(
+            lambda x: x * getattr(lax, n)(x, "i", *rest), axis_name="i"
+        )(x),
+        any_(3, 3) if _name in ("psum_scatter", "all_to_all", "pswapaxes") else any_(3),
+        both=_name not in ("pmax", "pmin"),
+    )
+
 # --- names without a derivative ----------------------------------------------------------
 
 _NOT_HERE = {
@@ -826,6 +883,7 @@ _NOT_HERE = {
         "ravel_multi_index result_type right_shift searchsorted shape signbit size unpackbits "
         "unravel_index histogram_bin_edges get_printoptions set_printoptions printoptions "
         "einsum_path",
+        "lax.linalg": "lu_pivots_to_permutation",
         "numpy.linalg": "matrix_rank",
         "nn": "one_hot",
     },
@@ -851,8 +909,7 @@ _NOT_HERE = {
         "nn": "get_scaled_dot_general_config",
     },
     "between devices": {
-        "lax": "all_gather all_to_all pbroadcast pcast pmax pmean pmin ppermute precv psend "
-        "pshuffle psum psum_scatter pswapaxes pvary ragged_all_to_all",
+        "lax": "pbroadcast pcast precv psend pvary ragged_all_to_all",
     },
     "a derivative of another function, which has none itself": {
         "lax": "igamma_grad_a random_gamma_grad",

@@ -14,19 +14,21 @@ from gradtools.testing.sweeps import Outcome, Verdict
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if all that a sweep finds is known, 1 if not, 2 if no framework is there to be swept."""
+    """0 if all that the sweeps find is known, 1 if not, 2 if no framework is there to be swept."""
     wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     if not here:
         print(f"gradtools check: {' and '.join(wanted)}: not installed", file=sys.stderr)
         return 2
     whole = options.sweep == "whole"
-    verdicts = {name: _SWEEPS[name](whole, options.filter) for name in here}
+    both = ("twins",) if len(here) == 2 else ()
+    verdicts = {name: _SWEEPS[name](whole, options.filter) for name in (*here, *both)}
     for name, verdict in verdicts.items():
+        versions = " and ".join(version(part) for part in (here if name == "twins" else (name,)))
         if options.json:
-            print(json.dumps({"backend": name, "version": version(name), **asdict(verdict)}))
+            print(json.dumps({"backend": name, "version": versions, **asdict(verdict)}))
         else:
-            print(f"{name} {version(name)}: {verdict}")
+            print(f"{name} {versions}: {verdict}")
     return 0 if all(verdicts.values()) else 1
 
 
@@ -65,4 +67,12 @@ def _in_jax(whole: bool, containing: str) -> Verdict:
     return in_jax.verdict(_told(outcomes), whole and not containing)
 
 
-_SWEEPS = {"torch": _in_torch, "jax": _in_jax}
+def _twins(whole: bool, containing: str) -> Verdict:
+    from gradtools.testing.sweeps import twins
+
+    found = [case for case in twins.pairs() if containing in case.program]
+    outcomes = (o for case in found for o in twins.sweep([case], whole=whole))
+    return twins.verdict(_told(outcomes), whole and not containing)
+
+
+_SWEEPS = {"torch": _in_torch, "jax": _in_jax, "twins": _twins}

@@ -17,6 +17,7 @@ Here a call is read and cut; how the chunks run, and run again, stands in the wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -397,6 +398,19 @@ class Chunks:
         """Notes that the output of a chunk that was called looks like that of others."""
         for other in others:
             self._out_lists[other] = self._out_lists[number]
+
+    def without_arrays(self) -> Chunks:
+        """The same call but for the arrays that it was given: what `call` needs, and no more.
+
+        What calls of either note of the output, both know.
+        """
+        empty = lambda x: None if self.backend.is_array(x) else x
+        bare, batch = copy(self), copy(self.batch)
+        batch.args, batch.leaves = (), []
+        bare.batch, bare.kwargs = batch, {}
+        bare.splits, bare.lists, bare.carry = [], [], []
+        bare.shared = [empty(x) for x in self.shared]
+        return bare
 
     # --- one chunk
 

@@ -40,12 +40,13 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     xs = [whole.shared[k] for k in arrays]
+    program = whole.without_arrays()  # a compiled program keeps the rule, and may keep no tracer
 
     def fun(*xs: Array) -> list[Array]:
-        shared = list(whole.shared)
+        shared = list(program.shared)
         for k, x in zip(arrays, xs, strict=True):
             shared[k] = x
-        outs, _ = whole.call(0, 0, [], shared, [])
+        outs, _ = program.call(0, 0, [], shared, [])
         return [y if isinstance(y, jax.Array) else asarray(y) for y in outs]
 
     return apply_rule(_Use(fun, xs, budget).rule, *xs)

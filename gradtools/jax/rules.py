@@ -873,10 +873,10 @@ def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], 
     over is dead by then. So what it closes over becomes an input.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*examples)
-    treedef = jax.tree.structure(shapes)
+    jaxpr, treedef = closed.jaxpr, jax.tree.structure(shapes)  # the closed one would hold consts
 
     def hoisted(consts: Sequence[Any], *args: Any) -> Any:
-        flat = jax.core.eval_jaxpr(closed.jaxpr, consts, *jax.tree.leaves(args))
+        flat = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(treedef, flat)
 
     return hoisted, list(closed.consts)
@@ -988,6 +988,7 @@ def _lifted(
         saves=(*saves, *range(n, n + count)),
         captures=False,
         closed_over=tuple(range(n, n + count)),
+        written=(),
         key=next(KEYS),
     )
     return lifted, consts

@@ -27,6 +27,7 @@ from gradtools.jax import (
 from gradtools.jax.host import call_kernel
 from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
+from gradtools.jax.stateful import checkpointed, explained
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Rule, by_key
 
@@ -155,13 +156,13 @@ class JaxBackend:
         return jax.vmap(f, in_axes, out_axes)
 
     def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]:
-        if chunk_size is None:
-            return jax.vmap(f)(*batch)
-        size = None if chunk_size == 1 else chunk_size
-        return map_batch(f, batch, size)
+        with explained("per_example_grad"):
+            if chunk_size is None:
+                return jax.vmap(f)(*batch)
+            return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any) -> Callable[..., Any]:
-        return jax.checkpoint(f)
+        return checkpointed(f)
 
     run_chunks = staticmethod(chunking.run_chunks)
     sum_chunks = staticmethod(chunking.sum_chunks)

@@ -27,6 +27,7 @@ from gradtools.chunking import Chunks, Cut, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.jax import shardings, tracing
 from gradtools.jax.arrays import asarray
+from gradtools.jax.stateful import stateful
 from gradtools.jax.trees import is_inexact
 
 
@@ -34,12 +35,14 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     """The joined output leaves, and the last carry."""
     steps = _Steps(chunks)
     carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
+    carry += steps.state
     count, bar = chunks.cut.count, _Bar(chunks)
     parts = []
     for run in _runs(steps.kinds, count - _how_many_kept(steps, carry)):
         outs, carry = _run(steps, run, carry, bar)
         chunks.same_as(steps.kinds.index(run.kind), run.numbers)
         parts.append((run, outs))
+    carry = steps.written(carry)
     if chunks.axes is None:
         return [x[i] for run, outs in parts for i in range(len(run.numbers)) for x in outs], carry
     columns = [[(run, outs[k]) for run, outs in parts] for k in range(len(chunks.axes))]
@@ -51,31 +54,35 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
 def sum_chunks(chunks: Chunks) -> list[Array]:
     """The sums over chunks of the output leaves; each chunk's graph as it is."""
     steps, sums = _Steps(chunks), None
+    state = steps.state
     for run in _runs(steps.kinds, 0):
         if len(run.numbers) == 1:
-            found = steps.at(run.kind, [])(*steps.inputs(run.first), [])[0]
-            outs = jax.tree.map(jnp.asarray, found)
+            found = steps.at(run.kind, state)(*steps.inputs(run.first), state)
+            outs, state = jax.tree.map(jnp.asarray, found)
             sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
             continue
-        step = steps.traced(run.kind, [])
-        sharded = any(any(shardings.entries(aval)) for aval in step.closed.out_avals)
+        step = steps.traced(run.kind, state)
+        sharded = any(any(shardings.entries(aval)) for aval in step.out_avals)
         add = jax.jit(partial(_add_run, step)) if sharded else partial(_add_run, step)
-        sums = add(sums, steps.stacked(run))  # outside of jit zeros would be on no mesh
+        # outside of jit zeros would be on no mesh
+        sums, state = add(sums, step.widened(state), steps.stacked(run))
+    steps.written(state)
     return sums or []
 
 
-def _add_run(step: _Step, sums: list[Array] | None, stacked: Any) -> list[Array]:
-    """The sums with those of a run of chunks."""
-    avals = step.closed.out_avals
+def _add_run(step: _Step, sums: list[Array] | None, state: list[Array], stacked: Any) -> Any:
+    """The sums with those of a run of chunks, and the modules' state after it."""
+    avals = step.out_avals
     if sums is None:
         sums = [_zeros(aval) for aval in avals]
     sums = [_promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
-    return jax.lax.scan(partial(_add_step, step), sums, stacked)[0]
+    return jax.lax.scan(partial(_add_step, step), (sums, state), stacked)[0]
 
 
-def _add_step(step: _Step, sums: Any, inputs: Any) -> tuple[Any, None]:
-    outs, _ = step(*inputs, [])
-    return [_sum(*xs) for xs in zip(sums, outs, strict=True)], None
+def _add_step(step: _Step, carry: Any, inputs: Any) -> tuple[Any, None]:
+    sums, state = carry
+    outs, state = step(*inputs, state)
+    return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), None
 
 
 def is_replaying() -> bool:
@@ -191,7 +198,8 @@ class _Steps:
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        self.chunks = chunks
+        self.held = stateful(chunks.batch.asked, chunks.f, (chunks.batch.args, chunks.kwargs))
+        self.chunks, chunks.f = chunks, self.held or chunks.f
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [[_as_leaf(x) for x in leaves] for leaves in chunks.lists]
         known: list[Any] = []
@@ -249,11 +257,29 @@ class _Steps:
             pieces = [s.piece(index, size, next(left) if s.inexact else None) for s in self.splits]
             pieces += [next(given) if _is_array(x) else x for x in self.lists[number]]
             before = [jax.lax.stop_gradient(x) for x in carry]
-            outs, after = chunks.call(number, index, pieces, chunks.shared, before)
+            own = len(chunks.carry)
+            if self.held is None:
+                outs, after = chunks.call(number, index, pieces, chunks.shared, before)
+            else:
+                self.held.now = before[own:]
+                outs, after = chunks.call(number, index, pieces, chunks.shared, before[:own])
+                after = [*after, *self.held.after]
             pairs = zip(after, carry, strict=True)
             return outs, [_next_carry(chunks, k, *pair) for k, pair in enumerate(pairs)]
 
         return step
+
+    @property
+    def state(self) -> list[Array]:
+        """What f's modules hold, which is handed on behind the carries."""
+        leaves = [] if self.held is None else self.held.leaves
+        return [jax.lax.stop_gradient(_strong(jnp.asarray(x))) for x in leaves]
+
+    def written(self, carry: list[Array]) -> list[Array]:
+        """The carries, after f's modules were given theirs."""
+        if self.held is not None:
+            self.held.write(carry[len(self.chunks.carry) :])
+        return carry[: len(self.chunks.carry)]
 
 
 class _Split:
@@ -366,11 +392,17 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
         new = jax.lax.convert_element_type(new, old.dtype)
     if new.shape != old.shape or new.dtype != old.dtype:
         raise GradtoolsError(
-            f"chunked: f's new carry for {chunks.name_of('carry', k)} is {new.dtype} of shape "
+            f"{chunks.batch.asked}: f's new {_carry_name(chunks, k)} is {new.dtype} of shape "
             f"{new.shape}; expected {old.dtype} of shape {old.shape}, as it was given. A carry "
             "keeps its shape and dtype from chunk to chunk."
         )
     return jax.lax.stop_gradient(shardings.like(_strong(new), old))
+
+
+def _carry_name(chunks: Chunks, k: int) -> str:
+    if k < len(chunks.carry):
+        return f"carry for {chunks.name_of('carry', k)}"
+    return "state of a flax.nnx module"
 
 
 def _strong(x: Array) -> Array:
@@ -440,7 +472,9 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
     if len(parts) == 1:
         return parts[0]
     if len({shardings.entries(x) for x in parts}) > 1:
-        parts = [shardings.like(shardings.whole(x, axis), shardings.whole(parts[0], axis)) for x in parts]
+        parts = [
+            shardings.like(shardings.whole(x, axis), shardings.whole(parts[0], axis)) for x in parts
+        ]
     return jnp.concatenate(parts, axis)
 
 

@@ -25,6 +25,7 @@ from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning, said_by
 from gradtools.jax.arrays import asarray
 from gradtools.jax.rules import apply_rule, transpose
+from gradtools.jax.stateful import stateful
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import Linearized, Rule, spread
 
@@ -40,16 +41,37 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     xs = [whole.shared[k] for k in arrays]
+    held = stateful("frozen", whole.f, (whole.batch.args, whole.kwargs))
+    state = [] if held is None else [jax.lax.stop_gradient(x) for x in held.leaves]
     program = whole.without_arrays()  # a compiled program keeps the rule, and may keep no tracer
+    program.f = held or whole.f
 
     def fun(*xs: Array) -> list[Array]:
         shared = list(program.shared)
         for k, x in zip(arrays, xs, strict=True):
             shared[k] = x
+        if held is not None:
+            held.now = state
         outs, _ = program.call(0, 0, [], shared, [])
-        return [y if isinstance(y, jax.Array) else asarray(y) for y in outs]
+        after = [] if held is None else [jax.lax.stop_gradient(_data(x)) for x in held.after]
+        return [y if isinstance(y, jax.Array) else asarray(y) for y in (*outs, *after)]
 
-    return apply_rule(_Use(fun, xs, budget).rule, *xs)
+    found = apply_rule(_Use(fun, xs, budget).rule, *xs)
+    if held is None:
+        return found
+    outs, after = found[: len(found) - len(state)], found[len(found) - len(state) :]
+    held.write([_as_key(x, like) for x, like in zip(after, state, strict=True)])
+    return outs
+
+
+def _data(x: Any) -> Any:
+    """A random key as the numbers that it is made of: what a rule hands on are arrays."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _as_key(x: Array, like: Any) -> Any:
+    keys = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if keys else x
 
 
 class _Traced:

@@ -174,7 +174,8 @@ class Chunking(Operators):
             reduction: Whether f returns the mean or the sum of its chunk.
             weights: For means that are not over examples: one weight for each example (such as
                 its number of tokens), cut with the batch, or a function of a chunk's arguments
-                that returns the chunk's weight.
+                that returns the chunk's weight. A chunk of weight 0 adds nothing, also where its
+                mean is 0/0.
 
         Returns:
             A function of f's arguments, returning `(value, grads)` as `value_and_grad` does.
@@ -182,7 +183,8 @@ class Chunking(Operators):
 
         Raises:
             GradtoolsError: As `chunked` and `value_and_grad` do; weights with a sum; weights
-                that do not fit the batch; a differentiated argument that is split.
+                that do not fit the batch, or sum to 0 (where they are traced that is not known,
+                and gives NaN); a differentiated argument that is split.
 
         Example:
             >>> loss = gt.microbatched(lambda w, x: (w * x).mean(), chunk_size=2)
@@ -219,12 +221,13 @@ class Chunking(Operators):
                 if reduction == "sum":
                     return [call.wide(x) for x in found]
                 w = call.weight(chunk[: len(args)], given, call.wide(value), chunks.size_now)
-                return [w, *[backend.real_scalar(w, x) * x for x in map(call.wide, found)]]
+                return [w, *[_weighted(backend, w, x) for x in map(call.wide, found)]]
 
             chunks = call.cut(terms, chunk_size)
             sums = backend.sum_chunks(chunks)
             if reduction == "mean":
                 total, *sums = sums
+                call.check_total(total)
                 sums = [x / backend.real_scalar(total, x) for x in sums]
             treedef, dtypes = seen
             sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
@@ -600,10 +603,27 @@ class _Microbatches:
             found = size
         return self.backend.cast(found, value)
 
+    def check_total(self, total: Array) -> None:
+        """Raises if the weights are known to sum to zero; where they are traced, NaN comes out."""
+        if self.weigh is None and self.weights is None:
+            return
+        number = self.backend.accumulation.as_number(total)
+        if isinstance(number, (int, float)) and number == 0:
+            raise GradtoolsError(
+                "microbatched: the weights sum to 0, so there is no mean. Give weights with a sum "
+                "other than 0, or use reduction='sum'."
+            )
+
     def wide(self, x: Array) -> Array:
         """In at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
         narrow = self.backend.dtype_name(x) in ("float16", "bfloat16")
         return self.backend.cast(x, "float32") if narrow else x
+
+
+def _weighted(backend: Backend, w: Array, x: Array) -> Array:
+    """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""
+    w = backend.real_scalar(w, x)
+    return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
 
 
 def _is_real(backend: Backend, x: Any) -> bool:

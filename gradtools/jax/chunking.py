@@ -519,9 +519,15 @@ class _Bar:
             progress_bar(self.count)  # which says how to get it
 
     def advance(self, index: Any) -> None:
-        """Puts a move of the bar into the program; without the index a scan moves it out."""
-        if self.asked:
-            jax.debug.callback(self._move, index)
+        """Puts a move of the bar into the program; without the index a scan moves it out.
+
+        A program that is lowered for another platform than this process runs on has no bar.
+        """
+        if not self.asked:
+            return
+        move = lambda i: jax.debug.callback(self._move, i)
+        here = dict.fromkeys(_PLATFORMS.get(name := jax.default_backend(), (name,)), move)
+        jax.lax.platform_dependent(jnp.asarray(index), **here, default=lambda i: None)
 
     def _move(self, index: Any) -> None:
         if self.bar is None:
@@ -532,6 +538,7 @@ class _Bar:
             self.bar = None
 
 
+_PLATFORMS = {"gpu": ("cuda", "rocm")}
 _warned: set[str] = set()
 
 

@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,12 +28,17 @@ from gradtools.chunking import Chunks, Cut, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.jax import shardings, tracing
 from gradtools.jax.arrays import asarray
-from gradtools.jax.stateful import stateful
+from gradtools.jax.stateful import again, explained_again, refuse_to_repeat, stateful
 from gradtools.jax.trees import is_inexact
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     """The joined output leaves, and the last carry."""
+    with explained_again("chunked"):
+        return _run_chunks(chunks)
+
+
+def _run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     steps = _Steps(chunks)
     carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
     carry += steps.state
@@ -120,15 +126,16 @@ def _run(
 ) -> tuple[list[Array], list[Array]]:
     """The output leaves of a run, stacked, and the carry after it."""
     if len(run.numbers) == 1:
-        once = steps.at(run.kind, carry)
         inputs = steps.inputs(run.first)
-        found = (once if run.kept else jax.checkpoint(once))(*inputs, carry)
+        once = steps.at(run.kind, carry) if run.kept else steps.again(run.kind, carry)
+        found = once(*inputs, carry)
         outs, carry = jax.tree.map(jnp.asarray, found)  # a jaxpr returns constants as numbers
         bar.advance(inputs[0])
         return [x[None] for x in outs], carry
     step = steps.traced(run.kind, carry)
+    refuse_to_repeat("chunked", step.closed)  # kept or not: reverse mode of a scan is wrong, too
     # the bodies of two loops are not merged, so nothing need be put between them
-    many = step if run.kept else jax.checkpoint(step, prevent_cse=False)
+    many = step if run.kept else steps.again(run.kind, carry, prevent_cse=False)
 
     def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
         outs, carry = many(*inputs, carry)
@@ -228,11 +235,20 @@ class _Steps:
         closed, found = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
         _warn_of_batch_norm(self.chunks.f, closed)
         outs, count = closed.out_avals, len(found[0])
+        # NumPy's arrays are the caller's, who may write to them before the backward pass
+        consts = [jnp.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        closed = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
         step = _Step(closed, jax.tree.structure(found), outs[:count], outs[count:])
         if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
             step = self.traced(kind, step.widened(carry))
         self._traced[key] = step
         return step
+
+    def again(self, kind: int, carry: list[Array], prevent_cse: bool = True) -> Callable[..., Any]:
+        """The function of a kind of chunk, computed again in the backward pass."""
+        step = self.traced(kind, carry)
+        refuse_to_repeat("chunked", step.closed)
+        return again(step, prevent_cse=prevent_cse)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
         """`(index, slots, lists)` of one chunk."""

@@ -23,7 +23,11 @@ from typing import Any
 import jax
 
 from gradtools.backend import Array
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, said_by
+from gradtools.jax import tracing
+
+
+_NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
 
 def stateful(asked: str, f: Callable[..., Any], args: Any) -> Stateful | None:
@@ -35,25 +39,75 @@ def stateful(asked: str, f: Callable[..., Any], args: Any) -> Stateful | None:
     return Stateful(asked, nnx, f, own, given) if own or given else None
 
 
+def again(f: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
+    """`jax.checkpoint(f)` which keeps what the host gave to callbacks and does not ask again.
+
+    All else that is computed again is the same program over the same arrays, so it is the same.
+    """
+    kept = lambda primitive, *_, **__: primitive.name == "pure_callback"
+    return jax.checkpoint(f, prevent_cse=prevent_cse, policy=kept)
+
+
 def checkpointed(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.checkpoint(f)`, whose modules stand afterwards as after one plain call."""
-    plain = jax.checkpoint(f)
+    """f, computed again in the backward pass; its modules stand afterwards as after one call."""
+    plain = again(f)
 
     @wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         held = stateful("checkpoint", f, (args, kwargs))
         if held is None:
-            return plain(*args, **kwargs)
+            try:
+                with explained_again("checkpoint"):
+                    return plain(*args, **kwargs)
+            except KeyError:
+                refuse_to_repeat("checkpoint", jax.make_jaxpr(f)(*args, **kwargs))
+                raise
 
         def run(state: list[Array], args: Any, kwargs: Any) -> Any:
             held.now = [jax.lax.stop_gradient(x) for x in state]
             return held(*args, **kwargs), held.after
 
-        out, after = jax.checkpoint(run)(held.leaves, args, kwargs)
+        with explained_again("checkpoint"):
+            out, after = again(run)(held.leaves, args, kwargs)
         held.write(after)
         return out
 
     return call
+
+
+def refuse_to_repeat(asked: str, closed: Any) -> None:
+    """Raises if a program holds what JAX 0.10 cannot repeat.
+
+    `jax.checkpoint` dies of a mutable array that is made inside of it with a bare KeyError, and
+    the value of a scan over one is wrong in silence when reverse mode runs it.
+    """
+    if tracing.uses_primitive(closed, lambda eqn: eqn.primitive.name in _NEW_REFS):
+        raise GradtoolsError(
+            f"{asked}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
+            "what is repeated. Write x = x.at[i].set(y) instead."
+        )
+
+
+@contextmanager
+def explained_again(asked: str) -> Iterator[None]:
+    """What JAX cannot compute again, in our words."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "Effects not supported in partial-eval of `checkpoint`" not in said_by("jax", error):
+            raise
+        raise GradtoolsError(
+            f"{asked}: f holds a host callback with effects (jax.experimental.io_callback), which "
+            "jax.checkpoint does not compute again. Use jax.pure_callback, whose results are kept, "
+            "or jax.debug.callback for what is only looked at; in chunked also retain=n, for all "
+            f"chunks to be kept. JAX says: {error}"
+        ) from error
+    except jax.errors.UnexpectedTracerError as error:
+        raise GradtoolsError(
+            f"{asked}: a value of f is used outside of the trace that made it: f keeps it in "
+            "Python state, or the fwd or bwd of a jax.custom_vjp in f closes over it. Return it, "
+            f"or pass it through the rule's arguments and residuals. JAX says: {error}"
+        ) from error
 
 
 class Stateful:

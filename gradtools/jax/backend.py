@@ -21,6 +21,7 @@ from gradtools.jax import (
     modules,
     passes,
     seeing,
+    shardings,
     vanishing,
     vocabulary,
 )
@@ -96,7 +97,8 @@ class JaxBackend:
         return jax.lax.full_like(x, 1)
 
     def unit_basis(self, x: Array) -> Array:
-        return jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+        basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+        return shardings.many_like(basis, x)
 
     def is_known_zero(self, x: Array) -> bool:
         return not isinstance(x, jax.core.Tracer) and not bool(jnp.any(x != 0))

@@ -969,6 +969,7 @@ def _lifted(
     count = len(consts)
     positions = range(n) if rule.saves is None else rule.saves
     saves = [i if i < n else i + count for i in positions]
+    dxs, cts = ([None if x is None else _shape(x) for x in xs] for xs in (dxs, cts))
 
     def run_tangent(a: Any, v: Any) -> list[Any]:
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))

@@ -52,6 +52,16 @@ def like(x: Array, other: Any) -> Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
 
 
+def many_like(xs: Array, other: Array) -> Array:
+    """Arrays along axis 0, each sharded as another one is."""
+    found = entries(other)
+    if not any(found):
+        return xs
+    traced = isinstance(other, jax.core.Tracer)
+    sharding = jax.typeof(other).sharding if traced else other.sharding
+    return jax.sharding.reshard(xs, NamedSharding(sharding.mesh, PartitionSpec(None, *found)))
+
+
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:
     """x with the axes from `at` on in `count` others, of which one may be sharded by an entry.
 

@@ -26,7 +26,6 @@ from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax import tracing
 
-
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
 

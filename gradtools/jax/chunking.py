@@ -128,9 +128,8 @@ def _run(
     if len(run.numbers) == 1:
         inputs = steps.inputs(run.first)
         once = steps.at(run.kind, carry) if run.kept else steps.again(run.kind, carry)
-        found = once(*inputs, carry)
+        found = once(bar.advance(inputs[0]), *inputs[1:], carry)
         outs, carry = jax.tree.map(jnp.asarray, found)  # a jaxpr returns constants as numbers
-        bar.advance(inputs[0])
         return [x[None] for x in outs], carry
     step = steps.traced(run.kind, carry)
     refuse_to_repeat("chunked", step.closed)  # kept or not: reverse mode of a scan is wrong, too
@@ -138,8 +137,7 @@ def _run(
     many = step if run.kept else steps.again(run.kind, carry, prevent_cse=False)
 
     def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
-        outs, carry = many(*inputs, carry)
-        bar.advance(inputs[0])
+        outs, carry = many(bar.advance(inputs[0]), *inputs[1:], carry)
         return carry, outs
 
     carry, outs = jax.lax.scan(body, step.widened(carry), steps.stacked(run))
@@ -534,16 +532,23 @@ class _Bar:
         if self.asked and find_spec("tqdm") is None:
             progress_bar(self.count)  # which says how to get it
 
-    def advance(self, index: Any) -> None:
-        """Puts a move of the bar into the program; without the index a scan moves it out.
+    def advance(self, index: Any) -> Any:
+        """The index of a chunk, which moves the bar when the program comes to it.
 
         A program that is lowered for another platform than this process runs on has no bar.
         """
         if not self.asked:
-            return
-        move = lambda i: jax.debug.callback(self._move, i)
-        here = dict.fromkeys(_PLATFORMS.get(name := jax.default_backend(), (name,)), move)
-        jax.lax.platform_dependent(jnp.asarray(index), **here, default=lambda i: None)
+            return index
+
+        def moved(i: Any) -> Any:
+            jax.debug.callback(self._move, i)
+            return i
+
+        name = jax.default_backend()
+        here = dict.fromkeys(_PLATFORMS.get(name, (name,)), moved)
+        choose = lambda i: jax.lax.platform_dependent(i, **here, default=lambda i: i)
+        # JAX 0.10 drops the effects of a branch where reverse mode takes a scan apart; not of this
+        return jax.checkpoint(choose)(jnp.asarray(index))
 
     def _move(self, index: Any) -> None:
         if self.bar is None:

@@ -68,9 +68,11 @@ class Chunking(Operators):
         gradient already. Hooks of modules run in both computations, see `is_replaying`. The
         backward pass may not run in two threads at once on one model.
 
-        JAX: a scan over the chunks whose body is computed again in the backward pass. f is pure;
-        randomness comes by keys, changing state by carries. `verify` has nothing to compare
-        there, and is ignored. Call it under jit: outside, each call compiles its scan anew.
+        JAX: a scan over the chunks whose body is computed again in the backward pass: the same
+        program over the same arrays, so `verify` has nothing to compare. What `pure_callback`s
+        gave is kept, and not asked for again. Randomness comes by keys, changing state by carries;
+        the state of flax.nnx modules that f is, closes over or gets as arguments is carried, not
+        differentiated, and written back. Call it under jit: outside, each call compiles its scan.
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
@@ -95,7 +97,8 @@ class Chunking(Operators):
                 follows from the size of a chunk's graph.
             verify: PyTorch: whether to compare what is computed again with the first pass, and
                 raise if it differs, naming the chunk and the first submodule that does.
-            progress: Whether to show a progress bar (of the package tqdm) over the chunks.
+            progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
+                program that is lowered for another platform has none.
 
         Returns:
             A function of f's arguments.

@@ -41,7 +41,8 @@ def ruled(w, x):
 
 
 PROGRAMS = {
-    "chunked": chunked(4), "uneven": chunked(5, retain=0), "interleaved": chunked(4, interleaved=True),
+    "chunked": chunked(4), "uneven": chunked(5, retain=0),
+    "interleaved": chunked(4, interleaved=True),
     "uneven and interleaved": chunked(5, interleaved=True), "one chunk": chunked(16),
     "budget": chunked(4, memory_budget=1000),
     "columns": lambda w, x: gt.chunked(f, 4, (None, 1), 1)(w, x),

@@ -32,8 +32,8 @@ from gradtools.rules import Linearized, Rule, spread
 Entries = Sequence[Any]
 
 
-def frozen_uses(budget: int | None) -> int:
-    """The bytes that each use may keep."""
+def frozen_uses(budget: int | None, verify: bool | None = None) -> int:
+    """The bytes that each use may keep; what is computed again is the same program, unverified."""
     return budget or 0
 
 

@@ -20,7 +20,7 @@ from gradtools.backend import Array
 
 def entries(x: Any) -> tuple[Any, ...]:
     """For each axis of an array, or of its type, the mesh axes that its type names, or None."""
-    aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    aval = _aval(x)
     spec = tuple(getattr(getattr(aval, "sharding", None), "spec", ()))
     return (*spec, *[None] * (aval.ndim - len(spec)))
 
@@ -28,8 +28,8 @@ def entries(x: Any) -> tuple[Any, ...]:
 def placed(x: Array, axis: int, entry: Any) -> Array:
     """x with one axis sharded by an entry where its length divides by the devices, else whole."""
     found = list(entries(x))
-    mesh = getattr(jax.typeof(x).sharding, "mesh", None)
-    if entry is not None and (mesh is None or mesh.empty or not _fits(x, axis, entry, found, mesh)):
+    mesh = _aval(x).sharding.mesh
+    if entry is not None and (mesh.empty or not _fits(x, axis, entry, found, mesh)):
         entry = None
     if found[axis] == entry:
         return x
@@ -47,8 +47,7 @@ def like(x: Array, other: Any) -> Array:
     wanted = entries(other)
     if entries(x) == wanted:
         return x
-    aval = other if isinstance(other, jax.core.AbstractValue) else jax.typeof(other)
-    sharding = aval.sharding if any(wanted) else jax.typeof(x).sharding
+    sharding = _aval(other if any(wanted) else x).sharding
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
 
 
@@ -92,6 +91,10 @@ def without_axis(aval: Any, axis: int) -> Any:
 def with_leading(aval: Any, size: int) -> Any:
     """The type of many such arrays along a new axis 0, which is on all devices."""
     return _with_axes(aval, lambda xs, new: (new, *xs), size)
+
+
+def _aval(x: Any) -> Any:
+    return x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
 
 
 def _with_axes(aval: Any, change: Any, size: int = 0) -> Any:

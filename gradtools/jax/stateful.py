@@ -230,7 +230,7 @@ def _cells(f: FunctionType) -> dict[str, Any]:
 
 def _named(f: FunctionType) -> dict[str, Any]:
     """The globals that a function and the functions in it name."""
-    todo, names = [f.__code__], set()
+    todo, names = [f.__code__], set[str]()
     while todo:
         code = todo.pop()
         names.update(code.co_names)
@@ -245,7 +245,7 @@ def _with_copies(x: Any, copies: dict[int, Any]) -> Any:
 
 class _Copies:
     def __init__(self, copies: dict[int, Any]) -> None:
-        self.made, self.open = dict(copies), set()
+        self.made, self.open = dict(copies), set[int]()
 
     def of(self, x: Any) -> Any:
         if id(x) in self.made:
@@ -262,8 +262,8 @@ class _Copies:
             owner = self.of(x.__self__)
             return x if owner is x.__self__ else MethodType(x.__func__, owner)
         if isinstance(x, partial):
-            parts = [self.of(y) for y in (x.func, *x.args)]
-            return partial(*parts, **{k: self.of(y) for k, y in x.keywords.items()})
+            args = [self.of(y) for y in x.args]
+            return partial(self.of(x.func), *args, **{k: self.of(y) for k, y in x.keywords.items()})
         if isinstance(x, FunctionType):
             return self._function(x)
         if type(x) in (list, tuple):

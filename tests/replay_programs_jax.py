@@ -764,6 +764,21 @@ def an_io_callback_in_checkpoint(checkpoint: Any) -> Any:
     return both(lambda w: checkpoint(f)(w, X), W)
 
 
+@program(operator="frozen")
+def an_array_of_numpy_written_before_the_backward_pass_of_frozen(frozen: Any) -> Any:
+    scale = np.ones(3)
+    f = lambda x: jnp.tanh(x @ W) * jnp.array(scale)
+    out, pull = jax.vjp(lambda x: frozen(f)(x), X)
+    scale[:] = 5.0
+    return out, pull(out)
+
+
+@program(refused="changes a flax.nnx module that belongs to another trace")
+def a_module_of_nnx_behind_a_jit(chunked: Any) -> Any:
+    net = Net()
+    return chunked(jax.jit(lambda x: net(x)), 3)(X)
+
+
 @program(operator="checkpoint")
 def a_callback_that_counts_in_checkpoint(checkpoint: Any) -> Any:
     counter = Counter()

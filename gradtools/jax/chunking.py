@@ -28,7 +28,7 @@ from gradtools.chunking import Chunks, Cut, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.jax import shardings, tracing
 from gradtools.jax.arrays import asarray
-from gradtools.jax.stateful import again, explained_again, refuse_to_repeat, stateful
+from gradtools.jax.stateful import again, explained, explained_again, refuse_to_repeat, stateful
 from gradtools.jax.trees import is_inexact
 
 
@@ -59,6 +59,11 @@ def _run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
 
 def sum_chunks(chunks: Chunks) -> list[Array]:
     """The sums over chunks of the output leaves; each chunk's graph as it is."""
+    with explained(chunks.batch.asked):
+        return _sum_chunks(chunks)
+
+
+def _sum_chunks(chunks: Chunks) -> list[Array]:
     steps, sums = _Steps(chunks), None
     state = steps.state
     for run in _runs(steps.kinds, 0):

@@ -89,9 +89,10 @@ def refuse_to_repeat(asked: str, closed: Any) -> None:
 
 @contextmanager
 def explained_again(asked: str) -> Iterator[None]:
-    """What JAX cannot compute again, in our words."""
+    """What JAX and flax cannot compute again, in our words."""
     try:
-        yield
+        with explained(asked):
+            yield
     except NotImplementedError as error:
         if "Effects not supported in partial-eval of `checkpoint`" not in said_by("jax", error):
             raise
@@ -214,13 +215,17 @@ def _parts(x: Any) -> list[Any]:
     if isinstance(x, partial):
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, FunctionType):
-        if x.__module__.partition(".")[0] in ("jax", "flax"):
+        if _is_a_library(x):
             return []
         wrapped = [x.__wrapped__] if hasattr(x, "__wrapped__") else []
         return [*_cells(x).values(), *_named(x).values(), *(x.__defaults__ or ()), *wrapped]
     if type(x) in (list, tuple):
         return list(x)
     return list(x.values()) if type(x) is dict else []
+
+
+def _is_a_library(f: FunctionType) -> bool:
+    return (f.__module__ or "").partition(".")[0] in ("jax", "flax")
 
 
 def _cells(f: FunctionType) -> dict[str, Any]:
@@ -280,7 +285,7 @@ class _Copies:
         There is no other way to one that closes over a module: its cells are the caller's, and
         another thread may read them.
         """
-        if f.__module__.partition(".")[0] in ("jax", "flax"):
+        if _is_a_library(f):
             return f
         cells, named = _cells(f), _named(f)
         new_cells = {k: self.of(y) for k, y in cells.items()}

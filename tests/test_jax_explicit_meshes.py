@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import itertools, warnings
 warnings.simplefilter("ignore")
@@ -99,6 +101,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_every_operator_gives_the_numbers_of_one_device_over_explicit_axes() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     found = subprocess.run(

@@ -12,8 +12,16 @@ from replay_programs_jax import PLAIN, PROGRAMS, loop
 import gradtools.jax as gt
 from gradtools import GradtoolsError
 
+QUICK = ("callback that counts", "module of nnx in", "module of nnx that", "written", "while")
 
-@pytest.mark.parametrize("name", PROGRAMS)
+
+def _each() -> list[object]:
+    slow = [name for name in PROGRAMS if not any(part in name for part in QUICK)]
+    marks = {name: [pytest.mark.slow] for name in slow}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in PROGRAMS]
+
+
+@pytest.mark.parametrize("name", _each())
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
 def test_a_program_gives_what_the_plain_loop_gives_or_is_refused(name: str) -> None:
     program = PROGRAMS[name]

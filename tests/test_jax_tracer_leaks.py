@@ -99,7 +99,13 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+QUICK = ("frozen", "frozen over a tracer", "transform_gradient", "custom_rule forward")
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [pytest.param(o, marks=[] if o in QUICK else [pytest.mark.slow]) for o in OPERATORS],
+)
 def test_an_operator_leaks_no_tracer_in_any_transform(operator: str) -> None:
     total = lambda v: jnp.sum(OPERATORS[operator](v))
     with jax.check_tracer_leaks():

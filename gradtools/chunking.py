@@ -17,6 +17,7 @@ Here a call is read and cut; how the chunks run, and run again, stands in the wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
@@ -69,9 +70,11 @@ class Chunking(Operators):
         gradient already. Hooks of modules run in both computations, see `is_replaying`. The
         backward pass may not run in two threads at once on one model.
 
-        JAX: a scan over the chunks whose body is computed again in the backward pass. f is pure;
-        randomness comes by keys, changing state by carries. `verify` has nothing to compare
-        there, and is ignored. Call it under jit: outside, each call compiles its scan anew.
+        JAX: a scan over the chunks whose body is computed again in the backward pass: the same
+        program over the same arrays, so `verify` has nothing to compare. What `pure_callback`s
+        gave is kept, and not asked for again. Randomness comes by keys, changing state by carries;
+        the state of flax.nnx modules that f is, closes over or gets as arguments is carried, not
+        differentiated, and written back. Call it under jit: outside, each call compiles its scan.
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
@@ -99,7 +102,8 @@ class Chunking(Operators):
                 the first backward pass of each f, and of each new shape, dtype, training mode and
                 autocast; numbers up to rounding, and the parameters that each chunk's graph
                 reaches. True: in each backward pass, all bits, also of every module. False: never.
-            progress: Whether to show a progress bar (of the package tqdm) over the chunks.
+            progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
+                program that is lowered for another platform has none.
 
         Returns:
             A function of f's arguments.
@@ -179,7 +183,8 @@ class Chunking(Operators):
             reduction: Whether f returns the mean or the sum of its chunk.
             weights: For means that are not over examples: one weight for each example (such as
                 its number of tokens), cut with the batch, or a function of a chunk's arguments
-                that returns the chunk's weight.
+                that returns the chunk's weight. A chunk of weight 0 adds nothing, also where its
+                mean is 0/0.
             verify: As in `chunked`; here nothing is computed again, so there is nothing to do.
 
         Returns:
@@ -188,7 +193,8 @@ class Chunking(Operators):
 
         Raises:
             GradtoolsError: As `chunked` and `value_and_grad` do; weights with a sum; weights
-                that do not fit the batch; a differentiated argument that is split.
+                that do not fit the batch, or sum to 0 (where they are traced that is not known,
+                and gives NaN); a differentiated argument that is split.
 
         Example:
             >>> loss = gt.microbatched(lambda w, x: (w * x).mean(), chunk_size=2)
@@ -225,12 +231,13 @@ class Chunking(Operators):
                 if reduction == "sum":
                     return [call.wide(x) for x in found]
                 w = call.weight(chunk[: len(args)], given, call.wide(value), chunks.size_now)
-                return [w, *[backend.real_scalar(w, x) * x for x in map(call.wide, found)]]
+                return [w, *[_weighted(backend, w, x) for x in map(call.wide, found)]]
 
             chunks = call.cut(terms, chunk_size)
             sums = backend.sum_chunks(chunks)
             if reduction == "mean":
                 total, *sums = sums
+                call.check_total(total)
                 sums = [x / backend.real_scalar(total, x) for x in sums]
             treedef, dtypes = seen
             sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
@@ -413,6 +420,19 @@ class Chunks:
         """Notes that the output of a chunk that was called looks like that of others."""
         for other in others:
             self._out_lists[other] = self._out_lists[number]
+
+    def without_arrays(self) -> Chunks:
+        """The same call but for the arrays that it was given: what `call` needs, and no more.
+
+        What calls of either note of the output, both know.
+        """
+        empty = lambda x: None if self.backend.is_array(x) else x
+        bare, batch = copy(self), copy(self.batch)
+        batch.args, batch.leaves = (), []
+        bare.batch, bare.kwargs = batch, {}
+        bare.splits, bare.lists, bare.carry = [], [], []
+        bare.shared = [empty(x) for x in self.shared]
+        return bare
 
     # --- one chunk
 
@@ -626,10 +646,27 @@ class _Microbatches:
             found = size
         return self.backend.cast(found, value)
 
+    def check_total(self, total: Array) -> None:
+        """Raises if the weights are known to sum to zero; where they are traced, NaN comes out."""
+        if self.weigh is None and self.weights is None:
+            return
+        number = self.backend.accumulation.as_number(total)
+        if isinstance(number, (int, float)) and number == 0:
+            raise GradtoolsError(
+                "microbatched: the weights sum to 0, so there is no mean. Give weights with a sum "
+                "other than 0, or use reduction='sum'."
+            )
+
     def wide(self, x: Array) -> Array:
         """In at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
         narrow = self.backend.dtype_name(x) in ("float16", "bfloat16")
         return self.backend.cast(x, "float32") if narrow else x
+
+
+def _weighted(backend: Backend, w: Array, x: Array) -> Array:
+    """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""
+    w = backend.real_scalar(w, x)
+    return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
 
 
 def _is_real(backend: Backend, x: Any) -> bool:

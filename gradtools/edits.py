@@ -302,9 +302,10 @@ class Edits(Operators):
         )
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
+        count = len(leaves)
 
-        def cotangent(xs: Any, cts: Any) -> list[Any]:
-            full: list[Any] = [None] * len(leaves)
+        def cotangent(xs: Any, cts: Any) -> list[Any]:  # it outlives x, which may be traced
+            full: list[Any] = [None] * count
             for i, ct in zip(places, cts, strict=True):
                 full[i] = ct
             found = fn(backend.unflatten(treedef, full))

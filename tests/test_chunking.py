@@ -223,3 +223,22 @@ X = np.ones((4, 2))
 def test_wrong_input_is_refused_in_words(gt, call, words):
     with pytest.raises(GradtoolsError, match=words):
         call(gt, gt.asarray(X))
+
+
+@pytest.mark.parametrize("given", ["an array", "a function"])
+def test_a_chunk_of_weight_zero_adds_nothing_even_if_its_mean_is_no_number(gt, given):
+    mean = lambda w, x, m: (w * x * m).sum() / m.sum()  # over the chunk of zeros: 0/0
+    m = np.array([1.0, 1, 0, 0, 1, 0])
+    x, w = gt.asarray(np.arange(1.0, 7.0)), gt.asarray(np.float64(2))
+    weights = m if given == "an array" else lambda w, x, m: m.sum()
+    run = gt.microbatched(mean, 2, in_axes=(None, 0, 0), weights=weights)
+    value, slope = run(w, x, gt.asarray(m))
+    np.testing.assert_allclose((float(value), float(slope)), (16 / 3, 8 / 3))
+
+
+def test_weights_that_sum_to_zero_are_refused_in_microbatched(gt):
+    mean = lambda w, x: (w * x).mean()
+    x, w = gt.asarray(np.arange(6.0)), gt.asarray(np.float64(2))
+    for weights in (np.zeros(6), np.array([1.0, -1, 2, -2, 0, 0]), lambda w, x: x.sum() * 0):
+        with pytest.raises(GradtoolsError, match="the weights sum to 0, so there is no mean"):
+            gt.microbatched(mean, 2, weights=weights)(w, x)

@@ -22,12 +22,14 @@ from gradtools.jax import (
     modules,
     passes,
     seeing,
+    shardings,
     vanishing,
     vocabulary,
 )
 from gradtools.jax.host import call_kernel
 from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
+from gradtools.jax.stateful import checkpointed, explained
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Rule, by_key
 
@@ -96,7 +98,8 @@ class JaxBackend:
         return jax.lax.full_like(x, 1)
 
     def unit_basis(self, x: Array) -> Array:
-        return jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+        basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+        return shardings.many_like(basis, x)
 
     def is_known_zero(self, x: Array) -> bool:
         return not isinstance(x, jax.core.Tracer) and not bool(jnp.any(x != 0))
@@ -156,13 +159,13 @@ class JaxBackend:
         return jax.vmap(f, in_axes, out_axes)
 
     def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]:
-        if chunk_size is None:
-            return jax.vmap(f)(*batch)
-        size = None if chunk_size == 1 else chunk_size
-        return map_batch(f, batch, size)
+        with explained("per_example_grad"):
+            if chunk_size is None:
+                return jax.vmap(f)(*batch)
+            return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
-        return jax.checkpoint(f)
+        return checkpointed(f)  # what is computed again is the same program: nothing to verify
 
     run_chunks = staticmethod(chunking.run_chunks)
     sum_chunks = staticmethod(chunking.sum_chunks)

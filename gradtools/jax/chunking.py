@@ -19,56 +19,81 @@ from itertools import groupby
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Chunks, Cut, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
-from gradtools.jax import tracing
+from gradtools.jax import shardings, tracing
 from gradtools.jax.arrays import asarray
+from gradtools.jax.stateful import again, explained, explained_again, refuse_to_repeat, stateful
 from gradtools.jax.trees import is_inexact
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     """The joined output leaves, and the last carry."""
+    with explained_again("chunked"):
+        return _run_chunks(chunks)
+
+
+def _run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     steps = _Steps(chunks)
     carry = [_as_carry(chunks, k, x) for k, x in enumerate(chunks.carry)]
+    carry += steps.state
     count, bar = chunks.cut.count, _Bar(chunks)
     parts = []
     for run in _runs(steps.kinds, count - _how_many_kept(steps, carry)):
         outs, carry = _run(steps, run, carry, bar)
         chunks.same_as(steps.kinds.index(run.kind), run.numbers)
         parts.append((run, outs))
+    carry = steps.written(carry)
     if chunks.axes is None:
         return [x[i] for run, outs in parts for i in range(len(run.numbers)) for x in outs], carry
     columns = [[(run, outs[k]) for run, outs in parts] for k in range(len(chunks.axes))]
-    joined = [
-        _joined(chunks.cut, axis, column) for axis, column in zip(chunks.axes, columns, strict=True)
-    ]
-    return joined, carry
+    entry = next((s.entry for s in steps.splits if s.entry is not None), None)
+    pairs = zip(chunks.axes, columns, strict=True)
+    return [_joined(chunks.cut, axis, column, entry) for axis, column in pairs], carry
 
 
 def sum_chunks(chunks: Chunks) -> list[Array]:
     """The sums over chunks of the output leaves; each chunk's graph as it is."""
+    with explained(chunks.batch.asked):
+        return _sum_chunks(chunks)
+
+
+def _sum_chunks(chunks: Chunks) -> list[Array]:
     steps, sums = _Steps(chunks), None
+    state = steps.state
     for run in _runs(steps.kinds, 0):
         if len(run.numbers) == 1:
-            found = steps.at(run.kind, [])(*steps.inputs(run.first), [])[0]
-            outs = jax.tree.map(jnp.asarray, found)
+            found = steps.at(run.kind, state)(*steps.inputs(run.first), state)
+            outs, state = jax.tree.map(jnp.asarray, found)
             sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
             continue
-        step = steps.traced(run.kind, [])
-        if sums is None:
-            sums = [_zeros(aval) for aval in step.closed.out_avals]
-        sums = [_promoted(x, aval) for x, aval in zip(sums, step.closed.out_avals, strict=True)]
-        sums, _ = jax.lax.scan(partial(_add_step, step), sums, steps.stacked(run))
+        step = steps.traced(run.kind, state)
+        sharded = any(any(shardings.entries(aval)) for aval in step.out_avals)
+        add = jax.jit(partial(_add_run, step)) if sharded else partial(_add_run, step)
+        # outside of jit zeros would be on no mesh
+        sums, state = add(sums, step.widened(state), steps.stacked(run))
+    steps.written(state)
     return sums or []
 
 
-def _add_step(step: _Step, sums: Any, inputs: Any) -> tuple[Any, None]:
-    outs, _ = step(*inputs, [])
-    return [_sum(*xs) for xs in zip(sums, outs, strict=True)], None
+def _add_run(step: _Step, sums: list[Array] | None, state: list[Array], stacked: Any) -> Any:
+    """The sums with those of a run of chunks, and the modules' state after it."""
+    avals = step.out_avals
+    if sums is None:
+        sums = [_zeros(aval) for aval in avals]
+    sums = [_promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
+    return jax.lax.scan(partial(_add_step, step), (sums, state), stacked)[0]
+
+
+def _add_step(step: _Step, carry: Any, inputs: Any) -> tuple[Any, None]:
+    sums, state = carry
+    outs, state = step(*inputs, state)
+    return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), None
 
 
 def is_replaying() -> bool:
@@ -106,19 +131,18 @@ def _run(
 ) -> tuple[list[Array], list[Array]]:
     """The output leaves of a run, stacked, and the carry after it."""
     if len(run.numbers) == 1:
-        once = steps.at(run.kind, carry)
         inputs = steps.inputs(run.first)
-        found = (once if run.kept else jax.checkpoint(once))(*inputs, carry)
+        once = steps.at(run.kind, carry) if run.kept else steps.again(run.kind, carry)
+        found = once(bar.advance(inputs[0]), *inputs[1:], carry)
         outs, carry = jax.tree.map(jnp.asarray, found)  # a jaxpr returns constants as numbers
-        bar.advance(inputs[0])
         return [x[None] for x in outs], carry
     step = steps.traced(run.kind, carry)
+    refuse_to_repeat("chunked", step.closed)  # kept or not: reverse mode of a scan is wrong, too
     # the bodies of two loops are not merged, so nothing need be put between them
-    many = step if run.kept else jax.checkpoint(step, prevent_cse=False)
+    many = step if run.kept else steps.again(run.kind, carry, prevent_cse=False)
 
     def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
-        outs, carry = many(*inputs, carry)
-        bar.advance(inputs[0])
+        outs, carry = many(bar.advance(inputs[0]), *inputs[1:], carry)
         return carry, outs
 
     carry, outs = jax.lax.scan(body, step.widened(carry), steps.stacked(run))
@@ -184,7 +208,8 @@ class _Steps:
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        self.chunks = chunks
+        self.held = stateful(chunks.batch.asked, chunks.f, (chunks.batch.args, chunks.kwargs))
+        self.chunks, chunks.f = chunks, self.held or chunks.f
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [[_as_leaf(x) for x in leaves] for leaves in chunks.lists]
         known: list[Any] = []
@@ -208,15 +233,25 @@ class _Steps:
         if key in self._traced:
             return self._traced[key]
         number = self.kinds.index(kind)
-        shapes = jax.eval_shape(lambda: self.inputs(number))
+        made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
+        shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
         closed, found = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
         _warn_of_batch_norm(self.chunks.f, closed)
         outs, count = closed.out_avals, len(found[0])
+        # NumPy's arrays are the caller's, who may write to them before the backward pass
+        consts = [jnp.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        closed = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
         step = _Step(closed, jax.tree.structure(found), outs[:count], outs[count:])
         if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
             step = self.traced(kind, step.widened(carry))
         self._traced[key] = step
         return step
+
+    def again(self, kind: int, carry: list[Array], prevent_cse: bool = True) -> Callable[..., Any]:
+        """The function of a kind of chunk, computed again in the backward pass."""
+        step = self.traced(kind, carry)
+        refuse_to_repeat("chunked", step.closed)
+        return again(step, prevent_cse=prevent_cse)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
         """`(index, slots, lists)` of one chunk."""
@@ -241,11 +276,29 @@ class _Steps:
             pieces = [s.piece(index, size, next(left) if s.inexact else None) for s in self.splits]
             pieces += [next(given) if _is_array(x) else x for x in self.lists[number]]
             before = [jax.lax.stop_gradient(x) for x in carry]
-            outs, after = chunks.call(number, index, pieces, chunks.shared, before)
+            own = len(chunks.carry)
+            if self.held is None:
+                outs, after = chunks.call(number, index, pieces, chunks.shared, before)
+            else:
+                self.held.now = before[own:]
+                outs, after = chunks.call(number, index, pieces, chunks.shared, before[:own])
+                after = [*after, *self.held.after]
             pairs = zip(after, carry, strict=True)
             return outs, [_next_carry(chunks, k, *pair) for k, pair in enumerate(pairs)]
 
         return step
+
+    @property
+    def state(self) -> list[Array]:
+        """What f's modules hold, which is handed on behind the carries."""
+        leaves = [] if self.held is None else self.held.leaves
+        return [jax.lax.stop_gradient(_strong(jnp.asarray(x))) for x in leaves]
+
+    def written(self, carry: list[Array]) -> list[Array]:
+        """The carries, after f's modules were given theirs."""
+        if self.held is not None:
+            self.held.write(carry[len(self.chunks.carry) :])
+        return carry[: len(self.chunks.carry)]
 
 
 class _Split:
@@ -253,10 +306,13 @@ class _Split:
 
     def __init__(self, x: Array, axis: int, cut: Cut) -> None:
         self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
+        self.entry = shardings.entries(x)[axis]
+        self._rows = x if self.entry is None else shardings.whole(x, axis)
         self._least = cut.size // cut.count
         if cut.interleaved:  # the rows that all chunks have; behind their axis one of the chunks
-            part = jax.lax.slice_in_dim(x, 0, self._least * cut.count, axis=axis)
-            self._table = _parted(part, axis, self._least, cut.count)
+            even = cut.size == self._least * cut.count
+            part = x if even else _part(self._rows, 0, self._least * cut.count, axis)
+            self._table = _parted(part, axis, self._least, cut.count, (0, self.entry))
 
     def piece(self, index: Any, size: int, slot: Array | None) -> Array:
         """The chunk's rows; their cotangent goes to the slot."""
@@ -268,28 +324,31 @@ class _Split:
         if size == self.cut.size:
             return self.x
         if not self.cut.interleaved:
-            return _slice(self.x, index * self.cut.chunk_size, size, self.axis)
+            rows = _slice(self._rows, index * self.cut.chunk_size, size, self.axis)
+            return shardings.placed(rows, self.axis, self.entry)
         rows = _slice(self._table, index, 1, self.axis + 1).squeeze(self.axis + 1)
         if size == self._least:
             return rows
-        last = _slice(self.x, self._least * self.cut.count + index, 1, self.axis)
-        return jnp.concatenate([rows, last], self.axis)
+        last = _slice(self._rows, self._least * self.cut.count + index, 1, self.axis)
+        rows = jnp.concatenate([shardings.whole(rows, self.axis), last], self.axis)
+        return shardings.placed(rows, self.axis, self.entry)
 
     def stacked(self, numbers: range, size: int) -> Array:
         """The chunks of a run, along a new axis 0."""
         first, count, axis = numbers[0], len(numbers), self.axis
         if not self.cut.interleaved:
             start = first * self.cut.chunk_size
-            part = jax.lax.slice_in_dim(self.x, start, start + count * size, axis=axis)
-            return jnp.moveaxis(_parted(part, axis, count, size), axis, 0)
-        rows = jax.lax.slice_in_dim(self._table, first, first + count, axis=axis + 1)
+            part = _part(self._rows, start, count * size, axis)
+            return jnp.moveaxis(_parted(part, axis, count, size, (1, self.entry)), axis, 0)
+        rows = _part(self._table, first, count, axis + 1)
         rows = jnp.moveaxis(rows, axis + 1, 0)
         if size == self._least:
             return rows
         start = self._least * self.cut.count + first
-        last = jax.lax.slice_in_dim(self.x, start, start + count, axis=axis)
+        last = _part(self._rows, start, count, axis)
         last = jnp.expand_dims(jnp.moveaxis(last, axis, 0), axis + 1)
-        return jnp.concatenate([rows, last], axis + 1)
+        rows = jnp.concatenate([shardings.whole(rows, axis + 1), last], axis + 1)
+        return shardings.placed(rows, axis + 1, self.entry)
 
 
 @jax.custom_jvp
@@ -310,6 +369,10 @@ def _routed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
 
 def _slice(x: Array, start: Any, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
+
+
+def _part(x: Array, start: int, size: int, axis: int) -> Array:
+    return jax.lax.slice_in_dim(x, start, start + size, axis=axis)
 
 
 def _is_array(x: Any) -> bool:
@@ -348,11 +411,17 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
         new = jax.lax.convert_element_type(new, old.dtype)
     if new.shape != old.shape or new.dtype != old.dtype:
         raise GradtoolsError(
-            f"chunked: f's new carry for {chunks.name_of('carry', k)} is {new.dtype} of shape "
+            f"{chunks.batch.asked}: f's new {_carry_name(chunks, k)} is {new.dtype} of shape "
             f"{new.shape}; expected {old.dtype} of shape {old.shape}, as it was given. A carry "
             "keeps its shape and dtype from chunk to chunk."
         )
-    return jax.lax.stop_gradient(_strong(new))
+    return jax.lax.stop_gradient(shardings.like(_strong(new), old))
+
+
+def _carry_name(chunks: Chunks, k: int) -> str:
+    if k < len(chunks.carry):
+        return f"carry for {chunks.name_of('carry', k)}"
+    return "state of a flax.nnx module"
 
 
 def _strong(x: Array) -> Array:
@@ -360,7 +429,7 @@ def _strong(x: Array) -> Array:
 
 
 def _sum(x: Array, y: Array) -> Array:
-    return _strong(x + y)
+    return _strong(x + shardings.like(y, x))
 
 
 def _zeros(aval: Any) -> Array:
@@ -377,37 +446,55 @@ def _varying(x: Any) -> frozenset[str]:
 def _promoted(x: Array, aval: Any) -> Array:
     """x as a value that varies over the axes that another does: a loop keeps its types."""
     axes = tuple(sorted(_varying(aval) - _varying(x)))
-    return jax.lax.pcast(x, axes, to="varying") if axes else x
+    x = jax.lax.pcast(x, axes, to="varying") if axes else x
+    return shardings.like(x, aval)
 
 
 # --- outputs
 
 
-def _joined(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]]) -> Array:
-    """The stacked outputs of runs, one after the other along the axis, in the batch's order."""
+def _joined(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]], entry: Any) -> Array:
+    """The stacked outputs of runs, one after the other along the axis, in the batch's order.
+
+    Over a mesh of Explicit axes the result is sharded along it as the batch is.
+    """
     axis %= parts[0][1].ndim - 1
     _check_shapes(cut, axis, parts)
     if not cut.interleaved:
         rows = [_merged(jnp.moveaxis(x, 0, axis), axis) for _, x in parts]
-        return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis)
+        return shardings.placed(_concatenated(rows, axis), axis, entry)
     least = cut.size // cut.count
     columns = [jnp.moveaxis(x, 0, axis + 1) for _, x in parts]
-    table = [jax.lax.slice_in_dim(x, 0, least, axis=axis) for x in columns]
-    last = [jax.lax.slice_in_dim(x, least, None, axis=axis) for x in columns]
-    rows = [_merged(jnp.concatenate(table, axis + 1), axis)]
-    rows += [_merged(x, axis) for x in last if x.size]
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis)
+    if any(x.shape[axis] > least for x in columns):
+        columns = [shardings.whole(x, axis) for x in columns]
+    table = [_part(x, 0, least, axis) for x in columns]
+    rows = [_merged(_concatenated(table, axis + 1), axis)]
+    more = [(x, x.shape[axis] - least) for x in columns]
+    rows += [_merged(_part(x, least, n, axis), axis) for x, n in more if n and x.size]
+    return shardings.placed(_concatenated(rows, axis), axis, entry)
 
 
-def _parted(x: Array, axis: int, m: int, n: int) -> Array:
-    """x with the axis in two."""
-    return x.reshape(*x.shape[:axis], m, n, *x.shape[axis + 1 :])
+def _parted(x: Array, axis: int, m: int, n: int, entry: tuple[int, Any]) -> Array:
+    """x with the axis in two, one of which may be sharded."""
+    shape = (*x.shape[:axis], m, n, *x.shape[axis + 1 :])
+    return shardings.reshaped(x, shape, axis, 2, entry)
 
 
 def _merged(x: Array, axis: int) -> Array:
     """x with the axis and that behind it in one."""
-    shape = x.shape
-    return x.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    first, second = shardings.entries(x)[axis : axis + 2]
+    return shardings.reshaped(x, shape, axis, 1, (0, second if first is None else first))
+
+
+def _concatenated(parts: list[Array], axis: int) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    if len({shardings.entries(x) for x in parts}) > 1:
+        parts = [
+            shardings.like(shardings.whole(x, axis), shardings.whole(parts[0], axis)) for x in parts
+        ]
+    return jnp.concatenate(parts, axis)
 
 
 def _check_shapes(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]]) -> None:
@@ -450,10 +537,23 @@ class _Bar:
         if self.asked and find_spec("tqdm") is None:
             progress_bar(self.count)  # which says how to get it
 
-    def advance(self, index: Any) -> None:
-        """Puts a move of the bar into the program; without the index a scan moves it out."""
-        if self.asked:
-            jax.debug.callback(self._move, index)
+    def advance(self, index: Any) -> Any:
+        """The index of a chunk, which moves the bar when the program comes to it.
+
+        A program that is lowered for another platform than this process runs on has no bar.
+        """
+        if not self.asked:
+            return index
+
+        def moved(i: Any) -> Any:
+            jax.debug.callback(self._move, i)
+            return i
+
+        name = jax.default_backend()
+        here = dict.fromkeys(_PLATFORMS.get(name, (name,)), moved)
+        choose = lambda i: jax.lax.platform_dependent(i, **here, default=lambda i: i)
+        # JAX 0.10 drops the effects of a branch where reverse mode takes a scan apart; not of this
+        return jax.checkpoint(choose)(jnp.asarray(index))
 
     def _move(self, index: Any) -> None:
         if self.bar is None:
@@ -464,6 +564,7 @@ class _Bar:
             self.bar = None
 
 
+_PLATFORMS = {"gpu": ("cuda", "rocm")}
 _warned: set[str] = set()
 
 

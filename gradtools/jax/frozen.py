@@ -25,14 +25,15 @@ from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning, said_by
 from gradtools.jax.arrays import asarray
 from gradtools.jax.rules import apply_rule, transpose
+from gradtools.jax.stateful import stateful
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import Linearized, Rule, spread
 
 Entries = Sequence[Any]
 
 
-def frozen_uses(budget: int | None) -> int:
-    """The bytes that each use may keep."""
+def frozen_uses(budget: int | None, verify: bool | None = None) -> int:
+    """The bytes that each use may keep; what is computed again is the same program, unverified."""
     return budget or 0
 
 
@@ -40,15 +41,37 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     xs = [whole.shared[k] for k in arrays]
+    held = stateful("frozen", whole.f, (whole.batch.args, whole.kwargs))
+    state = [] if held is None else [jax.lax.stop_gradient(x) for x in held.leaves]
+    program = whole.without_arrays()  # a compiled program keeps the rule, and may keep no tracer
+    program.f = held or whole.f
 
     def fun(*xs: Array) -> list[Array]:
-        shared = list(whole.shared)
+        shared = list(program.shared)
         for k, x in zip(arrays, xs, strict=True):
             shared[k] = x
-        outs, _ = whole.call(0, 0, [], shared, [])
-        return [y if isinstance(y, jax.Array) else asarray(y) for y in outs]
+        if held is not None:
+            held.now = state
+        outs, _ = program.call(0, 0, [], shared, [])
+        after = [] if held is None else [jax.lax.stop_gradient(_data(x)) for x in held.after]
+        return [y if isinstance(y, jax.Array) else asarray(y) for y in (*outs, *after)]
 
-    return apply_rule(_Use(fun, xs, budget).rule, *xs)
+    found = apply_rule(_Use(fun, xs, budget).rule, *xs)
+    if held is None:
+        return found
+    outs, after = found[: len(found) - len(state)], found[len(found) - len(state) :]
+    held.write([_as_key(x, like) for x, like in zip(after, state, strict=True)])
+    return outs
+
+
+def _data(x: Any) -> Any:
+    """A random key as the numbers that it is made of: what a rule hands on are arrays."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _as_key(x: Array, like: Any) -> Any:
+    keys = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if keys else x
 
 
 class _Traced:
@@ -111,7 +134,7 @@ class _Use:
     def linearize(self, *xs: Array) -> Linearized:
         """The evaluation, with what it leaves for the pullback."""
         fixed = [jax.lax.stop_gradient(x) for x in xs]
-        kept = self.budget > 0 and self.graph_bytes(fixed) <= self.budget
+        kept = self.budget > 0 and self.may_keep(fixed)
         way = jax.linearize if kept else jax.vjp
         ys, linear, others = way(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
         left, treedef = jax.tree.flatten(linear)
@@ -143,8 +166,8 @@ class _Use:
         pushed = jax.make_jaxpr(lambda *dxs: self.pushed(xs, spread(dxs, self.moving)))(*moved)
         return "a jax.custom_vjp in G" if _holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
 
-    def graph_bytes(self, xs: Entries) -> int:
-        """What a linear pass reads, besides arguments and what G closes over."""
+    def may_keep(self, xs: Entries) -> bool:
+        """Whether the graph fits in the budget; that of a loop of unknown length is not there."""
 
         def graph(*moved: Array) -> list[Array]:
             return jax.tree.leaves(jax.linearize(self.of_moving(xs), *moved, has_aux=True)[1])
@@ -152,7 +175,8 @@ class _Use:
         closed = jax.make_jaxpr(graph)(*self.chosen(xs))
         given = set(map(id, (*closed.jaxpr.invars, *closed.jaxpr.constvars)))
         own = {id(x): x.aval for x in closed.jaxpr.outvars if id(x) not in given}
-        return sum(x.size * x.dtype.itemsize for x in own.values())
+        size = sum(x.size * x.dtype.itemsize for x in own.values())
+        return size <= self.budget and not _holds(closed.jaxpr, "while")
 
     def pushed(self, xs: Entries, dxs: Entries) -> list[Any]:
         """The tangents of the outputs."""
@@ -164,7 +188,43 @@ class _Use:
     def pulled(self, there: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
         """The pullback, computed anew."""
         ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
-        return _through(pull, _full(ys, self.inexact, there, cts))
+        return self.through(pull, xs, _full(ys, self.inexact, there, cts))
+
+    def through(self, pull: Any, xs: Entries, cts: list[Any]) -> list[Any]:
+        """The pullback of cotangents; where G has no reverse mode, from the columns of J."""
+        try:
+            return _through(pull, cts)
+        except ValueError as error:
+            if _LOOP not in said_by("jax", error):
+                raise
+        warnings.warn(
+            "frozen: a lax.while_loop in G has a number of trips that is known only when it runs, "
+            "so JAX has no reverse mode for it; G's pullback is made in forward mode, by one pass "
+            "for each entry of its arguments. A lax.scan, or a fori_loop between Python integers, "
+            "takes one pass.",
+            GradtoolsWarning,
+            stacklevel=2,
+        )
+        return self.by_columns(xs, cts)
+
+    def by_columns(self, xs: Entries, cts: list[Any]) -> list[Any]:
+        """J^H c, entry by entry: the real part of <J e, c>, and with i e in place of e."""
+        run, moved = lambda *new: self.of_moving(xs)(*new)[0], self.chosen(xs)
+
+        def entry(k: int, unit: Array) -> Array:
+            dxs = [unit if i == k else jnp.zeros_like(x) for i, x in enumerate(moved)]
+            dys = jax.jvp(run, moved, dxs)[1]
+            pairs = zip(dys, cts, strict=True)
+            return sum([jnp.vdot(c, dy).real.astype(_real(moved[k])) for dy, c in pairs])
+
+        def column(k: int, x: Array) -> Array:
+            units = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
+            found = jax.lax.map(lambda e: entry(k, e), units)
+            if jnp.issubdtype(x.dtype, jnp.complexfloating):
+                found = found + 1j * jax.lax.map(lambda e: entry(k, 1j * e), units)
+            return found.reshape(x.shape).astype(x.dtype)
+
+        return [column(k, x) for k, x in enumerate(moved)]
 
 
 @dataclass(frozen=True)
@@ -209,7 +269,7 @@ def _pullback(use: _Use, graph: _Graph, there: list[bool]) -> Rule:
         likes = jax.eval_shape(use.of_moving(fixed[:count]), *moved)[0]
         cts = _full(likes, use.inexact, there, fixed[graph.stop :])
         if not graph.kept:
-            return _through(graph.linear(operands), cts)
+            return use.through(graph.linear(operands), fixed[:count], cts)
         push = lambda linear, *dxs: linear(*dxs)
         return transpose(rule, "tangent", push, graph.linear(operands), moved, cts)
 
@@ -367,11 +427,16 @@ def _is_program(x: Any) -> bool:
 
 
 _TO_TRANSPOSE = ("custom_lin", "unreachable")  # the tangents of a custom_vjp: they do not run
+_LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
 _SOLVER = "and was passed to custom_linear_solve"
 
 
 def _through(pull: Any, cts: list[Array]) -> list[Array]:
     return [conj(g) for g in pull([conj(ct) for ct in cts])]
+
+
+def _real(x: Array) -> Any:
+    return jnp.finfo(x.dtype).dtype
 
 
 def _full(likes: Any, inexact: Sequence[bool], there: Sequence[bool], cts: Entries) -> list[Any]:

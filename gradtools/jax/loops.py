@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, get_opaque_trace_state
 
 from gradtools.backend import Array
+from gradtools.jax import shardings
 from gradtools.jax.tracing import open_jaxpr
 
 KEPT = 64
@@ -28,12 +30,49 @@ _loops: list[tuple[Any, Callable[..., Any]]] = []  # the latest use last
 
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:
     """`jax.lax.map` of f over the rows of some arrays, `size` of them at once (None: one)."""
+    if any(shardings.entries(x)[0] is not None for x in batch):
+        return _map_sharded(f, batch, size or 1)
     if get_opaque_trace_state(convention="flax") != _NO_TRACE:
         return jax.lax.map(lambda xs: f(*xs), tuple(batch), batch_size=size)
-    row = [jax.typeof(x).update(shape=x.shape[1:]) for x in batch]
+    row = [shardings.without_axis(jax.typeof(x), 0) for x in batch]
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*row)
     flat = _loop(closed, size)(list(closed.consts), tuple(batch))
     return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+
+
+def _map_sharded(f: Callable[..., Any], batch: Sequence[Array], size: int) -> Any:
+    """The same where rows are sharded over a mesh of Explicit axes.
+
+    A chunk holds the rows i::n, so that every device works on each; rows that are left over, and
+    chunks that do not divide by the devices, every device computes.
+    """
+    name = next(e for e in (shardings.entries(x)[0] for x in batch) if e is not None)
+    count, least = divmod(batch[0].shape[0], size)
+    rows = [shardings.whole(x, 0) for x in batch]
+    parts = []
+    if count:
+        tables = [_in_two(x, size, count, name) for x in batch]
+        found = jax.lax.map(lambda xs: jax.vmap(f)(*xs), [jnp.moveaxis(x, 1, 0) for x in tables])
+        parts.append(jax.tree.map(lambda y: _in_one(jnp.moveaxis(y, 0, 1), name), found))
+    if least:
+        parts.append(jax.vmap(f)(*[x[size * count :] for x in rows]))
+
+    def joined(*ys: Array) -> Array:
+        ys = ys if len(ys) == 1 else tuple([shardings.whole(y, 0) for y in ys])
+        return shardings.placed(ys[0] if len(ys) == 1 else jnp.concatenate(ys), 0, name)
+
+    return jax.tree.map(joined, *parts)
+
+
+def _in_two(x: Array, size: int, count: int, name: Any) -> Array:
+    """The first rows as a table with a chunk in each column."""
+    if x.shape[0] != size * count:
+        x = shardings.whole(x, 0)[: size * count]
+    return shardings.reshaped(x, (size, count, *x.shape[1:]), 0, 2, (0, name))
+
+
+def _in_one(x: Array, name: Any) -> Array:
+    return shardings.reshaped(x, (x.shape[0] * x.shape[1], *x.shape[2:]), 0, 1, (0, name))
 
 
 def _loop(closed: Any, size: int | None) -> Callable[..., Any]:

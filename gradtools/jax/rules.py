@@ -37,7 +37,7 @@ from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
 from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of
-from gradtools.jax import tracing
+from gradtools.jax import shardings, tracing
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.linearity import is_linear
@@ -223,10 +223,11 @@ def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
 
     follows = [isinstance(c, jax.core.Tracer) for c in consts]
     extras = [c for c, f in zip(consts, follows, strict=True) if f]
+    fixed = [None if f else c for c, f in zip(consts, follows, strict=True)]  # outlives a trace
 
     def back(saved: Entries, *cts: Any) -> list[Any]:
         new = iter(saved)
-        return hoisted([next(new) if f else c for c, f in zip(consts, follows, strict=True)], *cts)
+        return hoisted([next(new) if f else c for c, f in zip(fixed, follows, strict=True)], *cts)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         full = _filled([dx for dx, m in zip(dxs, mask, strict=True) if m], like_xs)
@@ -750,7 +751,7 @@ def _examples(xs: Sequence[Any], axes: Sequence[Any]) -> list[Any]:
     """What one example's inputs look like."""
     avals = [jax.typeof(x) for x in xs]
     pairs = zip(avals, axes, strict=True)
-    return [a if axis is None else a.update(shape=a.shape[1:]) for a, axis in pairs]
+    return [a if axis is None else shardings.without_axis(a, 0) for a, axis in pairs]
 
 
 def _out_axes(closed: Any, axes: Sequence[Any], extras: int) -> list[Any]:
@@ -774,7 +775,7 @@ def _batch(primitive: Primitive) -> Any:
         n = len(args) - sum(params["given"]) if "given" in params else 0
 
         def wide(avals: Any) -> Any:
-            return tuple([a.update(shape=(size, *a.shape)) for a in avals])
+            return tuple([shardings.with_leading(a, size) for a in avals])
 
         if primitive is primal_p:
             rule = _batched(rule, tuple(axes), None, size)
@@ -875,10 +876,10 @@ def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], 
     over is dead by then. So what it closes over becomes an input.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*examples)
-    treedef = jax.tree.structure(shapes)
+    jaxpr, treedef = closed.jaxpr, jax.tree.structure(shapes)  # the closed one would hold consts
 
     def hoisted(consts: Sequence[Any], *args: Any) -> Any:
-        flat = jax.core.eval_jaxpr(closed.jaxpr, consts, *jax.tree.leaves(args))
+        flat = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(treedef, flat)
 
     return hoisted, list(closed.consts)
@@ -970,6 +971,7 @@ def _lifted(
     count = len(consts)
     positions = range(n) if rule.saves is None else rule.saves
     saves = [i if i < n else i + count for i in positions]
+    dxs, cts = ([None if x is None else _shape(x) for x in xs] for xs in (dxs, cts))
 
     def run_tangent(a: Any, v: Any) -> list[Any]:
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
@@ -990,6 +992,7 @@ def _lifted(
         saves=(*saves, *range(n, n + count)),
         captures=False,
         closed_over=tuple(range(n, n + count)),
+        written=(),
         key=next(KEYS),
     )
     return lifted, consts

@@ -1,0 +1,120 @@
+"""Arrays over a mesh of Explicit axes, whose types say along which axes they are sharded.
+
+There each operation must know the sharding of what it makes. A loop runs over an axis that is on
+all devices, a slice of a sharded axis must divide by its devices, a carry keeps its sharding. So
+a batch's axis is laid out here before it is cut, and again after it is joined: a chunk is sharded
+as the batch is where its size divides, and is on all devices where not. Over Auto axes, over
+manual ones and without a mesh, types say nothing, and nothing is done.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gradtools.backend import Array
+
+
+def entries(x: Any) -> tuple[Any, ...]:
+    """For each axis of an array, or of its type, the mesh axes that its type names, or None."""
+    aval = _aval(x)
+    spec = tuple(getattr(getattr(aval, "sharding", None), "spec", ()))
+    return (*spec, *[None] * (aval.ndim - len(spec)))
+
+
+def placed(x: Array, axis: int, entry: Any) -> Array:
+    """x with one axis sharded by an entry where its length divides by the devices, else whole."""
+    found = list(entries(x))
+    mesh = _aval(x).sharding.mesh
+    if entry is not None and (mesh.empty or not _fits(x, axis, entry, found, mesh)):
+        entry = None
+    if found[axis] == entry:
+        return x
+    found[axis] = entry
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*found)))
+
+
+def whole(x: Array, axis: int) -> Array:
+    """x with one axis on all devices."""
+    return placed(x, axis, None)
+
+
+def like(x: Array, other: Any) -> Array:
+    """x, sharded as another array or type is."""
+    wanted = entries(other)
+    if entries(x) == wanted:
+        return x
+    sharding = _aval(other if any(wanted) else x).sharding
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
+
+
+def many_like(xs: Array, other: Array) -> Array:
+    """Arrays along axis 0, each sharded as another one is."""
+    found = entries(other)
+    if not any(found):
+        return xs
+    traced = isinstance(other, jax.core.Tracer)
+    sharding = jax.typeof(other).sharding if traced else other.sharding
+    return jax.sharding.reshard(xs, NamedSharding(sharding.mesh, PartitionSpec(None, *found)))
+
+
+def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:
+    """x with the axes from `at` on in `count` others, of which one may be sharded by an entry.
+
+    Args:
+        x: The array.
+        shape: Its new shape.
+        at: The first axis that changes.
+        count: How many axes stand there afterwards.
+        entry: `(which of them, entry)`.
+    """
+    found = entries(x)
+    if not any(found):
+        return x.reshape(shape)
+    behind = len(shape) - at - count
+    which, name = entry
+    new = [*found[:at], *[None] * count, *(found[-behind:] if behind else ())]
+    mesh = jax.typeof(x).sharding.mesh
+    if name is not None and shape[at + which] % _devices(mesh, name) == 0:
+        new[at + which] = name
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*new)))
+
+
+def without_axis(aval: Any, axis: int) -> Any:
+    """The type of an entry along an axis."""
+    return _with_axes(aval, lambda xs, _: (*xs[:axis], *xs[axis + 1 :]))
+
+
+def with_leading(aval: Any, size: int) -> Any:
+    """The type of many such arrays along a new axis 0, which is on all devices."""
+    return _with_axes(aval, lambda xs, new: (new, *xs), size)
+
+
+def _aval(x: Any) -> Any:
+    return x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+
+
+def _with_axes(aval: Any, change: Any, size: int = 0) -> Any:
+    shape = change(aval.shape, size)
+    if not any(entries(aval)):
+        return aval.update(shape=shape)
+    spec = PartitionSpec(*change(entries(aval), None))
+    return aval.update(shape=shape, sharding=NamedSharding(aval.sharding.mesh, spec))
+
+
+def _fits(x: Array, axis: int, entry: Any, found: list[Any], mesh: Any) -> bool:
+    others = {name for i, e in enumerate(found) if i != axis for name in _names(e)}
+    return x.shape[axis] % _devices(mesh, entry) == 0 and not others & set(_names(entry))
+
+
+def _devices(mesh: Any, entry: Any) -> int:
+    return prod(mesh.shape[name] for name in _names(entry))
+
+
+def _names(entry: Any) -> tuple[Any, ...]:
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)

@@ -1,0 +1,865 @@
+"""Programs that attack what JAX computes a second time, as data.
+
+Each takes `chunked`, which is gradtools' or the plain loop over chunks below, and returns a tree
+of arrays: values, gradients, and what stood in the host's state afterwards. Both must agree, or
+gradtools must refuse in its own words.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program.
+
+    Attributes:
+        run: Takes `chunked`, or what else `operator` names.
+        refused: What gradtools says where it refuses; None where the numbers must agree.
+        operator: Which operator the program is handed.
+    """
+
+    run: Callable[[Any], Any]
+    refused: str | None = None
+    operator: str = "chunked"
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(refused: str | None = None, operator: str = "chunked") -> Any:
+    def register(run: Callable[[Any], Any]) -> Any:
+        PROGRAMS[run.__name__.replace("_", " ").strip()] = Program(run, refused, operator)
+        return run
+
+    return register
+
+
+# --- the plain loops --------------------------------------------------------------------------
+
+
+def loop(f: Any, size: int, in_axes: Any = 0, out_axes: int = 0, **options: Any) -> Any:
+    """`chunked` as the loop that it stands for; f sees each chunk once."""
+    keys, carried = options.get("key_argnums", ()), options.get("carry_argnums", ())
+    keys = (keys,) if isinstance(keys, int) else keys
+    carried = (carried,) if isinstance(carried, int) else carried
+
+    def run(*args: Any) -> Any:
+        axes = (in_axes,) * len(args) if isinstance(in_axes, int) else in_axes
+        axes = [None if i in (*keys, *carried) else a for i, a in enumerate(axes)]
+        args, outs = list(args), []
+        whole = next(i for i, a in enumerate(axes) if a is not None)
+        count = _length(args[whole], axes[whole])
+        starts = range(0, count, size)
+        for number, start in enumerate(starts):
+            rows = slice(start, min(start + size, count))
+            if options.get("interleaved"):
+                rows = slice(number, None, len(starts))
+            one = [_cut(x, a, rows) for x, a in zip(args, axes, strict=True)]
+            for i in keys:
+                one[i] = jax.random.fold_in(one[i], number)
+            out = f(*one)
+            if carried:
+                out, new = out
+                for i, x in zip(carried, new if len(carried) > 1 else (new,), strict=True):
+                    args[i] = jax.tree.map(jax.lax.stop_gradient, x)
+            outs.append((out, rows))
+        joined = _joined([o for o, _ in outs], out_axes)
+        if options.get("interleaved"):
+            order = np.argsort(np.concatenate([np.arange(count)[r] for _, r in outs]))
+            joined = jax.tree.map(lambda x: x[order], joined)
+        if not carried:
+            return joined
+        states = tuple(args[i] for i in carried)
+        return joined, states if len(states) > 1 else states[0]
+
+    return run
+
+
+def once(f: Any, **options: Any) -> Any:
+    """`checkpoint` and `frozen` as the function itself."""
+    return f
+
+
+PLAIN = {"chunked": loop, "checkpoint": once, "frozen": once}
+
+
+def _length(x: Any, axis: Any) -> int:
+    return len(x) if isinstance(x, list) else jnp.shape(jax.tree.leaves(x)[0])[axis]
+
+
+def _cut(x: Any, axis: Any, rows: slice) -> Any:
+    if axis is None:
+        return x
+    if isinstance(x, list):
+        return x[rows]
+    return jax.tree.map(lambda y: y[(slice(None),) * axis + (rows,)], x)
+
+
+def _joined(outs: list[Any], axis: int) -> Any:
+    if isinstance(outs[0], list):
+        return [x for out in outs for x in out]
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs, axis), *outs)
+
+
+# --- what the programs share --------------------------------------------------------------
+
+
+def batch(*shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(3).normal(size=shape))
+
+
+X, W = batch(7, 3), batch(3, 3)
+encode = lambda w, x: jnp.tanh(x @ w)
+
+
+def both(f: Any, *args: Any) -> Any:
+    """Value and gradient of a loss over all outputs together, not separable."""
+    loss = lambda *a: (lambda z: jnp.sum(z) ** 2 + jnp.sum(z**3))(f(*a))
+    return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
+
+
+class Counter:
+    """State on the host, behind a callback: what has been seen before gives another number.
+
+    It does not depend on the order of chunks, which XLA does not promise to callbacks.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[bytes, int] = {}
+
+    @property
+    def calls(self) -> int:
+        return sum(self.seen.values())
+
+    def __call__(self, x: Any) -> Any:
+        key = np.asarray(x).tobytes()
+        self.seen[key] = self.seen.get(key, 0) + 1
+        return np.asarray(x) * 0 + self.seen[key]
+
+
+def stateful_callback(counter: Counter, x: Any) -> Any:
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(counter, shape, jax.lax.stop_gradient(x))
+
+
+# --- the host ---------------------------------------------------------------------------------
+
+
+def _counted(chunked: Any, jit: bool, **options: Any) -> Any:
+    counter = Counter()
+    f = lambda w, x: encode(w, x) * stateful_callback(counter, x)
+    run = lambda w: both(lambda w: chunked(f, 3, (None, 0), **options)(w, X), w)
+    found = (jax.jit(run) if jit else run)(W)
+    jax.block_until_ready(found)
+    return found, counter.calls
+
+
+@program()
+def a_callback_that_counts(chunked: Any) -> Any:
+    return _counted(chunked, jit=False)
+
+
+@program()
+def a_callback_that_counts_under_jit(chunked: Any) -> Any:
+    return _counted(chunked, jit=True)
+
+
+@program()
+def a_callback_that_counts_without_kept_chunks(chunked: Any) -> Any:
+    return _counted(chunked, jit=True, retain=0)
+
+
+@program()
+def a_callback_that_counts_with_all_chunks_kept(chunked: Any) -> Any:
+    return _counted(chunked, jit=True, retain=9)
+
+
+@program()
+def a_callback_that_draws_random_numbers(chunked: Any) -> Any:
+    rng = np.random.default_rng(0)
+    draw = lambda x: rng.normal(size=np.shape(x))
+    noise = lambda x: jax.pure_callback(draw, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    f = lambda w, x: encode(w, x) * noise(jax.lax.stop_gradient(x))
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X[:3]), W)
+    return out, pull(out), rng.normal()
+
+
+def _io(chunked: Any, ordered: bool, **options: Any) -> Any:
+    from jax.experimental import io_callback
+
+    note = Counter()
+
+    def f(w: Any, x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return encode(w, x) * io_callback(note, shape, jax.lax.stop_gradient(x), ordered=ordered)
+
+    found = jax.jit(lambda w: both(lambda w: chunked(f, 3, (None, 0), **options)(w, X), w))(W)
+    jax.block_until_ready(found)
+    jax.effects_barrier()
+    return found, note.calls
+
+
+@program(refused="chunked: f holds a host callback with effects")
+def an_io_callback(chunked: Any) -> Any:
+    return _io(chunked, ordered=False)
+
+
+@program(refused="chunked: f holds a host callback with effects")
+def an_ordered_io_callback(chunked: Any) -> Any:
+    return _io(chunked, ordered=True)
+
+
+@program()
+def an_io_callback_with_all_chunks_kept(chunked: Any) -> Any:
+    return _io(chunked, ordered=False, retain=3)
+
+
+@program()
+def a_debug_callback_says_each_chunk_at_least_once(chunked: Any) -> Any:
+    seen: set[float] = set()
+
+    def f(w: Any, x: Any) -> Any:
+        jax.debug.callback(lambda s: seen.add(round(float(s), 6)), jnp.sum(x))
+        return encode(w, x)
+
+    found = both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
+    jax.effects_barrier()
+    return found, np.asarray(sorted(seen))
+
+
+@program()
+def python_state_that_f_reads_while_it_is_traced(chunked: Any) -> Any:
+    scale = [2.0]
+    f = lambda w, x: encode(w, x) * scale[0]
+    g = chunked(f, 3, (None, 0))
+    first = both(lambda w: g(w, X), W)
+    scale[0] = 5.0
+    return first, both(lambda w: g(w, X), W)
+
+
+@program()
+def python_state_that_changes_between_forward_and_backward(chunked: Any) -> Any:
+    scale = [2.0]
+    f = lambda w, x: encode(w, x) * scale[0]
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X), W)
+    scale[0] = 5.0
+    return out, pull(out)
+
+
+@program()
+def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
+    scale = np.ones(3)
+    f = lambda w, x: encode(w, x) * jnp.array(scale)
+    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X), W)
+    scale[:] = 5.0
+    return out, pull(out)
+
+
+@program()
+def a_numpy_argument_written_between_forward_and_backward(chunked: Any) -> Any:
+    x = np.array(X)
+    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, x.copy()), W)
+    x[:] = 0
+    return out, pull(out)
+
+
+@program()
+def a_dict_that_f_fills(chunked: Any) -> Any:
+    notes: dict[str, int] = {}
+
+    def f(w: Any, x: Any) -> Any:
+        notes["width"] = x.shape[1]
+        return encode(w, x)
+
+    return both(lambda w: chunked(f, 3, (None, 0))(w, X), W), notes["width"]
+
+
+@program()
+def a_function_with_a_cache(chunked: Any) -> Any:
+    weight = functools.lru_cache(lambda n: np.full(n, 1.5))
+    f = lambda w, x: encode(w, x) * weight(x.shape[1])
+    return both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
+
+
+# --- randomness and carries -------------------------------------------------------------------
+
+
+def _noisy(w: Any, x: Any, key: Any) -> Any:
+    return encode(w, x) * jax.random.bernoulli(key, 0.5, (*x.shape[:1], w.shape[1]))
+
+
+def _keys(chunked: Any, key: Any, **options: Any) -> Any:
+    axes = (None, 0, None)
+    return both(lambda w: chunked(_noisy, 3, axes, key_argnums=2, **options)(w, X, key), W)
+
+
+@program()
+def a_typed_key(chunked: Any) -> Any:
+    return _keys(chunked, jax.random.key(0))
+
+
+@program()
+def an_old_key(chunked: Any) -> Any:
+    return _keys(chunked, jax.random.PRNGKey(0))
+
+
+@program()
+def a_key_of_another_kind(chunked: Any) -> Any:
+    return _keys(chunked, jax.random.key(0, impl="rbg"), retain=0)
+
+
+@program()
+def a_key_that_is_captured(chunked: Any) -> Any:
+    key = jax.random.key(1)
+    return both(lambda w: chunked(lambda w, x: _noisy(w, x, key), 3, (None, 0))(w, X), W)
+
+
+@program()
+def a_key_that_is_carried(chunked: Any) -> Any:
+    def f(w: Any, x: Any, key: Any) -> Any:
+        key, now = jax.random.split(key)
+        return _noisy(w, x, now), key
+
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2, retain=0)
+    return both(lambda w: g(w, X, jax.random.key(4))[0], W)
+
+
+@program()
+def keys_as_examples(chunked: Any) -> Any:
+    keys = jax.random.split(jax.random.key(0), 7)
+    one = lambda x, k: x * jax.random.normal(k, x.shape)
+    f = lambda w, x, k: jax.vmap(one)(encode(w, x), k)
+    return both(lambda w: chunked(f, 3, (None, 0, 0), retain=0)(w, X, keys), W)
+
+
+@program()
+def a_carry_that_scales(chunked: Any) -> Any:
+    f = lambda w, x, c: (encode(w, x) * c, c + jnp.sum(x) ** 2)
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2)
+    out, carry = g(W, X, jnp.float64(1))
+    return out, carry, both(lambda w: g(w, X, jnp.float64(1))[0], W)
+
+
+@program()
+def two_carries(chunked: Any) -> Any:
+    f = lambda w, x, c, d: (encode(w, x) * c, (c + 1, {"n": d["n"] + len(x)}))
+    g = chunked(f, 2, (None, 0, None, None), carry_argnums=(2, 3), retain=0)
+    args = (X, jnp.float64(1), {"n": jnp.int32(0)})
+    return both(lambda w: g(w, *args)[0], W), g(W, *args)[1]
+
+
+@program()
+def a_weak_carry(chunked: Any) -> Any:
+    f = lambda w, x, c: (encode(w, x) * c, c * 2)
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2)
+    return both(lambda w: g(w, X, jnp.asarray(1.0))[0], W)
+
+
+@program(refused="A carry keeps its shape and dtype")
+def a_carry_that_changes_its_dtype(chunked: Any) -> Any:
+    f = lambda w, x, c: (encode(w, x), c + 0.5)
+    return chunked(f, 3, (None, 0, None), carry_argnums=2)(W, X, jnp.int32(0))
+
+
+@program()
+def a_carry_that_depends_on_the_weight(chunked: Any) -> Any:
+    f = lambda w, x, c: (encode(w, x) * c, jnp.sum(w))
+    g = chunked(f, 3, (None, 0, None), carry_argnums=2)
+    return both(lambda w: g(w, X, jnp.float64(1))[0], W)
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+    def __init__(self, rate: float = 0.5) -> None:
+        rngs = nnx.Rngs(0)
+        double = {"param_dtype": jnp.float64, "rngs": rngs}
+        self.linear = nnx.Linear(3, 3, **double)
+        self.norm = nnx.BatchNorm(3, **double)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def _trained(run: Any, net: Any = None) -> Any:
+    """Gradient to the module's parameters and to x, and the module's state afterwards."""
+    net = Net() if net is None else net
+    loss = lambda net, x: (lambda z: jnp.sum(z) ** 2 + jnp.sum(z**3))(run(net, x))
+    value, grads = nnx.value_and_grad(loss, argnums=(0, 1))(net, X)
+    return value, jax.tree.leaves(grads), _numbers(net)
+
+
+def _numbers(net: Any) -> Any:
+    state = nnx.state(net, nnx.Not(nnx.RngKey))
+    return jax.tree.leaves(state)
+
+
+@program()
+def a_module_of_nnx(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(net, 3)(x))
+
+
+@program()
+def a_module_of_nnx_without_kept_chunks(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(net, 3, retain=0)(x))
+
+
+@program()
+def a_module_of_nnx_in_a_closure(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(lambda x: net(x) * 2, 2)(x))
+
+
+@program()
+def a_module_of_nnx_as_an_argument(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(lambda net, x: net(x), 4, (None, 0))(net, x))
+
+
+@program()
+def a_method_of_a_module_of_nnx(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(net.__call__, 3)(x))
+
+
+@program()
+def a_partial_of_a_module_of_nnx(chunked: Any) -> Any:
+    call = lambda net, x: net(x)
+    return _trained(lambda net, x: chunked(functools.partial(call, net), 3)(x))
+
+
+@program()
+def a_module_of_nnx_in_a_list(chunked: Any) -> Any:
+    return _trained(lambda net, x: (lambda nets: chunked(lambda x: nets[0](x), 3)(x))([net]))
+
+
+@program()
+def a_module_of_nnx_for_two_towers(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(net, 3)(x) * chunked(net, 2)(x + 1))
+
+
+@program()
+def a_module_of_nnx_interleaved(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(net, 3, interleaved=True)(x))
+
+
+@program()
+def a_module_of_nnx_in_evaluation_mode(chunked: Any) -> Any:
+    net = Net()
+    net.eval()
+    return _trained(lambda net, x: chunked(lambda x: net.linear(net.dropout(x)), 3)(x), net)
+
+
+@program()
+def a_module_of_nnx_under_its_own_jit(chunked: Any) -> Any:
+    net = Net()
+    step = nnx.jit(nnx.grad(lambda net, x: jnp.sum(chunked(net, 3)(x)) ** 3))
+    return jax.tree.leaves(step(net, X)), jax.tree.leaves(step(net, X)), _numbers(net)
+
+
+@program(refused="changes a flax.nnx module that belongs to another trace")
+def a_stream_of_nnx_that_is_captured(chunked: Any) -> Any:
+    rngs = nnx.Rngs(noise=3)
+    f = lambda w, x: encode(w, x) * jax.random.normal(rngs.noise(), x.shape)
+    found = both(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X), W)
+    return found, _numbers(rngs)
+
+
+@program()
+def a_stream_of_nnx_that_f_draws_from(chunked: Any) -> Any:
+    rngs = nnx.Rngs(noise=3)
+    f = lambda x: x * jax.random.normal(rngs.noise(), x.shape)
+    return chunked(f, 3, retain=0)(X), chunked(f, 3, retain=0)(X), _numbers(rngs)
+
+
+@program(operator="checkpoint")
+def a_module_of_nnx_in_checkpoint(checkpoint: Any) -> Any:
+    return _trained(lambda net, x: checkpoint(net)(x))
+
+
+@program(operator="checkpoint")
+def a_module_of_nnx_as_an_argument_of_checkpoint(checkpoint: Any) -> Any:
+    return _trained(lambda net, x: checkpoint(lambda net, x: net(x))(net, x))
+
+
+@program(operator="frozen")
+def a_module_of_nnx_that_is_frozen(frozen: Any) -> Any:
+    net = Net()
+    outer = lambda net, x, y: jnp.sum((y * frozen(net)(x)) ** 2)
+    inner = lambda net, y: jnp.sum(nnx.grad(outer, argnums=1)(net, X, y) ** 2)
+    return nnx.grad(inner, argnums=1)(net, jnp.ones(3)), _numbers(net)
+
+
+def _linen() -> Any:
+    class Plain(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            x = linen.Dense(3, param_dtype=jnp.float64)(x)
+            x = linen.BatchNorm(use_running_average=False, param_dtype=jnp.float64)(x)
+            return linen.Dropout(0.5, deterministic=False)(x)
+
+    net = Plain()
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    return net, net.init(keys, X)
+
+
+@program()
+def a_module_of_linen(chunked: Any) -> Any:
+    net, variables = _linen()
+
+    def f(params: Any, x: Any, key: Any, stats: Any) -> Any:
+        given = {"params": params, **stats}
+        return net.apply(given, x, rngs={"dropout": key}, mutable=["batch_stats"])
+
+    options = {"key_argnums": 2, "carry_argnums": 3, "retain": 0}
+    g = chunked(f, 3, (None, 0, None, None), **options)
+    double = jax.tree.map(lambda a: a.astype(jnp.float64), variables["batch_stats"])
+    stats = {"batch_stats": double}
+    run = lambda params: g(params, X, jax.random.key(2), stats)
+    loss = lambda params: jnp.sum(run(params)[0]) ** 2
+    return jax.grad(loss)(variables["params"]), run(variables["params"])[1]
+
+
+@program()
+def a_module_of_equinox_with_its_state(chunked: Any) -> Any:
+    class Plain(eqx.Module):
+        linear: Any
+        norm: Any
+
+        def __init__(self) -> None:
+            self.linear = eqx.nn.Linear(3, 3, key=jax.random.key(0), dtype=jnp.float64)
+            self.norm = eqx.nn.BatchNorm(3, "batch", mode="batch", dtype=jnp.float64)
+
+        def __call__(self, x: Any, state: Any) -> Any:
+            return self.norm(self.linear(x), state)
+
+    def f(net: Any, x: Any, state: Any) -> Any:
+        axes = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
+        return jax.vmap(net, **axes)(x, jax.tree.map(lambda a: a, state))
+
+    net, state = eqx.nn.make_with_state(Plain)()
+    params, static = eqx.partition(net, eqx.is_inexact_array)
+    whole = lambda p, x, s: f(eqx.combine(p, static), x, s)
+    g = chunked(whole, 3, (None, 0, None), carry_argnums=2, retain=0)
+    loss = lambda p: jnp.sum(g(p, X, jax.tree.map(lambda a: a, state))[0]) ** 2
+    found = g(params, X, jax.tree.map(lambda a: a, state))[1]
+    return jax.tree.leaves(jax.grad(loss)(params)), jax.tree.leaves(found)
+
+
+@program()
+def a_module_of_equinox_with_dropout(chunked: Any) -> Any:
+    drop, linear = eqx.nn.Dropout(0.5), eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    f = lambda w, x, k: drop(jax.vmap(linear)(x @ w), key=k)
+    g = chunked(f, 3, (None, 0, None), key_argnums=2)
+    return both(lambda w: g(w, X, jax.random.key(5)), W)
+
+
+# --- what f is made of ------------------------------------------------------------------------
+
+
+def _plainly(name: str, f: Any, refused: str | None = None, **options: Any) -> None:
+    """A program of f(w, x) alone, in chunks of 3, 3 and 1, eagerly and under jit."""
+    for way in ("", " under jit"):
+
+        def run(chunked: Any, jit: bool = bool(way)) -> Any:
+            g = lambda w, x: both(chunked(f, 3, (None, 0), **options), w, x)
+            return (jax.jit(g) if jit else g)(W, X)
+
+        PROGRAMS[name + way] = Program(run, refused)
+
+
+def _scan(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
+
+
+def _cond(w: Any, x: Any) -> Any:
+    return jax.lax.cond(jnp.sum(x) > 0, lambda: encode(w, x), lambda: x @ w)
+
+
+def _while(w: Any, x: Any) -> Any:
+    trips = jax.lax.while_loop(lambda n: n < 4, lambda n: n + 1, 0)  # it carries no derivative
+    return encode(w, x) * trips
+
+
+def _with_ref(w: Any, x: Any) -> Any:
+    ref = jax.new_ref(jnp.zeros_like(x @ w))
+    ref[...] = encode(w, x)
+    ref[...] += 1.0
+    return ref[...] * 2
+
+
+@jax.custom_vjp
+def _ruled(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+_ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, c: (2 * c * jnp.cos(x),))
+
+
+def _closure_rule(w: Any, x: Any) -> Any:
+    scale = jnp.sum(jax.lax.stop_gradient(w))
+
+    @jax.custom_vjp
+    def f(y: Any) -> Any:
+        return y * scale
+
+    f.defvjp(lambda y: (y * scale, scale), lambda s, c: (3 * c * s,))
+    return f(x @ w)
+
+
+def _index(w: Any, x: Any) -> Any:
+    return jnp.sort(encode(w, x), axis=1)[:, ::-1]
+
+
+def _by_size(w: Any, x: Any) -> Any:
+    return encode(w, x) * (2.0 if len(x) == 3 else 5.0)
+
+
+_plainly("a scan in f", _scan)
+_plainly("a scan in f without kept chunks", _scan, retain=0)
+_plainly("a branch on values in f", _cond)
+_plainly("a while loop that carries no derivative", _while)
+_plainly("a mutable array that f makes", _with_ref, "f makes a mutable array")
+_plainly("a mutable array in kept chunks", _with_ref, "f makes a mutable array", retain=9)
+_plainly("a checkpoint in f", jax.checkpoint(encode))
+_plainly("a rule of JAX's own in f", lambda w, x: _ruled(x @ w))
+_refused = "the fwd or bwd of a jax.custom_vjp in f closes over it"
+PROGRAMS["a rule that closes over a tracer"] = Program(
+    lambda chunked: both(chunked(_closure_rule, 3, (None, 0)), W, X), _refused
+)  # under jit JAX says it itself, when the program that holds the tracer is run
+_plainly("a jitted f", jax.jit(encode))
+_plainly("a vmapped f", jax.vmap(encode, (None, 0)))
+_plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
+_plainly("a sort in f", _index)
+_plainly("an f that depends on the size of a chunk", _by_size)
+_plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
+_plainly("a constant output", lambda w, x: jnp.ones((len(x), 2)) + 0 * w[0, 0])
+_plainly("a captured array of numpy", lambda w, x: encode(w, x) * np.arange(3.0))
+_plainly("a named and offloadable value", lambda w, x: jnp.sin(encode(w, x)))
+_plainly("interleaved chunks", encode, interleaved=True)
+_plainly("interleaved chunks without kept ones", encode, interleaved=True, retain=0)
+_plainly("a memory budget", encode, memory_budget=100)
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+
+@program()
+def a_tree_of_arguments(chunked: Any) -> Any:
+    f = lambda p, x: {"a": encode(p["w"], x["x"]), "b": x["n"] * 2.0}
+    g = chunked(f, 3, (None, 0))
+    x = {"x": X, "n": jnp.arange(7)}
+    return both(lambda w: g({"w": w, "name": "left"}, x)["a"], W), g({"w": W}, x)
+
+
+@program()
+def axes_other_than_the_first(chunked: Any) -> Any:
+    f = lambda w, x: w @ x
+    return both(lambda w, x: chunked(f, 3, (None, 1), 1)(w, x), W, X.T)
+
+
+@program()
+def a_list_of_examples(chunked: Any) -> Any:
+    f = lambda w, xs: [encode(w, x) for x in xs]
+    xs = [batch(n, 3) for n in (1, 2, 2, 4)]
+    return both(lambda w: jnp.concatenate(chunked(f, 2, (None, 0))(w, xs)), W)
+
+
+@program(refused="the batch is empty")
+def an_empty_batch(chunked: Any) -> Any:
+    return chunked(encode, 3, (None, 0))(W, X[:0])
+
+
+@program(refused="they cannot be joined")
+def an_output_whose_other_axes_depend_on_the_chunk(chunked: Any) -> Any:
+    return chunked(lambda x: x @ x.T, 3)(X)
+
+
+@program()
+def one_chunk(chunked: Any) -> Any:
+    return both(lambda w: chunked(encode, 99, (None, 0), retain=0)(w, X), W)
+
+
+@program()
+def chunks_of_one(chunked: Any) -> Any:
+    return both(lambda w: chunked(encode, 1, (None, 0), retain=0)(w, X), W)
+
+
+@program()
+def narrow_numbers(chunked: Any) -> Any:
+    x = X.astype(jnp.float32)
+    return both(lambda w: chunked(encode, 3, (None, 0))(w, x), W.astype(jnp.float32))
+
+
+@program()
+def complex_numbers(chunked: Any) -> Any:
+    f = lambda w, x: jnp.abs((x + 1j * x) @ (w + 2j * w)) ** 2
+    return both(lambda w: chunked(f, 3, (None, 0), retain=0)(w, X), W)
+
+
+@program()
+def x64_that_is_switched_off_before_the_backward_pass(chunked: Any) -> Any:
+    x, w = X.astype(jnp.float32), W.astype(jnp.float32)
+    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, x), w)
+    with jax.enable_x64(False):
+        return out, pull(jnp.ones_like(out))
+
+
+@program()
+def a_matmul_precision_that_changes_before_the_backward_pass(chunked: Any) -> Any:
+    with jax.default_matmul_precision("highest"):
+        out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, X), W)
+    return out, pull(out)
+
+
+@program()
+def strict_promotion(chunked: Any) -> Any:
+    with jax.numpy_dtype_promotion("strict"):
+        return both(lambda w: chunked(encode, 3, (None, 0))(w, X), W)
+
+
+@program()
+def no_jit(chunked: Any) -> Any:
+    with jax.disable_jit():
+        return both(lambda w: chunked(encode, 3, (None, 0))(w, X), W)
+
+
+@program()
+def a_donated_batch(chunked: Any) -> Any:
+    run = jax.jit(
+        lambda x: both(lambda w: chunked(encode, 3, (None, 0))(w, x), W), donate_argnums=0
+    )
+    return run(X + 0)
+
+
+@program()
+def a_compiled_function_that_is_called_again(chunked: Any) -> Any:
+    run = jax.jit(lambda w, x: both(lambda w: chunked(encode, 3, (None, 0))(w, x), w))
+    return run(W, X), run(2 * W, X[:5]), run(3 * W, X)
+
+
+@program(refused="checkpoint: f makes a mutable array", operator="checkpoint")
+def a_mutable_array_in_checkpoint(checkpoint: Any) -> Any:
+    return both(lambda w: checkpoint(_with_ref)(w, X), W)
+
+
+@program(refused="checkpoint: f holds a host callback with effects", operator="checkpoint")
+def an_io_callback_in_checkpoint(checkpoint: Any) -> Any:
+    from jax.experimental import io_callback
+
+    same = lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    f = lambda w, x: encode(w, x) * same(jax.lax.stop_gradient(x))
+    return both(lambda w: checkpoint(f)(w, X), W)
+
+
+@program(operator="frozen")
+def an_array_of_numpy_written_before_the_backward_pass_of_frozen(frozen: Any) -> Any:
+    scale = np.ones(3)
+    f = lambda x: jnp.tanh(x @ W) * jnp.array(scale)
+    out, pull = jax.vjp(lambda x: frozen(f)(x), X)
+    scale[:] = 5.0
+    return out, pull(out)
+
+
+@program(refused="changes a flax.nnx module that belongs to another trace")
+def a_module_of_nnx_behind_a_jit(chunked: Any) -> Any:
+    net = Net()
+    return chunked(jax.jit(lambda x: net(x)), 3)(X)
+
+
+@program(operator="checkpoint")
+def a_callback_that_counts_in_checkpoint(checkpoint: Any) -> Any:
+    counter = Counter()
+    f = lambda w, x: encode(w, x) * stateful_callback(counter, x)
+    return both(lambda w: checkpoint(f)(w, X), W), counter.calls
+
+
+@program(operator="frozen")
+def a_while_loop_that_is_frozen(frozen: Any) -> Any:
+    return _of_a_loop(frozen if hasattr(frozen, "__self__") else None)
+
+
+def _of_a_loop(frozen: Any) -> Any:
+    """A loop whose trips depend on z: by frozen, or its three trips at this z unrolled."""
+    step = lambda z: z * 1.5 + jnp.sin(z)
+
+    def many(z: Any) -> Any:
+        return jax.lax.while_loop(lambda z: jnp.sum(z) < 5.0, step, z)
+
+    G = step_thrice = lambda z: step(step(step(z)))
+    if frozen is not None:
+        G = frozen(many)
+    inner = lambda y, z: jnp.sum(jax.grad(lambda z: jnp.sum(y * G(z) ** 2))(z) ** 2)
+    y, z = jnp.array([1.0, 2.0]), jnp.array([0.25, 0.35])
+    assert np.allclose(many(z), step_thrice(z))
+    return G(z), jax.grad(lambda z: jnp.sum(G(z) ** 2))(z), jax.grad(inner, (0, 1))(y, z)
+
+
+# --- around -----------------------------------------------------------------------------------
+
+
+@program()
+def a_pullback_that_is_called_twice(chunked: Any) -> Any:
+    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, X), W)
+    return pull(out), pull(2 * out)
+
+
+@program()
+def a_tracer_of_a_derivative_around(chunked: Any) -> Any:
+    loss = lambda s: both(lambda w: chunked(lambda w, x: encode(w * s, x), 3, (None, 0))(w, X), W)
+    return jax.grad(lambda s: jnp.sum(loss(s)[1][0]))(jnp.float64(1.5))
+
+
+@program()
+def a_tracer_of_a_vmap_around(chunked: Any) -> Any:
+    one = lambda s: both(lambda w: chunked(lambda w, x: encode(w * s, x), 3, (None, 0))(w, X), W)
+    return jax.vmap(one)(jnp.arange(3.0))
+
+
+@program()
+def a_tracer_of_a_scan_around(chunked: Any) -> Any:
+    def step(w: Any, s: Any) -> Any:
+        f = lambda w, x: encode(w * s, x)
+        return w - 0.01 * both(lambda w: chunked(f, 3, (None, 0))(w, X), w)[1][0], None
+
+    return jax.lax.scan(step, W, jnp.arange(1.0, 4.0))[0]
+
+
+@program()
+def forward_mode(chunked: Any) -> Any:
+    return jax.jvp(lambda w: chunked(encode, 3, (None, 0))(w, X), (W,), (W + 1,))
+
+
+@program()
+def forward_over_reverse(chunked: Any) -> Any:
+    grad = lambda w: both(lambda w: chunked(encode, 3, (None, 0), retain=0)(w, X), w)[1][0]
+    return jax.jvp(grad, (W,), (W + 1,))
+
+
+@program()
+def chunks_in_chunks(chunked: Any) -> Any:
+    inner = lambda w, x: chunked(encode, 2, (None, 0), retain=0)(w, x)
+    return both(lambda w: chunked(inner, 4, (None, 0), retain=0)(w, X), W)
+
+
+@program()
+def a_checkpoint_around(chunked: Any) -> Any:
+    return both(jax.checkpoint(lambda w: chunked(encode, 3, (None, 0))(w, X)), W)
+
+
+@program()
+def shared_weights_in_two_towers(chunked: Any) -> Any:
+    g = chunked(encode, 3, (None, 0))
+    return both(lambda w: g(w, X) @ g(w, X + 1).T, W)

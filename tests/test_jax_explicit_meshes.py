@@ -1,0 +1,115 @@
+"""Batches that are sharded over a mesh of Explicit axes, on eight devices that the host plays.
+
+One process runs all of it; the same programs on one device, without a mesh, say what is right.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import itertools, warnings
+warnings.simplefilter("ignore")
+import jax, jax.numpy as jnp, numpy as np
+import gradtools.jax as gt
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+jax.config.update("jax_enable_x64", True)
+E, A = AxisType.Explicit, AxisType.Auto
+assert jax.make_mesh((8,), ("d",)).axis_types == (E,)  # what JAX gives now
+MESHES = {
+    "explicit": jax.make_mesh((4, 2), ("d", "m"), axis_types=(E, E)),
+    "mixed": jax.make_mesh((4, 2), ("d", "m"), axis_types=(E, A)),
+    "mixed the other way": jax.make_mesh((4, 2), ("d", "m"), axis_types=(A, E)),
+}
+SPECS = P("d", None), P(("d", "m"), None), P(None, "m")
+rng = np.random.default_rng(0)
+XS, WS = rng.normal(size=(16, 8)), rng.normal(size=(8, 8))
+f = lambda w, x: jnp.sin(x) * jnp.tanh(w).sum()
+mean = lambda w, x: (f(w, x) ** 2).mean()
+one = lambda w, x: (f(w, x) ** 2).sum()
+counted = lambda w, x, c: (f(w, x), c + x.sum())
+chunked = lambda size, **o: lambda w, x: gt.chunked(f, size, (None, 0), **o)(w, x)
+frozen = gt.frozen(lambda x: jnp.sin(x) * 2)
+
+
+def ruled(w, x):
+    rule = gt.custom_rule(lambda x: x * x)
+    rule.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
+    return rule(x) * w.sum()
+
+
+PROGRAMS = {
+    "chunked": chunked(4), "uneven": chunked(5, retain=0),
+    "interleaved": chunked(4, interleaved=True),
+    "uneven and interleaved": chunked(5, interleaved=True), "one chunk": chunked(16),
+    "budget": chunked(4, memory_budget=1000),
+    "columns": lambda w, x: gt.chunked(f, 4, (None, 1), 1)(w, x),
+    "carry": lambda w, x: gt.chunked(counted, 4, (None, 0, None), carry_argnums=2)(w, x, 0.0),
+    "microbatched": lambda w, x: gt.microbatched(mean, 4)(w, x),
+    "uneven microbatched": lambda w, x: gt.microbatched(mean, 5, weights=np.arange(16.0))(w, x),
+    "per example": lambda w, x: gt.per_example_grad(one, chunk_size=4)(w, x),
+    "per example uneven": lambda w, x: gt.per_example_grad(one, chunk_size=5)(w, x),
+    "per example, one by one": lambda w, x: gt.per_example_grad(one, chunk_size=1)(w, x),
+    "checkpoint": gt.checkpoint(f),
+    "frozen": lambda w, x: gt.grad(lambda x: (frozen(x) ** 2 * jnp.tanh(w).sum()).sum())(x),
+    "rule": ruled, "jacobian": lambda w, x: gt.jacobian(jnp.sin)(x) * w.sum(),
+    "clip": lambda w, x: gt.clip_gradient(x, max_value=0.1) ** 2 * w.sum(),
+    "straight": lambda w, x: gt.straight_through(jnp.round, jnp.sin)(x) * w.sum(),
+    "mixed partial": lambda w, x: gt.mixed_partial(
+        lambda y, g: (y * g.sum()).sum() ** 2, lambda z: jnp.sin(z) * 2, w, x, x),
+}
+total = lambda p: lambda w, x: sum((y**2).sum() for y in jax.tree.leaves(p(w, x)))
+WAYS = {"jit": jax.jit, "gradient": lambda p: jax.jit(jax.grad(total(p), (0, 1)))}
+LAID_OUT = ("chunked", "uneven", "interleaved", "per example")
+EAGER = ("uneven", "uneven microbatched", "per example uneven")
+
+
+def check(name, way, run, spec, mesh, expected):
+    w = jax.device_put(WS, NamedSharding(mesh, P()))
+    x = jax.device_put(XS, NamedSharding(mesh, spec))
+    found = run(w, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-9, atol=1e-9)
+    if way == "jit":
+        out = jax.tree.leaves(found)[0]  # sharded as the batch is
+        assert jax.typeof(out).sharding.spec[0] == jax.typeof(x).sharding.spec[0], name
+
+
+for (name, p), (way, how) in itertools.product(PROGRAMS.items(), WAYS.items()):
+    if way == "jit" and name not in LAID_OUT:
+        continue
+    run = how(p)
+    expected = run(jnp.asarray(WS), jnp.asarray(XS))
+    for (kind, mesh), spec in itertools.product(MESHES.items(), SPECS):
+        if kind != "explicit" and spec != SPECS[1]:
+            continue
+        try:
+            if way == "jit":  # without a mesh around it
+                check(name, way, run, spec, mesh, expected)
+                continue
+            with jax.set_mesh(mesh):
+                check(name, way, run, spec, mesh, expected)
+                if name in EAGER and spec == SPECS[0]:
+                    check(name, way, jax.grad(total(p), (0, 1)), spec, mesh, expected)
+        except Exception as error:
+            print(name, way, kind, spec, type(error).__name__, str(error)[:300])
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_every_operator_gives_the_numbers_of_one_device_over_explicit_axes() -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.stdout.strip() == "done", found.stdout + found.stderr[-3000:]

@@ -1,0 +1,133 @@
+"""What issue 18 asks of JAX besides the programs: loops, platforms, modules, weights."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+WAITING = "ignore:frozen. a lax.while_loop"
+
+
+def _doubled(z: Any) -> Any:
+    """z times 2 to the n, where n depends on z; its derivative is that factor."""
+    return jax.lax.while_loop(lambda z: jnp.sum(jnp.abs(z)) < 10, lambda z: 2 * z, z)
+
+
+def test_a_frozen_while_loop_has_a_pullback_and_says_what_it_costs() -> None:
+    z, c = jnp.array([1.0, 2.0]), jnp.array([3.0, 5.0])
+    with pytest.warns(UserWarning, match="one pass for each entry of its arguments"):
+        pulled = gt.vjp(gt.frozen(_doubled), z)[1](c)[0]
+    np.testing.assert_allclose(pulled, 4 * c)
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.grad(lambda z: _doubled(z).sum())(z)
+
+
+@pytest.mark.filterwarnings(WAITING)
+def test_a_complex_frozen_while_loop_follows_the_convention() -> None:
+    z, factor = jnp.array([1.0 + 0.5j]), 2.0 - 1.0j
+    G = gt.frozen(lambda z: factor * _doubled(z))
+    _, pull = gt.vjp(G, z)
+    c = jnp.array([0.3 + 2.0j])
+    np.testing.assert_allclose(pull(c)[0], _adjoint(z, c, factor))
+
+
+def _adjoint(z: Any, c: Any, factor: complex) -> Any:
+    trips = round(float(np.log2(abs(_doubled(z)[0] / z[0]))))
+    return np.conj(factor * 2**trips) * np.asarray(c)
+
+
+@pytest.mark.filterwarnings(WAITING)
+@pytest.mark.parametrize("budget", [None, 10**6])
+def test_the_second_derivative_through_a_frozen_while_loop(budget: int | None) -> None:
+    G = gt.frozen(lambda z: jnp.sum(_doubled(z) ** 2), memory_budget=budget)
+    z, y = jnp.array([1.0, 2.0]), jnp.float64(3.0)  # G = 16 |z|^2, so dG = 32 z
+    slope = lambda y, z: jnp.sum(jax.grad(lambda z: y * G(z))(z) ** 2)
+    for run in (lambda f: f, jax.jit):
+        dy, dz = run(jax.grad(slope, (0, 1)))(y, z)
+        np.testing.assert_allclose(dy, 2 * y * 1024 * jnp.sum(z**2))
+        np.testing.assert_allclose(dz, 2 * y**2 * 1024 * z)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_progress_bar_is_lowered_for_every_platform(platform: str) -> None:
+    f = gt.chunked(jnp.sin, 2, progress=True, retain=0)
+    program = jax.jit(jax.grad(lambda x: f(x).sum() ** 2)).trace(jnp.arange(6.0))
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    assert ("callback" in text) == (platform == "cpu")
+
+
+def test_a_state_that_changes_its_dtype_is_refused() -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x: Any) -> Any:
+            self.calls.set_value(self.calls.get_value() + 0.5)
+            return x
+
+    with pytest.raises(GradtoolsError, match=r"f's new state of a flax\.nnx module is float"):
+        gt.chunked(Net(), 2)(jnp.ones(4))
+
+
+class Counting(nnx.Module):
+    def __init__(self) -> None:
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return x**2 * self.calls[...]
+
+
+def test_modules_stand_as_before_after_an_exception() -> None:
+    net = Counting()
+
+    def fails(x: Any) -> Any:
+        net(x)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        gt.chunked(fails, 2)(jnp.ones(4))
+    assert net.calls[...] == 0
+    np.testing.assert_allclose(gt.chunked(net, 2)(jnp.ones(4)), [1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_a_module_that_changes_in_per_example_grad_is_refused_in_words(chunk_size: Any) -> None:
+    net = Counting()
+    run = gt.per_example_grad(lambda w, x: net(x * w).sum(), chunk_size=chunk_size)
+    with pytest.raises(GradtoolsError, match=r"per_example_grad.*flax\.nnx module"):
+        run(jnp.float64(2), jnp.ones((4, 3)))
+
+
+def test_a_module_that_changes_in_microbatched_is_refused_in_words() -> None:
+    net = Counting()
+    run = gt.microbatched(lambda w, x: net(x * w).mean(), 2)
+    with pytest.raises(GradtoolsError, match=r"microbatched.*flax\.nnx module"):
+        run(jnp.float64(2), jnp.ones(4))
+
+
+def test_a_chunk_of_weight_zero_adds_nothing_to_a_traced_mean() -> None:
+    mean = lambda w, x, m: (w * x * m).sum() / m.sum()
+    x, m = jnp.arange(1.0, 7.0), jnp.array([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+    for weights in (np.asarray(m), lambda w, x, m: m.sum()):
+        run = gt.microbatched(mean, 2, in_axes=(None, 0, 0), weights=weights)
+        for way in (lambda f: f, jax.jit):
+            value, slope = way(run)(jnp.float64(2), x, m)
+            np.testing.assert_allclose((value, slope), (16 / 3, 8 / 3))
+
+
+def test_no_warning_is_raised_by_a_module_without_state() -> None:
+    linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = lambda x: gt.chunked(linear, 2)(x).sum()
+        assert jax.jit(jax.grad(run))(jnp.ones((4, 3))).shape == (4, 3)

@@ -1,0 +1,55 @@
+"""What JAX computes again is what was computed: the programs of `replay_programs_jax`."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from replay_programs_jax import PLAIN, PROGRAMS, loop
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+QUICK = ("callback that counts", "module of nnx in", "module of nnx that", "written", "while")
+
+
+def _each() -> list[object]:
+    slow = [name for name in PROGRAMS if not any(part in name for part in QUICK)]
+    marks = {name: [pytest.mark.slow] for name in slow}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in PROGRAMS]
+
+
+@pytest.mark.parametrize("name", _each())
+@pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
+def test_a_program_gives_what_the_plain_loop_gives_or_is_refused(name: str) -> None:
+    program = PROGRAMS[name]
+    operator = getattr(gt, program.operator)
+    if program.refused is not None:
+        with pytest.raises(GradtoolsError, match=program.refused):
+            program.run(operator)
+        return
+    found, expected = program.run(operator), program.run(PLAIN[program.operator])
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (jax.random.key_data(x) if _is_key(x) else x for x in (a, b))
+        tolerance = 1e-4 if np.asarray(b).dtype == np.float32 else 1e-9
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+def _is_key(x: object) -> bool:
+    return jax.dtypes.issubdtype(getattr(x, "dtype", np.dtype(float)), jax.dtypes.prng_key)
+
+
+def test_there_are_many_programs() -> None:
+    assert len(PROGRAMS) >= 60
+
+
+def test_the_plain_loop_is_told_from_a_loop_that_drops_a_chunk() -> None:
+    dropped = lambda f, size, *axes, **options: loop(f, size + 1, *axes, **options)
+    program = PROGRAMS["a module of nnx"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        a, b = program.run(loop), program.run(dropped)
+    assert not np.allclose(a[0], b[0])

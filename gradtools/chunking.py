@@ -231,7 +231,7 @@ class Chunking(Operators):
                 if reduction == "sum":
                     return [call.wide(x) for x in found]
                 w = call.weight(chunk[: len(args)], given, call.wide(value), chunks.size_now)
-                return [w, *[_weighted(backend, w, x) for x in map(call.wide, found)]]
+                return [w, *[call.weighted(w, x) for x in map(call.wide, found)]]
 
             chunks = call.cut(terms, chunk_size)
             sums = backend.sum_chunks(chunks)
@@ -646,6 +646,14 @@ class _Microbatches:
             found = size
         return self.backend.cast(found, value)
 
+    def weighted(self, w: Array, x: Array) -> Array:
+        """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""
+        backend = self.backend
+        w = backend.real_scalar(w, x)
+        if self.weigh is None and self.weights is None:
+            return w * x
+        return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
+
     def check_total(self, total: Array) -> None:
         """Raises if the weights are known to sum to zero; where they are traced, NaN comes out."""
         if self.weigh is None and self.weights is None:
@@ -661,12 +669,6 @@ class _Microbatches:
         """In at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
         narrow = self.backend.dtype_name(x) in ("float16", "bfloat16")
         return self.backend.cast(x, "float32") if narrow else x
-
-
-def _weighted(backend: Backend, w: Array, x: Array) -> Array:
-    """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""
-    w = backend.real_scalar(w, x)
-    return w * backend.xp.where(w == 0, backend.zeros_like(x), x)
 
 
 def _is_real(backend: Backend, x: Any) -> bool:

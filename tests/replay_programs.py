@@ -3016,7 +3016,7 @@ program("another thread draws Python's numbers while a chunk is computed again",
 )
 
 
-@program("f computes in a thread of its own")
+@program("f computes in a thread of its own", ALL, EITHER)
 def _() -> World:
     net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
 

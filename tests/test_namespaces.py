@@ -139,6 +139,8 @@ ALONE = {
     ("torch", "trials.py"): "how that is found out",
     ("torch", "verifying.py"): "a second run of f against the first; in JAX there is one jaxpr",
     ("jax", "signs.py"): "the sign of complex numbers, whose derivative PyTorch has",
+    ("jax", "shardings.py"): "meshes of devices; PyTorch's are its processes'",
+    ("jax", "stateful.py"): "modules of flax.nnx, split, carried and merged; PyTorch's are `state`",
     ("jax", "nnx.py"): "the reversal layer of flax.nnx",
     ("jax", "equinox.py"): "the reversal layer of equinox",
     ("jax", "graphs.py"): "a jaxpr as a graph; PyTorch's is recorded as it runs",

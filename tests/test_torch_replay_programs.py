@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import replay_programs  # noqa: F401 - fills the table
 import torch
+import torch._dynamo  # torch.autograd.grad imports parts of it, and with them come warnings
 from replay_worlds import EITHER, PROGRAMS, REFUSED, RIGHT, VERSIONS, Program, Run, Way, World
 
 from gradtools import GradtoolsError

@@ -19,7 +19,7 @@ from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
 from gradtools.torch.rules import is_dual, unwrapped
-from gradtools.torch.watching import is_plain, marked
+from gradtools.torch.watching import is_plain, is_replaying, marked
 
 Tensor = torch.Tensor
 
@@ -72,7 +72,8 @@ def _is_differentiated(leaves: list[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
     pushed = any(map(is_dual, leaves))  # forward mode alone keeps nothing
-    return not pushed or any(unwrapped(x).requires_grad for x in leaves)
+    both = any(unwrapped(x).requires_grad for x in leaves) and not is_replaying()
+    return not pushed or both
 
 
 def sum_chunks(chunks: Chunks) -> list[Tensor]:

@@ -118,7 +118,10 @@ class Verification:
 
     def _figures(self, tree: Any, sample: int | None = None) -> list[Figures]:
         leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
-        leaves = [forward_ad.unpack_dual(x).primal if is_dual(x) else x for x in leaves]
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        duals = [is_dual(x) and not wrapped(x) for x in leaves]
+        pairs = zip(leaves, duals, strict=True)
+        leaves = [forward_ad.unpack_dual(x).primal if dual else x for x, dual in pairs]
         leaves = [x.detach() for x in leaves]
         return [_checksum(x) if self.exact else _figures(x, sample) for x in leaves]
 

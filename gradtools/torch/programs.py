@@ -34,7 +34,7 @@ from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
 from gradtools.torch.state import Snapshot
 from gradtools.torch.terms import guarded_gradients
-from gradtools.torch.verifying import Verification, kinds_of
+from gradtools.torch.verifying import Verification, hook_count, kinds_of
 from gradtools.torch.watching import (
     REPLAYS,
     Captures,
@@ -213,11 +213,11 @@ class Forward(Program):
         check = self.verification
         watched = check.watching(i) if check else nullcontext()
         with again, without_cached_weights() as weights, watched as seen:
-            hooks = RemovableHandle.next_id
+            hooks = RemovableHandle.next_id, hook_count()
             outs, carry = self._called(i, pieces, own)
             check_cached(self.asked, self.start, weights)
             if not self.is_again:
-                self.hooked |= self._sets_hooks(hooks)
+                self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
             check.compare(i, outs, seen, inputs, self.batches)
@@ -228,13 +228,14 @@ class Forward(Program):
             self.drawn = self.start.streams.again()
         return outs, []
 
-    def _sets_hooks(self, first: int) -> bool:
+    def _sets_hooks(self, first: int, before: int) -> bool:
         """Whether f set hooks on gradients, of those with numbers from `first` on."""
-        if RemovableHandle.next_id == first:
+        count = hook_count() - before
+        if not count:
             return False
         held = [module for module, _ in self.start.reached.modules.values()]
         keys = [key for m in held for key in (*m._forward_hooks, *m._forward_pre_hooks)]
-        return RemovableHandle.next_id - first != sum(key >= first for key in keys)
+        return count != sum(key >= first for key in keys)
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
         """f at one chunk, under vmap once for each of `batches`."""

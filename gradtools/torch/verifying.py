@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch import trees
@@ -36,6 +37,7 @@ _KEEPS = (
     "f keeps something from one call to the next (a cached function of a weight, an attached "
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
+_OWN_HOOKS = [0]  # how many were set, for whoever counts the user's
 _SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
 
 
@@ -89,6 +91,7 @@ class Verification:
                 seen.append((module, self._figures(out, _SAMPLE)))
 
         handle = torch.nn.modules.module.register_module_forward_hook(note)
+        _OWN_HOOKS[0] += 1
         try:
             yield seen
         finally:
@@ -195,6 +198,11 @@ class Verification:
                 f"computed again: its graph holds {kind} inputs {self.kinds[i][kind]} times first, "
                 f"then {found[kind]} times. {_KEEPS}"
             )
+
+
+def hook_count() -> int:
+    """How many hooks were set in this process, but for those that watch modules here."""
+    return RemovableHandle.next_id - _OWN_HOOKS[0]
 
 
 def kinds_of(nodes: Iterable[Any]) -> Counter[str]:

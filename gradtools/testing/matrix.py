@@ -237,17 +237,10 @@ def _reason(cell: Cell, backend: str) -> str:
         return "the operator has no has_aux"
     if cell.dtype == "bfloat16" and "linear algebra" in program.tags:
         return _LINALG
-    if (
-        backend == "torch"
-        and cell.transform in ("vmap", "compile")
-        and "checkpoint" in operator.name
-    ):
-        return "torch.func does not support the saved-tensor hooks of checkpoint"
-    if backend == "torch" and cell.transform == "checkpoint" and operator.batched:
-        return "torch.func.vmap cannot map a checkpoint (its saved-tensor hooks)"
-    if backend == "torch" and cell.transform == "checkpoint" and operator.name == "grad of jvp":
-        return "PyTorch's checkpoint computes again without the tangents, and says so"
-    if backend == "torch" and cell.transform == "compile" and operator.name in _NOT_COMPILED:
+    compiled = backend == "torch" and cell.transform == "compile"
+    if compiled and "checkpoint" in operator.name:
+        return "torch.func does not support the saved-tensor hooks of a compiled checkpoint"
+    if compiled and operator.name in _NOT_COMPILED:
         return _NOT_COMPILED[operator.name]
     if backend == "torch" and operator.name == "grad of jvp" and program.name in _LOSE_A_TERM:
         return "refused: PyTorch's forward rule loses a term when differentiated, torch#192540"

@@ -166,15 +166,8 @@ def processes(tmp_path_factory):
     return start(tmp_path_factory.mktemp("processes"))
 
 
-def _case(wrapper: str, operator: str) -> Any:
-    twice = operator == "checkpoint" and "batch norm" in wrapper
-    reason = "checkpoint counts batch norm's statistics twice"
-    marks = [pytest.mark.xfail(reason=reason, strict=True)] if twice else []
-    return pytest.param(wrapper, operator, marks=marks)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrapper", "operator"), [_case(*c) for c in CASES])
+@pytest.mark.parametrize(("wrapper", "operator"), CASES)
 def test_a_wrapper_around_is_as_around_the_plain_loop(wrapper, operator, processes):
     for process in processes:
         found = process.get((wrapper, operator), "it hangs")

@@ -38,6 +38,11 @@ def gather(x: Any, axis_name: Any, group: Any) -> Any:
 def _gathered(x: Any, group: Any) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim == 0:
         raise GradtoolsError("gather: expected tensors with rows along axis 0.")
+    if x.layout is not torch.strided or x.is_nested:
+        raise GradtoolsError(
+            "gather: a sparse or nested tensor has no rows that lie one after the other. Give its "
+            "dense form."
+        )
     shapes = _of_all((tuple(x.shape), str(x.dtype)), group)
     if len(set(shapes)) > 1:
         raise GradtoolsError(
@@ -102,14 +107,20 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
 def _all_rows(x: Tensor, group: Any) -> Tensor:
     import torch.distributed as dist
 
+    x = _in_memory(x).contiguous()
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group)
+    dist.all_gather(parts, x, group)
     return torch.cat(parts)
 
 
 def _own_rows(x: Tensor, group: Any) -> Tensor:
     import torch.distributed as dist
 
-    total = x.clone(memory_format=torch.contiguous_format)
+    total = _in_memory(x).clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """What is sent is memory: of a conjugate that is yet to be taken it would be another's."""
+    return x.resolve_conj().resolve_neg()

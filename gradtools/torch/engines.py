@@ -42,7 +42,7 @@ from gradtools.torch.customcode import (
     surveyed,
 )
 from gradtools.torch.gates import gated
-from gradtools.torch.modes import LevelTaken, dual_level, forward_mode
+from gradtools.torch.modes import LevelTaken, dual_level, forward_mode, outside_of_inference
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import evaluated_to_push, is_inexact
 from gradtools.torch.stopping import Stops
@@ -146,7 +146,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     outs, extras, aliases, attached, survey, inside = evaluated
     tracked = [y for y in outs if y.requires_grad]
     guard = guarded(asked_of(fun), fun, leaves, survey, aliases, True)
-    with torch.inference_mode(False), torch.enable_grad(), _in_use(aliases), guard:
+    with outside_of_inference(), torch.enable_grad(), _in_use(aliases), guard:
         # Any will do: the pullback is linear. At zero that of logcumsumexp gives NaN.
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         pulled = (
@@ -194,7 +194,7 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
     inside = begun(aliases, around)
     around.append(inside)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with outside_of_inference(), torch.enable_grad():
             outs, extras = fun(*aliases)
     finally:
         around.pop()
@@ -214,7 +214,7 @@ def _in_use(aliases: Sequence[Tensor]) -> Iterator[None]:
     spend(aliases, False)
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(keep):
+        with outside_of_inference(), torch.set_grad_enabled(keep):
             yield
     finally:
         spend(aliases, True)
@@ -224,7 +224,7 @@ def _normal(x: Tensor) -> Tensor:
     """x, or a copy that autograd may save if it was made in inference mode."""
     if not x.is_inference():
         return x
-    with torch.inference_mode(False):
+    with outside_of_inference():
         return x.clone()
 
 
@@ -233,7 +233,7 @@ def _alias(x: Tensor, keep: bool) -> Tensor:
 
     The tangent of a dual number stays, which `detach` alone would drop in silence.
     """
-    with torch.inference_mode(False):
+    with outside_of_inference():
         if x.is_inference():
             return x.clone().requires_grad_()
         alias = x.view_as(x) if keep and x.requires_grad else _detached(x)
@@ -268,7 +268,7 @@ def _reaches_other(survey: Survey, aliases: Sequence[Tensor]) -> bool:
 
 def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
-    with torch.inference_mode(False), torch.set_grad_enabled(keep), dual_level():
+    with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():
         duals = [
             forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)

@@ -76,6 +76,15 @@ def _entered() -> int:
         raise LevelTaken from error
 
 
+def outside_of_inference() -> AbstractContextManager[Any]:
+    """`torch.inference_mode(False)`, which takes its time, where it changes anything."""
+    stands = not torch.is_inference_mode_enabled() and torch._C._is_fwd_grad_enabled()
+    return _NOTHING if stands else torch.inference_mode(False)
+
+
+_NOTHING = nullcontext()
+
+
 @contextmanager
 def without_cached_weights() -> Iterator[dict[Any, Any]]:
     """Inside, `parametrize.cached` starts anew: what it keeps is in the graph of another call.

@@ -38,6 +38,7 @@ _KEEPS = (
     "tensor); compute it in each call, or pass it to f as an argument. The gradient would be wrong."
 )
 _OWN_HOOKS = [0]  # how many were set, for whoever counts the user's
+_WAYS = 256  # of one function that are remembered, where each batch has another shape
 _SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
 
 
@@ -68,6 +69,8 @@ class Verification:
         way, known = _way(forward), _verified(forward.chunks.f)
         if known.get(way, _none)() is not None:
             return None
+        if len(known) >= _WAYS:
+            known.clear()
         found = cls(forward, way, False)
         known[way] = weakref.ref(found)  # while it waits for its backward pass, none else needs to
         return found

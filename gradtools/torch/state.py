@@ -48,6 +48,7 @@ _ATOMS = frozenset(
 )
 _FOREIGN = ("torch", "numpy", "jax", "builtins", "collections", "weakref", "logging", "threading")
 _STANDARD = frozenset({*_FOREIGN, *sys.stdlib_module_names, "gradtools"})
+_ROUNDS = 4  # how far code that names parts of classes leads to more code; then all is reached
 _FIXED = frozenset(k for k, v in vars(torch.nn.Module()).items() if isinstance(v, dict | set))
 _LARGE = 1 << 20  # bytes of an array that is not a module's: it is taken for data, and only watched
 
@@ -427,12 +428,12 @@ class _Walk:
             self._todo.append((x, name, owned))
 
     def run(self) -> Reached:
-        """Walks; then through the parts of classes and modules that the code so far names."""
-        while self._todo:
+        """Walks; then some rounds through the parts of classes and modules that code names."""
+        for rounds_left in reversed(range(_ROUNDS + 1)):
             while self._todo:
                 x, name, owned = self._todo.pop()
                 self._walk(x, name, owned)
-            for holder, name in list(self._holders.values()):
+            for holder, name in list(self._holders.values()) if rounds_left else ():
                 self._named_parts(holder, name)
         return self.found
 

@@ -37,8 +37,8 @@ import minilm  # noqa: E402 - the examples' own
 from common import difference  # noqa: E402
 from u06_contrastive_retrieval import LENGTH, SCALE, by_layer, contrastive, pairs  # noqa: E402
 
-ROUNDS = 3
-BATCH, CHUNK, RETAIN = 64, 8, 1
+ROUNDS = 2
+BATCH, CHUNK, RETAIN = 32, 4, 1
 PLAIN, OURS = "plain, the whole batch", f"gt.chunked, retain={RETAIN}"
 PEER = "sentence-transformers' cached loss"
 AFTER = ", backward after the region"
@@ -90,12 +90,14 @@ class Towers:
         return found
 
     def loss(self, encode: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """InfoNCE of both towers' embeddings, outside of any autocast."""
         queries, documents = encode(*self.batch[:2]), encode(*self.batch[2:])
         with torch.autocast("cpu", enabled=False):
             log_scale = torch.tensor(math.log(SCALE))
             return contrastive(gt, log_scale, at_least_single(queries), at_least_single(documents))
 
     def gradient(self) -> Layers:
+        """What stands in `.grad`."""
         named = self.model[0].model.encoder.named_parameters()
         return by_layer({f"encoder.{name}": p.grad.numpy() for name, p in named})
 
@@ -117,6 +119,7 @@ class Towers:
         return losses | ({PEER: self.cached_loss()} if find_spec("sentence_transformers") else {})
 
     def cached_loss(self) -> Callable[[], torch.Tensor]:
+        """Theirs, in both directions as ours is."""
         from sentence_transformers.sentence_transformer import losses
 
         cached = losses.CachedMultipleNegativesRankingLoss(
@@ -133,6 +136,7 @@ class Towers:
         return lambda: cached([dict(x) for x in features], None)
 
     def steps(self, dtype: torch.dtype) -> Iterator[tuple[str, Step]]:
+        """Each way's step, once it has run twice."""
         for after in (False, True):
             for name, loss in self.ways().items():
                 if not after or (name != PLAIN and dtype is not torch.float32):

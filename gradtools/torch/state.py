@@ -48,7 +48,7 @@ _ATOMS = frozenset(
 )
 _FOREIGN = ("torch", "numpy", "jax", "builtins", "collections", "weakref", "logging", "threading")
 _STANDARD = frozenset({*_FOREIGN, *sys.stdlib_module_names, "gradtools"})
-_ROUNDS = 4  # how far code that names parts of classes leads to more code; then all is reached
+_ROUNDS = 4  # of code that names parts of classes, which are code again; verification sees the rest
 _FIXED = frozenset(k for k, v in vars(torch.nn.Module()).items() if isinstance(v, dict | set))
 _LARGE = 1 << 20  # bytes of an array that is not a module's: it is taken for data, and only watched
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import array
 import random
 import sys
-from collections import UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,6 +48,7 @@ _ATOMS = frozenset(
 )
 _FOREIGN = ("torch", "numpy", "jax", "builtins", "collections", "weakref", "logging", "threading")
 _STANDARD = frozenset({*_FOREIGN, *sys.stdlib_module_names, "gradtools"})
+_ROUNDS = 4  # of code that names parts of classes, which are code again; verification sees the rest
 _FIXED = frozenset(k for k, v in vars(torch.nn.Module()).items() if isinstance(v, dict | set))
 _LARGE = 1 << 20  # bytes of an array that is not a module's: it is taken for data, and only watched
 
@@ -314,7 +315,7 @@ class Reached:
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
             and not any(self.empty)
             and [x.requires_grad for x, _ in self.watched] == self.tracked
-            and all(len(x) == len(kept) and all(map(is_, x, kept)) for x, kept in self.sequences)
+            and all(_same_objects(_stored(x), kept) for x, kept in self.sequences)
             and all(_contents_of(cell) is value for cell, value in self.cells)
             and all(space.get(name, _EMPTY) is value for space, name, value in self.names)
             and all(get() is value for get, _, value in self.puts)
@@ -332,20 +333,22 @@ class Reached:
             if len(holder):
                 holder.clear()
         for holder, kept in self.maps:
-            if any(a is not b for a, b in zip(holder, kept, strict=False)):
-                holder.clear()  # its order may count, too
-            for key in [k for k in holder if k not in kept]:
-                del holder[key]
+            own = _container(holder)
+            if any(a is not b for a, b in zip(own.__iter__(holder), kept, strict=False)):
+                own.clear(holder)  # its order may count, too
+            for key in [k for k in own.__iter__(holder) if k not in kept]:
+                own.__delitem__(holder, key)
             for key, value in kept.items():
-                if key not in holder or holder[key] is not value:
-                    holder[key] = value
+                if own.get(holder, key, _EMPTY) is not value:
+                    own.__setitem__(holder, key, value)
         for space, name, value in self.names:
             if value is not _EMPTY and _is_state(value):
                 space[name] = value
         for holder, kept in self.sequences:
-            if len(holder) != len(kept) or not all(map(is_, holder, kept)):
-                holder.clear()
-                holder.update(kept) if isinstance(holder, set) else holder.extend(kept)
+            if not _same_objects(_stored(holder), kept):
+                own = _container(holder)
+                own.clear(holder)
+                (own.update if isinstance(holder, set) else own.extend)(holder, kept)
         for cell, value in self.cells:
             if value is not _EMPTY:
                 cell.cell_contents = value
@@ -357,10 +360,29 @@ class Reached:
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
+_CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
+
+
+def _container(x: Any) -> Any:
+    """The class that stores what x holds; its methods run no code of a user's subclass."""
+    return next((kind for kind in type(x).__mro__ if kind in _CONTAINERS), type(x))
+
+
+def _stored(x: Any) -> list[Any]:
+    return [*_container(x).__iter__(x)]
+
+
+def _stored_items(x: Any) -> dict[Any, Any]:
+    return dict(_container(x).items(x))
+
+
+def _same_objects(xs: Any, kept: Any) -> bool:
+    return len(xs) == len(kept) and all(map(is_, xs, kept))
+
+
 def _same_items(x: Any, kept: dict[Any, Any]) -> bool:
-    if len(x) != len(kept) or not all(map(is_, x, kept)):
-        return False
-    return all(x[key] is value for key, value in kept.items())
+    found = _stored_items(x)
+    return _same_objects(found, kept) and all(map(is_, found.values(), kept.values()))
 
 
 def _flat_items(space: Any) -> Any:
@@ -406,12 +428,12 @@ class _Walk:
             self._todo.append((x, name, owned))
 
     def run(self) -> Reached:
-        """Walks; then through the parts of classes and modules that the code so far names."""
-        while self._todo:
+        """Walks; then some rounds through the parts of classes and modules that code names."""
+        for rounds_left in reversed(range(_ROUNDS + 1)):
             while self._todo:
                 x, name, owned = self._todo.pop()
                 self._walk(x, name, owned)
-            for holder, name in list(self._holders.values()):
+            for holder, name in list(self._holders.values()) if rounds_left else ():
                 self._named_parts(holder, name)
         return self.found
 
@@ -427,10 +449,12 @@ class _Walk:
         elif isinstance(x, dict):
             self._map(x, name, owned)
         elif isinstance(x, list | deque | set):
-            self.found.sequences.append((x, list(x)))
-            self._all(x, name, owned)
+            self.found.sequences.append((x, _stored(x)))
+            self._all(_stored(x), name, owned)
+            self._attributes(x, name, owned)
         elif isinstance(x, tuple | frozenset):
-            self._all(x, name, owned)
+            self._all(_stored(x), name, owned)
+            self._attributes(x, name, owned)
         elif isinstance(x, FunctionType):
             self._function(x, owned)
         elif isinstance(x, MethodType):
@@ -462,10 +486,12 @@ class _Walk:
                 self.visit(x, f"{name}[{k}]", owned)
 
     def _map(self, x: Any, name: str, owned: bool) -> None:
-        self.found.maps.append((x, dict(x)))
-        for key, value in x.items():
+        items = _stored_items(x)
+        self.found.maps.append((x, items))
+        for key, value in items.items():
             if type(value) not in _ATOMS:
                 self.visit(value, f"{name}[{key!r}]", owned)
+        self._attributes(x, name, owned)
 
     def _tensor(self, x: Tensor, name: str, owned: bool) -> None:
         if torch.nn.parameter.is_lazy(x):

@@ -1,0 +1,118 @@
+"""Containers of the user's own classes: what they store counts, and no method of theirs is run.
+
+transformers keeps its classes in an OrderedDict whose every method imports them; a cache may count
+how often it was read. A snapshot reads what the base class stores, and puts that back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+
+X = torch.arange(6.0)[:, None] + 1
+
+
+def refusing(kind):
+    """A subclass none of whose own methods may be called."""
+
+    def refused(name):
+        def method(self, *args, **kwargs):
+            raise ValueError(f"{name} was called")
+
+        return method
+
+    names = [
+        "__iter__", "__len__", "__getitem__", "__setitem__", "__delitem__", "__contains__",
+        "__bool__", "keys", "values", "items", "get", "clear", "update", "extend", "append", "add",
+        "pop", "popitem",
+    ]  # fmt: skip
+    return type("Refusing", (kind,), {n: refused(n) for n in names if hasattr(kind, n)})
+
+
+KINDS = [dict, OrderedDict, list, deque, set, tuple, frozenset]
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_no_method_of_a_container_is_run(kind, retain):
+    w = torch.tensor(2.0, requires_grad=True)
+    given = () if kind in (dict, OrderedDict, deque) else ((object(),),)
+    held = refusing(kind)(*given)
+    if kind is deque:
+        deque.append(held, object())
+    elif not given:
+        kind.__setitem__(held, "a", object())
+    f = lambda x, w: (w * x, held)[0]
+    for _ in range(2):
+        gt.chunked(f, 2, in_axes=(0, None), retain=retain)(X, w).sum().backward()
+    assert w.grad == 2 * X.sum()
+
+
+class Counting(dict):
+    """Counts how often it is read."""
+
+    def __init__(self):
+        super().__init__(scale=3.0)
+        self.reads = 0
+
+    def __getitem__(self, key):
+        self.reads += 1
+        return super().__getitem__(key)
+
+
+class Ring(list):
+    """A list that knows which of its entries is next."""
+
+    def __init__(self, entries):
+        super().__init__(entries)
+        self.at = 0
+
+    def following(self):
+        self.at += 1
+        return self[self.at % len(self)]
+
+
+@pytest.mark.parametrize("retain", [0, 1, 3])
+def test_what_a_subclass_keeps_besides_is_put_back(retain):
+    def trained(encode_of):
+        w, reads, ring = torch.tensor(2.0, requires_grad=True), Counting(), Ring([1.0, 5.0])
+        f = lambda x: w * x * reads["scale"] * reads.reads * ring.following()
+        z = encode_of(f)
+        (z.sum() ** 2).backward()
+        return w.grad.item(), reads.reads, ring.at
+
+    plain = trained(lambda f: torch.cat([f(x) for x in X.split(2)]))
+    assert plain[1:] == (3, 3)
+    assert trained(lambda f: gt.chunked(f, 2, retain=retain)(X)) == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, list, deque, set])
+def test_what_a_container_of_ones_own_class_stored_is_put_back(kind):
+    class Own(kind):
+        pass
+
+    def trained(encode_of):
+        w = torch.tensor(2.0, requires_grad=True)
+        held = Own()
+
+        def f(x):
+            if isinstance(held, dict):
+                held[len(held)] = None
+            elif isinstance(held, set):
+                held.add(len(held))
+            else:
+                held.append(len(held))
+            return w * x * len(held)
+
+        (encode_of(f).sum() ** 2).backward()
+        return w.grad.item(), len(held), list(held)
+
+    plain = trained(lambda f: torch.cat([f(x) for x in X.split(2)]))
+    assert plain[1:] == (3, [0, 1, 2])
+    found = trained(lambda f: gt.chunked(f, 2, retain=0)(X))
+    assert found[0] == pytest.approx(plain[0])
+    assert found[1:] == plain[1:]

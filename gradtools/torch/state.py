@@ -15,7 +15,7 @@ from __future__ import annotations
 import array
 import random
 import sys
-from collections import UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -332,12 +332,15 @@ class Reached:
             if len(holder):
                 holder.clear()
         for holder, kept in self.maps:
-            if any(a is not b for a, b in zip(holder, kept, strict=False)):
+            if _same_items(holder, kept):
+                continue
+            if any(a is not b for a, b in zip(_items_of(holder), kept, strict=False)):
                 holder.clear()  # its order may count, too
-            for key in [k for k in holder if k not in kept]:
+            items = _items_of(holder)
+            for key in items.keys() - kept.keys():
                 del holder[key]
             for key, value in kept.items():
-                if key not in holder or holder[key] is not value:
+                if items.get(key, _EMPTY) is not value:
                     holder[key] = value
         for space, name, value in self.names:
             if value is not _EMPTY and _is_state(value):
@@ -357,10 +360,15 @@ class Reached:
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
+def _items_of(x: dict[Any, Any]) -> dict[Any, Any]:
+    """What a dict holds; a class of its own may give out something else."""
+    keys = OrderedDict.__iter__(x) if isinstance(x, OrderedDict) else dict.__iter__(x)
+    return {key: dict.__getitem__(x, key) for key in keys}
+
+
 def _same_items(x: Any, kept: dict[Any, Any]) -> bool:
-    if len(x) != len(kept) or not all(map(is_, x, kept)):
-        return False
-    return all(x[key] is value for key, value in kept.items())
+    items = _items_of(x)
+    return len(items) == len(kept) and all(map(is_, _flat_items(items), _flat_items(kept)))
 
 
 def _flat_items(space: Any) -> Any:
@@ -462,8 +470,9 @@ class _Walk:
                 self.visit(x, f"{name}[{k}]", owned)
 
     def _map(self, x: Any, name: str, owned: bool) -> None:
-        self.found.maps.append((x, dict(x)))
-        for key, value in x.items():
+        items = _items_of(x)
+        self.found.maps.append((x, items))
+        for key, value in items.items():
             if type(value) not in _ATOMS:
                 self.visit(value, f"{name}[{key!r}]", owned)
 

@@ -290,6 +290,11 @@ class Reached:
         return held
 
     @cached_property
+    def lasts(self) -> bool:
+        """Whether the next call may find the same; else it is let go of, with the graphs in it."""
+        return all(x.grad_fn is None for x, _ in self.watched)
+
+    @cached_property
     def _parts(self) -> tuple[Any, ...]:
         """The maps, flat: comparing them then takes no step of python's.
 

@@ -43,7 +43,7 @@ def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
     beneath = torch._C._functorch.peek_interpreter_stack() is not None
     forward = Forward(chunks, beneath, chunks.options.latest.get("start"))
     if not beneath:
-        chunks.options.latest["start"] = forward.start
+        chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
     if beneath:
         rows, carry = node_of(forward, forward.xs, forward.shared)
         return _joined(chunks, rows), [untracked(x) for x in carry]

@@ -20,7 +20,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.autograd.function import BackwardCFunction, once_differentiable
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.chunking import Chunks
@@ -129,6 +129,7 @@ class Forward(Program):
         self.leaves: list[Tensor] = []
         self.attached: list[list[bool]] = []
         self.captured = self._captured() if chunks.batch.asked == "checkpoint" else []
+        self.begun: set[Any] = set()  # nodes at which the first pass's graph begins
         self.shared += self.captured
         if beneath:
             self.shared += self.carry
@@ -174,7 +175,8 @@ class Forward(Program):
         found = [x for x, _ in self.start.reached.watched]
         if self.beneath:
             return [x for x in found if is_wrapped(x)]
-        return [x for x in found if is_dual(x) or (self.modes.grad and not x.is_leaf)]
+        with torch._C.DisableTorchFunction():  # what another program stands for is asked itself
+            return [x for x in found if is_dual(x) or (self.modes.grad and not x.is_leaf)]
 
     def _given(self) -> list[Tensor]:
         """The tensors that all chunks see as they are: what f does to them stays."""
@@ -269,8 +271,9 @@ class Forward(Program):
         if not self.captured:
             return self.chunks.call(i, i, pieces, own, carry)
         count = len(self.chunks.shared)
-        with Substituted(self.captured, own[count:]):
-            return self.chunks.call(i, i, pieces, own[:count], carry)
+        with Substituted(self.captured, own[count:]) as substituted:
+            outs, carry = self.chunks.call(i, i, pieces, own[:count], carry)
+            return substituted.within(outs), carry
 
     def pass_by(self, i: int, xs: Entries, shared: Entries) -> None:
         """f once more, for what it does to streams, buffers and the carry."""
@@ -293,19 +296,21 @@ class Forward(Program):
         kept = self._kept()
         given = [x for x in (*flattened(rows), *shared, *self._given()) if not x.is_inference()]
         versions = [x._version for x in given]
-        own, found = _aliases(shared) if grad else list(shared), []
+        # What f keeps aside may reach the loss, through a graph that is used for nothing else.
+        enter = _entered if grad and not (kept or self.beneath) else _aliases if grad else list
+        own, found = enter(shared), []
         leaves: dict[int, Tensor] = {}
         began: list[int] = []
         for i in steps(self.chunks, self.count):
             began.append(_get_sequence_nr())
-            xs = _aliases(rows[i]) if grad else list(rows[i])
+            xs = enter(rows[i])
             measured = i == 0 and kept > 0 and budget is not None
             with bytes_saved(self) if measured else nullcontext([0]) as size:
                 outs = self._one_keeping_originals(i, xs, own)
             if measured and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
             if grad:
-                reached = self._find_leaves(i, outs, began, {id(x) for x in (*xs, *own)})
+                reached = self._find_leaves(i, outs, began, [*xs, *own])
                 leaves.update(reached)
                 if self.verification is not None:
                     self.verification.leaves[i] = reached
@@ -319,6 +324,8 @@ class Forward(Program):
         self._note_leaves(list(leaves.values()))
         self._note_versions()
         self._let_go_of_kept()
+        if grad and self.captured:
+            self._let_go_of_unused(own[len(self.moving_shared) :])
         self.start = self.start.without_unused_streams()
         return found
 
@@ -329,6 +336,18 @@ class Forward(Program):
             held = [x for x, _ in self.start.now().reached.watched if x.grad_fn is not None]
             if not nodes.isdisjoint(nodes_of(held)):
                 self.retained.clear()
+
+    def _let_go_of_unused(self, entered: list[Tensor]) -> None:
+        """Of what f captured only what its outputs reach is an input: a loss that is kept is none.
+
+        entered: What stood for it.
+        """
+        pairs = zip(self.captured, entered, strict=True)
+        self.captured = [
+            x for x, alias in pairs if is_dual(x) or get_gradient_edge(alias).node in self.begun
+        ]
+        self.shared[len(self.moving_shared) :] = self.captured
+        self.begun.clear()
 
     def _kept(self) -> int:
         """How many of the last chunks keep their graph."""
@@ -372,23 +391,28 @@ class Forward(Program):
         return splits[k][0] if k < len(splits) else self.chunks.lists[i][k - len(splits)]
 
     def _find_leaves(
-        self, i: int, outs: Entries, began: list[int], own: set[int]
+        self, i: int, outs: Entries, began: list[int], own: list[Tensor]
     ) -> dict[int, Tensor]:
         """The leaves that chunk i's graph reaches; refuses what belongs to another computation.
 
         began: Autograd's count of nodes when each chunk began.
+        own: Where the graph begins.
         """
         leaves: dict[int, Tensor] = {}
         for y in outs:
             if isinstance(y, Tensor) and ((is_wrapped(y) and self.beneath) or is_dual(y)):
                 raise captured_error(self, None)
-        nodes = list(nodes_of(_tensors(outs)))
+        ends, stop = {id(x) for x in own}, {x.grad_fn for x in own if x.grad_fn is not None}
+        nodes = list(nodes_of(_tensors(outs), stop))
+        if self.captured:
+            self.begun |= {parent for node in nodes for parent, _ in node.next_functions}
+            self.begun |= {y.grad_fn for y in _tensors(outs)}
         if self.verification is not None:
             self.verification.kinds[i] = kinds_of(nodes)
         for node in nodes:
             kind: Any = type(node)
             if kind.__name__ == "AccumulateGrad":
-                if id(node.variable) not in own:
+                if id(node.variable) not in ends:
                     leaves[id(node.variable)] = node.variable
                 continue
             if node._sequence_nr() < began[-1] and not _is_cast_of_leaf(node):
@@ -1014,6 +1038,12 @@ def alias_of(x: Tensor) -> Tensor:
     with torch.inference_mode(False):
         x = x.clone() if x.is_inference() else _primal(x).detach()
         return x.requires_grad_()
+
+
+def _entered(xs: Entries) -> list[Any]:
+    """The same numbers, in the graph that they are in, or as leaves of a graph of their own."""
+    plain = lambda x: x.requires_grad and x.layout is torch.strided and not is_dual(x)
+    return [x.view_as(x) if plain(x) else alias_of(x) for x in xs]
 
 
 def _views(xs: Entries) -> list[Any]:

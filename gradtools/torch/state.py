@@ -291,6 +291,11 @@ class Reached:
         return held
 
     @cached_property
+    def lasts(self) -> bool:
+        """Whether the next call may find the same; else it is let go of, with the graphs in it."""
+        return all(x.grad_fn is None for x, _ in self.watched)
+
+    @cached_property
     def _parts(self) -> tuple[Any, ...]:
         """The maps, flat: comparing them then takes no step of python's.
 
@@ -622,7 +627,7 @@ class _Walk:
         """A module of python's, or a class with those that it inherits from."""
         kinds = x.__mro__ if isinstance(x, type) else (x,)
         for kind in kinds:
-            if id(kind) in self._holders or _package(kind) in _STANDARD:
+            if id(kind) in self._holders or _package(kind) in _STANDARD or _is_installed(kind):
                 continue
             self._holders[id(kind)] = kind, name
             if isinstance(kind, type):
@@ -657,6 +662,11 @@ def _names(code: CodeType) -> tuple[str, ...]:
     """The names of globals and attributes that a function's code, and what is in it, may read."""
     inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
     return tuple({*code.co_names, *(name for names in inside for name in names)})
+
+
+def _is_installed(x: Any) -> bool:
+    """Whether it is a module of a library, whose own state verification has to see."""
+    return isinstance(x, ModuleType) and "-packages" in (getattr(x, "__file__", None) or "")
 
 
 def _package(kind: Any) -> str:

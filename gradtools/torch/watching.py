@@ -24,6 +24,7 @@ from gradtools.torch import trees
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_dual
 from gradtools.torch.state import Snapshot
+from gradtools.torch.trials import standing_in
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -220,9 +221,22 @@ class Substituted(TorchFunctionMode):
         self.others = {id(x): other for x, other in zip(captured, others, strict=True)}
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        other = lambda x: self.others.get(id(x), x)
-        args, kwargs = tree_map_only(Tensor, other, (args, kwargs or {}))
+        args, kwargs = self.within((args, kwargs or {}))
         return fun(*args, **kwargs)
+
+    def __enter__(self) -> Substituted:
+        self._functions = standing_in(lambda kind, beneath, args: beneath(*self.within(args)))
+        self._functions.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+
+    def within(self, tree: Any) -> Any:
+        """A tree of the others."""
+        return tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
 
 
 def captured_error(forward: Watched, what: Any) -> GradtoolsError:

@@ -1,0 +1,182 @@
+"""What is computed again: programs that PyTorch's own checkpoint runs, against the plain call."""
+
+import collections
+import time
+import weakref
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools.torch.state import Snapshot
+
+Tensor = torch.Tensor
+
+
+def _numbers(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+class _Makes(collections.OrderedDict):
+    """Holds classes and gives out instances, as transformers' table of activations does."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+class _Pretends(collections.OrderedDict):
+    """Has keys that it does not hold, as transformers' lazy tables of models do."""
+
+    def __iter__(self):
+        return iter(["absent"])
+
+    def __getitem__(self, key):
+        raise ValueError(key)
+
+
+def test_a_dict_of_its_own_class_holds_afterwards_what_it_held():
+    table, lazy, count = _Makes(tanh=torch.nn.Tanh), _Pretends(), [0]
+
+    def f(x):
+        count[0] += 1
+        assert lazy is not None
+        return table["tanh"](x)
+
+    x = _numbers(3).requires_grad_()
+    gt.checkpoint(f)(x).sum().backward()
+    assert dict.__getitem__(table, "tanh") is torch.nn.Tanh
+    assert count == [1]
+    torch.testing.assert_close(x.grad, 1 - x.detach().tanh() ** 2)
+
+
+def test_the_order_of_an_ordered_dict_is_put_back():
+    table = collections.OrderedDict(a=1, b=2)
+    start = Snapshot.of([lambda: table], [])
+    table.move_to_end("a")
+    assert not start.reached.stands()
+    start.restore()
+    assert list(table) == ["a", "b"]
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 2 * ctx.saved_tensors[0] * ct
+
+
+def _in_a_checkpoint_inside(remade, x, h):
+    outer = lambda x: remade(lambda q: torch.tanh(q @ h))(x.sin()) @ h
+    return remade(outer)(x).sum()
+
+
+def _given_to_a_checkpoint_inside(remade, x, h):
+    outer = lambda x: remade(lambda q, h: q @ h)(x.sin(), h)
+    return remade(outer)(x).cos().sum()
+
+
+def _into_a_function_of_custom_code(remade, x, h):
+    return remade(lambda x: x @ _Square.apply(h))(x).cos().sum()
+
+
+def _returned_as_it_is(remade, x, h):
+    y, again = remade(lambda x: (x @ h, h))(x)
+    return (y.cos() @ again).sum()
+
+
+def _kept_in_a_list(remade, x, h):
+    kept = []
+
+    def f(x):
+        y = torch.tanh(x @ h)
+        kept.append((y * x).mean())
+        return y
+
+    return remade(f)(x).sum() + kept[0]
+
+
+class _Result:
+    def __init__(self, y):
+        self.y = y
+
+
+def _in_an_object_of_its_own(remade, x, h):
+    return remade(lambda x: _Result(torch.tanh(x @ h)))(x).y.sum()
+
+
+def _a_module_keeps_its_latest_output(remade, x, h):
+    module = torch.nn.Tanh()
+    module.latest = None
+
+    def f(x):
+        module.latest = module(x @ h.detach())
+        return module.latest
+
+    run = remade(f)
+    run(x.detach().requires_grad_()).sum().backward()
+    return run(x).sum() + h.sum()
+
+
+def _attached_losses_are_listed(remade, x, h):
+    losses = []
+
+    def f(x):
+        losses.append((x * h.detach()).sum())
+        return torch.sin(x)
+
+    run = remade(f)
+    run(x.detach().requires_grad_()).sum().backward()
+    return run(x).sum() + h.sum()
+
+
+def _a_parameter_is_made_anew(remade, x, h):
+    return remade(lambda x: x @ torch.nn.Parameter(torch.ones(3, 3).double()) @ h)(x).cos().sum()
+
+
+def _memory_that_nobody_filled(remade, x, h):
+    return remade(lambda x: (torch.sin(x @ h), torch.rand(3).new_empty(9)))(x)[0].sum()
+
+
+def _the_time_is_an_output(remade, x, h):
+    return remade(
+        lambda x: (torch.sin(x @ h), torch.tensor(time.perf_counter(), dtype=torch.float64))
+    )(x)[0].sum()
+
+
+CASES = (
+    _in_a_checkpoint_inside,
+    _given_to_a_checkpoint_inside,
+    _into_a_function_of_custom_code,
+    _returned_as_it_is,
+    _kept_in_a_list,
+    _in_an_object_of_its_own,
+    _a_module_keeps_its_latest_output,
+    _attached_losses_are_listed,
+    _a_parameter_is_made_anew,
+    _memory_that_nobody_filled,
+    _the_time_is_an_output,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+def test_a_checkpoint_has_the_gradients_of_the_plain_call(case):
+    found = []
+    for remade in (lambda f: f, gt.checkpoint):
+        x = _numbers(3, 3, seed=1).requires_grad_()
+        w = _numbers(3, 3, seed=2).requires_grad_()
+        case(remade, 2 * x, torch.sin(w)).backward()
+        found.append((x.grad, w.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_captured_graph_is_let_go_of_with_the_call():
+    held = [_numbers(3, 3).requires_grad_().sin()]
+    run = gt.checkpoint(lambda x: x @ held[0])
+    run(_numbers(2, 3)).sum().backward()
+    captured = weakref.ref(held.pop())
+    assert captured() is None

@@ -10,9 +10,6 @@ FAILS_TODAY: dict[str, str] = {
         "retain=0 | retain=1 | verify | by four | checkpoint: "
         "state module buffers 2.running_mean: -0.13889 at 0 for -0.23981 at 0"
     ),
-    "gt.checkpoint inside of f": (
-        "frozen: chunked or frozen: a third derivative is taken of batch_norm in training"
-    ),
     "f switches the default device, and computes by it": (
         "frozen: raises RuntimeError: trying to pop from empty mode stack"
     ),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
+from gradtools.errors import GradtoolsError
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -180,3 +181,21 @@ def test_a_captured_graph_is_let_go_of_with_the_call():
     run(_numbers(2, 3)).sum().backward()
     captured = weakref.ref(held.pop())
     assert captured() is None
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2])
+def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(retain):
+    kept = []
+
+    def f(x):
+        kept.append((x * x).sum())
+        return x.sin()
+
+    x = _numbers(4, 3).requires_grad_()
+    loss = gt.chunked(f, 2, retain=retain)(x).sum() + sum(kept)
+    if retain:
+        with pytest.raises(GradtoolsError, match=r"kept aside .* Return it from f"):
+            loss.backward()
+        return
+    loss.backward()
+    torch.testing.assert_close(x.grad, x.detach().cos() + 2 * x.detach())

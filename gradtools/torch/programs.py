@@ -34,7 +34,7 @@ from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
 from gradtools.torch.state import Snapshot
 from gradtools.torch.terms import guarded_gradients
-from gradtools.torch.verifying import Verification, hook_count, kinds_of
+from gradtools.torch.verifying import Verification, hook_count, kinds_of, register_own_hook
 from gradtools.torch.watching import (
     REPLAYS,
     Captures,
@@ -135,6 +135,7 @@ class Forward(Program):
             self.shared += self.carry
             self.leaves = parameters_of(self.start)
         self.retained: dict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = {}
+        self.reading = [False]  # whether a graph that was kept is differentiated here
         self.originals: dict[int, dict[int, Tensor]] = {}  # of pieces that f changes in place
         self.verification = Verification.of(self, chunks.options.verify)
         self.is_again = False  # whether chunks are computed again
@@ -222,7 +223,8 @@ class Forward(Program):
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
-            check.compare(i, outs, seen, inputs, self.batches)
+            held = self.standing.reached.watched
+            check.compare(i, outs, seen, inputs, held, self.batches)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry]
@@ -304,6 +306,8 @@ class Forward(Program):
         for i in steps(self.chunks, self.count):
             began.append(_get_sequence_nr())
             xs = enter(rows[i])
+            if grad and kept and self.asked == "chunked":
+                _refuse_others(self.reading, *xs, *(own if i == 0 else ()))
             measured = i == 0 and kept > 0 and budget is not None
             with bytes_saved(self) if measured else nullcontext([0]) as size:
                 outs = self._one_keeping_originals(i, xs, own)
@@ -714,8 +718,13 @@ class Backward(_Derived):
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
         inputs += own
-        with self.explained():
-            grads = self.pulled(outs, [*inputs, *self.leaves], cts, len(inputs), keep, False)
+        reading = self.forward.reading
+        reading[0] = True
+        try:
+            with self.explained():
+                grads = self.pulled(outs, [*inputs, *self.leaves], cts, len(inputs), keep, False)
+        finally:
+            reading[0] = False
         had, left = set(retained), iter(grads)
         for i in retained:
             found[i] = [next(left) for _ in range(self.widths[i])]
@@ -1044,6 +1053,22 @@ def _entered(xs: Entries) -> list[Any]:
     """The same numbers, in the graph that they are in, or as leaves of a graph of their own."""
     plain = lambda x: x.requires_grad and x.layout is torch.strided and not is_dual(x)
     return [x.view_as(x) if plain(x) else alias_of(x) for x in xs]
+
+
+def _refuse_others(reading: list[bool], *xs: Any) -> None:
+    """Has whoever else differentiates a graph that begins at xs be told that it ends there."""
+
+    def refuse(ct: Tensor) -> None:
+        if not reading[0]:
+            raise GradtoolsError(
+                "chunked: what f kept aside (in an attribute, a list, a hook) is differentiated, "
+                "and of its gradient the part of an argument would be lost. Return it from f, "
+                "detach it, or use retain=0."
+            )
+
+    for x in xs:
+        if isinstance(x, Tensor) and x.requires_grad:
+            register_own_hook(x, refuse)
 
 
 def _views(xs: Entries) -> list[Any]:

@@ -105,12 +105,11 @@ class Verification:
         self.batches, self.modules[i] = batches, modules
         self.outs[i] = self._figures(_differentiated(outs))
 
-    def compare(
-        self, i: int, outs: Sequence[Any], modules: Any, own: Sequence[Any] | None, batches: Any
-    ) -> None:
+    def compare(self, i: int, outs: Any, modules: Any, own: Any, held: Any, batches: Any) -> None:
         """Raises if chunk i, computed again, is another one.
 
         own: The inputs of its graph, where that is to be compared as well.
+        held: The tensors that stand behind f outside of the replay, with their names.
         """
         if batches != self.batches:
             return  # a batch is computed where one was alone before
@@ -119,7 +118,7 @@ class Verification:
         if self.exact and not self._same_modules(self.modules[i], modules):
             raise self._other(i, self._where(i, modules))
         if own is not None and torch.is_grad_enabled() and i in self.leaves:
-            self._compare_leaves(i, outs, own)
+            self._compare_leaves(i, outs, own, held)
 
     # --- numbers
 
@@ -163,7 +162,7 @@ class Verification:
 
     # --- graphs
 
-    def _compare_leaves(self, i: int, outs: Sequence[Any], own: Sequence[Any]) -> None:
+    def _compare_leaves(self, i: int, outs: Any, own: Any, held: Any) -> None:
         ends = {id(x) for x in own}
         stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
         nodes = list(nodes_of([y for y in outs if isinstance(y, Tensor)], stop))
@@ -178,7 +177,7 @@ class Verification:
             if self.reached.comparable and not self.is_compiled:
                 self._compare_nodes(i, kinds_of(nodes))
             return
-        names = {id(x): name for x, name in self.reached.watched}
+        names = {id(x): name for x, name in (*self.reached.watched, *held)}
         others = [x for k, x in {**first, **found}.items() if (k in first) != (k in found)]
         # A leaf that f makes anew is another one each time.
         lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
@@ -215,6 +214,12 @@ def _differentiated(outs: Sequence[Any]) -> Sequence[Any]:
     """Those on which the gradient depends, where it is seen; what a clock says does not matter."""
     found = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
     return found or outs
+
+
+def register_own_hook(x: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """As x.register_hook, that is not counted."""
+    x.register_hook(hook)
+    _OWN_HOOKS[0] += 1
 
 
 def hook_count() -> int:

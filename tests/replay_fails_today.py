@@ -22,7 +22,6 @@ FAILS_TODAY: dict[str, str] = {
     "another thread draws numbers while a chunk is computed again": (
         "by four | checkpoint: found[0]: 0.26983 at 1 for 0.48196 at 1"
     ),
-    "a compiled module inside of f": ("retain=0: process distributions: False for True"),
     "an adapter that merges itself into the frozen layer for the call": (
         "frozen: grads[0]: -45.313 for -27.515"
     ),

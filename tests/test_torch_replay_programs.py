@@ -17,14 +17,15 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import replay_programs  # noqa: F401 - fills the table
 import torch
-import torch._dynamo  # torch.autograd.grad imports parts of it, and with them come warnings
 from replay_worlds import EITHER, PROGRAMS, REFUSED, RIGHT, VERSIONS, Program, Run, Way, World
+from torch import nn
 
 from gradtools import GradtoolsError
 
@@ -46,6 +47,7 @@ class Verdict:
 
 def judge(program: Program, way: Way) -> Verdict:
     """Runs a program both ways."""
+    _warmed()
     notes: dict[str, Any] = {}
     try:
         found = _run(program, Run(way, False, notes))
@@ -66,6 +68,13 @@ def judge(program: Program, way: Way) -> Verdict:
         return Verdict("wrong", f"gives numbers where the plain program raises {str(error)[:200]}")
     difference = differs(found, expected)
     return Verdict("wrong", difference) if difference else Verdict(RIGHT)
+
+
+@cache
+def _warmed() -> None:
+    """What PyTorch changes in the process once: with dynamo come filters of warnings and others."""
+    torch.compile(lambda x: torch.distributions.Normal(x, 1.0).mean, backend="eager")(torch.ones(1))
+    torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1)).sum().backward()
 
 
 def _run(program: Program, run: Run) -> dict[str, Any]:

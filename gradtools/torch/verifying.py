@@ -53,6 +53,7 @@ class Verification:
         self.asked, self.reached = forward.asked, forward.start.reached
         self.way, self.exact, self.f = way, exact, forward.chunks.f
         self.is_compiled = _is_compiled(forward)  # and would be compiled anew for a hook
+        self.places: dict[int, list[int]] = {}  # among a chunk's outputs, of what is compared
         self.outs: dict[int, list[Figures]] = {}
         self.modules: dict[int, list[tuple[torch.nn.Module, list[Figures]]]] = {}
         self.leaves: dict[int, dict[int, Tensor]] = {}
@@ -103,7 +104,8 @@ class Verification:
     def keep(self, i: int, outs: Sequence[Any], modules: Any, batches: Any) -> None:
         """What the first pass gave at chunk i. batches: Of vmap, that it ran under."""
         self.batches, self.modules[i] = batches, modules
-        self.outs[i] = self._figures(_differentiated(outs))
+        self.places[i] = _differentiated(outs)
+        self.outs[i] = self._figures([outs[k] for k in self.places[i]])
 
     def compare(self, i: int, outs: Any, modules: Any, own: Any, held: Any, batches: Any) -> None:
         """Raises if chunk i, computed again, is another one.
@@ -113,7 +115,7 @@ class Verification:
         """
         if batches != self.batches:
             return  # a batch is computed where one was alone before
-        if not self._same(self.outs[i], self._figures(_differentiated(outs))):
+        if not self._same(self.outs[i], self._figures([outs[k] for k in self.places[i]])):
             raise self._other(i, self._where(i, modules))
         if self.exact and not self._same_modules(self.modules[i], modules):
             raise self._other(i, self._where(i, modules))
@@ -210,10 +212,10 @@ def _shapes(xs: list[Tensor]) -> list[tuple[Any, ...]]:
     return sorted((tuple(x.shape), str(x.dtype)) for x in xs)
 
 
-def _differentiated(outs: Sequence[Any]) -> Sequence[Any]:
-    """Those on which the gradient depends, where it is seen; what a clock says does not matter."""
-    found = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-    return found or outs
+def _differentiated(outs: Sequence[Any]) -> list[int]:
+    """The places of those on which the gradient depends; what a clock says does not matter."""
+    found = [k for k, y in enumerate(outs) if isinstance(y, Tensor) and y.requires_grad]
+    return found or list(range(len(outs)))
 
 
 def register_own_hook(x: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -199,3 +199,18 @@ def test_what_chunks_keep_aside_has_its_gradient_or_is_refused(retain):
         return
     loss.backward()
     torch.testing.assert_close(x.grad, x.detach().cos() + 2 * x.detach())
+
+
+class Marked(torch.Tensor):
+    """A subclass, whose backward() runs with __torch_function__ switched off."""
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_subclass_is_computed_again_as_one(cast):
+    x = torch.linspace(0, 1, 3).as_subclass(Marked).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        y = gt.checkpoint(lambda x: x.sin() * x)(x).sum()
+    y.backward()
+    expected = torch.linspace(0, 1, 3).requires_grad_()
+    (expected.sin() * expected).sum().backward()
+    torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), expected.grad)

@@ -50,7 +50,7 @@ from gradtools.torch.recording.unseen import _rule_of as rule_of
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_inexact
 from gradtools.torch.watching import mark as mark_of_running
-from gradtools.torch.watching import marked
+from gradtools.torch.watching import marked, recorded
 
 Tensor = torch.Tensor
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
@@ -166,14 +166,14 @@ def _differentiated(
 
 
 def _execute(run: Any, xs: Sequence[Any]) -> list[Any]:
-    with marked(""):
+    with marked(""), recorded():
         return list(run(xs))
 
 
 def _execute_backward(
     outs: Sequence[Tensor], leaves: Sequence[Tensor], cts: Sequence[Tensor], again: bool
 ) -> Sequence[Tensor | None]:
-    with marked(""):
+    with marked(""), recorded():
         return torch.autograd.grad(
             outs, leaves, cts, create_graph=again, retain_graph=True, allow_unused=True
         )

@@ -25,6 +25,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch import trees
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.rules import is_dual
+from gradtools.torch.watching import is_recorded
 
 if TYPE_CHECKING:
     from gradtools.torch.programs import Forward
@@ -63,7 +64,7 @@ class Verification:
     @classmethod
     def of(cls, forward: Forward, exact: bool | None) -> Verification | None:
         """That of a call; None where it need not be verified again, or never (exact=False)."""
-        if exact is False or not forward.modes.grad:
+        if exact is False or not forward.modes.grad or is_recorded():
             return None
         if exact:
             return cls(forward, None, forward.compares_bits)
@@ -198,6 +199,8 @@ class Verification:
 
     def _compare_nodes(self, i: int, found: Counter[str]) -> None:
         """Of the same leaves and numbers there may still be less of a graph."""
+        if any(kind.startswith("CompiledFunction") for kind in (*self.kinds[i], *found)):
+            return  # f is compiled where it is called from compiled code, and not in its backward
         other = (self.kinds[i] - found) + (found - self.kinds[i])
         if other:
             kind = min(other)

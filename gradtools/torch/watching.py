@@ -79,6 +79,22 @@ def mark() -> str:
 
 
 @contextmanager
+def recorded() -> Iterator[None]:
+    """Inside, each operation is written down, and nothing runs that is not asked for."""
+    before = is_recorded()
+    _here.recorded = True
+    try:
+        yield
+    finally:
+        _here.recorded = before
+
+
+def is_recorded() -> bool:
+    """Whether this thread's operations are written down."""
+    return getattr(_here, "recorded", False)
+
+
+@contextmanager
 def plainly() -> Iterator[None]:
     """Inside, what would be computed again is kept, as by the plain loop: f is written down."""
     before = is_plain()

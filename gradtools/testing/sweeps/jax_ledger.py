@@ -15,6 +15,7 @@ from gradtools.testing.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, Known
 from gradtools.testing.sweeps.jax_programs import WRITTEN_FOR
 
 _LOOP = "a loop of unknown length has no reverse mode"
+_ALONE = f"{_LOOP}, so there is nothing to hold frozen's, by columns of forward mode, against"
 _RAGGED = "the transpose of the transpose of a ragged product is not implemented"
 _SHAPE = "the derivative to the shape a has no derivative of its own"
 _TRACER = "a custom rule inside expn closes over a tracer, so it has no second derivative"
@@ -59,6 +60,7 @@ LEDGER: tuple[Known, ...] = (
         )
     ),
     _none("lax.linalg.qdwh", _LOOP),
+    Known("lax.linalg.qdwh", "frozen, second order", LEFT_OUT, _ALONE),
     Known("lax.linalg.qdwh", "rule by*", REFUSED, _LOOP, whole=True),
     _none("lax.pmax", "no derivative"),
     _none("lax.pmin", "no derivative"),
@@ -116,7 +118,8 @@ LEDGER: tuple[Known, ...] = (
     Known("lax.dce_sink", "checkpoint*", RAISED, "jax.checkpoint takes no effects", whole=True),
     Known("lax.stage", "rule by jvp*", RAISED, _STAGED, whole=True),
     Known("lax.while_loop", "*vjp", RAISED, _LOOP),
-    *_second("lax.while_loop", _LOOP),
+    *(x for x in _second("lax.while_loop", _LOOP) if "second order" not in x.way),
+    Known("lax.while_loop", "frozen, second order", LEFT_OUT, _ALONE),
     Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "chunked", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),

@@ -24,6 +24,7 @@ from gradtools.torch.recording.recorder import Recorder, Replace
 from gradtools.torch.recording.unseen import watching
 from gradtools.torch.rules import is_inexact
 from gradtools.torch.state import Snapshot
+from gradtools.torch.watching import recorded
 
 Tensor = torch.Tensor
 _ONE = threading.RLock()  # what is watched while a run is recorded belongs to the process
@@ -121,7 +122,8 @@ def recording() -> Iterator[None]:
     """Inside, this thread records a run, and `watchable` says that no other may be."""
     _here.recording = True
     try:
-        yield
+        with recorded():
+            yield
     finally:
         _here.recording = False
 

@@ -44,6 +44,7 @@ from gradtools.torch.watching import (
     check_cached,
     check_modules,
     edge_error,
+    is_recorded,
     is_replaying,
     is_wrapped,
     marked,
@@ -299,7 +300,8 @@ class Forward(Program):
         given = [x for x in (*flattened(rows), *shared, *self._given()) if not x.is_inference()]
         versions = [x._version for x in given]
         # What f keeps aside may reach the loss, through a graph that is used for nothing else.
-        enter = _entered if grad and not (kept or self.beneath) else _aliases if grad else list
+        apart = kept or self.beneath or is_recorded()
+        enter = _entered if grad and not apart else _aliases if grad else list
         own, found = enter(shared), []
         leaves: dict[int, Tensor] = {}
         began: list[int] = []

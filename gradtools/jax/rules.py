@@ -876,7 +876,9 @@ def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], 
     over is dead by then. So what it closes over becomes an input.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*examples)
-    jaxpr, treedef = closed.jaxpr, jax.tree.structure(shapes)  # the closed one would hold consts
+    treedef = jax.tree.structure(shapes)
+    # Without consts, which the closed one holds, and from JAX 0.12 on the open one as well.
+    jaxpr = closed.jaxpr.replace(constvars=closed.jaxpr.constvars)
 
     def hoisted(consts: Sequence[Any], *args: Any) -> Any:
         flat = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))

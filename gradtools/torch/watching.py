@@ -79,14 +79,20 @@ def mark() -> str:
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
-    """Inside, each operation is written down, and nothing runs that is not asked for."""
-    before = is_recorded()
-    _here.recorded = True
+def _noted(name: str) -> Iterator[None]:
+    before = getattr(_here, name, False)
+    setattr(_here, name, True)
     try:
         yield
     finally:
-        _here.recorded = before
+        setattr(_here, name, before)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Inside, each operation is written down, and nothing runs that is not asked for."""
+    with _noted("recorded"):
+        yield
 
 
 def is_recorded() -> bool:
@@ -97,12 +103,8 @@ def is_recorded() -> bool:
 @contextmanager
 def plainly() -> Iterator[None]:
     """Inside, what would be computed again is kept, as by the plain loop: f is written down."""
-    before = is_plain()
-    _here.plain = True
-    try:
+    with _noted("plain"):
         yield
-    finally:
-        _here.plain = before
 
 
 def is_plain() -> bool:

@@ -210,7 +210,7 @@ def decoder_weights(gt):
 
 def some_codes(weights, gt, count):
     """The codes of the first digits, and the same under noise: two arrays (count, GROUP, CODE)."""
-    images = gt.asarray(load_digits().data[: count * GROUP] / 16)
+    images = gt.asarray(load_digits(return_X_y=True)[0][: count * GROUP] / 16)
     codes = gt.to_numpy(encoder(gt, weights, images)).reshape(count, GROUP, CODE)
     return codes, codes + np.random.default_rng(2).normal(scale=NOISE, size=codes.shape)
 

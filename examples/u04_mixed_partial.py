@@ -21,7 +21,7 @@ def show(gt, backend):
     y = gt.asarray(rng.normal(size=WIDTH))
     f = lambda y, g: gt.xp.mean(gt.xp.tanh(g @ y) ** 2)
 
-    bytes_of, results = {}, {}
+    bytes_of, results, weights = {}, {}, None
     for depth in DEPTHS:
         weights = gt.asarray(rng.normal(size=(depth, WIDTH, WIDTH)) / WIDTH**0.5)
 

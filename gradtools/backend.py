@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from gradtools.host import KernelCall
 from gradtools.rules import Rule
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from gradtools.seeing.program import Program
 
 Array = Any
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound=Any)  # so bound, a lambda's own parameter may be anything for a checker
 Fun = Callable[..., tuple[list[Array], list[Array]]]
 
 

@@ -23,7 +23,7 @@ from functools import cached_property
 from operator import is_
 from typing import Any, Literal
 
-from gradtools.backend import Array, Backend, Operators
+from gradtools.backend import Array, Backend, Operators, P, R
 from gradtools.batches import Batch, shared_unless_named
 from gradtools.calls import as_array, describe, is_numeric, normalized_argnums, with_article
 from gradtools.errors import GradtoolsError
@@ -38,7 +38,7 @@ class Chunking(Operators):
 
     def chunked(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, R],
         chunk_size: int,
         in_axes: Any = 0,
         out_axes: Any = 0,
@@ -49,7 +49,7 @@ class Chunking(Operators):
         memory_budget: int | None = None,
         verify: bool | None = None,
         progress: bool = False,
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, R]:
         """f over a batch, chunk by chunk, at the memory of one chunk's graph.
 
         The value is that of the loop `concat(f(chunk) for chunk in batch)`, and so is every
@@ -156,14 +156,14 @@ class Chunking(Operators):
 
     def microbatched(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, R],
         chunk_size: int,
         argnums: Argnums = 0,
         in_axes: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         weights: Any = None,
         verify: bool | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, tuple[R, Any]]:
         """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
 
         With W_c the weight of chunk c, by default its number of examples, and f_c its mean,

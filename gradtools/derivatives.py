@@ -11,15 +11,16 @@ J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, TypeVar, overload
 
-from gradtools.backend import Array, Backend, Evaluation, Fun, Operators
+from gradtools.backend import Array, Backend, Evaluation, Fun, Operators, P, R, T
 from gradtools.batches import Batch, shared_unless_named
 from gradtools.blocks import blocks
 from gradtools.calls import Call, describe, normalized_argnums, with_article
 from gradtools.connection import Connection, refuse_cut
 from gradtools.errors import GradtoolsError
 
+A = TypeVar("A")
 Argnums = int | Sequence[int]
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
 JacobianMode = Literal["auto", "forward", "reverse"]
@@ -33,13 +34,37 @@ _HVP_MODES = ("auto", "forward_over_reverse", "reverse_over_reverse")
 class Derivatives(Operators):
     """The operators that differentiate."""
 
+    @overload
     def grad(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, Any],
+        argnums: Argnums,
+        has_aux: bool = False,
+        disconnected_inputs: Disconnected = "raise",
+    ) -> Callable[P, Any]: ...
+    @overload
+    def grad(
+        self,
+        f: Callable[Concatenate[T, P], Any],
+        *,
+        has_aux: Literal[False] = False,
+        disconnected_inputs: Disconnected = "raise",
+    ) -> Callable[Concatenate[T, P], T]: ...
+    @overload
+    def grad(
+        self,
+        f: Callable[Concatenate[T, P], tuple[Any, A]],
+        *,
+        has_aux: Literal[True],
+        disconnected_inputs: Disconnected = "raise",
+    ) -> Callable[Concatenate[T, P], tuple[T, A]]: ...
+    def grad(
+        self,
+        f: Any,
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
-    ) -> Callable[..., Any]:
+    ) -> Any:
         """The gradient function of a real scalar f: J^H 1.
 
         f is evaluated once. Nothing but f's own effects remains: no `.grad` is touched. In JAX f
@@ -76,13 +101,37 @@ class Derivatives(Operators):
 
         return _named("grad", f, gradient)
 
+    @overload
     def value_and_grad(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, R],
+        argnums: Argnums,
+        has_aux: bool = False,
+        disconnected_inputs: Disconnected = "raise",
+    ) -> Callable[P, tuple[R, Any]]: ...
+    @overload
+    def value_and_grad(
+        self,
+        f: Callable[Concatenate[T, P], R],
+        *,
+        has_aux: Literal[False] = False,
+        disconnected_inputs: Disconnected = "raise",
+    ) -> Callable[Concatenate[T, P], tuple[R, T]]: ...
+    @overload
+    def value_and_grad(
+        self,
+        f: Callable[Concatenate[T, P], tuple[R, A]],
+        *,
+        has_aux: Literal[True],
+        disconnected_inputs: Disconnected = "raise",
+    ) -> Callable[Concatenate[T, P], tuple[tuple[R, A], T]]: ...
+    def value_and_grad(
+        self,
+        f: Any,
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
-    ) -> Callable[..., Any]:
+    ) -> Any:
         """The value and the gradient of a real scalar f, from one evaluation.
 
         Args:
@@ -112,8 +161,8 @@ class Derivatives(Operators):
         return _named("value_and_grad", f, value_and_gradient)
 
     def minimax_value_and_grad(
-        self, f: Callable[..., Any], minimize: Argnums, maximize: Argnums
-    ) -> Callable[..., Any]:
+        self, f: Callable[P, R], minimize: Argnums, maximize: Argnums
+    ) -> Callable[P, tuple[R, tuple[Any, ...]]]:
         """The value, and for every player the direction from which it descends.
 
         One evaluation serves the players that minimise f and those that maximise it: the
@@ -153,6 +202,14 @@ class Derivatives(Operators):
 
         return _named("minimax_value_and_grad", f, value_and_directions)
 
+    @overload
+    def vjp(
+        self, f: Callable[P, R], *primals: Any, has_aux: Literal[False] = False
+    ) -> tuple[R, Callable[[Any], tuple[Any, ...]]]: ...
+    @overload
+    def vjp(
+        self, f: Callable[P, tuple[R, A]], *primals: Any, has_aux: Literal[True]
+    ) -> tuple[R, Callable[[Any], tuple[Any, ...]], A]: ...
     def vjp(self, f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         """The value of f and its pullback c -> J^H c, from one evaluation.
 
@@ -192,6 +249,22 @@ class Derivatives(Operators):
 
         return (out, pullback, aux) if has_aux else (out, pullback)
 
+    @overload
+    def jvp(
+        self,
+        f: Callable[P, R],
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        has_aux: Literal[False] = False,
+    ) -> tuple[R, R]: ...
+    @overload
+    def jvp(
+        self,
+        f: Callable[P, tuple[R, A]],
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        has_aux: Literal[True],
+    ) -> tuple[R, R, A]: ...
     def jvp(
         self,
         f: Callable[..., Any],
@@ -238,7 +311,7 @@ class Derivatives(Operators):
         tangent_out = call.tangent_output(pushed)
         return (out, tangent_out, aux) if has_aux else (out, tangent_out)
 
-    def linearize(self, f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+    def linearize(self, f: Callable[P, R], *primals: Any) -> tuple[R, Callable[..., R]]:
         """The value of f and its pushforward t -> J t, from one evaluation.
 
         Args:
@@ -273,11 +346,11 @@ class Derivatives(Operators):
 
     def jacobian(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, Any],
         argnums: Argnums = 0,
         mode: JacobianMode = "auto",
         chunk_size: int | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, Any]:
         """The Jacobian of f: every output entry by every input entry.
 
         Args:
@@ -315,7 +388,7 @@ class Derivatives(Operators):
 
     def hvp(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, Any],
         primals: Sequence[Any],
         tangents: Sequence[Any],
         mode: HvpMode = "auto",
@@ -362,7 +435,7 @@ class Derivatives(Operators):
             grads, products = found.outs, self._filled(call, found.pullback(moving))
         return call.to_trees(grads), call.to_trees(products)
 
-    def hessian(self, f: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+    def hessian(self, f: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
         """The Hessian of a real scalar f of real arguments.
 
         Args:
@@ -399,11 +472,11 @@ class Derivatives(Operators):
 
     def per_example_grad(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, Any],
         argnums: Argnums = 0,
         in_axes: Any = None,
         chunk_size: int | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, Any]:
         """One gradient for each example of a batch.
 
         Args:
@@ -440,7 +513,7 @@ class Derivatives(Operators):
         return _named("per_example_grad", f, per_example)
 
     def mixed_partial(
-        self, f: Callable[..., Any], G: Callable[..., Any], y: Any, z: Any, u: Any
+        self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
     ) -> Any:
         """(d/dy) <u, (d/dz) f(y, G(z))>, with one forward-mode pass through G and no graph of it.
 

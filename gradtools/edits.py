@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from gradtools.backend import Array, Backend, Operators
+from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.calls import as_array, describe, is_numeric
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
@@ -146,7 +146,7 @@ class Edits(Operators):
         # Dynamo takes the rule that this returns as a constant.
         self._clip_rule = backend.constant_result(lru_cache(partial(clip_rule, backend)))
 
-    def reverse_gradient(self, x: Any, scale: Any = 1.0) -> Any:
+    def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
         """The identity whose derivative is times `-scale`: y = x, dy = -scale dx.
 
         Linear, so it works in forward and reverse mode, at every order and in every mix. At
@@ -173,7 +173,7 @@ class Edits(Operators):
         """
         return self._scaled("reverse_gradient", x, scale, -1)
 
-    def scale_gradient(self, x: Any, scale: Any) -> Any:
+    def scale_gradient(self, x: T, scale: Any) -> T:
         """The identity whose derivative is times `scale`: y = x, dy = scale dx.
 
         Args:
@@ -207,7 +207,7 @@ class Edits(Operators):
 
         return _map_inexact(backend, one, x)
 
-    def stop_gradient(self, x: Any) -> Any:
+    def stop_gradient(self, x: T) -> T:
         """The identity without a derivative: y = x, dy = 0, in both modes.
 
         Args:
@@ -223,7 +223,7 @@ class Edits(Operators):
         """
         return _map_inexact(self._backend, lambda leaf, path: self._backend.stop_gradient(leaf), x)
 
-    def clip_gradient(self, x: Any, max_norm: Any = None, max_value: Any = None) -> Any:
+    def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
         """The identity whose cotangent is clipped: by modulus first, then by the global norm.
 
         Each entry c becomes c min(1, max_value / |c|); then all leaves together are multiplied
@@ -274,7 +274,7 @@ class Edits(Operators):
 
         return _edit_jointly(backend, edit, x)
 
-    def transform_gradient(self, x: Any, fn: Callable[[Any], Any]) -> Any:
+    def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
         """The identity whose cotangent becomes `fn(cotangent)`. Reverse mode only.
 
         Args:
@@ -321,7 +321,7 @@ class Edits(Operators):
         )
         return _edit_jointly(backend, lambda found: backend.apply_rule(rule, *found), x)
 
-    def known_gradient(self, x: Any, dx: Any) -> Any:
+    def known_gradient(self, x: T, dx: Any) -> T:
         """The identity whose cotangent becomes `dx`, whatever comes in (Theano's known_grads).
 
         If x reaches the output by data flow, its gradient is dx, also where the incoming
@@ -362,8 +362,8 @@ class Edits(Operators):
         return backend.unflatten(treedef, edited)
 
     def straight_through(
-        self, f: Callable[..., Any], surrogate: Callable[..., Any] | None = None
-    ) -> Callable[..., Any]:
+        self, f: Callable[P, R], surrogate: Callable[..., Any] | None = None
+    ) -> Callable[P, R]:
         """A function with the value of `f`, exactly, and the derivative of `surrogate`.
 
         The derivative is right in both modes and at every order; f itself is never

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradtools.backend import Operators
+from gradtools.backend import Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import with_article
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
@@ -33,10 +33,10 @@ class Freezing(Operators):
 
     def frozen(
         self,
-        G: Callable[..., Any],
+        G: Callable[P, R],
         memory_budget: int | None = None,
         verify: bool | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, R]:
         """A drop-in for G whose second derivatives store no graph of G.
 
         For gradients with respect to many z_i through a large pretrained G that feed a further

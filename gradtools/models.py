@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradtools.backend import Operators
+import numpy as np
+
+from gradtools.backend import Operators, P, R
 from gradtools.calls import with_article
 from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
@@ -150,7 +152,7 @@ class Models(Operators):
         """
         return self._backend.asarray(x)
 
-    def to_numpy(self, x: Array) -> Any:
+    def to_numpy(self, x: Array) -> np.ndarray:
         """One array as a NumPy array, a copy without gradient.
 
         Args:
@@ -214,7 +216,7 @@ class Models(Operators):
         """
         return self._backend.split(key, n)
 
-    def vmap(self, f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable:
+    def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
         """The function f, written for one example, mapped over a batch axis.
 
         The framework's own: ``torch.func.vmap`` (whose random operations then differ from
@@ -239,7 +241,7 @@ class Models(Operators):
         _check_function("vmap", f)
         return self._backend.vmap(f, in_axes, out_axes)
 
-    def checkpoint(self, f: Callable[..., Any], verify: bool | None = None) -> Callable:
+    def checkpoint(self, f: Callable[P, R], verify: bool | None = None) -> Callable[P, R]:
         """The function f, whose intermediate results are computed again in the backward pass.
 
         It trades one more forward pass of f for the memory of its graph. PyTorch: f is computed
@@ -267,7 +269,7 @@ class Models(Operators):
         _check_function("checkpoint", f)
         return self._backend.checkpoint(f, Options(0, verify=verify))
 
-    def compile(self, f: Callable[..., Any], **options: Any) -> Callable:
+    def compile(self, f: Callable[P, R], **options: Any) -> Callable[P, R]:
         """The function f, compiled at its first call: ``torch.compile`` or ``jax.jit``.
 
         Args:

@@ -38,8 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not wanted:
         raise pytest.UsageError("no backend to test: install torch or jax, or change the option")
     if "jax" in wanted:
+        from xla_defaults import compile_quickly, keep_compiled
+
+        keep_compiled(config.rootpath / ".pytest_cache" / "jax")
         import jax
-        from xla_defaults import compile_quickly
 
         compile_quickly()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 DEFAULTS: dict[str, Any] = {"xla_backend_optimization_level": 3}
@@ -20,6 +21,16 @@ QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if version("jaxlib").split(".")[:2] == ["0", "10"]:
     DEFAULTS["xla_cpu_use_fusion_emitters"] = True
     QUICK["xla_cpu_use_fusion_emitters"] = False
+
+
+def keep_compiled(folder: Path) -> None:
+    """Programs compiled once are there for every worker, subprocess and later run.
+
+    Read before JAX is imported; what is set already is stronger.
+    """
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def compile_quickly() -> None:

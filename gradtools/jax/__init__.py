@@ -1,7 +1,12 @@
 """gradtools for JAX: `import gradtools.jax as gt`."""
 
+from typing import TYPE_CHECKING
+
 from gradtools.api import Api
 from gradtools.jax.backend import JaxBackend
+
+if TYPE_CHECKING:
+    import jax.numpy as xp
 
 _api = Api(JaxBackend())
 
@@ -99,10 +104,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name == "xp":  # looked up when asked for: an import of gradtools stays light
-        return _api.xp
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
+
+    def __getattr__(name: str) -> object:
+        if name == "xp":  # looked up when asked for: an import of gradtools stays light
+            return _api.xp
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

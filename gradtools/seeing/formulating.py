@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.backend import Backend, Operators
+from gradtools.backend import Backend, Operators, P
 from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing.formula import Formula, derive
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
@@ -33,7 +33,7 @@ class Formulating(Operators):
 
     def formula(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, Any],
         *args: Any,
         order: int = 1,
         wrt: int | tuple[int, ...] = 0,

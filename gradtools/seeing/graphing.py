@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradtools.backend import Operators
+from gradtools.backend import Operators, P
 from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing import difference
 from gradtools.seeing.difference import GraphDifference
@@ -21,7 +21,7 @@ class Graphing(Operators):
 
     def gradient_graph(
         self,
-        f: Callable[..., Any],
+        f: Callable[P, Any],
         *args: Any,
         order: int = 1,
         wrt: int | tuple[int, ...] = 0,

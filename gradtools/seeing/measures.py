@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.backend import Operators
+from gradtools.backend import Operators, P
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 
@@ -98,7 +98,7 @@ def _time(seconds: float) -> str:
 class Measures(Operators):
     """The operator that says what a call costs."""
 
-    def measure(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
+    def measure(self, f: Callable[P, Any], *args: Any, **kwargs: Any) -> Measurement:
         """What the call ``f(*args, **kwargs)`` costs.
 
         It is the call as it stands that is measured: of a loss its value, of ``gt.grad(loss)``

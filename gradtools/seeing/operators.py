@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gradtools
-from gradtools.backend import Operators
+from gradtools.backend import Operators, P, R
 from gradtools.errors import GradtoolsError, GradtoolsWarning, place_of
 from gradtools.seeing.doctor import diagnosed, differentiated, moved, unreached
 from gradtools.seeing.flow import dependence_matrix
@@ -22,7 +22,7 @@ from gradtools.seeing.report import DependenceTable, Report
 class Seeing(Operators):
     """The operators that say what differentiation does, bound to one backend."""
 
-    def dependence(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> DependenceTable:
+    def dependence(self, f: Callable[P, Any], *args: Any, **kwargs: Any) -> DependenceTable:
         """How each output leaf of f depends on each input leaf.
 
         - ``differentiable``: a derivative flows, whatever its value is at these arguments.
@@ -70,7 +70,7 @@ class Seeing(Operators):
         return DependenceTable(tuple(program.out_names), tuple(program.names), matrix)
 
     def why_zero(
-        self, f: Callable[..., Any], *args: Any, wrt: int | tuple[int, ...] = 0, **kwargs: Any
+        self, f: Callable[P, Any], *args: Any, wrt: int | tuple[int, ...] = 0, **kwargs: Any
     ) -> Report:
         """Every place at which the gradient of f's output to an argument is lost.
 
@@ -119,8 +119,8 @@ class Seeing(Operators):
         return Report(tuple(findings), tuple(program.names[k] for k in program.wrt), depends)
 
     def guard_gradients(
-        self, f: Callable[..., Any], argnums: int | tuple[int, ...] = 0
-    ) -> Callable[..., Any]:
+        self, f: Callable[P, R], argnums: int | tuple[int, ...] = 0
+    ) -> Callable[P, R]:
         """f, which on its first call checks that every differentiated leaf reaches its output.
 
         Leaves that do not are named in one `GradtoolsWarning`, with the line at which each is

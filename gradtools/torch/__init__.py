@@ -1,7 +1,13 @@
 """gradtools for PyTorch: `import gradtools.torch as gt`."""
 
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from gradtools.api import Api
 from gradtools.torch.backend import TorchBackend
+
+if TYPE_CHECKING:
+    xp: ModuleType  # array_api_compat.torch, which a checker cannot read
 
 _api = Api(TorchBackend())
 
@@ -99,10 +105,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name == "xp":  # looked up when asked for: an import of gradtools stays light
-        return _api.xp
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
+
+    def __getattr__(name: str) -> object:
+        if name == "xp":  # looked up when asked for: an import of gradtools stays light
+            return _api.xp
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

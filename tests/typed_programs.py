@@ -1,0 +1,69 @@
+"""What a type checker must know of gradtools' functions, and the mistakes that it must find.
+
+It is read by mypy and pyright, and never run. A line that ends with "wrong" is one on which both
+must report an error; on all others neither may.
+"""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import gradtools.jax as gj
+import gradtools.torch as gt
+
+x, z = torch.ones(3), jnp.ones(3)
+
+
+def loss(w: torch.Tensor, x: torch.Tensor, *, scaled: bool = False) -> torch.Tensor:
+    return (w * x).sum()
+
+
+def with_aux(w: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return w.sum(), 3
+
+
+def of_dict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return jnp.sum(params["w"] * x)
+
+
+# Edits give back what they took.
+assert_type(gt.reverse_gradient(x), torch.Tensor)
+assert_type(gt.stop_gradient({"a": x}), dict[str, torch.Tensor])
+assert_type(gj.clip_gradient(z, max_norm=1.0), jax.Array)
+
+# A gradient is of the type of what it is a gradient of.
+assert_type(gt.grad(loss)(x, x, scaled=True), torch.Tensor)
+assert_type(gj.grad(of_dict)({"w": z}, z), dict[str, jax.Array])
+assert_type(gt.value_and_grad(loss)(x, x), tuple[torch.Tensor, torch.Tensor])
+assert_type(gt.grad(with_aux, has_aux=True)(x), tuple[torch.Tensor, int])
+assert_type(
+    gt.value_and_grad(with_aux, has_aux=True)(x), tuple[tuple[torch.Tensor, int], torch.Tensor]
+)
+assert_type(gt.jvp(loss, (x, x), (x, x)), tuple[torch.Tensor, torch.Tensor])
+assert_type(gt.vjp(loss, x, x)[0], torch.Tensor)
+gt.grad(gt.grad(lambda x: (x**3).sum()))(x)
+gj.measure(gj.grad(lambda x: (x**3).sum()), z)
+gt.grad(loss, argnums=(0, 1))(x, x)
+gt.grad(loss)(x)  # wrong
+gt.grad(loss)(x, x, scale=True)  # wrong
+gt.grad(loss, argnum=1)  # wrong
+
+# What is computed otherwise has the signature that it had.
+assert_type(gt.frozen(loss)(x, x), torch.Tensor)
+assert_type(gt.checkpoint(loss)(x, x, scaled=True), torch.Tensor)
+assert_type(gj.compile(of_dict)({"w": z}, z), jax.Array)
+assert_type(gt.chunked(loss, 2)(x, x), torch.Tensor)
+assert_type(gt.guard_gradients(loss)(x, x), torch.Tensor)
+assert_type(gt.straight_through(torch.round)(x), torch.Tensor)
+gt.frozen(loss)(x)  # wrong
+gt.checkpoint(loss)(x, x, 3)  # wrong
+
+# Names.
+gt.xp.exp(x)
+gj.xp.linalg.norm(z)
+gt.gradd(loss)  # wrong
+gj.xp.expp(z)  # wrong

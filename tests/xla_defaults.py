@@ -26,8 +26,12 @@ if version("jaxlib").split(".")[:2] == ["0", "10"]:
 def keep_compiled(folder: Path) -> None:
     """Programs compiled once are there for every worker, subprocess and later run.
 
-    Read before JAX is imported; what is set already is stronger.
+    Read before JAX is imported; what is set already is stronger. Programs that hold a network's
+    weights as constants are megabytes each; they are dropped at the next run.
     """
+    for entry in folder.glob("*-cache"):
+        if entry.stat().st_size > 1_000_000:
+            entry.unlink(missing_ok=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

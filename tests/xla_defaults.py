@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ def keep_compiled(folder: Path) -> None:
     weights as constants are megabytes each; they are dropped at the next run.
     """
     for entry in folder.glob("*-cache"):
-        if entry.stat().st_size > 1_000_000:
-            entry.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another worker was quicker
+            if entry.stat().st_size > 1_000_000:
+                entry.unlink()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

@@ -95,3 +95,14 @@ def _origin(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback
+
+
+def needed(framework: str, title: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """What a wing's import raises: its framework is not installed, and how one gets it."""
+    if (error.name or "").partition(".")[0] not in (framework, f"{framework}lib"):
+        return error
+    return ModuleNotFoundError(
+        f"gradtools.{framework} needs {title}, which is not installed. Mend: "
+        f'pip install "gradtools[{framework}]".',
+        name=error.name,
+    )

@@ -190,3 +190,18 @@ def test_both_wings_work_in_one_process():
             print(float(gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(np.float32(3)))))
     """
     assert run(program) == "-6.0\n-6.0"
+
+
+@pytest.mark.parametrize(("backend", "title"), [("torch", "PyTorch"), ("jax", "JAX")])
+def test_a_wing_without_its_framework_says_what_to_install(backend: str, title: str) -> None:
+    program = f"""
+        try:
+            import gradtools.{backend}
+        except ModuleNotFoundError as error:
+            print(error, error.name)
+    """
+    said = run(program, without=(backend, "jaxlib"))
+    assert said == (
+        f"gradtools.{backend} needs {title}, which is not installed. Mend: "
+        f'pip install "gradtools[{backend}]". {backend}'
+    )

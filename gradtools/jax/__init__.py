@@ -3,7 +3,12 @@
 from typing import TYPE_CHECKING
 
 from gradtools.api import Api
-from gradtools.jax.backend import JaxBackend
+from gradtools.errors import needed as _needed
+
+try:
+    from gradtools.jax.backend import JaxBackend
+except ModuleNotFoundError as error:
+    raise _needed("jax", "JAX", error) from None
 
 if TYPE_CHECKING:
     import jax.numpy as xp

@@ -4,7 +4,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradtools.api import Api
-from gradtools.torch.backend import TorchBackend
+from gradtools.errors import needed as _needed
+
+try:
+    from gradtools.torch.backend import TorchBackend
+except ModuleNotFoundError as error:
+    raise _needed("torch", "PyTorch", error) from None
 
 if TYPE_CHECKING:
     xp: ModuleType  # array_api_compat.torch, which a checker cannot read

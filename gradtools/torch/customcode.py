@@ -36,6 +36,7 @@ from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.torch.rules import _value
 from gradtools.torch.trials import Trial, Untried, standing_in, told
+from gradtools.torch.wrong_gradients import WRONG, is_wrong, rightly
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -53,13 +54,13 @@ class Survey(NamedTuple):
         leaves: The tensors at its ends.
         custom: Nodes of code that is not PyTorch's, nor gradtools' own.
         lost: Nodes of operators without a backward pass, where PyTorch only warns.
-        unweighted: Nodes of layer norms with a bias, but no weight.
+        wrong: Nodes of operations whose gradient PyTorch has wrong.
     """
 
     leaves: list[Tensor]
     custom: list[Any]
     lost: list[Any]
-    unweighted: list[Any]
+    wrong: list[Any]
 
 
 _PLAIN: set[type] = set()  # PyTorch's own nodes
@@ -88,9 +89,9 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
     elif issubclass(kind, BackwardCFunction):
         if not kind._forward_cls.__module__.startswith(_OWN):
             found.custom.append(node)
-    elif kind.__name__ == "NativeLayerNormBackward0":
-        if node._saved_weight is None and node._saved_bias is not None:
-            found.unweighted.append(node)
+    elif kind.__name__ in WRONG:
+        if is_wrong(node):
+            found.wrong.append(node)
     elif kind.__name__ != "CppFunction":  # which is of many kinds, without types of their own
         _PLAIN.add(kind)
     elif node.name() == "torch::autograd::WarnNotImplemented":
@@ -325,8 +326,11 @@ def guarded(
     aliases: Sequence[Tensor],
     again: bool,
 ) -> AbstractContextManager[None]:
-    """Around a pullback: what custom code loses is refused. again: It may be differentiated."""
-    if not (survey.lost or (again and (survey.custom or survey.unweighted))):
+    """Around a pullback: what custom code loses is refused, and what PyTorch has wrong is right.
+
+    again: Whether its result may be differentiated.
+    """
+    if not (survey.lost or survey.wrong or (again and survey.custom)):
         return _NOTHING
     return _Guard(asked, fun, leaves, survey, aliases).watching(again)
 
@@ -362,9 +366,9 @@ class _Guard:
         if again:
             nodes = [node for node in self.survey.custom if not _is_fine(node)]
             handles += [node.register_hook(self._gate(node)) for node in nodes]
-            handles += [node.register_hook(_bias_by_sum) for node in self.survey.unweighted]
         try:
-            yield
+            with rightly(self.survey.wrong):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -381,12 +385,6 @@ class _Guard:
         key = _key_of(node)
         tried = partial(_tried, self.fun, self.leaves, key)
         return _Gating(self.asked, key, tried, self.aliases).hook(node)
-
-
-def _bias_by_sum(given: Any, cts: Any) -> Any:
-    """Of a layer norm without weight PyTorch's gradient of the bias has no derivative."""
-    *others, bias = given
-    return None if bias is None else (*others, cts[0].sum_to_size(bias.shape))
 
 
 class _Gating(NamedTuple):

@@ -381,9 +381,9 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         if not reached or any(nested):
             return list(grads)
         grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
-        return grads if is_compiling() else entered[0].filled(grads, ())
+        return entered[0].filled(grads, ()) if entered else grads
 
-    if is_compiling():
+    if not entered:  # compiled, or evaluated where dynamo broke its graph
         return Evaluation(list(outs), list(extras), pullback)
     return Evaluation(list(outs), list(extras), pullback, lambda grads: entered[0].cut(grads, ()))
 

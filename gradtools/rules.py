@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -178,24 +178,28 @@ class Rule:
 def closes_over(
     rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
 ) -> bool:
-    """Whether what the author of a rule wrote holds a certain array.
+    """Whether what the author of a rule wrote holds a certain array."""
+    return next(captured(rule, wanted, array, attributes), None) is not None
+
+
+def captured(
+    rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
+) -> Iterator[Any]:
+    """The arrays of a kind that what the author of a rule wrote holds.
 
     Looked for in closures, defaults, containers and, if asked, attributes of objects: to trace a
     rule's maps whenever it is applied would never end, for a rule may use itself.
     """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
     todo: list[Any] = [f for f in rule.written or rule.maps if _holds(f, attributes)]
-    if not todo:
-        return False
     seen: set[int] = set()
     while todo:
         x = todo.pop()
         if wanted(x):
-            return True
+            yield x
         if id(x) not in seen and not isinstance(x, leaves):
             seen.add(id(x))
             todo += _held(x, attributes)
-    return False
 
 
 def _holds(f: Any, attributes: bool) -> bool:

@@ -97,3 +97,16 @@ def test_differentiating_what_a_rule_closes_over_raises(transform):
 
     with pytest.raises(GradtoolsError, match="rule 'times c' closes over"):
         transform(f)(2.0)
+
+
+@pytest.mark.skipif(not hasattr(jax.lax, "stage"), reason="this version of JAX has no lax.stage")
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_rule_whose_value_is_staged_with_its_tangent_is_transposed(jit, order):
+    lift = getattr(jax.lax, "stage")  # noqa: B009, which type stubs lack
+    rule = gt.custom_rule(lambda x: lift(x))
+    rule.defjvp(lambda primals, tangents: jax.jvp(lift, tuple(primals), tuple(tangents)))
+    loss = lambda x: (rule(x) ** 3).sum()
+    found = jit(gt.grad(loss) if order == 1 else lambda x: gt.hvp(loss, (x,), (X,))[1][0])(X)
+    np.testing.assert_allclose(found, 3 * X**2 if order == 1 else 6 * X**2, rtol=1e-6)
+    np.testing.assert_allclose(jit(lambda x: gt.jvp(rule, (x,), (x,))[1])(X), X)

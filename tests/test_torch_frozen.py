@@ -131,6 +131,10 @@ def attention(z):
     return nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos())
 
 
+def scripted_attention(z: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos())
+
+
 def test_fused_attention_is_pushed_by_its_formula():
     zs, y = inputs(2, 2, 3, 4)
     with sdpa_kernel(SDPBackend.MATH):
@@ -143,6 +147,36 @@ def test_fused_attention_is_pushed_by_its_formula():
         same(second(gt.frozen(attention), zs, y, along=True), expected)
     assert not [w for w in told if w.category is GradtoolsWarning]
     assert Modes.now(CPU).flags == before
+
+
+def fused_alone(z):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(z, z.sin(), z.cos())[0]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_fused_attention_that_is_not_seen_falls_back_and_says_so_once(budget):
+    """TorchScript shows no function: its kernel is met where it fails, and another is chosen."""
+    zs, y = inputs(2, 2, 3, 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(attention, zs, y)
+    scripted = torch.jit.script(scripted_attention)
+    before = Modes.now(CPU).flags
+    said = r"^frozen: _scaled_dot_product_flash\w* lacks .* uses PyTorch's own alternatives"
+    with pytest.warns(GradtoolsWarning, match=said):
+        same(second(gt.frozen(scripted, budget), zs, y), expected)
+    assert Modes.now(CPU).flags == before
+    same(second(gt.frozen(scripted, budget), zs, y), expected)  # a warning would fail the test
+
+
+@pytest.mark.filterwarnings("ignore::gradtools.GradtoolsWarning")
+@pytest.mark.parametrize("along", [False, True])
+def test_a_fused_kernel_that_is_called_by_its_name_is_refused(along):
+    zs, y = inputs(2, 2, 3, 4)
+    with pytest.raises(
+        GradtoolsError, match=r"^frozen: \S*_scaled_dot_product_flash\w* in G lacks"
+    ):
+        second(gt.frozen(fused_alone), zs, y, along=along)
 
 
 def test_flags_are_restored_after_an_exception():

@@ -6,6 +6,7 @@ derivative in closed form. What its backward pass loses is refused; what is cons
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -527,3 +528,116 @@ def test_module_hooks_pass():
     weight = layer.weight.detach().double().item()
     found = gt.hessian(lambda x: (layer(x) ** 2).sum())(x)
     assert float(found) == pytest.approx(2 * weight**2, rel=1e-6)
+
+
+# --- what cannot be tried ----------------------------------------------------------------
+
+
+def _on_a_grid(slope: Callable[[Tensor], Tensor]) -> Any:
+    """x^3 of multiples of 1/8 alone, near which there is nothing to try."""
+
+    class Gridded(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if not torch.equal(8 * x, (8 * x).round()):
+                raise ValueError("off the grid")
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return slope(ctx.saved_tensors[0]) * g
+
+    return Gridded
+
+
+def _seldom(how: str) -> Callable[[Tensor], Tensor]:
+    """A function that cannot be tried by calling it once more; its derivative is lost."""
+
+    class Seldom(Detached):
+        pass
+
+    left = [1.0]
+
+    def f(x: Tensor) -> Tensor:
+        if how == "raises":
+            return left.pop() * Seldom.apply(x)
+        if how == "another way":
+            return Seldom.apply(x) * left.pop() if left else x**3
+        found: list[Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(Seldom.apply(x)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    return f
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("grid", "Function Gridded.*ValueError: off the grid"),
+        ("raises", "Function Seldom.*f raises IndexError"),
+        ("another way", "Function Seldom.*does not call it"),
+        ("in a thread", "Function Seldom.*does not call it in this thread"),
+    ],
+)
+def test_a_class_that_cannot_be_tried_is_refused(how, why):
+    kept = _second(lambda x: None, _x())
+    ways = [name for name in kept if how == "grid" or name not in ("hessian", "trees")]
+    for name in ways:
+        f = _on_a_grid(lambda x: 3 * x.detach() ** 2).apply if how == "grid" else _seldom(how)
+        with pytest.raises(GradtoolsError, match=why):
+            raise AssertionError(f"{name}: {_second(f, _x())[name]()}")
+
+
+def test_a_class_that_cannot_be_tried_has_its_first_derivative():
+    lost = _on_a_grid(lambda x: 3 * x.detach() ** 2)
+    assert float(gt.grad(lost.apply)(_x())) == pytest.approx(3 * X**2)
+
+
+def test_a_class_that_was_tried_elsewhere_is_remembered():
+    tolerance = [0.0]
+
+    class Near(Right):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            if abs(float(x) - X) > tolerance[0]:
+                raise ValueError("too far")
+            return x**3
+
+    with pytest.raises(GradtoolsError, match="take a second derivative of it once where"):
+        gt.grad(gt.grad(Near.apply))(_x())
+    tolerance[0] = 1.0
+    assert float(gt.grad(gt.grad(Near.apply))(_x())) == pytest.approx(6 * X)
+    tolerance[0] = 0.0
+    assert float(gt.grad(gt.grad(Near.apply))(_x())) == pytest.approx(6 * X)
+
+
+def test_a_class_that_takes_no_negative_numbers_is_tried_along_its_argument():
+    class Positive(Right):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            if bool((x < 0).any()):
+                raise ValueError("negative")
+            return x**3
+
+    x = torch.tensor([0.0, 1e-9, X], dtype=torch.float64)
+    found = gt.hvp(lambda x: Positive.apply(x).sum(), (x,), (torch.ones_like(x),))[1][0]
+    assert torch.allclose(found, 6 * x)
+
+
+def test_what_a_class_loses_that_writes_in_place_is_refused():
+    class Squared(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.slope = 2 * x.detach().clone()
+            ctx.mark_dirty(x)
+            return x.square_()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return ctx.slope * g
+
+    with pytest.raises(GradtoolsError, match="Function Squared, whose backward gives a gradient"):
+        gt.grad(gt.grad(lambda x: Squared.apply(x * 1)))(_x())

@@ -22,11 +22,16 @@ from gradtools import GradtoolsError
 from gradtools.testing.sweeps import DIFFERS, jax_ledger, torch_ledger, twins
 from gradtools.torch.upstream_bugs import (
     BUGS,
-    GRADIENT_AGAIN,
     TANGENT,
     TANGENT_AGAIN,
     TANGENT_OF_GRADIENT,
     Bug,
+)
+from gradtools.torch.wrong_gradients import (
+    GRADIENT,
+    GRADIENT_AGAIN,
+    WRONG_GRADIENTS,
+    WrongGradient,
 )
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "upstream-bugs.md"
@@ -38,22 +43,24 @@ TOLERANCE = 1e-5
 class Row:
     """One bug: what its example gives."""
 
-    bug: Bug
+    bug: Bug | WrongGradient
     plain: str
     ours: str
 
 
 def rows() -> list[Row]:
     """The bugs that have an example."""
-    return [Row(bug, *_given(bug)) for bug in BUGS if bug.example]
+    found = [*WRONG_GRADIENTS, *BUGS]
+    return [Row(bug, *_given(bug)) for bug in found if bug.example]
 
 
-def _given(bug: Bug) -> tuple[str, str]:
+def _given(bug: Bug | WrongGradient) -> tuple[str, str]:
     f = eval(f"lambda x: {bug.example}", {"torch": torch})
     generator = torch.Generator().manual_seed(3)
     x = torch.rand(3, 3, dtype=torch.float64, generator=generator) + 0.3
     t = torch.randn(3, 3, dtype=torch.float64, generator=generator)
-    expected = _slope(f, x, t) if bug.wrong == TANGENT else _slope(_along(f, t), x, t)
+    first = bug.wrong in (GRADIENT, TANGENT)
+    expected = _slope(f, x, t) if first else _slope(_along(f, t), x, t)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain, ours = (_told(ways[bug.wrong], f, x, t, expected) for ways in (_PLAIN, _OURS))
@@ -122,12 +129,14 @@ def _pulled_twice(f, x, t):
 
 
 _PLAIN = {
+    GRADIENT: lambda f, x, t: _along(f, t)(x),
     TANGENT: _tangent,
     TANGENT_AGAIN: _gradient_of(_tangent),
     TANGENT_OF_GRADIENT: _pushed_gradient,
     GRADIENT_AGAIN: _pulled_twice,
 }
 _OURS = {
+    GRADIENT: lambda f, x, t: (gt.grad(f)(x) * t).sum(),
     TANGENT: lambda f, x, t: gt.jvp(f, (x,), (t,))[1],
     TANGENT_AGAIN: lambda f, x, t: (gt.grad(lambda x: gt.jvp(f, (x,), (t,))[1])(x) * t).sum(),
     TANGENT_OF_GRADIENT: lambda f, x, t: (
@@ -142,17 +151,19 @@ PyTorch's table of operators holds some 670 programs, JAX's namespaces some 500 
 sweeps of `gradtools.testing.sweeps` send each through every way of differentiating that gradtools
 has, and hold what comes out against the framework's own reverse mode, its double backward, the
 dot-product test and finite differences. This page is what they found in the frameworks. It is
-written by `python tests/upstream_bugs_page.py` from the table in `gradtools/torch/upstream_bugs.py`
-and from the ledgers of the sweeps; a test runs each row, and fails when upstream has mended one.
+written by `python tests/upstream_bugs_page.py` from the tables in `upstream_bugs.py` and
+`wrong_gradients.py` in `gradtools/torch` and from the ledgers of the sweeps; a test runs each row,
+and fails when upstream has mended one.
 
 `gradtools check --sweep` runs the sweeps on your machine and versions.
 
 ## PyTorch {version}: wrong, or lacking, and had in another way
 
-While gradtools pushes a tangent (`jvp`, `linearize`, forward `jacobian`, `hvp` forward over
-reverse, `mixed_partial`, `frozen`), in eager code, inside `torch.func` and in compiled code, it
-looks at what runs, and takes these another way: by transposing reverse mode, at any order, or by
-plain operations. `x` is a 3 by 3 matrix; each example is a loss of it.
+A gradient that is wrong is put right while gradtools pulls back (`grad`, `vjp`, `hvp`, `chunked`
+and all others). While it pushes a tangent (`jvp`, `linearize`, forward `jacobian`, `hvp` forward
+over reverse, `mixed_partial`, `frozen`), it looks at what runs, and takes these another way: by
+transposing reverse mode, at any order, or by plain operations. Both hold in eager code, inside
+`torch.func` and in compiled code. `x` is a 3 by 3 matrix; each example is a loss of it.
 
 | operation | example | what is wrong | plain PyTorch gives | gradtools gives | upstream |
 |---|---|---|---|---|---|
@@ -164,7 +175,8 @@ backward and nothing else gives zero in plain PyTorch, in silence; so do PyTorch
 mode: it transposes its backward. That backward is tried by finite differences, once for each
 class, where a second derivative depends on it; what autograd loses there (a backward under
 `no_grad`, through NumPy, from a detached or an intermediate value, torch#76185) is refused, with
-the operator's name. The same holds for a `torch.autograd.Function`.
+the operator's name, and so is one that cannot be tried (it raises near its arguments, or f cannot
+be evaluated a second time). The same holds for a `torch.autograd.Function`.
 
 **Under `torch.no_grad`** plain forward mode goes on (pytorch#128600); gradtools' stops, but in
 compiled code.
@@ -180,9 +192,15 @@ found): that is refused, as in `jacobian` with more than one row at a time.
 **Complex numbers under a dispatch mode.** Forward over reverse mode of `linalg.pinv` gives another
 number while any `TorchDispatchMode` is active (no report was found); `frozen` keeps clear of that.
 
-**Reverse mode** is trusted as it is: what `grad` and `vjp` give for `ldexp` by negative integers
-(torch#186556: zero) and for `silu` of complex numbers in place (no report was found) is PyTorch's
-wrong number in gradtools too.
+**Logical operations in place** (`x.logical_not_()` and its like, of a floating tensor) pass the
+gradient of the numbers that they overwrite, as if these were still there (no report was found). No
+graph shows that: `grad` and `vjp` in eager code, and `dependence`, give what PyTorch gives. What
+pushes a tangent, and compiled code, is right. Write `torch.logical_not(x)`.
+
+**Else reverse mode is trusted as it is**, beyond the gradients in the table above. These are found
+in the graph before each pullback of gradtools; a pullback of PyTorch's own (`backward()` of a loss,
+`torch.autograd.grad`) gives PyTorch's number, and so does one into a function that `torch.compile`
+compiled before gradtools differentiates it.
 
 ## JAX: refused
 

@@ -205,10 +205,13 @@ def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
     full_like = _likes(xs)
     like_xs = [like for like, m in zip(full_like, mask, strict=True) if m]
     ys: list[Any] = []
+    staged: list[bool] = []
 
     def push(*dxs: Any) -> list[Any]:
         assert rule.joint is not None
         ys[:], dys = rule.joint(xs, _filled(spread(dxs, mask), full_like))
+        kinds = {type(dx) for dx in dxs if isinstance(dx, jax.core.Tracer)}
+        staged[:] = [type(y) in kinds for y in ys]  # a value in the program of its tangent
         pairs = zip(dys, _likes(ys), strict=True)
         return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
 
@@ -216,6 +219,8 @@ def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
         return None
     try:
         pull = jax.linear_transpose(push, *map(_shape, like_xs))
+        if any(staged):
+            return None
         like_ys = _present(_likes(ys))
         hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(_zeros, like_ys))
     except _NOT_LINEAR:

@@ -4,9 +4,9 @@ A torch.autograd.Function, or an operator with a registered backward, may comput
 where autograd does not look: under no_grad, through NumPy, from an intermediate that it saved. The
 gradient is right then, and its own derivative is zero or lacks a term, in silence. So a class is
 never trusted: it is tried (trials.py), once, when a derivative of its gradient may be asked for.
-What it loses is refused by a node beside the gradient, a gate, that the engine enters only on its
-way to what is lost. A constant gradient (of a linear map, a mask, a straight-through estimator)
-loses nothing.
+What it loses, and what cannot be tried, is refused by a node beside the gradient, a gate, that the
+engine enters only on its way to what is lost. A constant gradient (of a linear map, a mask, a
+straight-through estimator) loses nothing.
 
 Here is also what a derivative taken inside a function depends on: so that what is cut from it
 afterwards can be told from what is constant.
@@ -35,7 +35,8 @@ from torch.overrides import TorchFunctionMode
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.torch.rules import _value
-from gradtools.torch.trials import Trial, standing_in
+from gradtools.torch.trials import Trial, Untried, standing_in, told
+from gradtools.torch.wrong_gradients import WRONG, is_wrong, rightly
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -53,13 +54,13 @@ class Survey(NamedTuple):
         leaves: The tensors at its ends.
         custom: Nodes of code that is not PyTorch's, nor gradtools' own.
         lost: Nodes of operators without a backward pass, where PyTorch only warns.
-        unweighted: Nodes of layer norms with a bias, but no weight.
+        wrong: Nodes of operations whose gradient PyTorch has wrong.
     """
 
     leaves: list[Tensor]
     custom: list[Any]
     lost: list[Any]
-    unweighted: list[Any]
+    wrong: list[Any]
 
 
 _PLAIN: set[type] = set()  # PyTorch's own nodes
@@ -88,9 +89,9 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
     elif issubclass(kind, BackwardCFunction):
         if not kind._forward_cls.__module__.startswith(_OWN):
             found.custom.append(node)
-    elif kind.__name__ == "NativeLayerNormBackward0":
-        if node._saved_weight is None and node._saved_bias is not None:
-            found.unweighted.append(node)
+    elif kind.__name__ in WRONG:
+        if is_wrong(node):
+            found.wrong.append(node)
     elif kind.__name__ != "CppFunction":  # which is of many kinds, without types of their own
         _PLAIN.add(kind)
     elif node.name() == "torch::autograd::WarnNotImplemented":
@@ -325,8 +326,11 @@ def guarded(
     aliases: Sequence[Tensor],
     again: bool,
 ) -> AbstractContextManager[None]:
-    """Around a pullback: what custom code loses is refused. again: It may be differentiated."""
-    if not (survey.lost or (again and (survey.custom or survey.unweighted))):
+    """Around a pullback: what custom code loses is refused, and what PyTorch has wrong is right.
+
+    again: Whether its result may be differentiated.
+    """
+    if not (survey.lost or survey.wrong or (again and survey.custom)):
         return _NOTHING
     return _Guard(asked, fun, leaves, survey, aliases).watching(again)
 
@@ -362,9 +366,9 @@ class _Guard:
         if again:
             nodes = [node for node in self.survey.custom if not _is_fine(node)]
             handles += [node.register_hook(self._gate(node)) for node in nodes]
-            handles += [node.register_hook(_bias_by_sum) for node in self.survey.unweighted]
         try:
-            yield
+            with rightly(self.survey.wrong):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -381,12 +385,6 @@ class _Guard:
         key = _key_of(node)
         tried = partial(_tried, self.fun, self.leaves, key)
         return _Gating(self.asked, key, tried, self.aliases).hook(node)
-
-
-def _bias_by_sum(given: Any, cts: Any) -> Any:
-    """Of a layer norm without weight PyTorch's gradient of the bias has no derivative."""
-    *others, bias = given
-    return None if bias is None else (*others, cts[0].sum_to_size(bias.shape))
 
 
 class _Gating(NamedTuple):
@@ -433,12 +431,17 @@ class _Gating(NamedTuple):
 
     def _may_lose(self) -> bool:
         fine = self.key.fine(False)
-        return bool(self.tried(False)) if fine is None else not fine
+        if fine is not None:
+            return not fine
+        try:
+            return bool(self.tried(False))
+        except Untried:
+            return True
 
     def ask(self, which: str, forward: bool = False) -> None:
-        """Raises if the derivative along these is lost."""
-        if not self.key.fine(forward) and which in self.tried(forward):
-            raise LostDerivativeError(_message(self.asked, self.key, which))
+        """Raises if the derivative along these is lost, or may be."""
+        if not self.key.fine(forward):
+            _ask(self.asked, self.key, which, partial(self.tried, forward))
 
 
 @contextmanager
@@ -462,6 +465,22 @@ def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
 
     with standing_in(gated):
         yield
+
+
+def _ask(asked: str, key: _Key, which: str, tried: Callable[[], set[str]]) -> None:
+    """Raises if a class loses the derivative of its gradient along these, or cannot be tried."""
+    try:
+        lost = which in tried()
+    except Untried as why:
+        raise LostDerivativeError(
+            f"{asked}: f holds {key.name}, whose gradient is to be differentiated with respect to "
+            f"its {which}. PyTorch may lose that in silence, so a class is tried once, by finite "
+            f"differences, and this one could not be: {why}. Use gt.custom_rule; or take a second "
+            "derivative of it once where it can be tried, by a call that may be repeated and near "
+            "arguments that it takes, which gradtools remembers."
+        ) from why
+    if lost:
+        raise LostDerivativeError(_message(asked, key, which))
 
 
 def _message(asked: str, key: _Key, which: str) -> str:
@@ -496,18 +515,20 @@ class _Calls(TorchFunctionMode):
             return
         again = any(_is_tracked_beneath(x) for x, n in zip(args, key.needs, strict=True) if n)
         call = tuple([_value(x) if isinstance(x, Tensor) else x for x in args])
-        if any(x is None and isinstance(y, Tensor) for x, y in zip(call, args, strict=True)):
-            return
+        if any(isinstance(x, Tensor) and x.is_meta for x in args):
+            return  # which has no numbers
 
         def hook(given: Any, cts: Any) -> None:
             behind = any(isinstance(ct, Tensor) and ct.requires_grad for ct in cts)
             for which, asked in (("inputs", again), ("cotangents", behind)):
-                if asked and which in self._lost(key, call):
-                    raise LostDerivativeError(_message(self.asked, key, which))
+                if asked:
+                    _ask(self.asked, key, which, partial(self._lost, key, call))
 
         nodes[0].register_hook(hook)
 
     def _lost(self, key: _Key, call: Args) -> set[str]:
+        if any(x is None and needed for x, needed in zip(call, key.needs, strict=True)):
+            raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
         with temporarily_clear_interpreter_stack(), torch.enable_grad():
             pairs = zip(call, key.needs, strict=True)
             args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
@@ -583,23 +604,33 @@ def _noted(trial: Trial, key: _Key, forward: bool) -> set[str]:
 
 
 def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[str]:
-    """What is lost by calls of a class in fun, which runs once more: its effects are undone."""
+    """What is lost by calls of a class in fun, which runs once more: its effects are undone.
+
+    Raises:
+        Untried: No call could be tried.
+    """
     from gradtools.torch.seeing import rerun
 
     found: list[set[str] | None] = []
+    why: list[str] = []
 
     def tried(kind: Any, beneath: Any, args: Args) -> Any:
         needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
         same = kind is key.kind and needs == key.needs[: len(needs)]
         if same and torch.is_grad_enabled() and len(found) < _CALLS:
-            found.append(Trial.of(beneath, args).lost(forward))
+            try:
+                found.append(Trial.of(beneath, args).lost(forward))
+            except Untried as error:
+                why.append(str(error))
         return beneath(*args)
 
     try:
         with standing_in(tried), temporarily_clear_interpreter_stack():
             rerun(lambda xs: fun(*xs)[0], leaves)
-    except Exception:  # f does not run twice: nothing is known
-        pass
+    except Exception as error:
+        why.append(f"evaluated a second time, f raises {told(error)}")
+    if not found:
+        raise Untried((*why, "evaluated a second time, f does not call it in this thread")[0])
     lost = set[str]().union(*[each for each in found if each is not None])
     if any(each is not None for each in found):
         key.note(not lost, forward)

@@ -27,7 +27,7 @@ from gradtools.backend import Evaluation, Fun
 from gradtools.connection import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
-from gradtools.torch.compiling import is_compiling, leaves_of, refuse_lost
+from gradtools.torch.compiling import is_compiling, refuse_lost
 from gradtools.torch.customcode import (
     Opened,
     Survey,
@@ -55,7 +55,8 @@ from gradtools.torch.terms import (
     refuse_in_batches,
     third,
 )
-from gradtools.torch.upstream_bugs import RightTangents, TwiceByPlainOperations
+from gradtools.torch.upstream_bugs import RightGradients, RightTangents, TwiceByPlainOperations
+from gradtools.torch.wrong_gradients import rightly
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -342,18 +343,21 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     entered: list[Opened] = []
     wrong: list[str | None] = []
     empty: list[bool] = []
+    mended: list[Any] = []
 
     def paired(*xs: Tensor) -> Any:
         asked = groups if groups is not None and is_compiling() else ()
         if is_compiling():
-            outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
+            with RightGradients():
+                outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
             nested[:] = [inside]
         else:
             again = _is_differentiated_again(1)
             with opened(xs) as inside, calls_guarded(asked_of(fun)) if again else nullcontext():
                 outs, extras = fun(*xs)
             entered[:], wrong[:] = [inside], [first_of(WRONG_IN_BATCHES, outs)]
-            found = {id(leaf) for leaf in leaves_of(outs)}
+            survey = surveyed(outs)
+            found, mended[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
             reached[:] = [id(x) in found for x in xs]
         empty[:] = [not outs]
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
@@ -370,16 +374,16 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
         if any(wrong):
             refuse_in_batches(asked_of(fun), list(zip(outs, filled, strict=True)), wrong[0])
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
-        with explained(asked_of(fun)):
+        with explained(asked_of(fun)), rightly(mended) if mended else nullcontext():
             grads = [g.view_as(g) for g in pull(filled)]
         if not is_compiling():
             note_taken(outs, grads, leaves, leaves, torch.is_grad_enabled(), *entered)
         if not reached or any(nested):
             return list(grads)
         grads = [g if r else None for g, r in zip(grads, reached, strict=True)]
-        return grads if is_compiling() else entered[0].filled(grads, ())
+        return entered[0].filled(grads, ()) if entered else grads
 
-    if is_compiling():
+    if not entered:  # compiled, or evaluated where dynamo broke its graph
         return Evaluation(list(outs), list(extras), pullback)
     return Evaluation(list(outs), list(extras), pullback, lambda grads: entered[0].cut(grads, ()))
 

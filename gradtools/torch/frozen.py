@@ -21,7 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.chunking import Chunks
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, GradtoolsWarning, refusal
 from gradtools.rules import spread
 from gradtools.torch.customcode import gated_calls, surveyed
 from gradtools.torch.engines import _unshared
@@ -229,8 +229,10 @@ class _Use(Forward):
                 kernel = _lacking(error)
                 if kernel in _NO_KERNELS:  # flags choose no other
                     ways = [(w, o) for w, o in ways if w is not way]
-                if kernel is None or not ways:
+                if kernel is None:
                     raise
+                if not ways:
+                    raise refusal(error, _without(kernel, error)) from error
                 _tell(kernel, again=ways[0][0] is way)
             else:
                 self.uses.skipped[asked, count] = count - 1 - len(ways)
@@ -492,7 +494,6 @@ _LACKING = {
     re.compile(r"derivative for (\S+) is not implemented"): "",
     re.compile("must implement the jvp function|marked with @once_differentiable"): _FUNCTION,
     re.compile("does(?: not|n't) require grad"): "a derivative or a hook on a gradient in G",
-    re.compile("Could not run 'aten::_efficientzerotensor'"): "a product with a sparse tensor",
     re.compile("Could not run 'aten::_efficientzerotensor'"): "a sparse matrix in G",
     re.compile("Nested forward mode AD is not supported"): "torch.func.jvp in G",
     re.compile(
@@ -511,6 +512,14 @@ def _lacking(error: Exception) -> str | None:
         if found is not None:
             return name or found.group(1)
     return None
+
+
+def _without(kernel: str, error: Exception) -> str:
+    return (
+        f"frozen: {kernel} in G lacks the derivative of its backward pass, forward and backward, "
+        "and PyTorch has no other kernel for what calls it by its name. Call the function that "
+        f"chooses a kernel, or write it by plain operations. PyTorch says: {error}"
+    )
 
 
 def _tell(kernel: str, again: bool) -> None:

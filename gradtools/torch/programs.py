@@ -52,6 +52,7 @@ from gradtools.torch.watching import (
     set_replaying,
     steps,
 )
+from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]  # tensors, or None
@@ -788,14 +789,15 @@ def pulled_back(
     asked = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
     if not pairs or not any(asked):
         return [None] * len(inputs)
-    grads = torch.autograd.grad(
-        [y for y, _ in pairs],
-        [x for x, a in zip(inputs, asked, strict=True) if a],
-        [ct for _, ct in pairs],
-        retain_graph=keep,
-        create_graph=create,
-        allow_unused=True,
-    )
+    with rightly(wrong_nodes([y for y, _ in pairs])):
+        grads = torch.autograd.grad(
+            [y for y, _ in pairs],
+            [x for x, a in zip(inputs, asked, strict=True) if a],
+            [ct for _, ct in pairs],
+            retain_graph=keep,
+            create_graph=create,
+            allow_unused=True,
+        )
     if create:
         grads = guarded_gradients("chunked or frozen", [y for y, _ in pairs], grads)
     return spread(grads, asked)

@@ -36,6 +36,7 @@ from gradtools.linearity import is_linear
 from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over, spread
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.wrong_gradients import right_vjp
 
 Tensor = torch.Tensor
 
@@ -537,7 +538,7 @@ def _transpose(linear: Callable[..., list[Any]], examples: Any, values: Any) -> 
         came_out[:] = [i for i, o in enumerate(out) if o is not None]
         return tuple(out[i] for i in came_out) or (torch.zeros(()),)
 
-    outs, pullback = torch.func.vjp(dense, *examples)
+    outs, pullback = right_vjp(dense, *examples)
     given = [values[i] for i in came_out] or [None]
     filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, given, strict=True)]
     # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
@@ -554,14 +555,14 @@ def transpose(
 
 def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
     """The pullback of `fun` at xs, of `cts` (None: zero)."""
-    outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
+    outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
     full = [torch.zeros_like(y) if ct is None else ct for y, ct in zip(outs, cts, strict=True)]
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 
 def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
     """The pushforward of `fun` at xs, of `dxs`, as the transpose of its pullback."""
-    outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
+    outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
     _, again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))
     return [v.view_as(v) for v in again(tuple(dxs))[0]]
 
@@ -582,7 +583,7 @@ def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
         return tuple([e for e, w in zip(found.extras, wanted, strict=True) if w])
 
     with restored(point.randomness):
-        _, pullback = torch.func.vjp(run, *moving)
+        _, pullback = right_vjp(run, *moving)
     return pullback, mask
 
 

@@ -26,6 +26,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch.customcode import guarded, refuse_lossy, surveyed
 from gradtools.torch.rules import apply_rule, is_inexact
 from gradtools.torch.trials import kept_as_it_is
+from gradtools.torch.wrong_gradients import right_vjp
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]
@@ -179,7 +180,7 @@ def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool
         return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
 
     moving = [x for x, m in zip(xs, mask, strict=True) if m]
-    found, pullback, others = torch.func.vjp(run, *moving, has_aux=True)  # type: ignore[misc]
+    found, pullback, others = right_vjp(run, *moving, has_aux=True)
     left = iter(others)
     ys = [next(left) if y is None else y for y in spread(found, carried)]
 

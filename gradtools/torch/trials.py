@@ -64,6 +64,14 @@ def kept_as_it_is() -> AbstractContextManager[Any]:
     return nullcontext() if hooks is None else saved_tensors_hooks(*(lambda x: x,) * 2)
 
 
+class Untried(Exception):
+    """A call cannot be tried; its text says why."""
+
+
+class _Loud(Exception):
+    """The derivative of a gradient raises: it is not lost in silence."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One call of a class, as a map g of its differentiated arguments xs and of cotangents cts.
@@ -92,16 +100,23 @@ class Trial:
         return cls(apply, plain, moving, Randomness.now(tensors), waves)
 
     def lost(self, forward: bool) -> set[str] | None:
-        """What autograd does not see, here and nearby; None if it cannot be told."""
+        """What autograd does not see, here and nearby; None if the derivative of g raises.
+
+        Raises:
+            Untried: There are no finite differences of g.
+        """
         found: set[str] | None = None
+        errors: list[Exception] = []
         for shift in (0.0, 0.1):
-            xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
             try:
                 with restored(self.randomness), torch.inference_mode(False), kept_as_it_is():
+                    xs = [self.args[k] + shift * _wave(self.args[k], 1.0) for k in self.moving]
                     found = (found or set()) | self._lost_at(xs, forward)
-            except Exception:  # what raises is not lost in silence
-                continue
-        return found
+            except Exception as error:
+                errors.append(error)
+        if found is not None or any(isinstance(error, _Loud) for error in errors):
+            return found
+        raise Untried(f"near its arguments it raises {told(errors[0])}") from errors[0]
 
     def _lost_at(self, xs: list[Tensor], forward: bool) -> set[str]:
         cts = [_wave(y, 2.0) for y in self._called(xs)[1]]
@@ -116,14 +131,27 @@ class Trial:
 
     def _loses(self, point: list[Tensor], k: int, count: int, forward: bool) -> bool:
         """Whether the derivative along entry k is another than finite differences say."""
-        v = _wave(point[k], 1.5)
+        try:
+            return self._loses_along(_wave(point[k], 1.5), point, k, count, forward)
+        except _Loud:
+            raise
+        except Exception:  # it may check what it is given, such as signs: along x these stay
+            v = _wave(torch.ones_like(point[k]), 1.5) * point[k]
+            return self._loses_along(v, point, k, count, forward)
+
+    def _loses_along(
+        self, v: Tensor, point: list[Tensor], k: int, count: int, forward: bool
+    ) -> bool:
         eps = torch.finfo(v.dtype).eps
         first, second = (self._slope(point, k, v, count, h) for h in (eps**0.3, 2 * eps**0.3))
         size = abs(self._value(point, count))
         error = 10 * abs(first - second) + 100 * eps**0.7 * size
         if abs(first) <= error:
             return False  # too small to be told from rounding
-        known = (self._pushed if forward else self._pulled)(point, k, v, count)
+        try:
+            known = (self._pushed if forward else self._pulled)(point, k, v, count)
+        except Exception as error:
+            raise _Loud from error
         return not abs(known - first) <= error + 1e-3 * abs(first)
 
     def _slope(self, point: list[Tensor], k: int, v: Tensor, count: int, h: float) -> float:
@@ -162,7 +190,7 @@ class Trial:
         self_args = [x.clone() if isinstance(x, Tensor) else x for x in self.args]
         tracked = [x if x.requires_grad else x.requires_grad_() for x in map(_alias, xs)]
         for k, x in zip(self.moving, tracked, strict=True):
-            self_args[k] = x.view_as(x)  # no leaf, which it may not change in place
+            self_args[k] = x.clone()  # no leaf nor a view of one, which it may not change in place
         if self.randomness is not None:
             self.randomness.restore()
         with torch.enable_grad():
@@ -179,6 +207,11 @@ class Trial:
             (g.conj() * w).real.sum() for g, w in zip(grads, self.ws, strict=True) if g is not None
         ]
         return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+
+def told(error: BaseException) -> str:
+    """An error's type and text, on one line."""
+    return f"{type(error).__name__}: {error}".replace("\n", " ").rstrip(" :")
 
 
 def _alias(x: Tensor) -> Tensor:

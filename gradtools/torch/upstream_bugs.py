@@ -9,8 +9,7 @@ silence wherever only a backward is registered. `docs/upstream-bugs.md` is writt
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
@@ -25,8 +24,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch import formulas
 from gradtools.torch.rules import is_inexact, is_wrapped, unwrapped
 from gradtools.torch.transposed import NoTranspose, by_reverse_mode
+from gradtools.torch.wrong_gradients import GRADIENT_AGAIN
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
@@ -35,7 +36,6 @@ Kwargs = dict[str, Any]
 TANGENT = "tangent"
 TANGENT_AGAIN = "derivative of the tangent"
 TANGENT_OF_GRADIENT = "tangent of the gradient"
-GRADIENT_AGAIN = "derivative of the gradient"
 
 
 @dataclass(frozen=True)
@@ -70,173 +70,7 @@ class Bug:
         return self.operation.rpartition(".")[2]
 
 
-# --- formulas of plain operations ------------------------------------------------------------
-
-
-def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
-    """By doubling steps (Hillis and Steele, Data parallel algorithms, 1986)."""
-    if input.dim() == 0:
-        return input * 1
-    y, step = input.movedim(dim, 0), 1
-    while step < y.shape[0]:
-        y = torch.cat((y[:step], _logaddexp(y[step:], y[:-step])))
-        step *= 2
-    y = y.movedim(0, dim)
-    if not y.is_complex():
-        return y
-    # Of the logarithm's branches PyTorch's own is taken: they part by multiples of 2 pi i.
-    apart = torch.logcumsumexp(_value(input), dim) - _value(y)
-    return y + 2j * torch.pi * torch.round(apart.imag / (2 * torch.pi)).nan_to_num()
-
-
-def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
-    """By plain operations: that of torch has NaN for second derivatives (torch#196704)."""
-    most = torch.maximum(_value(x).real, _value(y).real)
-    most = most.masked_fill(most.isinf(), 0.0)
-    return torch.log(torch.exp(x - most) + torch.exp(y - most)) + most
-
-
-def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    found = torch.clamp(input + 3, 0, 6) / 6
-    return input.copy_(found) if inplace else found
-
-
-def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
-    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
-
-
-def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
-    i, j = torch.triu_indices(len(input), len(input), 1, device=input.device)
-    return torch.linalg.vector_norm(input[i] - input[j], p, -1)
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    dims = tuple(range(-len(normalized_shape), 0))
-    return _scaled(_normalised(input, dims, eps), weight, bias)
-
-
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    with torch.no_grad():  # which moves the running statistics
-        value = _value(input)
-        torch.batch_norm(
-            value, None, None, running_mean, running_var, True, momentum, eps, cudnn_enabled
-        )
-    dims = (0, *range(2, input.dim()))
-    shape = (-1, *[1] * (input.dim() - 2))
-    reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
-    return _scaled(_normalised(input, dims, eps), *reshaped)
-
-
-def _instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    with torch.no_grad():
-        value = _value(input)
-        torch.instance_norm(
-            value, None, None, running_mean, running_var, True, momentum, eps, cudnn_enabled
-        )
-    shape = (-1, *[1] * (input.dim() - 2))
-    reshaped = [None if x is None else x.reshape(shape) for x in (weight, bias)]
-    return _scaled(_normalised(input, tuple(range(2, input.dim())), eps), *reshaped)
-
-
-def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    centred = x - x.mean(dims, keepdim=True)
-    variance = (centred * centred).mean(dims, keepdim=True)
-    return centred / torch.sqrt(variance + _moved(torch.full_like(_value(variance), eps)))
-
-
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * _moved(weight)
-    return x if bias is None else x + _moved(bias)
-
-
-def _moved(x: Tensor) -> Tensor:
-    """The same with zeros for a tangent: a symbolic zero takes PyTorch a hundred times longer."""
-    if peek_interpreter_stack() is not None or forward_ad.unpack_dual(x).tangent is not None:
-        return x
-    return forward_ad.make_dual(x, torch.zeros_like(_value(x)))
-
-
-def _value(x: Tensor) -> Tensor:
-    return forward_ad.unpack_dual(x).primal.detach()
-
-
-def _cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
-    """The inverse of L L^H."""
-    eye = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
-    return _cholesky_solve(eye, input, upper)
-
-
-def _cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
-    """The solution X of L L^H X = B, by two triangular systems."""
-    lower = input2.mH if upper else input2
-    found = torch.linalg.solve_triangular(lower, input, upper=False)
-    return torch.linalg.solve_triangular(lower.mH, found, upper=True)
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if enable_gqa:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(times, -3) for x in (key, value))
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    most = _value(scores).amax(-1, keepdim=True)
-    terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
-    total = terms.sum(-1, keepdim=True)
-    weights = terms / total.masked_fill(_value(total) == 0, 1.0)
-    return torch.dropout(weights, dropout_p, True) @ value
-
-
-def _silu(input: Tensor, inplace: bool = False) -> Tensor:
-    return _in_place(_silu)(input) if inplace else input * torch.sigmoid(input)
-
-
-def _ldexp(input: Tensor, other: Tensor) -> Tensor:
-    return input * torch.ldexp(torch.ones_like(_value(input)), other)
-
-
-def _in_place(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda input, *args: input.copy_(formula(input.clone(), *args))
+# --- when they are wrong ----------------------------------------------------------------------
 
 
 def _refused(*args: Any, **kwargs: Any) -> Any:
@@ -281,7 +115,7 @@ BUGS = (
         TANGENT,
         "NaN, or another number",
         "torch#196705",
-        _logcumsumexp,
+        formulas.logcumsumexp,
         example="torch.logcumsumexp(1000 * x, 0).sum()",
     ),
     Bug(
@@ -304,7 +138,7 @@ BUGS = (
         TANGENT,
         "another number",
         "torch#196682",
-        _cholesky_inverse,
+        formulas.cholesky_inverse,
         example="torch.cholesky_inverse(x.tril()).sum()",
     ),
     Bug(
@@ -312,27 +146,49 @@ BUGS = (
         TANGENT,
         "another number",
         "torch#196694",
-        _cholesky_solve,
+        formulas.cholesky_solve,
     ),
     Bug(
         "ldexp",
         TANGENT,
         "another number",
         "torch#186556",
-        _ldexp,
+        formulas.ldexp,
         _by_integers,
         example="torch.ldexp(x, torch.tensor([1, -1, -2])).sum()",
     ),
-    Bug("ldexp_", TANGENT, "another number", "torch#186556", _in_place(_ldexp), _by_integers),
+    Bug(
+        "ldexp_",
+        TANGENT,
+        "another number",
+        "torch#186556",
+        formulas.in_place(formulas.ldexp),
+        _by_integers,
+    ),
     Bug(
         "nn.functional.silu",
         TANGENT,
         "another number",
-        instead=_silu,
+        instead=formulas.silu,
         when=_is_complex,
         example="torch.nn.functional.silu(torch.complex(x, 1 - x)).abs().sum()",
     ),
-    Bug("silu_", TANGENT, "another number", "", _in_place(_silu), _is_complex),
+    Bug("silu_", TANGENT, "another number", "", formulas.in_place(formulas.silu), _is_complex),
+    *[
+        Bug(
+            f"{operation}_",
+            TANGENT,
+            "another number",
+            instead=formulas.in_place(getattr(torch, operation)),
+            example=example,
+        )
+        for operation, example in (
+            ("logical_not", "(1 * x).logical_not_().sum()"),
+            ("logical_and", "(1 * x).logical_and_(x).sum()"),
+            ("logical_or", "(1 * x).logical_or_(x).sum()"),
+            ("logical_xor", "(1 * x).logical_xor_(x).sum()"),
+        )
+    ],
     Bug(
         "nn.functional.linear_cross_entropy",
         TANGENT,
@@ -382,7 +238,7 @@ BUGS = (
         TANGENT_AGAIN,
         "another number",
         "torch#196700",
-        _layer_norm,
+        formulas.layer_norm,
         example="(torch.nn.functional.layer_norm(x, (3,)) ** 2 * x).sum()",
     ),
     Bug(
@@ -390,7 +246,7 @@ BUGS = (
         TANGENT_AGAIN,
         "another number",
         "torch#196699",
-        _batch_norm,
+        formulas.batch_norm,
         _trains,
         example="(torch.nn.functional.batch_norm(x, None, None, training=True) ** 2 * x).sum()",
     ),
@@ -399,7 +255,7 @@ BUGS = (
         TANGENT_AGAIN,
         "another number",
         "torch#196699",
-        _instance_norm,
+        formulas.instance_norm,
         _trains,
         example="(torch.nn.functional.instance_norm(x[None]) ** 2 * x).sum()",
     ),
@@ -432,7 +288,7 @@ BUGS = (
         TANGENT_AGAIN,
         "an error",
         "",
-        _attention,
+        formulas.attention,
         example="torch.nn.functional.scaled_dot_product_attention(x, 2 * x, x).sum()",
     ),
     *[
@@ -447,21 +303,21 @@ BUGS = (
         "nn.functional.hardsigmoid",
         GRADIENT_AGAIN,
         "an error",
-        instead=_hardsigmoid,
+        instead=formulas.hardsigmoid,
         example="(torch.nn.functional.hardsigmoid(x) ** 2).sum()",
     ),
     Bug(
         "cdist",
         GRADIENT_AGAIN,
         "an error",
-        instead=_cdist,
+        instead=formulas.cdist,
         example="torch.cdist(x, 1 - 2 * x).sum()",
     ),
     Bug(
         "nn.functional.pdist",
         GRADIENT_AGAIN,
         "an error",
-        instead=_pdist,
+        instead=formulas.pdist,
         example="torch.nn.functional.pdist(x**3).sum()",
     ),
 )
@@ -575,7 +431,8 @@ class TwiceByPlainOperations(TorchFunctionMode):
         return called(*args, **kwargs) if kwargs else called(*args)
 
 
-_WRONG_IN_REVERSE_TOO = ("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_")
+_LOGICAL = tuple([f"logical_{name}_" for name in ("not", "and", "or", "xor")])
+_WRONG_IN_REVERSE_TOO = ("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_", *_LOGICAL)
 _BY_FORMULA = {
     name: bug
     for name, bug in _BY_NAME.items()
@@ -685,6 +542,17 @@ class RightTangents(TorchFunctionMode):
         return fun(*args, **kwargs)
 
 
+class RightGradients(TorchFunctionMode):
+    """While dynamo traces what is pulled back: operations whose gradient is wrong."""
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function, or what runs in its place."""
+        kwargs = kwargs or {}
+        if fun in _TRACED_BACK:
+            return _traced(_TRACED_BACK[fun], fun, args, kwargs)
+        return fun(*args, **kwargs)
+
+
 def _traced(bug: Bug, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     if "out" in kwargs or (bug.when is not None and not bug.when(*args, **kwargs)):
         return fun(*args, **kwargs)
@@ -756,7 +624,9 @@ def _f_batch_norm(
         return torch.nn.functional.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
-    return _batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps, True)
+    return formulas.batch_norm(
+        input, weight, bias, running_mean, running_var, True, momentum, eps, True
+    )
 
 
 def _f_instance_norm(
@@ -773,8 +643,11 @@ def _f_instance_norm(
         return torch.nn.functional.instance_norm(
             input, running_mean, running_var, weight, bias, False, momentum, eps
         )
-    return _instance_norm(input, weight, bias, running_mean, running_var, True, momentum, eps, True)
+    return formulas.instance_norm(
+        input, weight, bias, running_mean, running_var, True, momentum, eps, True
+    )
 
 
 _OWN_MODULES = tuple([f"torch._ops.{name}" for name in _OWN])
 _TRACED = _traced_functions()
+_TRACED_BACK = {fun: bug for fun, bug in _TRACED.items() if bug.name in _WRONG_IN_REVERSE_TOO}

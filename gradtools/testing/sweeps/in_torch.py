@@ -19,11 +19,14 @@ from gradtools.testing.sweeps import RAISED, REFUSED, Outcome
 from gradtools.testing.sweeps.torch_ledger import LEDGER
 from gradtools.testing.sweeps.torch_oracles import Judgement, Oracles
 from gradtools.testing.sweeps.torch_programs import (
+    BEYOND,
     EVERY_WAY,
     FUNCTION,
     IN_PLACE,
+    INTEGERS,
     ON_VIEW,
     TABLES,
+    UNCLAIMED,
     Entry,
     Program,
     entries,
@@ -47,8 +50,9 @@ def sweep(
     """What comes of every program in every way.
 
     Args:
-        whole: All ways, several samples, single precision at first order and the in-place
-            variants, in place of one sample of each operator in the principal ways.
+        whole: All ways, several samples, single precision at first order, the in-place variants
+            and what the tables do not claim, in place of one sample of each operator in the
+            principal ways.
         only: Which programs, by name.
         part: `(i, n)` for the i-th of n parts, for those who share the work.
         tables: Of `TABLES`.
@@ -59,7 +63,7 @@ def sweep(
     Raises:
         GradtoolsError: The package expecttest is missing.
     """
-    variants = (FUNCTION, IN_PLACE, ON_VIEW) if whole else (FUNCTION,)
+    variants = (FUNCTION, IN_PLACE, ON_VIEW, INTEGERS, BEYOND) if whole else (FUNCTION,)
     i, n = part
     for entry in entries(tables, variants)[i::n]:
         if only(entry.name):
@@ -70,7 +74,7 @@ def _swept_entry(entry: Entry, whole: bool) -> Iterator[Outcome]:
     plain = entry.variant == FUNCTION
     for dtype in (*FINE, *COARSE) if whole and plain else FINE:
         ways = [way for way in WAYS if way.quick or (whole and plain)]
-        if dtype in COARSE:
+        if dtype in COARSE or entry.variant in UNCLAIMED:
             ways = [way for way in ways if way.quick and way.order == 1]
         for program in programs(entry, dtype, _SAMPLES if whole and plain else 1):
             if isinstance(program, Program):

@@ -26,7 +26,6 @@ _PHASE = "an eigenvector is free up to its phase; that of the derivative is not 
 _TIE = "where the arguments are equal, the derivatives of max and min are halved at each order"
 _CANCELS = "the sign of a complex number in it, whose derivative cancels; JAX has it as zero"
 _SINK = "JAX's own forward Jacobian of it raises"
-_STAGED = "a rule's jvp whose value is staged in the program of its tangent is not transposed"
 _PRODUCTS = "windows of products have forward mode alone"
 _BRANCH = "log(1 - x) is taken at x > 1 too, where it is not used: NaN in reverse mode"
 
@@ -116,7 +115,6 @@ LEDGER: tuple[Known, ...] = (
         for way in ("jacobian, forward", "jacobian, reverse over forward", "hessian")
     ),
     Known("lax.dce_sink", "checkpoint*", RAISED, "jax.checkpoint takes no effects", whole=True),
-    Known("lax.stage", "rule by jvp*", RAISED, _STAGED, whole=True),
     Known("lax.while_loop", "*vjp", RAISED, _LOOP),
     *(x for x in _second("lax.while_loop", _LOOP) if "second order" not in x.way),
     Known("lax.while_loop", "frozen, second order", LEFT_OUT, _ALONE),

@@ -350,7 +350,59 @@ WITHIN_TRANSFORMS = (
     ),
 )
 
+_UNCLAIMED = ", in place beyond the table"
+_INTEGERS = ", of integers too"
+
+UNCLAIMED = (
+    *(
+        line
+        for result, names in (
+            (DIFFERS, ("*float*", "*half", "as_strided_scatter", "nn.functional.max_unpool3d")),
+            (DIFFERS, ("native_group_norm", "normal")),
+            (REFUSED, ("nn.functional.multi*margin_loss", "nn.functional.ctc_loss", "to_sparse")),
+            (REFUSED, ("nn.functional.embedding_bag",)),
+            (LEFT_OUT, ("__rpow__",)),
+        )
+        for line in _lines(
+            tuple([f"{name}{_INTEGERS}" for name in names]),
+            ("*",),
+            result,
+            "as of floating numbers alone",
+            whole=True,
+        )
+    ),
+    *_lines(
+        (f"ldexp{_INTEGERS}",),
+        (REVERSE_MODE,),
+        DIFFERS,
+        "2 to a negative integer is taken in integers: zero; gradtools is right",
+        "torch#186556",
+        whole=True,
+    ),
+    *_lines(
+        (f"nn.functional.silu.complex{_UNCLAIMED}",),
+        (REVERSE_MODE,),
+        DIFFERS,
+        "a conjugate is missing; gradtools is right",
+        whole=True,
+    ),
+    *_lines(
+        (f"nn.functional.mse_loss{_INTEGERS}", f"nn.functional.smooth_l1_loss{_INTEGERS}"),
+        ("jvp*",),
+        RAISED,
+        "PyTorch's forward-mode rule gives the tangent the integer target's dtype",
+        whole=True,
+    ),
+)
+
 DEFECTS = (
+    *_lines(
+        (f"logical_*{_UNCLAIMED}",),
+        (REVERSE_MODE,),
+        DIFFERS,
+        "the gradient of the numbers that were overwritten",
+        whole=True,
+    ),
     *_lines(
         ("native_group_norm",),
         ("vjp, outputs one by one",),
@@ -382,5 +434,6 @@ LEDGER: tuple[Known, ...] = (
     *NO_FORWARD_MODE,
     *TANGENTS,
     *WITHIN_TRANSFORMS,
+    *UNCLAIMED,
     *DEFECTS,
 )

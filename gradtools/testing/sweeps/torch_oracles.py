@@ -144,6 +144,8 @@ class Oracles:
             off = self._off(flat, self.near_slope)
         if not self.fine or off is None:
             return Judgement(DIFFERS, DOT, _times(error, tolerance(self.name, 1)))
+        if off <= 1 and self.is_wrong:
+            return Judgement(AGREES, SLOPE, "PyTorch's own reverse mode is wrong")
         if off <= 1 and error <= _ROUNDING:
             return Judgement(AGREES, SLOPE, f"the dot products part by {error:.0e}, as by rounding")
         if off > 1 and self._kink(self.f):
@@ -155,20 +157,30 @@ class Oracles:
         """Of J^H v."""
         error = apart(found, [factor * x for x in self.pulled], self.usual)
         if error > tolerance(self.name, 1):
+            if self.is_wrong and self.reverse_mode([x / factor for x in found]).result == AGREES:
+                return Judgement(AGREES, SLOPE, "PyTorch's own reverse mode is wrong")
             return Judgement(DIFFERS, REVERSE, _times(error, tolerance(self.name, 1)))
         return Judgement(AGREES, REVERSE)
 
-    def reverse_mode(self) -> Judgement:
-        """Of the framework's own J^H v, against finite differences."""
-        judgement = self._reverse_mode(self.slope)
-        return judgement if judgement.result == AGREES else self._reverse_mode(self.near_slope)
+    @cached_property
+    def is_wrong(self) -> bool:
+        """Whether finite differences say that the framework's own J^H v is wrong."""
+        return self.fine and self.reverse_mode().result == DIFFERS
 
-    def _reverse_mode(self, found: Slope) -> Judgement:
+    def reverse_mode(self, found: Tensors | None = None) -> Judgement:
+        """Of J^H v, the framework's own if no other is given, against finite differences."""
+        pulled = self.pulled if found is None else found
+        judgement = self._reverse_mode(pulled, self.slope)
+        return (
+            judgement if judgement.result == AGREES else self._reverse_mode(pulled, self.near_slope)
+        )
+
+    def _reverse_mode(self, pulled: Tensors, found: Slope) -> Judgement:
         if not np.isfinite(found.error).all() or not np.isfinite(found.value).all():
             return Judgement(LEFT_OUT, SLOPE, "finite differences do not settle")
         v = vector(self.v)
-        left, right = float(found.value @ v), float(inner(self.pulled, self.u))
-        size = norm(self.v) * float(np.linalg.norm(found.value)) + norm(self.pulled) * norm(self.u)
+        left, right = float(found.value @ v), float(inner(pulled, self.u))
+        size = norm(self.v) * float(np.linalg.norm(found.value)) + norm(pulled) * norm(self.u)
         size = max(size, self.usual * norm(self.u))
         allowed = FINITE_DIFFERENCES[self.name] * size + 4 * float(np.abs(found.error) @ np.abs(v))
         if abs(left - right) <= allowed:

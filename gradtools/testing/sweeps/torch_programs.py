@@ -28,6 +28,9 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
+# What the table does not claim: in place where it has no derivative, and integers for tensors.
+BEYOND, INTEGERS = "in place beyond the table", "of integers too"
+UNCLAIMED = (BEYOND, INTEGERS)
 EVERY_WAY, BY_THE_TABLE = "every way", "every way, by the table"
 _FEW = 600  # entries of inputs and outputs: a sample of more is passed over if there is another
 _MANY = 20_000
@@ -87,7 +90,7 @@ def entries(
     for table in tables:
         for info in _table(table):
             for variant in variants:
-                if variant == FUNCTION or _has_in_place(table, info):
+                if variant == FUNCTION or _has(table, info, variant):
                     found.append(Entry(table, _name(table, info, variant), info, variant))
     return found
 
@@ -126,10 +129,14 @@ def _name(table: str, info: Any, variant: str) -> str:
     return own if variant == FUNCTION else f"{own}, {variant}"
 
 
-def _has_in_place(table: str, info: Any) -> bool:
-    if table == "module_db" or not info.supports_autograd or not info.supports_inplace_autograd:
+def _has(table: str, info: Any, variant: str) -> bool:
+    if variant == INTEGERS:
+        return table == "op_db" and info.supports_autograd
+    if table == "module_db" or info.inplace_variant is None:
         return False
-    return info.inplace_variant is not None
+    if variant == BEYOND:
+        return table == "op_db"
+    return bool(info.supports_autograd and info.supports_inplace_autograd)
 
 
 # --- from an entry to programs ------------------------------------------------------------------
@@ -182,11 +189,10 @@ def _seeded(seed: int = _SEED) -> Iterator[None]:
 
 
 def _of_operator(entry: Entry, dtype: Any, most: int) -> list[tuple[bool, int, Program]]:
-    op = entry.info
-    if not op.supports_autograd:
-        raise _Nothing("the table says that it has no derivative", BY_THE_TABLE)
-    if dtype not in op.supported_backward_dtypes("cpu"):
-        raise _Nothing("the table has no derivative of it in this dtype", BY_THE_TABLE)
+    op, beyond = entry.info, entry.variant == BEYOND
+    claimed = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    if claimed == beyond or dtype not in op.dtypes:
+        raise _Nothing("the table has no derivative of it, or none in this dtype", BY_THE_TABLE)
     found: list[tuple[bool, int, Program]] = []
     why = "no sample requires a gradient"
     for number, sample in enumerate(_samples(op, dtype)):
@@ -201,7 +207,7 @@ def _of_operator(entry: Entry, dtype: Any, most: int) -> list[tuple[bool, int, P
         if sum(good and size <= _FEW for good, size, _ in found) >= most:
             break
     if not found:
-        raise _Nothing(why)
+        raise _Nothing(why, BY_THE_TABLE if entry.variant in UNCLAIMED else EVERY_WAY)
     return found
 
 
@@ -245,7 +251,9 @@ def _variant(op: Any, variant: str) -> Callable[..., Any]:
     if variant == FUNCTION:
         found: Callable[..., Any] = op.op
         return found
-    if variant == IN_PLACE:
+    if variant == INTEGERS:
+        return lambda x, *args, **kwargs: op.op(x, *_integers(args), **kwargs)
+    if variant in (IN_PLACE, BEYOND):
         return lambda x, *args, **kwargs: op.inplace_variant(x.clone(), *args, **kwargs)
 
     def on_view(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,6 +264,18 @@ def _variant(op: Any, variant: str) -> Callable[..., Any]:
         return base
 
     return on_view
+
+
+def _integers(args: Any) -> Any:
+    """The arguments; those that are floating or complex tensors as integers."""
+    import torch
+
+    def rounded(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
+            return x
+        return (x.real if x.is_complex() else x).detach().round().to(torch.int64)
+
+    return tuple([rounded(x) for x in args])
 
 
 def _alone(op: Any, leaves: list[Any], primals: tuple[Any, ...]) -> bool:

@@ -418,7 +418,6 @@ _SYMMETRIC = "a tangent that is not symmetric: JAX symmetrises it, PyTorch does 
 _HERMITIAN = "a matrix that is not Hermitian: JAX symmetrises it, PyTorch reads its lower half"
 _PHASE = "a singular vector is free up to its phase, and the loss knows it"
 _VANDER = "PyTorch's own powers are changed in place, which its backward pass refuses"
-_EXPONENT = "2 to a negative integer is taken in integers: zero"
 
 
 def _lines(
@@ -443,7 +442,6 @@ LEDGER: tuple[Known, ...] = (
     *_lines("nn.hard_sigmoid", ("grad", "jvp"), DIFFERS, _SINGLE),
     *_lines("nn.hard_sigmoid", ("hvp, reverse*",), REFUSED, "no second derivative in PyTorch"),
     *_lines("nn.dot_product_attention", ("value",), DIFFERS, "in float32 in JAX", "jax#37422"),
-    *_lines("numpy.ldexp", _REVERSE, DIFFERS, _EXPONENT, "torch#186556"),
     *_lines("numpy.heaviside numpy.floor_divide", _DERIVATIVES, REFUSED, _STAIRS),
     *_lines("numpy.bincount", _DERIVATIVES, REFUSED, "PyTorch has no derivative to the weights"),
     *_lines("numpy.bincount", ("value",), DIFFERS, "PyTorch's is real", dtype="complex128"),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import function
 
+from gradtools.rules import Rule, captured
 from gradtools.torch.recording.recorder import RecordedCall, Recorder, tensors_in
 
 Tensor = torch.Tensor
@@ -65,7 +66,7 @@ def _made(recorder: Recorder, kind: Any, make: Any, args: Any, kwargs: Any) -> A
 
 
 def _ruled(recorder: Recorder, kind: Any, original: Any, args: Any, kwargs: Any) -> Any:
-    call = recorder.entering(kind, args, kwargs)
+    call = recorder.entering(kind, (*args, *_captured(args)), kwargs)
     call.raw, (call.name, call.mark) = "apply", _rule_of(kind, args)
     with recorder.silent():
         try:
@@ -76,6 +77,15 @@ def _ruled(recorder: Recorder, kind: Any, original: Any, args: Any, kwargs: Any)
         call.unruled = _unruled(kind, call, out)
         recorder.write(call, out)
         return out
+
+
+def _captured(args: Any) -> list[Tensor]:
+    """What the function of an edit holds, if it is differentiated: no input of the edit's value."""
+    rule = getattr(args[0], "rule", None) if args else None
+    if not isinstance(rule, Rule) or rule.name not in _EDITS:
+        return []
+    wanted = lambda x: isinstance(x, Tensor) and x.requires_grad
+    return list({id(x): x for x in captured(rule, wanted, Tensor)}.values())
 
 
 _EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")

@@ -1,0 +1,174 @@
+"""Workarounds for gradients that PyTorch has wrong, as data: the right one takes a node's place.
+
+What reverse mode does is known from the graph alone, so nothing looks on while f runs: before a
+pullback the nodes of these operations are sought in the graph, and while it runs a hook at each
+gives what the node should have given, which may be differentiated again. Compiled code shows no
+graph; there the operations are exchanged (`upstream_bugs.RightGradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradtools.torch import formulas
+from gradtools.torch.compiling import is_compiling, nodes_of
+
+Tensor = torch.Tensor
+Given = Sequence[Any]
+GRADIENT = "gradient"
+GRADIENT_AGAIN = "derivative of the gradient"
+
+
+@dataclass(frozen=True)
+class WrongGradient:
+    """A gradient that PyTorch has wrong.
+
+    Attributes:
+        operation: As its documentation names it, without `torch.`.
+        node: The type of its nodes in a graph.
+        wrong: "gradient", or "derivative of the gradient" alone.
+        gives: What plain PyTorch gives in its place.
+        issue: Upstream's; empty where no report was found.
+        right: Of the node, what it gave and what it was given: what it should have given.
+        when: Whether it is wrong at a node.
+        example: As in `upstream_bugs.Bug`.
+    """
+
+    operation: str
+    node: str
+    wrong: str
+    gives: str
+    issue: str
+    right: Callable[[Any, Given, Given], Any]
+    when: Callable[[Any], bool]
+    example: str
+
+
+def _ldexp(node: Any, given: Given, cts: Given) -> Any:
+    x, *others = given
+    if x is None:
+        return None
+    scale = torch.ldexp(torch.ones_like(cts[0]), node._saved_other)
+    return ((cts[0] * scale).sum_to_size(x.shape).to(x.dtype), *others)
+
+
+def _silu(node: Any, given: Given, cts: Given) -> Any:
+    x = node._saved_self
+    s = torch.sigmoid(x)
+    return (cts[0] * (s * (1 + x * (1 - s))).conj(),)
+
+
+def _logcumsumexp(node: Any, given: Given, cts: Given) -> Any:
+    """By the formula's pullback; what the node gave is right, if nobody differentiates it again."""
+    if not torch.is_grad_enabled():
+        return None
+    x, dim = node._saved_self, node._saved_dim
+    dim -= (dim >= 2**63) * 2**64  # it is shown without its sign
+    return torch.func.vjp(lambda x: formulas.logcumsumexp(x, dim), x)[1](cts[0])
+
+
+def _layer_norm(node: Any, given: Given, cts: Given) -> Any:
+    """Of one without weight the gradient of the bias has no derivative: it is a sum."""
+    *others, bias = given
+    return None if bias is None else (*others, cts[0].sum_to_size(bias.shape))
+
+
+WRONG_GRADIENTS = (
+    WrongGradient(
+        "ldexp",
+        "LdexpBackward0",
+        GRADIENT,
+        "zero",
+        "torch#186556",
+        _ldexp,
+        lambda node: not (node._saved_other.is_floating_point() or node._saved_other.is_complex()),
+        "torch.ldexp(x, torch.tensor([-1, -1, -2])).sum()",
+    ),
+    WrongGradient(
+        "nn.functional.silu",
+        "SiluBackward0",
+        GRADIENT,
+        "another number",
+        "",
+        _silu,
+        lambda node: node._saved_self.is_complex(),
+        "torch.nn.functional.silu(torch.complex(x, 1 - x), inplace=True).abs().sum()",
+    ),
+    WrongGradient(
+        "logcumsumexp",
+        "LogcumsumexpBackward0",
+        GRADIENT_AGAIN,
+        "NaN at a cotangent of zero",
+        "torch#196705",
+        _logcumsumexp,
+        lambda node: True,
+        "(torch.logcumsumexp(x, 0)[2] ** 2).sum()",
+    ),
+    WrongGradient(
+        "nn.functional.layer_norm",
+        "NativeLayerNormBackward0",
+        GRADIENT_AGAIN,
+        "zero, or an error",
+        "",
+        _layer_norm,
+        lambda node: node._saved_weight is None and node._saved_bias is not None,
+        "",
+    ),
+)
+_BY_NODE = {wrong.node: wrong for wrong in WRONG_GRADIENTS}
+WRONG = frozenset(_BY_NODE)
+"""The types of their nodes."""
+
+
+def is_wrong(node: Any) -> bool:
+    """Whether the gradient that a node of a graph gives is wrong."""
+    found = _BY_NODE.get(type(node).__name__)
+    return found is not None and found.when(node)
+
+
+@contextmanager
+def rightly(nodes: Sequence[Any]) -> Iterator[None]:
+    """Inside, a pullback runs: what these nodes give is right."""
+    handles = [node.register_hook(_hook(node)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(node: Any) -> Callable[[Given, Given], Any]:
+    right = _BY_NODE[type(node).__name__].right
+    return lambda given, cts: None if cts[0] is None else right(node, given, cts)
+
+
+def wrong_nodes(outs: Sequence[Any]) -> list[Any]:
+    """The nodes in the graph of outs whose gradients are wrong."""
+    return [node for node in nodes_of([y for y in outs if y.requires_grad]) if is_wrong(node)]
+
+
+def right_vjp(fun: Callable[..., Any], *xs: Tensor, has_aux: bool = False) -> Any:
+    """`torch.func.vjp` of a function that returns a sequence of tensors, rightly."""
+    if is_compiling():
+        return torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
+    wrong: list[Any] = []
+
+    def noted(*xs: Tensor) -> Any:
+        found = fun(*xs)
+        wrong[:] = wrong_nodes(found[0] if has_aux else found)
+        return found
+
+    outs, pull, *aux = torch.func.vjp(noted, *xs, has_aux=has_aux)  # type: ignore[misc]
+
+    def pullback(cts: Any) -> Any:
+        if not wrong:
+            return pull(cts)
+        with rightly(wrong):
+            return pull(cts)
+
+    return outs, pullback, *aux

@@ -507,8 +507,8 @@ class Shaped:
         ys = [y if backend.is_array(y) else self._as_array(y, who) for y in leaves]
         if who == "it":
             self.values[looks] = out_def, self._looks_of(ys)
-        elif self.contract.due(who, looks):
-            self._hold(xs, looks, out_def, ys, who)
+        else:
+            self.contract.ask(who, looks, of=lambda: self._hold(xs, looks, out_def, ys, who))
         self.outs.pop(looks, None)  # so that the last one is the newest
         self.outs[looks] = out_def
         return ys
@@ -516,15 +516,15 @@ class Shaped:
     def _looks_of(self, ys: Sequence[Array]) -> list[Look]:
         return [Look(tuple(y.shape), self.backend.dtype_name(y)) for y in ys]
 
-    def _hold(self, xs: Sequence[Array], looks: Any, out_def: Any, ys: Any, who: str) -> None:
-        """Holds what the forward pass returned to what the function returns."""
+    def _hold(self, xs: Sequence[Array], looks: Any, out_def: Any, ys: Any, who: str) -> bool:
+        """Holds what the forward pass returned to what the function returns, once that is known."""
         if looks not in self.values:
             self.backend.sketch_values(self.primal, *xs)
         if looks not in self.values:
-            self.contract.again(who, looks)  # until the function was called
-            return
+            return False
         expected, wanted = self.values[looks]
         self.contract.same_outputs(who, out_def, self._looks_of(ys), expected, wanted)
+        return True
 
     def _as_array(self, y: Any, who: str) -> Array:
         try:

@@ -363,7 +363,11 @@ def _signature(fun: Any) -> inspect.Signature | None:
     if isinstance(fun, np.ufunc):
         return None
     try:
-        return inspect.signature(fun)
+        found = inspect.signature(fun)
+        if isinstance(fun, partial):  # what it has fixed by name is no argument any more
+            free = [p for p in found.parameters.values() if p.name not in fun.keywords]
+            return found.replace(parameters=free)
+        return found
     except (TypeError, ValueError):
         return None
 

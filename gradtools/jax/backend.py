@@ -65,7 +65,8 @@ class JaxBackend:
     # --- arrays
 
     def is_array(self, x: Any) -> bool:
-        return isinstance(x, jax.Array)
+        # A literal of a program that is traced, a float with a dtype, says that it is one too.
+        return isinstance(x, jax.Array) and not isinstance(x, int | float | complex)
 
     def is_inexact(self, x: Array) -> bool:
         return is_inexact(x)

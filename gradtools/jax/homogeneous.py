@@ -83,6 +83,9 @@ def _step(eqn: Any, zero: list[bool]) -> list[bool]:
         return [all(moved)] * outs
     if name == "gradtools_value":
         return zero[eqn.params["xs"] :][:outs]
+    program = _program(eqn)
+    if program is not None:
+        return proved_zero(program, zero)
     inner = tracing.bodies(eqn)
     if inner:
         return _through(inner, zero, outs)
@@ -130,18 +133,19 @@ def first_nonzero(closed: Any, zero: Mask, values: Sequence[Any]) -> int | None:
     outs = computed(closed, [np.zeros(x.shape, x.dtype) if z else x for z, x in pairs])
     if outs is None:
         return None
-    for i, (y, known) in enumerate(zip(outs, proved, strict=True)):
-        if not known and np.any((y != 0) & (y == y)):
-            return i
-    return None
+    return nonzero_at([np.zeros(()) if p else y for y, p in zip(outs, proved, strict=True)])
+
+
+def nonzero_at(ys: Sequence[Any]) -> int | None:
+    """The first array with a number that is not zero; NaN says nothing."""
+    found = (i for i, y in enumerate(map(np.asarray, ys)) if np.any((y != 0) & (y == y)))
+    return next(found, None)
 
 
 def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
     """The outputs of a jaxpr, with made-up numbers for what is traced; None if it cannot run."""
-    everything = [*closed.consts, *values]
-    made_up = any(isinstance(x, jax.core.Tracer) for x in everything)
-    if made_up and tracing.uses_primitive(closed, _leaves_jax):
-        return None
+    if tracing.uses_primitive(closed, _leaves_jax):
+        return None  # a kernel runs where it is asked for, and nowhere else
     try:
         with jax.ensure_compile_time_eval():
             consts, xs = ([_known(x) for x in group] for group in (closed.consts, values))
@@ -151,7 +155,15 @@ def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
 
 
 def _leaves_jax(eqn: Any) -> bool:
-    return "callback" in eqn.primitive.name
+    name, program = eqn.primitive.name, _program(eqn)
+    if program is not None:
+        return tracing.uses_primitive(program, _leaves_jax)
+    return "callback" in name or name == "gradtools_kernel"
+
+
+def _program(eqn: Any) -> Any:
+    """What a primitive of ours computes, as a jaxpr."""
+    return getattr(eqn.primitive, "gradtools_program", lambda _: None)(eqn)
 
 
 def _known(x: Any) -> Any:

@@ -30,7 +30,7 @@ from gradtools.jax.host import call_kernel
 from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.stateful import checkpointed, explained
-from gradtools.jax.trees import is_inexact
+from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
 
 
@@ -121,6 +121,12 @@ class JaxBackend:
 
     def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
+
+    def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
+        look = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return call.without_values(look), [look(y) for y in outs]
+
+    linear_map = staticmethod(LinearMap)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         return x

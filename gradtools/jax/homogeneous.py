@@ -21,15 +21,18 @@ from gradtools.jax.trees import is_inexact
 
 Mask = Sequence[bool]
 
-_ALL = frozenset(
-    """neg sign floor ceil round sqrt cbrt abs sin tan asin atan sinh tanh asinh atanh erf expm1
-    log1p square real imag conj complex convert_element_type reduce_precision copy copy_p reshape
-    broadcast_in_dim squeeze expand_dims transpose rev slice split concatenate pad tile reduce_sum
-    reduce_max reduce_min cumsum cummax cummin add sub add_any max min psum psum2 psum_invariant
-    pmax pmin ppermute all_gather all_to_all reduce_scatter pvary pbroadcast stop_gradient
-    device_put sharding_constraint mesh_cast reshard optimization_barrier fft sort top_k
-    reduce_window_sum select_and_scatter_add integer_pow or bitcast_convert_type
-    """.split()
+_ALL = (
+    *("neg", "sign", "floor", "ceil", "round", "sqrt", "cbrt", "abs", "sin", "tan", "asin"),
+    *("atan", "sinh", "tanh", "asinh", "atanh", "erf", "expm1", "log1p", "square", "real"),
+    *("imag", "conj", "complex", "convert_element_type", "reduce_precision", "copy", "copy_p"),
+    *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "slice"),
+    *("split", "concatenate", "pad", "tile", "reduce_sum", "reduce_max", "reduce_min"),
+    *("cumsum", "cummax", "cummin", "add", "sub", "add_any", "max", "min", "psum", "psum2"),
+    *("psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all"),
+    *("reduce_scatter", "pvary", "pbroadcast", "stop_gradient", "device_put"),
+    *("sharding_constraint", "mesh_cast", "reshard", "optimization_barrier", "fft", "sort"),
+    *("top_k", "reduce_window_sum", "select_and_scatter_add", "integer_pow", "or"),
+    *("bitcast_convert_type"),
 )
 _ANY = frozenset(["mul", "dot_general", "conv_general_dilated", "and", "ragged_dot"])
 _READ: dict[str, Callable[[int], Sequence[int]]] = {

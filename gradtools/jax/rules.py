@@ -41,7 +41,7 @@ from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of, refusal
 from gradtools.jax import homogeneous, shardings, tracing
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
-from gradtools.jax.trees import conj, is_inexact
+from gradtools.jax.trees import conj, is_inexact, zeros_of
 from gradtools.linearity import is_linear
 from gradtools.rules import (
     KEYS,
@@ -234,7 +234,7 @@ def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask
         return _present(dys)
 
     moving = _moving(rule, full_like, given)
-    zeros = [_zeros(like) for like, m in zip(full_like, moving, strict=True) if m]
+    zeros = [zeros_of(like) for like, m in zip(full_like, moving, strict=True) if m]
     try:
         closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], zeros)
     except _READS_A_VALUE:
@@ -257,7 +257,7 @@ def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
     def pull(*xs: Any) -> list[Any]:
         found = rule.at(*xs)
         assert found.cotangent is not None
-        cts = [None if like is None else _zeros(like) for like in _likes(found.ys)]
+        cts = [None if like is None else zeros_of(like) for like in _likes(found.ys)]
         everything = [*xs, *found.ys, *found.extras]
         pulled = found.cotangent([everything[i] for i in found.saves], cts)
         places[:] = [i for i, ct in enumerate(pulled) if ct is not None]
@@ -289,7 +289,7 @@ def _hold_transposed(rule: Rule, looks: Any, pull: Any, likes: Sequence[Any]) ->
         return
 
     def transposed() -> None:
-        closed = jax.make_jaxpr(pull)(*map(_zeros, likes))
+        closed = jax.make_jaxpr(pull)(*map(zeros_of, likes))
         lost = homogeneous.lost_input(closed, [True] * len(likes))
         if lost is not None:
             raise contract.lost("cotangent", lost)
@@ -382,7 +382,7 @@ def _would_lose(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) 
     if contract.check != "never":
         return _looks(xs) in contract.losing
     try:
-        closed = jax.make_jaxpr(push)(*map(_zeros, likes))
+        closed = jax.make_jaxpr(push)(*map(zeros_of, likes))
     except _READS_A_VALUE:
         return True
     zero = [True] * len(likes)
@@ -415,7 +415,7 @@ def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Lineariz
     try:
         pull = jax.linear_transpose(push, *map(_shape, like_xs))
         like_ys = _present(_likes(ys))
-        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(_zeros, like_ys))
+        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
     except _NOT_LINEAR:
         return None  # forward mode needs no transpose; reverse mode will say why there is none
 
@@ -447,22 +447,13 @@ def _shape(aval: Any) -> Any:
 def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     """`values` with zeros for None, where there is something to be zero."""
     pairs = zip(values, likes, strict=True)
-    return [_zeros(like) if v is None and like is not None else v for v, like in pairs]
-
-
-def _zeros(aval: Any) -> Any:
-    zeros, axes = jnp.zeros(aval.shape, aval.dtype), tuple(sorted(_axes(aval)))
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-
-def _axes(aval: Any) -> frozenset[Any]:
-    return frozenset(aval.manual_axis_type.varying)
+    return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
 
 
 def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
     """A zero for None; an error where a map's result does not have the shape it must have."""
     if value is None:
-        return _zeros(like)
+        return zeros_of(like)
     if jnp.shape(value) != tuple(like.shape):
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
@@ -497,7 +488,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     read from the jaxpr.
     """
     axes = frozenset().union(*map(_varies, values))
-    zeros = [_varying(_zeros(e), axes) for e in examples]
+    zeros = [_varying(zeros_of(e), axes) for e in examples]
 
     def pulled(at: Any, cts: Any) -> Any:
         return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
@@ -516,7 +507,7 @@ def _is_one_kernel(linear: Any, zeros: Sequence[Any]) -> bool:
     if [e.primitive for e in eqns] != [primal_p] or eqns[0].params["rule"].source is None:
         return False
     moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
-    likes = [_zeros(v.aval.update(weak_type=False)) for v in eqns[0].invars]
+    likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
     _check_linear(eqns[0].params["rule"], likes, moving)
     return True
 
@@ -771,7 +762,7 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
     parts = []
     if any(_carries(dv) for dv in tangents[n:]):
         pairs = zip(tangents[n:], operands[n:], strict=True)
-        dvs = [_varying(ad.instantiate_zeros(dv), _varies(v)) for dv, v in pairs]
+        dvs = [_varying(ad.instantiatezeros_of(dv), _varies(v)) for dv, v in pairs]
         parts.append(tangent_p.bind(*operands[:n], *dvs, **params))
     if any(_carries(dx) for dx in tangents[:n]):
         parts.append(_python_jvp(_tangent, operands, tangents[:n], params)[1])
@@ -864,7 +855,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     if (rule.contract or rule) in _local_list("linearizing"):
         return _code_transposed(cts, xs, rule, unknown)
-    at = [_zeros(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
+    at = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     _check_linear(rule, at, unknown)
     ys, maps, saved = _evaluated(rule, at)
     inexact = [is_inexact(y) for y in ys]
@@ -893,7 +884,7 @@ def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
         return list(rule.primal(*full))
 
     likes = [_shape(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
-    full = [ad.instantiate_zeros(ct) for ct in cts]
+    full = [ad.instantiatezeros_of(ct) for ct in cts]
     return spread(jax.linear_transpose(run, *likes)(full), unknown)
 
 

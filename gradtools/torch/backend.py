@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,6 +132,11 @@ class TorchBackend:
 
     def sketch_values(self, fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
         pass
+
+    def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
+        return call, outs
+
+    linear_map = staticmethod(partial)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

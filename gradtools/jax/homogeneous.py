@@ -132,8 +132,8 @@ def first_nonzero(closed: Any, zero: Mask, values: Sequence[Any]) -> int | None:
     proved = proved_zero(closed, zero)
     if all(proved):
         return None
-    pairs = zip(zero, values, strict=True)
-    outs = computed(closed, [np.zeros(x.shape, x.dtype) if z else x for z, x in pairs])
+    each = zip(zero, values, closed.in_avals, strict=True)
+    outs = computed(closed, [np.zeros(a.shape, a.dtype) if z else x for z, x, a in each])
     if outs is None:
         return None
     return nonzero_at([np.zeros(()) if p else y for y, p in zip(outs, proved, strict=True)])

@@ -258,6 +258,8 @@ def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
         found = rule.at(*xs)
         assert found.cotangent is not None
         cts = [None if like is None else zeros_of(like) for like in _likes(found.ys)]
+        if not _present(cts):
+            return []
         everything = [*xs, *found.ys, *found.extras]
         pulled = found.cotangent([everything[i] for i in found.saves], cts)
         places[:] = [i for i, ct in enumerate(pulled) if ct is not None]
@@ -762,7 +764,7 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
     parts = []
     if any(_carries(dv) for dv in tangents[n:]):
         pairs = zip(tangents[n:], operands[n:], strict=True)
-        dvs = [_varying(ad.instantiatezeros_of(dv), _varies(v)) for dv, v in pairs]
+        dvs = [_varying(ad.instantiate_zeros(dv), _varies(v)) for dv, v in pairs]
         parts.append(tangent_p.bind(*operands[:n], *dvs, **params))
     if any(_carries(dx) for dx in tangents[:n]):
         parts.append(_python_jvp(_tangent, operands, tangents[:n], params)[1])
@@ -884,7 +886,7 @@ def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
         return list(rule.primal(*full))
 
     likes = [_shape(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
-    full = [ad.instantiatezeros_of(ct) for ct in cts]
+    full = [ad.instantiate_zeros(ct) for ct in cts]
     return spread(jax.linear_transpose(run, *likes)(full), unknown)
 
 

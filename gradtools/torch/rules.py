@@ -36,6 +36,7 @@ from gradtools.linearity import is_linear
 from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over, spread
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.transposing import in_own_transpose, transposing
 
 Tensor = torch.Tensor
 
@@ -101,6 +102,8 @@ class _Point:
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if rule.written and not _differentiated(xs):
         return _undifferentiated(rule, xs)
+    if in_own_transpose(rule, xs):
+        return rule.primal(*xs)
     if rule.captures and _closes_over_tracked(rule):
         raise _closed_over_error(rule)
     if rule.joint is not None and _forward_mode_alone(xs):
@@ -338,7 +341,7 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: _Point, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
-        one = point.rule
+        one = replace(point.rule, source=point.rule.source or point.rule, key=next(KEYS))
         if one.linearize is None:
             point.found = one.reading(xs, [])
         else:
@@ -349,7 +352,7 @@ class _ReverseOnly(torch.autograd.Function):
                 point.note(found)
                 return found
 
-            one = replace(one, linearize=noted, key=next(KEYS))
+            one = replace(one, linearize=noted)
         if one.mapped is not None:
             rule, xs, axes_of = one.mapped(info.batch_size, in_dims[1:], xs, info.randomness)
             out = _apply_at(_Point(rule, own=point.own), xs)
@@ -469,7 +472,7 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
     examples = [_zeros(*likes[i]) for i in carried]
     _check_linear(rule, "cotangent", run, saved, examples)
     return spread(
-        _transpose(lambda *cts: run(saved, cts), examples, [dxs[i] for i in present]), mask
+        _transpose(rule, lambda *cts: run(saved, cts), examples, [dxs[i] for i in present]), mask
     )
 
 
@@ -497,7 +500,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         return list(found.tangent(at, _filled(dxs, ctx.like_xs) if rule.dense else dxs))
 
     _check_linear(rule, "tangent", run, saved, examples)
-    return spread(_transpose(lambda *dxs: run(saved, dxs), examples, list(cts)), mask)
+    return spread(_transpose(rule, lambda *dxs: run(saved, dxs), examples, list(cts)), mask)
 
 
 def _in_eager() -> bool:
@@ -523,7 +526,9 @@ def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
 
 
-def _transpose(linear: Callable[..., list[Any]], examples: Any, values: Any) -> list[Any]:
+def _transpose(
+    rule: Rule, linear: Callable[..., list[Any]], examples: Any, values: Any
+) -> list[Any]:
     """The transpose of `linear` (shaped like `examples` to `values`), applied to `values`.
 
     `torch.func.vjp` takes no function without an output, as a map is that gives None everywhere.
@@ -533,15 +538,18 @@ def _transpose(linear: Callable[..., list[Any]], examples: Any, values: Any) -> 
     came_out: list[int] = []
 
     def dense(*vs: Tensor) -> tuple[Tensor, ...]:
-        out = linear(*vs)
+        with own.traced():
+            out = linear(*vs)
         came_out[:] = [i for i, o in enumerate(out) if o is not None]
         return tuple(out[i] for i in came_out) or (torch.zeros(()),)
 
-    outs, pullback = torch.func.vjp(dense, *examples)
-    given = [values[i] for i in came_out] or [None]
-    filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, given, strict=True)]
-    # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
-    return [v.view_as(v) for v in pullback(tuple(filled))]
+    with transposing(rule) as own:
+        outs, pullback = torch.func.vjp(dense, *examples)
+        given = [values[i] for i in came_out] or [None]
+        pairs = zip(outs, given, strict=True)
+        filled = [torch.zeros_like(o) if v is None else v for o, v in pairs]
+        # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
+        return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
 def transpose(
@@ -549,7 +557,7 @@ def transpose(
 ) -> list[Any]:
     """The transpose of `vs -> linear(at, *vs)`, of tensors like `examples`, at `values`."""
     _check_linear(rule, which, lambda at, vs: linear(at, *vs), at, examples)
-    return _transpose(lambda *vs: linear(at, *vs), examples, values)
+    return _transpose(rule, lambda *vs: linear(at, *vs), examples, values)
 
 
 def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:

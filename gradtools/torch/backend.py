@@ -9,6 +9,7 @@ import torch
 
 from gradtools.backend import Array, Fun, Staged
 from gradtools.chunking import Options
+from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import (
@@ -30,6 +31,7 @@ from gradtools.torch import (
 )
 from gradtools.torch.checking import sketch_values
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
+from gradtools.torch.direct import DirectCalls
 from gradtools.torch.engines import asked_of
 from gradtools.torch.host import call_kernel
 from gradtools.torch.refusals import explained, torch_says
@@ -135,6 +137,9 @@ class TorchBackend:
     linearize = staticmethod(engines.linearize)
 
     sketch_values = staticmethod(sketch_values)
+
+    def direct_calls(self, of: Any) -> Any:
+        return DirectCalls(of) if type(of) is CustomRule and of.check != "always" else None
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

@@ -88,7 +88,7 @@ def evaluated_to_push(asked: str, evaluate: Callable[..., Any], *args: Any) -> A
 
 
 @dataclass(eq=False)
-class _Point:
+class Point:
     """One application of a rule: what its evaluation left for the linear maps.
 
     Tensors stand in autograd's own store; here is only what is no tensor.
@@ -102,6 +102,7 @@ class _Point:
     perturbed: tuple[bool, ...] | None = None  # which inputs are differentiated, where known
 
     def note(self, found: Linearized) -> None:
+        """Keeps the maps, without the arrays."""
         self.count = len(found.ys)
         self.found = Linearized(
             [], [], found.saves, found.tangent, found.cotangent, found.rerun, found.pushing
@@ -116,10 +117,10 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if in_own_transpose(rule, xs):
         return rule.primal(*xs)
     if rule.captures and _closes_over_tracked(rule):
-        raise _closed_over_error(rule)
+        raise closed_over_error(rule)
     if rule.joint is not None and _forward_mode_alone(xs):
         return _pushed_jointly(rule, xs)
-    point = _Point(rule)
+    point = Point(rule)
     if "cotangent" in rule.symbolic and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
     out = _apply_at(point, xs)
@@ -166,7 +167,7 @@ def _pushed_jointly(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
         hold_zero(Question(rule, "tangent", rule.tangent, xs, likes))
     ys, dys = rule.joint(xs, dxs)
     if any(_is_captured(y) for y in ys):
-        raise _closed_over_error(rule)
+        raise closed_over_error(rule)
     pairs = zip(_own(ys, xs), _own(dys, dxs, xs, ys), strict=True)
     return [y if dy is None else forward_ad.make_dual(y, dy) for y, dy in pairs]
 
@@ -196,11 +197,11 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
             return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
     ys = rule.primal(*xs)
     if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
-        raise _closed_over_error(rule)
+        raise closed_over_error(rule)
     return list(ys)
 
 
-def _apply_at(point: _Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _apply_at(point: Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     point.own = point.own or torch._C._functorch.peek_interpreter_stack() is not None
     return (_ReverseOnly if point.rule.reverse_only else _BothModes).apply(point, *_apart(xs))
 
@@ -212,7 +213,7 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
 
-def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
+def _evaluate(point: Point, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and extras at plain tensors. What else than these requires grad was captured."""
     rule = point.rule
     if not rule.captures:
@@ -220,24 +221,24 @@ def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
     elif _is_derived(rule):
         found = rule.reading(xs, _undifferentiated(rule, xs))
     else:
-        before = Randomness.now(xs) if rule.linearize and rule not in _SAVES_NO_EXTRAS else None
+        before = Randomness.now(xs) if rule.linearize and rule not in SAVES_NO_EXTRAS else None
         with torch.enable_grad():
             found = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
-        if (found.extras or found.rerun) and rule in _SAVES_NO_EXTRAS:
-            _SAVES_NO_EXTRAS.discard(rule)
+        if (found.extras or found.rerun) and rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.discard(rule)
             return _evaluate(point, xs)
         if not found.extras and not found.rerun:
-            _SAVES_NO_EXTRAS.add(rule)
+            SAVES_NO_EXTRAS.add(rule)
             before = None
         if any(_is_captured(y) for y in (*found.ys, *found.extras)):
-            raise _closed_over_error(rule)
+            raise closed_over_error(rule)
         if before is not None and not before.stands():
             point.randomness = before
     point.note(found)
     return [*found.ys, *found.extras]
 
 
-def _as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs; those that share memory with an input or each other as views, which says so.
 
     Autograd cannot follow what is then written in place, and refuses that of a custom view alone.
@@ -284,7 +285,7 @@ def _view_like(x: Tensor, y: Tensor) -> Tensor:
 
 
 # They are not evaluated again, so where the generators stood need not be known.
-_SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
+SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
 
 
 def _is_captured(y: Tensor) -> bool:
@@ -311,7 +312,8 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
-def _closed_over_error(rule: Rule) -> GradtoolsError:
+def closed_over_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule that closes over a tensor that is differentiated."""
     return GradtoolsError(
         f"rule {rule.name!r} closes over a tensor that is differentiated, or mapped by vmap, "
         "outside of it; that would be lost. Pass the tensor to the function as an argument."
@@ -322,13 +324,13 @@ class _ReverseOnly(torch.autograd.Function):
     """A rule whose cotangent map is not linear: it has no forward mode."""
 
     @staticmethod
-    def forward(point: _Point, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(point: Point, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
         if point.own or forward_ad._current_level >= 0:
             # The tangent of an output that is a view would have to be one too.
             out = [_cloned(y) if y._is_view() else y for y in _own(out, xs)]
         else:
-            out[: point.count] = _as_views(out[: point.count], xs)
+            out[: point.count] = as_views(out[: point.count], xs)
         # What torch.func unwraps may be one tensor under two names, as in `_apart`.
         saved = [xs[i] for i in point.found.saves if i < len(xs)]
         return tuple([y.view_as(y) if any(y is x for x in saved) else y for y in out])
@@ -345,7 +347,7 @@ class _ReverseOnly(torch.autograd.Function):
         return (None, *ctx.point.found.cotangent(ctx.saved_tensors, cts))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, point: _Point, *xs: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, point: Point, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
         one = replace(point.rule, source=point.rule.source or point.rule, key=next(KEYS))
         if one.linearize is None:
@@ -404,18 +406,7 @@ class _BothModes(_ReverseOnly):
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
-        cts = tuple([None if ct is None else alive(ct) for ct in cts])
-        inner, hidden = cts[: point.count], cts[point.count :]
-        parts = []
-        with _real_tensors_too(tensors):
-            if any(ct is not None for ct in inner):
-                parts.append(_cotangent(ctx, tensors, inner))
-            if any(ct is not None for ct in hidden):
-                parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
-        if not parts:
-            return (None,) * (1 + ctx.count)
-        return (None, *[_sum(*terms) for terms in zip(*parts, strict=True)])
+        return None, *pulled_back(ctx, cts)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
@@ -430,6 +421,22 @@ class _BothModes(_ReverseOnly):
             return tuple(filled(_own(dys, dxs, tensors), ctx.like_ys))
 
 
+def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
+    """The backward pass, of any order."""
+    point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
+    cts = tuple([None if ct is None else alive(ct) for ct in cts])
+    inner, hidden = cts[: point.count], cts[point.count :]
+    parts = []
+    with _real_tensors_too(tensors):
+        if any(ct is not None for ct in inner):
+            parts.append(_cotangent(ctx, tensors, inner))
+        if any(ct is not None for ct in hidden):
+            parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
+    if not parts:
+        return (None,) * len(ctx.like_xs)
+    return [_sum(*terms) for terms in zip(*parts, strict=True)]
+
+
 def _sum(*terms: Any) -> Any:
     there = [t for t in terms if t is not None]
     return sum(there[1:], there[0]) if there else None
@@ -437,7 +444,7 @@ def _sum(*terms: Any) -> Any:
 
 def _xs(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The inputs, where they were kept for a second evaluation."""
-    return [tensors[kept.index(i)] for i in range(ctx.count)]
+    return [tensors[kept.index(i)] for i in range(len(ctx.like_xs))]
 
 
 # --- the maps, and the one that was not given --------------------------------------------
@@ -519,7 +526,7 @@ def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -
             continue
         seen.add(node)
         if not node.next_functions and hasattr(node, "variable"):
-            raise _closed_over_error(rule)
+            raise closed_over_error(rule)
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
 
 

@@ -122,7 +122,10 @@ class _Transposition:
 
 def running() -> list[_Transposition]:
     """The transpositions under way in this thread, the innermost last."""
-    found: list[_Transposition] = _STATE.__dict__.setdefault("running", [])
+    try:
+        found: list[_Transposition] = _STATE.running
+    except AttributeError:
+        found = _STATE.running = []
     return found
 
 

@@ -86,7 +86,7 @@ class DirectCalls:
             return NotImplemented
         tracked = False
         for x in args:
-            if type(x) not in _PLAIN or x.layout is not _STRIDED:
+            if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_nested:
                 return NotImplemented
             tracked = tracked or x.requires_grad
         if (
@@ -358,6 +358,7 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     plan, shaped = ctx.plan, signature.shaped
     maps = _maps(plan, signature)
     ctx.point = rules.Point(shaped.rule, maps, count=plan.count, randomness=plan.randomness)
+    ctx.unusual = rules.unusual(cts)
     ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
     ctx.like_ys = plan.likes or [like(ct) for ct in cts]
     found = rules.pulled_back(ctx, cts)

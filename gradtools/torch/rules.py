@@ -42,6 +42,7 @@ from gradtools.torch.wrappers import (
     is_inexact,
     is_wrapped,
     like,
+    may_be_dual,
     unwrapped,
     zeros,
 )
@@ -110,6 +111,12 @@ class Point:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    if any(x.is_nested and _is_strided(x) for x in xs):
+        raise GradtoolsError(
+            f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of which "
+            "PyTorch knows no shape. Make it with layout=torch.jagged, or pass its buffer "
+            "(x.values()) and what says its lengths."
+        )
     if torch.compiler.is_exporting() and torch._C._functorch.peek_interpreter_stack() is None:
         return _exported(rule, xs)
     if rule.written and not _differentiated(xs):
@@ -158,7 +165,7 @@ def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
 def _pushed_jointly(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs with their tangents, by one evaluation of a forward rule."""
     assert rule.joint is not None
-    duals = [forward_ad.unpack_dual(x) if is_inexact(x) else (x, None) for x in xs]
+    duals = [forward_ad.unpack_dual(x) if may_be_dual(x) else (x, None) for x in xs]
     likes, dxs = [like(x) for x in xs], [t for _, t in duals]
     if rule.fills("tangent"):
         dxs = filled(dxs, likes)
@@ -255,16 +262,44 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
 
 def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """The same, each in memory of its own, for dual numbers may be written in place."""
-    held = [unwrapped(x) for xs in others for x in xs if x is not None]
+    held = [unwrapped(x) for xs in others for x in xs if x is not None and _is_strided(x)]
     own: list[Any] = []
     for y in found:
-        inner = None if y is None else unwrapped(y)
+        inner = None if y is None or not _is_strided(y) else unwrapped(y)
         if inner is not None and any(torch._C._is_alias_of(x, inner) for x in held):
             y = y.clone()
         elif inner is not None:
             held.append(inner)
         own.append(y)
     return own
+
+
+def _is_strided(x: Tensor) -> bool:
+    """Whether x has a memory that can be shared, as a sparse tensor has not."""
+    return x.layout is torch.strided
+
+
+def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
+    """The first layout that is not strided, of what may be differentiated."""
+    needed = [x for x, need in zip(xs, ctx.needs_input_grad[1:], strict=True) if need]
+    return unusual((*needed, *ys))
+
+
+def unusual(xs: Sequence[Any]) -> torch.layout | None:
+    """The first layout that maps are not transposed in."""
+    known = (torch.strided, torch.sparse_coo)
+    return next((x.layout for x in xs if x is not None and x.layout not in known), None)
+
+
+def _refuse_layout(ctx: Any, which: str) -> None:
+    """Raises where a map is to be transposed through tensors that have no strides."""
+    if ctx.unusual is not None:
+        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
+        raise GradtoolsError(
+            f"rule {ctx.point.rule.name!r}: the other mode follows by transposing its {which} "
+            f"map, which takes strided tensors, and one is {name}. Give the missing map as well, "
+            "or pass the tensor's values as an argument."
+        )
 
 
 def _cloned(y: Tensor) -> Tensor:
@@ -399,6 +434,7 @@ class _BothModes(_ReverseOnly):
         ctx.pulling = [*pulling, *(i for i in again if i not in pulling)]
         ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
         ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
+        ctx.unusual = _unusual(ctx, xs, outputs)
         ctx.looks = [(x.shape, x.dtype, x.device) for x in xs]
         ctx.like_xs, ctx.like_ys = [like(x) for x in xs], [like(y) for y in outputs]
         if None in ctx.like_ys:
@@ -413,7 +449,9 @@ class _BothModes(_ReverseOnly):
         point = ctx.point
         with forward_ad._set_fwd_grad_enabled(True), _real_tensors_too(ctx.saved_tensors):
             kept = [alive(x) for x in ctx.saved_tensors]
-            tensors = [forward_ad.unpack_dual(x, level=0).primal for x in kept]
+            tensors = [
+                forward_ad.unpack_dual(x, level=0).primal if may_be_dual(x) else x for x in kept
+            ]
             moving = [None if i in point.rule.passive else dx for i, dx in enumerate(dxs)]
             dys = _tangent(ctx, tensors, moving)
             if len(ctx.like_ys) > point.count:
@@ -475,6 +513,7 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
         pulled = found.cotangent(at, spread(cts, mask))
         return [pulled[i] for i in present]
 
+    _refuse_layout(ctx, "cotangent")
     hold_linear(_asked(ctx, "cotangent", found.cotangent, saved, likes))
     examples = [zeros(*like) for like in likes if like]
     return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
@@ -501,14 +540,15 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
             _refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
     mask = [like is not None and i not in rule.passive for i, like in enumerate(ctx.like_xs)]
-    examples = [zeros(*like) for like, m in zip(ctx.like_xs, mask, strict=True) if m]
 
     def run(at: Any, moving: Any) -> list[Any]:
         dxs = spread(moving, mask)
         return list(found.tangent(at, filled(dxs, ctx.like_xs) if rule.dense else dxs))
 
     kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
+    _refuse_layout(ctx, "tangent")
     hold_linear(_asked(ctx, "tangent", found.tangent, saved, kept))
+    examples = [zeros(*like) for like in kept if like]
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
 

@@ -66,6 +66,13 @@ def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -
 
 def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
     """`torch.func.vjp` takes no function without an output, as a map is that gives None."""
+    for x in at:
+        if x.layout not in (torch.strided, torch.sparse_coo):
+            name = str(x.layout).removeprefix("torch.").lstrip("_")
+            raise GradtoolsError(
+                f"rule {rule.name!r}: one of its maps is transposed at a {name} tensor, which "
+                "torch.func does not take. Give the missing map as well, or use sparse_coo."
+            )
     came_out: list[int] = []
 
     def dense(*vs: Tensor) -> tuple[Tensor, ...]:

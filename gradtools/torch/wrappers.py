@@ -35,12 +35,17 @@ _ENDED = -2
 
 def is_dual(x: Any) -> bool:
     """Whether x is a tensor with a tangent."""
-    if forward_ad._current_level < 0 or not isinstance(x, Tensor) or not is_inexact(x):
+    if forward_ad._current_level < 0 or not isinstance(x, Tensor) or not may_be_dual(x):
         return False
     x = unwrapped(x)
     if "Batched" in repr(torch._C._dispatch_keys(x)):
         return False  # of the vmap of before functorch, in which dual numbers cannot be
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def may_be_dual(x: Tensor) -> bool:
+    """Whether PyTorch gives tensors of this kind tangents at all."""
+    return is_inexact(x) and x.layout is torch.strided
 
 
 def is_inexact(x: Any) -> bool:

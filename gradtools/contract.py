@@ -15,7 +15,7 @@ asked once for a rule and a signature, and not again for what is derived from it
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,28 +53,32 @@ class Contract:
     Attributes:
         name: What messages call the rule, such as "custom_rule sinh".
         check: When it is checked: "first", "always" or "never".
-        returning: What the author's forward pass is called: "fwd" or "the forward rule".
         asked: The questions that were answered, with `check="first"`.
+        losing: At which signatures the forward rule cannot be transposed without loss, and which
+            tangent it loses.
     """
 
     name: str
     check: str = "first"
     asked: set[Hashable] = field(default_factory=set)
+    losing: dict[Hashable, int] = field(default_factory=dict)
 
-    def due(self, *question: Hashable) -> bool:
-        """Whether a question is to be asked now; it counts as asked from then on."""
-        if self.check != "first":
-            return self.check == "always"
-        if question in self.asked:
-            return False
+    def ask(self, *question: Hashable, of: Callable[[], Any]) -> None:
+        """Runs a check, unless it was passed before.
+
+        of: Raises what speaks against the rule; returns False where it cannot be told yet.
+        """
+        if self.check == "never" or (self.check == "first" and question in self.asked):
+            return
         if len(self.asked) >= _MOST:
             self.asked.clear()
-        self.asked.add(question)
-        return True
-
-    def again(self, *question: Hashable) -> None:
-        """The question was not answered: the next one asks it again."""
-        self.asked.discard(question)
+        self.asked.add(question)  # before: a rule may use itself
+        passed = False
+        try:
+            passed = of() is not False
+        finally:
+            if not passed:
+                self.asked.discard(question)
 
     # --- what is said
 

@@ -368,7 +368,11 @@ def _signature(fun: Any) -> inspect.Signature | None:
     if isinstance(fun, np.ufunc):
         return None
     try:
-        return inspect.signature(fun)
+        found = inspect.signature(fun)
+        if isinstance(fun, partial):  # what it has fixed by name is no argument any more
+            free = [p for p in found.parameters.values() if p.name not in fun.keywords]
+            return found.replace(parameters=free)
+        return found
     except (TypeError, ValueError):
         return None
 
@@ -514,8 +518,8 @@ class Shaped:
         ys = [y if backend.is_array(y) else self._as_array(y, who) for y in leaves]
         if who == "it":
             self.values[looks] = out_def, self._looks_of(ys)
-        elif self.contract.due(who, looks):
-            self._hold(xs, looks, out_def, ys, who)
+        else:
+            self.contract.ask(who, looks, of=lambda: self._hold(xs, looks, out_def, ys, who))
         self.outs[looks] = self.newest = out_def
         return ys
 
@@ -523,18 +527,18 @@ class Shaped:
         lengths = [tuple([_length(n) for n in y.shape]) for y in ys]  # a symbol is of its trace
         return [Look(n, self.backend.dtype_name(y)) for n, y in zip(lengths, ys, strict=True)]
 
-    def _hold(self, xs: Sequence[Array], looks: Any, out_def: Any, ys: Any, who: str) -> None:
-        """Holds what the forward pass returned to what the function returns."""
+    def _hold(self, xs: Sequence[Array], looks: Any, out_def: Any, ys: Any, who: str) -> bool:
+        """Holds what the forward pass returned to what the function returns, once that is known."""
         if looks not in self.values:
             self.backend.sketch_values(self.primal, *xs)
         if looks not in self.values:
-            self.contract.again(who, looks)  # until the function was called
-            return
+            return False
         expected, wanted = self.values[looks]
         came = self._looks_of(ys)
         if any(None in look.shape for look in (*came, *wanted)):
             came, wanted = _without_lengths(came), _without_lengths(wanted)
         self.contract.same_outputs(who, out_def, came, expected, wanted)
+        return True
 
     def _as_array(self, y: Any, who: str) -> Array:
         try:

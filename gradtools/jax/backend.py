@@ -30,7 +30,7 @@ from gradtools.jax.host import call_kernel
 from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.stateful import checkpointed, explained
-from gradtools.jax.trees import is_inexact
+from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
 
 
@@ -65,7 +65,8 @@ class JaxBackend:
     # --- arrays
 
     def is_array(self, x: Any) -> bool:
-        return isinstance(x, jax.Array)
+        # A literal of a program that is traced, a float with a dtype, says that it is one too.
+        return isinstance(x, jax.Array) and not isinstance(x, int | float | complex)
 
     def is_inexact(self, x: Array) -> bool:
         return is_inexact(x)
@@ -123,6 +124,12 @@ class JaxBackend:
 
     def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
+
+    def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
+        look = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return call.without_values(look), [look(y) for y in outs]
+
+    linear_map = staticmethod(LinearMap)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         return x

@@ -26,7 +26,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,10 +37,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
-from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of
-from gradtools.jax import shardings, tracing
+from gradtools.contract import Contract
+from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of, refusal
+from gradtools.jax import homogeneous, shardings, tracing
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
-from gradtools.jax.trees import conj, is_inexact
+from gradtools.jax.trees import conj, is_inexact, zeros_of
 from gradtools.linearity import is_linear
 from gradtools.rules import (
     KEYS,
@@ -53,6 +55,23 @@ from gradtools.rules import (
 )
 
 Mask = tuple[bool, ...]
+_local = threading.local()
+
+
+def _local_list(what: str) -> list[Any]:
+    """The rules whose maps are being lifted, or linearized, by this thread right now."""
+    return _local.__dict__.setdefault(what, [])
+
+
+@contextmanager
+def _within(stack: list[Any], entry: Any) -> Iterator[None]:
+    stack.append(entry)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
 _NO_TRACE = get_opaque_trace_state(convention="flax")
 _NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
 
@@ -63,7 +82,9 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
     if rule.captures and _closes_over_tracer(rule):
-        rule, captured = _lift_value(rule, xs) if rule in _lifting() else _lift_captured(rule, xs)
+        rule, captured = (
+            _lift_value(rule, xs) if rule in _local_list("lifting") else _lift_captured(rule, xs)
+        )
         xs = _varying_alike([*xs, *captured])
     return list(primal_p.bind(*xs, rule=rule))
 
@@ -104,25 +125,153 @@ def _(primals: Any, tangents: Any) -> Any:
 # --- a rule at its first derivative ------------------------------------------------------
 
 
-def _linearized(rule: Rule, xs: Sequence[Any]) -> Rule:
+def _linearized(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Rule:
     """The rule with both maps, and with what they read made explicit.
 
     Its maps are JAX's own: conjugated, with cotangents and tangents of floating outputs alone.
+
+    given: Which inputs are differentiated, for a rule that wants to know (`symbolic`); the maps
+        then hold for these.
     """
     if rule.forward is not None:
         return rule
+    with _within(_local_list("linearizing"), rule.contract or rule):
+        return _linearized_now(rule, xs, given if rule.symbolic else None)
+
+
+def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Rule:
+    _hold(rule, xs, given)
     found: list[Linearized] = []
 
     def forward(*xs: Any) -> list[Any]:
-        split = _split(rule, xs) if rule.joint is not None and rule.linearize is None else None
-        made = split or _native(rule, rule.at(*xs), xs)
-        found[:] = [replace(made, ys=[], extras=[None] * len(made.extras))]  # tracers would leak
+        made = _maps_at(rule, xs, given)
+        found[:] = [_without_arrays(made)]  # tracers would leak
         return [*made.ys, *made.extras]
 
-    closed = jax.make_jaxpr(forward)(*[jax.typeof(x) for x in xs])
-    return rule.linearized(
-        found[0], lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
-    )
+    closed = _traced(rule, forward, [jax.typeof(x) for x in xs])
+    run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
+    return _for_given(rule, rule.linearized(found[0], run), given)
+
+
+def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
+    """The jaxpr of what the author of a rule wrote."""
+    try:
+        return jax.make_jaxpr(fun)(*at)
+    except _READS_A_VALUE as error:
+        if rule.contract is None:
+            raise
+        raise refusal(error, f"{rule.contract.name}: {_IS_TRACED} JAX says: {error}") from error
+
+
+_READS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+_IS_TRACED = (
+    "its rule reads the value of an array (a Python if or while, bool(), float(), NumPy) where it "
+    "is traced, as it is under jit, vmap, in loops and at second order. Use jax.numpy.where or "
+    "jax.lax.cond; pass what selects the program by static_argnames; take NumPy code into the "
+    "program by host_function."
+)
+
+
+def _evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
+    """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
+    with _within(_local_list("linearizing"), rule.contract or rule):
+        given = given if rule.symbolic else None
+        _hold(rule, xs, given)
+        made = _maps_at(rule, xs, given)
+    again = lambda *xs: _outputs_of(_maps_at(rule, xs, given))
+    maps = _for_given(rule, rule.linearized(_without_arrays(made), again), given)
+    return _outputs_of(made), maps
+
+
+def _outputs_of(made: Linearized) -> list[Any]:
+    return [*made.ys, *made.extras]
+
+
+def _without_arrays(made: Linearized) -> Linearized:
+    return replace(made, ys=[], extras=[None] * len(made.extras))
+
+
+def _for_given(rule: Rule, maps: Rule, given: Mask | None) -> Rule:
+    if given is None:
+        return maps
+    return replace(maps, perturbed=given, whole=rule, key=next(KEYS))
+
+
+def _maps_at(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Linearized:
+    jointly = rule.joint is not None and rule.linearize is None
+    made = _split(rule, xs, given) if jointly else None
+    return made or _native(rule, rule.at(*xs, perturbed=given), xs, given)
+
+
+def _known(xs: Sequence[Any]) -> bool:
+    return not any(isinstance(x, jax.core.Tracer) for x in xs)
+
+
+def _hold(rule: Rule, xs: Sequence[Any], given: Mask | None) -> None:
+    """Holds the maps that its author wrote to being zero at zero; see `contract`."""
+    contract = rule.contract
+    if contract is None:
+        return
+    if rule.joint is not None:
+        looks = (_looks(xs), given)
+        contract.ask("tangent", looks, of=lambda: _hold_tangent(contract, rule, xs, given))
+    if rule.linearize is not None and rule.fills("cotangent"):
+        contract.ask("cotangent", _looks(xs), of=lambda: _hold_cotangent(contract, rule, xs))
+
+
+def _looks(xs: Sequence[Any]) -> Any:
+    return tuple([(aval.shape, str(aval.dtype)) for aval in map(jax.typeof, xs)])
+
+
+def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask | None) -> None:
+    full_like, places = _likes(xs), []
+
+    def push(xs: Any, dxs: Any) -> list[Any]:
+        assert rule.joint is not None
+        full = spread(dxs, moving)
+        dys = rule.joint(xs, _filled(full, full_like) if rule.fills("tangent") else full)[1]
+        places[:] = [i for i, dy in enumerate(dys) if dy is not None]
+        return _present(dys)
+
+    moving = _moving(rule, full_like, given)
+    zeros = [zeros_of(like) for like, m in zip(full_like, moving, strict=True) if m]
+    try:
+        closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], zeros)
+    except _READS_A_VALUE:
+        wrong = homogeneous.nonzero_at(push(xs, zeros)) if _known(xs) else None
+        if wrong is not None:
+            raise contract.not_zero("tangent", places[wrong]) from None
+        return
+    mask = [False] * len(xs) + [True] * len(zeros)
+    wrong = homogeneous.first_nonzero(closed, mask, [*xs, *zeros])
+    if wrong is not None:
+        raise contract.not_zero("tangent", places[wrong])
+    lost = homogeneous.lost_input(closed, mask)
+    if lost is not None:
+        contract.losing[_looks(xs)] = [i for i, m in enumerate(moving) if m][lost]
+
+
+def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
+    places: list[int] = []
+
+    def pull(*xs: Any) -> list[Any]:
+        found = rule.at(*xs)
+        assert found.cotangent is not None
+        cts = [None if like is None else zeros_of(like) for like in _likes(found.ys)]
+        if not _present(cts):
+            return []
+        everything = [*xs, *found.ys, *found.extras]
+        pulled = found.cotangent([everything[i] for i in found.saves], cts)
+        places[:] = [i for i, ct in enumerate(pulled) if ct is not None]
+        return _present(pulled)
+
+    try:
+        closed = jax.make_jaxpr(pull)(*[jax.typeof(x) for x in xs])
+        wrong = homogeneous.first_nonzero(closed, [False] * len(xs), xs)
+    except _READS_A_VALUE:
+        wrong = homogeneous.nonzero_at(pull(*xs)) if _known(xs) else None
+    if wrong is not None:
+        raise contract.not_zero("cotangent", places[wrong])
 
 
 def _likes(xs: Sequence[Any]) -> list[Any]:
@@ -135,17 +284,34 @@ def _present(xs: Sequence[Any]) -> list[Any]:
     return [x for x in xs if x is not None]
 
 
-def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
+def _hold_transposed(rule: Rule, looks: Any, pull: Any, likes: Sequence[Any]) -> None:
+    """Whether bwd keeps all of its cotangents when it is transposed."""
+    contract = rule.contract
+    if contract is None:
+        return
+
+    def transposed() -> None:
+        closed = jax.make_jaxpr(pull)(*map(zeros_of, likes))
+        lost = homogeneous.lost_input(closed, [True] * len(likes))
+        if lost is not None:
+            raise contract.lost("cotangent", lost)
+
+    contract.ask("transposed", looks, of=transposed)
+
+
+def _native(
+    rule: Rule, found: Linearized, xs: Sequence[Any], given: Mask | None = None
+) -> Linearized:
     """The maps of one evaluation as JAX's own; a missing one is the other's transpose."""
     given_tangent, given_cotangent = found.tangent, found.cotangent
-    like_xs, like_ys = _likes(xs), _likes(found.ys)
+    like_xs, like_ys, looks = _likes(xs), _likes(found.ys), _looks(xs)
     inexact = [like is not None for like in like_ys]
-    moving = [like is not None and i not in rule.passive for i, like in enumerate(like_xs)]
+    moving = _moving(rule, like_xs, given)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         if given_tangent is None:
             return transposed_cotangent(saved, dxs)
-        if rule.dense:
+        if rule.fills("tangent"):
             dxs = _filled(dxs, like_xs)
         pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
         return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
@@ -153,7 +319,7 @@ def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
     def cotangent(saved: Entries, cts: Entries) -> list[Any]:
         if given_cotangent is None:
             return transposed_tangent(saved, cts)
-        if rule.dense:
+        if rule.fills("cotangent"):
             cts = _filled(cts, _present(like_ys))
         conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
         pairs = zip(given_cotangent(saved, conjugated), like_xs, strict=True)
@@ -167,9 +333,13 @@ def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
             found = zip(cotangent(saved, cts), dxs, strict=True)
             return [ct for ct, dx in found if dx is not None]
 
+        _hold_transposed(rule, looks, pull, _present(like_ys))
         return _transpose(rule, "cotangent", pull, _present(like_ys), _present(dxs))
 
     def transposed_tangent(saved: Entries, cts: Entries) -> list[Any]:
+        if rule.contract is not None and looks in rule.contract.losing:
+            raise rule.contract.lost("tangent", rule.contract.losing[looks])
+
         def push(*dxs: Any) -> list[Any]:
             return tangent(saved, spread(dxs, moving))
 
@@ -195,29 +365,59 @@ def _plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> Rule:
     return remembered(rule, ("maps", looks), make)
 
 
-def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
+def _moving(rule: Rule, likes: Sequence[Any], given: Mask | None) -> list[bool]:
+    """Which inputs are differentiated."""
+    return [
+        like is not None and i not in rule.passive and (given is None or given[i])
+        for i, like in enumerate(likes)
+    ]
+
+
+def _would_lose(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -> bool:
+    """Whether a forward rule's map may not be transposed twice.
+
+    An unchecked one is looked at here: in its own mode it stays as its author wrote it.
+    """
+    contract = rule.contract
+    if contract is None:
+        return False
+    if contract.check != "never":
+        return _looks(xs) in contract.losing
+    try:
+        closed = jax.make_jaxpr(push)(*map(zeros_of, likes))
+    except _READS_A_VALUE:
+        return True
+    zero = [True] * len(likes)
+    lost = homogeneous.lost_input(closed, zero)
+    return lost is not None or not all(homogeneous.proved_zero(closed, zero))
+
+
+def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Linearized | None:
     """A rule that gives values and tangents at once, parted into what x decides and the rest.
 
     The first part is the forward pass, and what it leaves for the second are the extras.
     Transposing runs whatever does not depend on a tangent, so transposing twice parts them.
     """
-    mask = [is_inexact(x) and i not in rule.passive for i, x in enumerate(xs)]
     full_like = _likes(xs)
+    mask = _moving(rule, full_like, given)
     like_xs = [like for like, m in zip(full_like, mask, strict=True) if m]
     ys: list[Any] = []
 
     def push(*dxs: Any) -> list[Any]:
         assert rule.joint is not None
-        ys[:], dys = rule.joint(xs, _filled(spread(dxs, mask), full_like))
+        full = spread(dxs, mask)
+        ys[:], dys = rule.joint(xs, _filled(full, full_like) if rule.fills("tangent") else full)
         pairs = zip(dys, _likes(ys), strict=True)
         return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
 
     if any(_varies(x) for x in xs):
         return None
+    if _would_lose(rule, xs, push, like_xs):
+        return None
     try:
         pull = jax.linear_transpose(push, *map(_shape, like_xs))
         like_ys = _present(_likes(ys))
-        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(_zeros, like_ys))
+        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
     except _NOT_LINEAR:
         return None  # forward mode needs no transpose; reverse mode will say why there is none
 
@@ -249,22 +449,13 @@ def _shape(aval: Any) -> Any:
 def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     """`values` with zeros for None, where there is something to be zero."""
     pairs = zip(values, likes, strict=True)
-    return [_zeros(like) if v is None and like is not None else v for v, like in pairs]
-
-
-def _zeros(aval: Any) -> Any:
-    zeros, axes = jnp.zeros(aval.shape, aval.dtype), tuple(sorted(_axes(aval)))
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-
-def _axes(aval: Any) -> frozenset[Any]:
-    return frozenset(aval.manual_axis_type.varying)
+    return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
 
 
 def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
     """A zero for None; an error where a map's result does not have the shape it must have."""
     if value is None:
-        return _zeros(like)
+        return zeros_of(like)
     if jnp.shape(value) != tuple(like.shape):
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
@@ -299,7 +490,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     read from the jaxpr.
     """
     axes = frozenset().union(*map(_varies, values))
-    zeros = [_varying(_zeros(e), axes) for e in examples]
+    zeros = [_varying(zeros_of(e), axes) for e in examples]
 
     def pulled(at: Any, cts: Any) -> Any:
         return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
@@ -318,7 +509,7 @@ def _is_one_kernel(linear: Any, zeros: Sequence[Any]) -> bool:
     if [e.primitive for e in eqns] != [primal_p] or eqns[0].params["rule"].source is None:
         return False
     moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
-    likes = [_zeros(v.aval.update(weak_type=False)) for v in eqns[0].invars]
+    likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
     _check_linear(eqns[0].params["rule"], likes, moving)
     return True
 
@@ -369,8 +560,13 @@ def _check_runs(closed: Any) -> None:
 # --- the primitives ----------------------------------------------------------------------
 
 
+def _arrays(xs: Sequence[Any]) -> list[Any]:
+    """The same with arrays for numbers, which JAX hands on as they were given."""
+    return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
+
+
 def _primal(*xs: Any, rule: Rule) -> list[Any]:
-    return list(rule.primal(*xs))
+    return list(rule.primal(*_arrays(xs)))
 
 
 def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
@@ -378,13 +574,13 @@ def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
 
 
 def _tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
-    n = len(operands) - sum(given)
+    n, operands = len(operands) - sum(given), tuple(_arrays(operands))
     assert rule.tangent is not None
     return rule.tangent(operands[:n], spread(operands[n:], given))
 
 
 def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any) -> Any:
-    n = len(operands) - sum(given)
+    n, operands = len(operands) - sum(given), tuple(_arrays(operands))
 
     def run(*operands: Any) -> list[Any]:
         assert rule.cotangent is not None
@@ -458,8 +654,20 @@ primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_flowing)
 tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(_tangent), _flow(_cotangent)
 
 
+def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `homogeneous`: the jaxpr of what an equation of a primitive computes."""
+    return lambda eqn: _jaxpr(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+
+primal_p.gradtools_program = _program(_primal)
+tangent_p.gradtools_program, cotangent_p.gradtools_program = (
+    _program(_tangent),
+    _program(_cotangent),
+)
+
+
 def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
-    given = _given(rule, dxs)
+    given, xs = _given(rule, dxs), _arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
         return ys, [_zero(y) for y in ys]
@@ -468,13 +676,18 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
         rule, captured = _lift_captured(rule.unlifted, xs[:n])
         xs, dxs = [*xs[:n], *captured], [*dxs[:n], *map(_zero, captured)]
         given = (*given[:n], *[False] * len(captured))
-    ys, maps, saved = _evaluated(rule, xs)
+    ys, maps, saved = _evaluated(rule, xs, given)
     return ys, _pushed(maps, ys, saved, dxs, given)
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: Rule, xs: int) -> Any:
     """The rule, whatever code made the values."""
     given = _given(rule, tangents[:xs])
+    if rule.whole is not None and rule.perturbed is not None:
+        wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
+        if wanted != rule.perturbed:  # its maps know nothing of some input
+            ys, maps, saved = _evaluated(rule.whole, operands[:xs], wanted)
+            return ys, _pushed(maps, ys, saved, tangents[:xs], given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)
     if not any(given):
         return ys, [_zero(y) for y in ys]
@@ -497,7 +710,7 @@ def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]
     return [next(found) if is_inexact(y) else _zero(y) for y in ys]
 
 
-def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], Rule, list[Any]]:
+def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any], Rule, list[Any]]:
     """The outputs, the rule's maps, and what these read.
 
     What the forward pass does is part of the program around it: a loop keeps what no step of it
@@ -508,17 +721,24 @@ def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], Rule, list[Any]]:
         ys = primal_p.bind(*xs, rule=rule)
         maps = _plain_maps(rule, xs, ys)
         return ys, maps, maps.saved(xs, ys)
-    maps = _linearized(rule, xs)
-    assert maps.forward is not None
-    if not maps.extras:
-        at = [jax.lax.stop_gradient(x) for x in xs]
+    if rule.forward is None and _known(xs):
+        out, maps = _evaluated_now(rule, xs, given)
     else:
-        at = [_with_varying_tangent(x) if _varies(x) and is_inexact(x) else x for x in xs]
-    out = list(maps.forward(*at))
+        maps = _linearized(rule, xs, given)
+        out = _forward(maps, xs)
     first = len(out) - maps.extras
     raw, extras = [jax.lax.stop_gradient(y) for y in out[:first]], out[first:]
     ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
     return ys, maps, maps.saved(xs, ys, extras)
+
+
+def _forward(maps: Rule, xs: Any) -> list[Any]:
+    assert maps.forward is not None
+    if not maps.extras:
+        return list(maps.forward(*[jax.lax.stop_gradient(x) for x in xs]))
+    return list(
+        maps.forward(*[_with_varying_tangent(x) if _varies(x) and is_inexact(x) else x for x in xs])
+    )
 
 
 def _zero(y: Any) -> Any:
@@ -592,16 +812,31 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: An
     present = tuple([type(ct) is not ad.Zero for ct in cts])
     if not any(present):
         return [None] * len(operands)
-    found = cotangent_p.bind(
-        *operands[:n],
-        *(ct for ct, p in zip(cts, present, strict=True) if p),
-        rule=rule,
-        given=present,
-        wanted=given,
-        xs=tuple([v.aval for v in operands[n:]]),
-        ys=ys,
-    )
-    return [None] * n + list(found)
+    params = {
+        "rule": rule,
+        "given": present,
+        "wanted": given,
+        "xs": tuple([v.aval for v in operands[n:]]),
+        "ys": ys,
+    }
+    at = [*operands[:n], *[ct for ct, p in zip(cts, present, strict=True) if p]]
+    if rule.contract is not None and not rule.fills("cotangent"):
+        _hold_symbolic(rule.contract, at, n, params)
+    return [None] * n + list(cotangent_p.bind(*at, **params))
+
+
+def _hold_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
+    """Holds bwd to being zero at zero where it is told which cotangents are there."""
+
+    def check() -> None:
+        closed = jax.make_jaxpr(partial(_cotangent, **params))(*map(jax.typeof, at))
+        zero = [i >= n for i in range(len(at))]
+        wrong = homogeneous.first_nonzero(closed, zero, at)
+        if wrong is not None:
+            places = [i for i, w in enumerate(params["wanted"]) if w]
+            raise contract.not_zero("cotangent", places[wrong])
+
+    contract.ask("cotangent", _looks(at), params["given"], params["wanted"], of=check)
 
 
 def _cotangent_transpose(
@@ -620,7 +855,9 @@ def _cotangent_transpose(
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     """Of a rule that stands in a linear function: its pullback anywhere, say at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
-    at = [_zeros(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
+    if (rule.contract or rule) in _local_list("linearizing"):
+        return _code_transposed(cts, xs, rule, unknown)
+    at = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     _check_linear(rule, at, unknown)
     ys, maps, saved = _evaluated(rule, at)
     inexact = [is_inexact(y) for y in ys]
@@ -638,6 +875,19 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
         ys=tuple(_present(_likes(ys))),
     )
     return spread(found, unknown)
+
+
+def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
+    """Of a linear function that its own forward rule uses: here ends what would never end."""
+
+    def run(*moved: Any) -> list[Any]:
+        new = iter(moved)
+        full = [next(new) if u else x for x, u in zip(xs, unknown, strict=True)]
+        return list(rule.primal(*full))
+
+    likes = [_shape(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
+    full = [ad.instantiate_zeros(ct) for ct in cts]
+    return spread(jax.linear_transpose(run, *likes)(full), unknown)
 
 
 _LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
@@ -672,9 +922,9 @@ def _check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
 
 
 def _goes_through(rule: Rule, xs: Sequence[Any], moving: Mask, made_up: bool) -> bool:
-    plain = [_wave(x, 0.5, 1.0) if made_up else x for x in xs]
+    plain = [homogeneous.wave(x, 0.5, 1.0) if made_up else x for x in xs]
     linear_in = [x for x, m in zip(xs, moving, strict=True) if m]
-    v, w = ([_wave(x, shift, 0.0) for x in linear_in] for shift in (1.0, 2.0))
+    v, w = ([homogeneous.wave(x, shift, 0.0) for x in linear_in] for shift in (1.0, 2.0))
 
     def run(vs: Sequence[Any]) -> list[Any]:
         new = iter(vs)
@@ -683,14 +933,6 @@ def _goes_through(rule: Rule, xs: Sequence[Any], moving: Mask, made_up: bool) ->
 
     reach = 2.0**5 if any(x.dtype == jnp.float16 for x in v) else 2.0**13
     return is_linear(run, v, w, _gap, _slack, reach)
-
-
-def _wave(x: Any, shift: float, around: float) -> Any:
-    """Numbers of few binary digits, as `is_linear` asks for."""
-    if not is_inexact(x):
-        return jnp.zeros(x.shape, x.dtype)
-    wave = around + jnp.round(8 * jnp.sin(jnp.arange(1, x.size + 1) * shift)) / 16
-    return wave.reshape(x.shape).astype(x.dtype)
 
 
 def _gap(a: Any, b: Any) -> float:
@@ -730,6 +972,8 @@ class _Lists:
         def run(*xs: Any) -> tuple[list[Any], list[Any]]:
             closed = jax.make_jaxpr(lambda *a: list(fun(*a)))(*_examples(xs, axes))
             out_axes = _out_axes(closed, axes, extras())
+            if not out_axes:
+                return [], []
             if all(a is None for a in out_axes):
                 return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs), out_axes
             mapped = jax.vmap(
@@ -887,25 +1131,14 @@ def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], 
     return hoisted, list(closed.consts)
 
 
-_local = threading.local()
-
-
-def _lifting() -> list[Rule]:
-    """The rules whose maps are being traced right now."""
-    return _local.__dict__.setdefault("rules", [])
-
-
 def _lift_captured(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     """The rule with the arrays it closes over appended to its inputs, and those arrays.
 
     Each map is traced with every tangent present. A rule that closes over nothing is returned
     as it is.
     """
-    _lifting().append(rule)
-    try:
+    with _within(_local_list("lifting"), rule):
         return _lift_maps(rule, xs)
-    finally:
-        _lifting().pop()
 
 
 def _lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
@@ -937,7 +1170,10 @@ def _lift_maps(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         return lambda own, *args: hoisted(own[start:stop], *args)
 
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
-    moving = [is_inexact(x) and i not in rule.passive for i, x in enumerate(xs)]
+    moving = [
+        is_inexact(x) and i not in rule.passive and isinstance(x, jax.core.Tracer)
+        for i, x in enumerate(xs)
+    ]  # nothing is ever differentiated with respect to what is known
     flow = primal if rule.flow is rule.primal else lift(rule.flow, *xs)
     if not any(moving):
         return (rule, []) if not consts else _lifted(rule, n, consts, primal, flow)
@@ -975,6 +1211,9 @@ def _lifted(
     saves = [i if i < n else i + count for i in positions]
     dxs, cts = ([None if x is None else _shape(x) for x in xs] for xs in (dxs, cts))
 
+    def unmoved(_: Any, __: Any) -> list[Any]:
+        raise _closed_over_error(rule)
+
     def run_tangent(a: Any, v: Any) -> list[Any]:
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
 
@@ -987,7 +1226,7 @@ def _lifted(
         primal=lambda *a: primal(a[n:], *a[:n]),
         flow=rule.flow and (lambda *a: flow(a[n:], *a[:n])),
         forward=forward and (lambda *a: forward(a[n:], *a[:n])),
-        tangent=tangent and run_tangent,
+        tangent=run_tangent if tangent else None if cotangent else unmoved,
         cotangent=cotangent and run_cotangent,
         linearize=None if cotangent else rule.linearize,
         joint=None if cotangent else rule.joint,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,6 +141,11 @@ class TorchBackend:
 
     def direct_calls(self, of: Any) -> Any:
         return DirectCalls(of) if type(of) is CustomRule and of.check != "always" else None
+
+    def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
+        return call, outs
+
+    linear_map = staticmethod(partial)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

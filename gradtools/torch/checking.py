@@ -81,21 +81,22 @@ class Question:
 def hold_zero(asked: Question) -> None:
     """Raises if a map is not zero at zero, as where the author forgot the tangent."""
     contract = asked.rule.contract
-    if contract is None or contract.check == "never":
-        return
-    question = ("zero", asked.which, asked.signature)
-    if not contract.due(*question):
-        return
+    if contract is not None:
+        contract.ask("zero", asked.which, asked.signature, of=lambda: _is_zero(asked))
+
+
+def _is_zero(asked: Question) -> bool:
+    """False where it cannot be told, as where the map raises; the same may be said of real ones."""
     try:
         wrong = _first_not_zero(asked)
     except KernelMet:
-        return
-    except Exception:  # whatever it is, the map itself will say it of the vectors it was meant for
-        contract.again(*question)
-        return
+        return True
+    except Exception:
+        return False
     if wrong is not None:
-        contract.again(*question)
-        raise contract.not_zero(asked.which, wrong)
+        assert asked.rule.contract is not None
+        raise asked.rule.contract.not_zero(asked.which, wrong)
+    return True
 
 
 def _first_not_zero(asked: Question) -> int | None:

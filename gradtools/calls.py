@@ -205,7 +205,8 @@ def normalized_argnums(
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     positions = []
     for i in given:
-        if isinstance(i, bool) or not hasattr(i, "__index__"):
+        # Dynamo makes integers symbolic, and asks none of these for its methods.
+        if isinstance(i, bool) or not (isinstance(i, int) or hasattr(i, "__index__")):
             raise GradtoolsError(
                 f"{asked}: {name} must hold integers, got {i!r}. Give the position of an argument, "
                 "counted from 0, or a tuple of positions."

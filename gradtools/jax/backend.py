@@ -119,6 +119,9 @@ class JaxBackend:
     jvps = staticmethod(engines.jvps)
     linearize = staticmethod(engines.linearize)
 
+    def direct_calls(self, of: Any) -> None:
+        return None
+
     def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
-from gradtools.torch.rules import _value
+from gradtools.torch.checking import value_of
 from gradtools.torch.trials import Trial, Untried, standing_in, told
 from gradtools.torch.wrong_gradients import WRONG, is_wrong, rightly
 
@@ -514,7 +514,7 @@ class _Calls(TorchFunctionMode):
         if not nodes or key.fine(False):
             return
         again = any(_is_tracked_beneath(x) for x, n in zip(args, key.needs, strict=True) if n)
-        call = tuple([_value(x) if isinstance(x, Tensor) else x for x in args])
+        call = tuple([value_of(x) if isinstance(x, Tensor) else x for x in args])
         if any(isinstance(x, Tensor) and x.is_meta for x in args):
             return  # which has no numbers
 

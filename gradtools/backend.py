@@ -107,8 +107,11 @@ class Backend(Protocol):
     def cast(self, x: Any, like: Array | str) -> Array: ...
     def real_scalar(self, x: Any, like: Array) -> Array: ...
     def zeros_like(self, x: Array) -> Array: ...
-    def zeros(self, shape: Any, dtype: Any, like: Array) -> Array:
-        """Zeros of the framework's dtype, on like's device."""
+    def look(self, x: Array) -> Any:
+        """What x looks like: shape, dtype, and what else its type says; no array."""
+
+    def zeros(self, look: Any, beside: Array) -> Array:
+        """Zeros that look so, on the device of the array beside them."""
 
     def ones_like(self, x: Array) -> Array:
         """Ones with x's shape, dtype and device."""

@@ -148,7 +148,7 @@ class _OfKernels:
         backend = self.backend
         found = self.shape.linearize(*xs)
         n, k = len(xs), len(found.saves)
-        outs = [(tuple(y.shape), y.dtype) if backend.is_inexact(y) else None for y in found.ys]
+        outs = [backend.look(y) if backend.is_inexact(y) else None for y in found.ys]
         maps = _KernelMaps(
             self,
             saves=found.saves,
@@ -296,8 +296,7 @@ class _KernelMaps:
 
     def zero_cotangents(self, like: Array) -> list[Array]:
         """Zeros for each output that is differentiated."""
-        outs = [out for out in self.outs if out is not None]
-        return [self.backend.zeros(shape, dtype, like) for shape, dtype in outs]
+        return [self.backend.zeros(look, like) for look in self.outs if look is not None]
 
     def d_pushed(self, operands: Entries, moved: Entries) -> list[Any]:
         xs, saved, dxs = self.parted(operands)

@@ -91,8 +91,11 @@ class JaxBackend:
     def zeros_like(self, x: Array) -> Array:
         return jax.lax.full_like(x, 0)
 
-    def zeros(self, shape: Any, dtype: Any, like: Array) -> Array:
-        return jnp.zeros(shape, dtype)
+    def look(self, x: Array) -> Any:
+        return jax.typeof(x)
+
+    def zeros(self, look: Any, beside: Array) -> Array:
+        return shardings.like(jnp.zeros(look.shape, look.dtype), look)
 
     def ones_like(self, x: Array) -> Array:
         return jax.lax.full_like(x, 1)

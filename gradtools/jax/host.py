@@ -4,6 +4,9 @@ On arrays that have values the kernel is called here and now, so its exceptions 
 are. Under vmap the primitive is bound again, with one more batch axis in front. It has no
 derivative: that is the rule's, above.
 
+A result that looks like an argument is sharded as that argument is, the axes of a batch as the
+batch is; any other is whole on the arguments' devices.
+
 JAX must not be called from within a callback: the program waits for the callback, and what the
 callback asks of JAX waits for the program (seen on the CPU). So kernels run where JAX may
 neither execute nor transfer anything.
@@ -19,9 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gradtools.errors import said_by
 from gradtools.host import KernelCall, Results, Shape, Spec
+from gradtools.jax import shardings
 from gradtools.jax.arrays import X64
 from gradtools.jax.lifetimes import MortalPrimitive, mortal
 
@@ -69,15 +74,44 @@ def _jax_refused(call: KernelCall) -> Iterator[None]:
         ) from error
 
 
-def _eager(*xs: Any, **params: Any) -> list[Any]:
-    return [jnp.asarray(y) for y in _run(*xs, **params)]
+def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
+    committed = [x for x in xs if isinstance(x, jax.Array) and x.committed]
+    places = _placements(call, expected, committed, batch) if committed else None
+    found = _run(*xs, call=call, expected=expected, batch=batch)
+    if places is None:
+        return [jnp.asarray(y) for y in found]
+    return [jax.device_put(y, place) for y, place in zip(found, places, strict=True)]
+
+
+def _placements(
+    call: KernelCall, expected: Results, xs: Sequence[jax.Array], batch: Shape
+) -> list[Sharding]:
+    """Where each result goes; refuses arguments that JAX's own operations would refuse."""
+    devices = xs[0].sharding.device_set
+    other = next((x for x in xs if x.sharding.device_set != devices), None)
+    if other is not None:
+        names = [sorted(map(str, x.sharding.device_set)) for x in (xs[0], other)]
+        raise call.error(
+            f"its arguments are committed to different devices, {', '.join(names[0])} and "
+            f"{', '.join(names[1])}. Move them together with jax.device_put."
+        )
+    if len(devices) == 1:
+        return [xs[0].sharding] * len(expected.specs)
+    named = [(x, s) for x in xs if isinstance(s := x.sharding, NamedSharding)]
+    mesh = named[0][1].mesh if named else jax.sharding.Mesh(list(devices), ("devices",))
+    args = [(x.shape, shardings.padded(s.spec, x.ndim)) for x, s in named]
+    return [
+        NamedSharding(mesh, PartitionSpec(*shardings.of_result((*batch, *s.shape), batch, args)))
+        for s in expected.specs
+    ]
 
 
 def _staged(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
     shapes = [jax.ShapeDtypeStruct((*batch, *s.shape), jnp.dtype(s.dtype)) for s in expected.specs]
-    return jax.pure_callback(
+    ys = jax.pure_callback(
         lambda *arrays: _run(*arrays, call=call, expected=expected, batch=batch), shapes, *xs
     )
+    return [shardings.sharded_like(y, batch, xs) for y in ys]
 
 
 def _abstract(*xs: Any, **params: Any) -> list[Any]:

@@ -243,7 +243,8 @@ def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
 
 
 def _shape(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    sharding = aval.sharding if any(shardings.entries(aval)) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
 def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
@@ -253,7 +254,8 @@ def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
 
 
 def _zeros(aval: Any) -> Any:
-    zeros, axes = jnp.zeros(aval.shape, aval.dtype), tuple(sorted(_axes(aval)))
+    zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
+    axes = tuple(sorted(_axes(aval)))
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 

@@ -103,8 +103,11 @@ class TorchBackend:
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)
 
-    def zeros(self, shape: Any, dtype: Any, like: Array) -> Array:
-        return torch.zeros(shape, dtype=dtype, device=like.device)
+    def look(self, x: Array) -> Any:
+        return tuple(x.shape), x.dtype
+
+    def zeros(self, look: Any, beside: Array) -> Array:
+        return torch.zeros(look[0], dtype=look[1], device=beside.device)
 
     def ones_like(self, x: Array) -> Array:
         return torch.ones_like(x, requires_grad=False)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gradtools.host import KernelCall
+from gradtools.host import Kernel, KernelCall, Results
 from gradtools.rules import Rule
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.passes import Differentiated
@@ -168,6 +168,13 @@ class Backend(Protocol):
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any: ...
     def call_kernel(self, call: KernelCall, xs: Sequence[Array]) -> list[Array]:
         """The results of a host kernel, inside the framework's program; without a derivative."""
+        ...
+
+    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Array]] | None:
+        """The same where nothing but arrays with values go in, and nothing follows what is done.
+
+        None where anything does: a trace, a transform, a mode, autograd.
+        """
         ...
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]: ...

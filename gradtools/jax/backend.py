@@ -11,6 +11,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Options
+from gradtools.host import Kernel
 from gradtools.jax import (
     accumulate,
     arrays,
@@ -26,7 +27,7 @@ from gradtools.jax import (
     vanishing,
     vocabulary,
 )
-from gradtools.jax.host import call_kernel
+from gradtools.jax.host import call_kernel, call_now
 from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.stateful import checkpointed, explained
@@ -149,6 +150,9 @@ class JaxBackend:
             )
 
     call_kernel = staticmethod(call_kernel)
+
+    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+        return call_now(self, kernel, args)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun  # jit runs Python as it is

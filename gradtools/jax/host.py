@@ -21,26 +21,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gradtools.errors import said_by
-from gradtools.host import KernelCall, Results, Shape, Spec
+from gradtools.host import Kernel, KernelCall, Results, Shape, Spec
 from gradtools.jax import shardings
 from gradtools.jax.arrays import X64
 from gradtools.jax.lifetimes import MortalPrimitive, mortal
+
+NO_TRACE = get_opaque_trace_state(convention="flax")
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
     """The kernel's results."""
     expected = results_of(call, xs)
+    _check_held(call, expected)
+    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
+
+
+def call_now(backend: Any, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Any]] | None:
+    """The results where nothing is traced; see `Backend`."""
+    if get_opaque_trace_state(convention="flax") != NO_TRACE or not args:
+        return None
+    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in args):
+        return None
+    looks = (jax.config.jax_enable_x64, *[(x.shape, x.dtype) for x in args])
+    call, expected = kernel.known_call(looks, backend, args)
+    _check_held(call, expected)
+    return expected, _eager(*args, call=call, expected=expected, batch=())
+
+
+def _check_held(call: KernelCall, expected: Results) -> None:
+    """Refuses what JAX would narrow in silence."""
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
                 f"it is to return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
                 f"it on: {X64}; or give out=Spec(shape, dtype) with 32 bits."
             )
-    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 
 
 def results_of(call: KernelCall, xs: Sequence[Any]) -> Results:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from gradtools.backend import Array, Fun, Staged
 from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
+from gradtools.host import Kernel
 from gradtools.rules import Rule
 from gradtools.torch import (
     accumulate,
@@ -30,7 +31,7 @@ from gradtools.torch import (
 )
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
-from gradtools.torch.host import call_kernel
+from gradtools.torch.host import call_kernel, call_now
 from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, is_inexact, pull, push, transpose
 
@@ -175,6 +176,9 @@ class TorchBackend:
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 
     call_kernel = staticmethod(call_kernel)
+
+    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+        return call_now(self, kernel, args)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import describe
+from gradtools.contract import Contract, Look, Primal, checked_word
 from gradtools.errors import GradtoolsError
 from gradtools.host import told_apart
 from gradtools.rules import KEYS, Entries, Linearized, Rule
@@ -30,12 +31,14 @@ class CustomRules(Operators):
     """The operator that gives a function its own rule."""
 
     @overload
-    def custom_rule(self, f: Callable[..., Any], static_argnames: Any = ()) -> CustomRule: ...
+    def custom_rule(
+        self, f: Callable[..., Any], static_argnames: Any = (), check: str = "first"
+    ) -> CustomRule: ...
     @overload
     def custom_rule(
-        self, f: None = None, static_argnames: Any = ()
+        self, f: None = None, static_argnames: Any = (), check: str = "first"
     ) -> Callable[[Callable[..., Any]], CustomRule]: ...
-    def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
+    def custom_rule(self, f: Any = None, static_argnames: Any = (), check: str = "first") -> Any:
         """A function with the value of `f` and a derivative that you give.
 
         Give a reverse rule, a forward rule, or both; the missing one follows by transposing:
@@ -53,15 +56,20 @@ class CustomRules(Operators):
                 and a rule gets every argument by position, defaults included.
             static_argnames: A name or names of arguments that are no arrays and select the
                 program; they must be hashable, and lead the arguments of fwd, bwd and rule.
+            check: When the rule is held to what a rule must be: "first" (once for each shape and
+                dtype), "always", or "never", for whoever measures or means what is refused.
 
         Returns:
             A function with f's arguments. In `bwd`, None is a zero cotangent, and what belongs
-            to an integer argument; in `rule`, None is the tangent of an integer argument.
+            to an integer argument; in `rule`, None is the tangent of an integer argument. A
+            float or complex number is an argument like an array; its tangent is a zero.
 
         Raises:
-            GradtoolsError: (on call) there is no rule; a rule returns another structure, shape or
-                dtype than the argument or output it belongs to; a rule whose transpose is asked
-                for is not linear; what a rule closes over is differentiated.
+            GradtoolsError: (on call) there is no rule; fwd's output, or that of the forward
+                rule, differs from f's in structure, shape or dtype; a cotangent or tangent from
+                what it belongs to; a map is not zero at zero, as where the tangent was
+                forgotten; a rule whose transpose is asked for is not linear; what a rule closes
+                over is differentiated.
 
         Example:
             >>> @gt.custom_rule
@@ -79,10 +87,10 @@ class CustomRules(Operators):
         only linearize once, 2023.
         """
         if f is None:
-            return partial(self.custom_rule, static_argnames=static_argnames)
+            return partial(self.custom_rule, static_argnames=static_argnames, check=check)
         if not callable(f):
             raise GradtoolsError(f"custom_rule: f must be a function, got {f!r}.")
-        return CustomRule(self._backend, f, static_argnames)
+        return CustomRule(self._backend, f, static_argnames, check)
 
 
 # --- the function ------------------------------------------------------------------------
@@ -97,15 +105,25 @@ class CustomRule:
         bwd: The rule's backward pass, None if not given.
         jvp: The forward rule, None if not given.
         static_argnames: The names of the static arguments.
+        check: When the rule is held to its contract: "first", "always" or "never".
+        symbolic: Which maps have symbolic zeros: any of "tangent" and "cotangent".
     """
 
-    def __init__(self, backend: Backend, fun: Callable[..., Any], static_argnames: Any) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        fun: Callable[..., Any],
+        static_argnames: Any,
+        check: str = "first",
+    ) -> None:
         update_wrapper(self, fun)
         self.__name__ = _name(fun)
         self.fun = fun
         self.fwd: Callable[..., Any] | None = None
         self.bwd: Callable[..., Any] | None = None
         self.jvp: Callable[..., Any] | None = None
+        self.check = checked_word("custom_rule", check)
+        self.symbolic: frozenset[str] = frozenset()
         self._backend = backend
         self.static_argnames = _static_names(static_argnames)
         self._parameters = Parameters.of(self.__name__, fun, self.static_argnames)
@@ -129,13 +147,24 @@ class CustomRule:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else partial(self, instance)
 
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    def defvjp(
+        self,
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any],
+        symbolic_zeros: bool = False,
+        optimize_remat: bool = False,
+    ) -> None:
         """Gives the reverse rule.
 
         Args:
             fwd: `fwd(*args)` returns the output and what bwd needs, any pytree.
             bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
                 not static. Static arguments lead the arguments of both.
+            symbolic_zeros: Whether fwd and bwd are told what is not differentiated. In the place
+                of each array and number fwd then gets an object with `value` and `perturbed`
+                (PyTorch's `needs_input_grad`), and bwd gets None for a cotangent that is zero.
+            optimize_remat: Taken from `jax.custom_vjp`, and without effect: fwd is a part of the
+                program, and what a recomputed forward pass does not need of it is left out.
         """
         for name, rule in (("fwd", fwd), ("bwd", bwd)):
             if not callable(rule):
@@ -143,30 +172,69 @@ class CustomRule:
                     f"{self.__name__}.defvjp: {name} must be a function, got {rule!r}."
                 )
         self.fwd, self.bwd = fwd, bwd
+        self._is_symbolic("cotangent", symbolic_zeros)
         self._forget()
 
-    def defjvp(self, rule: F) -> F:
+    def _is_symbolic(self, which: str, yes: bool) -> None:
+        self.symbolic = self.symbolic | {which} if yes else self.symbolic - {which}
+
+    def defjvp(self, rule: F, symbolic_zeros: bool = False) -> F:
         """Gives the forward rule: `rule(primals, tangents)` returns the output and its tangent.
 
-        Static arguments lead its arguments. Returns the rule, so it may be used as a decorator.
+        Args:
+            rule: Static arguments lead its arguments.
+            symbolic_zeros: Whether the tangent of what is not differentiated is None, and not an
+                array of zeros.
+
+        Returns:
+            The rule, so this may be used as a decorator.
         """
         if not callable(rule):
             raise GradtoolsError(
                 f"{self.__name__}.defjvp: the rule must be a function, got {rule!r}."
             )
         self.jvp = rule
+        self._is_symbolic("tangent", symbolic_zeros)
         self._forget()
         return rule
+
+    def defjvps(self, *rules: Callable[..., Any] | None) -> None:
+        """Gives the forward rule of a function with one output, a part for each argument.
+
+        Args:
+            rules: One for each argument that is not static: `rule(tangent, out, *args)` returns
+                what the output's tangent owes to that argument; None stands for nothing.
+                Static arguments lead the arguments of each.
+        """
+        for i, rule in enumerate(rules):
+            if rule is not None and not callable(rule):
+                raise GradtoolsError(
+                    f"{self.__name__}.defjvps: rule {i} must be a function or None, got {rule!r}."
+                )
+
+        def summed(*args: Any) -> Any:
+            *statics, primals, tangents = args
+            if len(rules) != len(primals):
+                raise GradtoolsError(
+                    f"{self.__name__}.defjvps: {len(rules)} rules for {len(primals)} arguments; "
+                    "give one for each, None where it adds nothing."
+                )
+            out = self._parameters.call(self, statics, primals)
+            parts = [
+                rule(*statics, t, out, *primals)
+                for rule, t in zip(rules, tangents, strict=True)
+                if rule is not None and t is not None
+            ]
+            return out, sum(parts[1:], parts[0]) if parts else None
+
+        self.defjvp(summed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
         backend = self._backend
         statics, rest = self._parameters.bound(args, kwargs)
         leaves, structure = backend.sketch(rest)
-        leaves = [
-            backend.asarray(x) if hasattr(x, "__array__") and not backend.is_array(x) else x
-            for x in leaves
-        ]
+        leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
         arrays = tuple([backend.is_array(x) for x in leaves])
         xs = [x for x in leaves if backend.is_array(x)]
         others = tuple([x for x in leaves if not backend.is_array(x)])
@@ -195,11 +263,7 @@ class CustomRule:
         try:
             found = self._shapes.get(key)
         except TypeError as error:
-            unhashable = [o for o in (*statics, *others) if not _is_hashable(o)]
-            raise GradtoolsError(
-                f"{self.__name__}: an argument holds {describe(self._backend, unhashable[0])}, "
-                "which is neither an array nor hashable. Pass arrays, or make it hashable."
-            ) from error
+            raise self._unhashable(statics, others) from error
         if found is None:
             full = _marked(iter(others), arrays)
             treedef = self._backend.from_sketch(structure)
@@ -209,6 +273,29 @@ class CustomRule:
                 del self._by_key[self._shapes.popitem(last=False)[1].rule.key]
         return found
 
+    def _unhashable(self, statics: Any, others: Any) -> GradtoolsError:
+        name, x = next(
+            (name, x)
+            for name, x in [*zip(self._parameters.statics, statics, strict=True)]
+            + [(None, o) for o in others]
+            if not _is_hashable(x)
+        )
+        came = describe(self._backend, x)
+        if name is None:
+            return GradtoolsError(
+                f"{self.__name__}: an argument holds {came}, which is neither an array nor "
+                "hashable. Pass arrays, or make it hashable."
+            )
+        if self._backend.is_array(x) or isinstance(x, np.ndarray):
+            return GradtoolsError(
+                f"{self.__name__}: the static argument {name!r} is {came}, and an array selects no "
+                "program. Take it out of static_argnames; bwd may return None for it."
+            )
+        return GradtoolsError(
+            f"{self.__name__}: the static argument {name!r} is {came}, which is neither an array "
+            "nor hashable. Make it hashable (a tuple, a frozen dataclass)."
+        )
+
     def _rule(self, shape: Shaped) -> Rule:
         if self.bwd is None and self.jvp is None:
             raise GradtoolsError(
@@ -216,13 +303,21 @@ class CustomRule:
                 "defjvp(rule) before it is called."
             )
         if self.bwd is None:
-            return self._new_rule(shape.primal, tangent=shape.tangent, joint=shape.joint)
+            return self._new_rule(shape, tangent=shape.tangent, joint=shape.joint)
         joint = None if self.jvp is None else shape.joint
-        return self._new_rule(shape.primal, linearize=shape.linearize, joint=joint)
+        return self._new_rule(shape, linearize=shape.linearize, joint=joint)
 
-    def _new_rule(self, primal: Any, **maps: Any) -> Rule:
+    def _new_rule(self, shape: Shaped, **maps: Any) -> Rule:
         written = tuple([f for f in (self.fun, self.fwd, self.bwd, self.jvp) if f is not None])
-        return Rule(self.__name__, primal, written=written, dense=True, **maps)
+        return Rule(
+            self.__name__,
+            shape.primal,
+            written=written,
+            dense=True,
+            symbolic=self.symbolic,
+            contract=shape.contract,
+            **maps,
+        )
 
 
 def _marked(others: Any, arrays: Sequence[bool]) -> tuple[Any, ...]:
@@ -281,6 +376,7 @@ class Parameters:
     names: tuple[str, ...]
     static: tuple[bool, ...]
     keyword_only: tuple[bool, ...]
+    star: str | None = None  # the name of *args, which stand before the keyword-only ones
 
     @classmethod
     def positional(cls, name: str, fun: Any) -> Parameters:
@@ -316,20 +412,22 @@ class Parameters:
                 f"custom_rule: {name} takes **{found[-1].name}, and a rule gets its arguments by "
                 "position. Name them in the signature, or pass a dict as one argument."
             )
-        if signature is None or any(p.kind is p.VAR_POSITIONAL for p in found):
-            found = [p for p in found if p.kind is not p.VAR_POSITIONAL]
-            if static_argnames or any(p.kind is p.KEYWORD_ONLY for p in found):
-                raise GradtoolsError(
-                    f"custom_rule: {name} takes *args beside static or keyword-only arguments. "
-                    "Pass a tuple as one argument instead of *args."
-                )
+        fixed = [p for p in found if p.kind is not p.VAR_POSITIONAL]
+        rest = [i for i, p in enumerate(found) if p.kind is p.VAR_POSITIONAL]
+        if signature is None or (rest and not fixed):
             return cls(signature, (), (), ())
         return cls(
             signature,
-            tuple([p.name for p in found]),
-            tuple([p.name in static_argnames for p in found]),
-            tuple([p.kind is p.KEYWORD_ONLY for p in found]),
+            tuple([p.name for p in fixed]),
+            tuple([p.name in static_argnames for p in fixed]),
+            tuple([p.kind is p.KEYWORD_ONLY for p in fixed]),
+            found[rest[0]].name if rest else None,
         )
+
+    @property
+    def statics(self) -> list[str]:
+        """The names of the static arguments, in order."""
+        return [name for name, s in zip(self.names, self.static, strict=True) if s]
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`(statics, rest)` of a call."""
@@ -338,24 +436,31 @@ class Parameters:
                 call = self.signature.bind(*args, **kwargs)
                 return (), call.args
             return (), args
-        if kwargs or len(args) != len(self.names) or any(self.keyword_only):
+        more: tuple[Any, ...] = ()
+        if kwargs or len(args) != len(self.names) or any(self.keyword_only) or self.star:
             assert self.signature is not None
             call = self.signature.bind(*args, **kwargs)
             call.apply_defaults()
             args = tuple([call.arguments[name] for name in self.names])
-        if not any(self.static):
+            more = call.arguments[self.star] if self.star else ()
+        if not more and not any(self.static):
             return (), args
-        pairs = list(zip(args, self.static, strict=True))
-        return tuple([a for a, s in pairs if s]), tuple([a for a, s in pairs if not s])
+        every = list(zip(args, self.static, self.keyword_only, strict=True))
+        first, last = ([a for a, s, o in every if not s and o is only] for only in (False, True))
+        return tuple([a for a, s, _ in every if s]), (*first, *more, *last)
 
     def call(self, fun: Callable[..., Any], statics: Sequence[Any], rest: Sequence[Any]) -> Any:
         """`fun` with the arguments of `bound`."""
         if not self.names:
             return fun(*rest)
-        first, second = iter(statics), iter(rest)
-        values = [next(first) if s else next(second) for s in self.static]
+        moving = [k for s, k in zip(self.static, self.keyword_only, strict=True) if not s]
+        first, stop = moving.count(False), len(rest) - moving.count(True)
+        own, more = iter([*rest[:first], *rest[stop:]]), rest[first:stop]
+        fixed = iter(statics)
+        values = [next(fixed) if s else next(own) for s in self.static]
         named = list(zip(self.names, values, self.keyword_only, strict=True))
-        return fun(*[v for _, v, k in named if not k], **{n: v for n, v, k in named if k})
+        positional = [v for _, v, k in named if not k]
+        return fun(*positional, *more, **{n: v for n, v, k in named if k})
 
 
 # --- one way of calling it ---------------------------------------------------------------
@@ -374,6 +479,8 @@ class Shaped:
     def __post_init__(self) -> None:
         self.backend = self.of._backend
         self.name = self.of.__name__
+        self.contract = Contract(f"{self.of._kind} {self.name}", self.of.check)
+        self.values: dict[Any, tuple[Any, list[Look]]] = {}
         self.rule = self.of._rule(self)
         self.entries = [
             self.backend.flatten(tree)
@@ -397,9 +504,27 @@ class Shaped:
         backend = self.backend
         leaves, out_def = backend.flatten(out)
         looks = _looks(xs)
+        ys = [y if backend.is_array(y) else self._as_array(y, who) for y in leaves]
+        if who == "it":
+            self.values[looks] = out_def, self._looks_of(ys)
+        else:
+            self.contract.ask(who, looks, of=lambda: self._hold(xs, looks, out_def, ys, who))
         self.outs.pop(looks, None)  # so that the last one is the newest
         self.outs[looks] = out_def
-        return [y if backend.is_array(y) else self._as_array(y, who) for y in leaves]
+        return ys
+
+    def _looks_of(self, ys: Sequence[Array]) -> list[Look]:
+        return [Look(tuple(y.shape), self.backend.dtype_name(y)) for y in ys]
+
+    def _hold(self, xs: Sequence[Array], looks: Any, out_def: Any, ys: Any, who: str) -> bool:
+        """Holds what the forward pass returned to what the function returns, once that is known."""
+        if looks not in self.values:
+            self.backend.sketch_values(self.primal, *xs)
+        if looks not in self.values:
+            return False
+        expected, wanted = self.values[looks]
+        self.contract.same_outputs(who, out_def, self._looks_of(ys), expected, wanted)
+        return True
 
     def _as_array(self, y: Any, who: str) -> Array:
         try:
@@ -431,18 +556,24 @@ class Shaped:
         return self.joint(xs, dxs)[1]
 
     def _tangents(self, dxs: Sequence[Any]) -> Any:
-        left = iter(dxs)
-        full = [next(left) if o is _ARRAY else None for o in self.others]
+        left, symbolic = iter(dxs), "tangent" in self.of.symbolic
+        full = [
+            next(left) if o is _ARRAY else None if symbolic or not _is_number(o) else 0.0
+            for o in self.others
+        ]
         return self.backend.unflatten(self.treedef, full)
 
     # --- the reverse rule
 
-    def linearize(self, *xs: Array) -> Linearized:
-        """One run of fwd, and the maps that read what it saved."""
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+        """One run of fwd, and the maps that read what it saved.
+
+        perturbed: Which of xs are differentiated, where that is known.
+        """
         backend, looks = self.backend, _looks(xs)
         like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
         assert self.of.fwd is not None
-        result = self.of.fwd(*self.statics, *self.arguments(xs))
+        result = self.of.fwd(*self.statics, *self._told(xs, perturbed))
         out, res = self._pair(result, "fwd", "(out, residuals)")
         ys = self._outputs(xs, out, "fwd")
         out_def = self.outs[looks]
@@ -469,6 +600,23 @@ class Shaped:
             rerun=kept.rerun,
             pushing=len(saves) - len(kept.places),
         )
+
+    def _told(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
+        """fwd's arguments; with symbolic zeros each with whether it is differentiated."""
+        if "cotangent" not in self.of.symbolic:
+            return self.arguments(xs)
+        if perturbed is None:
+            perturbed = tuple([self.backend.is_inexact(x) for x in xs])
+        told = iter([Primal(x, p) for x, p in zip(xs, perturbed, strict=True)])
+        full = [
+            next(told)
+            if o is _ARRAY
+            else Primal(o, False)
+            if isinstance(o, int | complex | float)
+            else o
+            for o in self.others
+        ]
+        return self.backend.unflatten(self.treedef, full)
 
     def _cotangents(self, found: Any, like: Sequence[Any]) -> list[Any]:
         """What bwd returned, as one flat entry for each array."""
@@ -534,6 +682,11 @@ class Shaped:
 
 def _looks(xs: Sequence[Array]) -> Any:
     return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
+
+
+def _is_number(x: Any) -> bool:
+    """Whether x is a number that has a tangent."""
+    return isinstance(x, float | complex)
 
 
 def _length(n: Any) -> Any:

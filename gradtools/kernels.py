@@ -18,7 +18,7 @@ from gradtools.backend import Array, Backend, Operators
 from gradtools.custom import CustomRule, Parameters, Shaped
 from gradtools.errors import MissingRuleError
 from gradtools.host import Kernel, Spec
-from gradtools.rules import Entries, Linearized, Rule, spread
+from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
 
 
 class HostFunctions(Operators):
@@ -133,9 +133,9 @@ class HostFunction(CustomRule):
         if self.bwd is None:
             return super()._rule(shape)
         joint = None if self.jvp is None else shape.joint
-        return self._new_rule(
-            shape.primal, linearize=_OfKernels(self, shape).linearize, joint=joint
-        )
+        rule = self._new_rule(shape, linearize=_OfKernels(self, shape).linearize, joint=joint)
+        # Its maps are rules on all cotangents, so fwd is told that each may be asked for.
+        return replace(rule, symbolic=self.symbolic - {"cotangent"}, key=next(KEYS))
 
 
 @dataclass(eq=False)

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError
 
 Array = Any
@@ -91,6 +92,12 @@ class Rule:
         written: The functions of its author, in which captured arrays are looked for.
         source: The rule that it was made for, if any: what is known of that holds for it too.
         dense: Whether the maps are handed zeros for what is floating, and not None.
+        symbolic: Which maps are handed None for a zero although the rule is dense, and results
+            of an evaluation that knows what is differentiated: any of "tangent", "cotangent".
+        contract: What the author's maps are held to; None: they are trusted.
+        perturbed: In a rule that was evaluated for some inputs alone, which these are; its maps
+            hold for no others, which `whole` has.
+        whole: The rule for all inputs, where there are `perturbed` ones.
         unlifted: In a rule whose value alone was lifted out of a trace, the rule as it was.
         identity: Whether the outputs are inputs as they came, which pictures tell.
         key: A text by which compiled code finds the rule again, see `by_key`.
@@ -118,6 +125,10 @@ class Rule:
     written: tuple[Any, ...] = ()
     source: Rule | None = None
     dense: bool = False
+    symbolic: frozenset[str] = frozenset()
+    contract: Contract | None = None
+    perturbed: tuple[bool, ...] | None = None
+    whole: Rule | None = None
     unlifted: Rule | None = None
     identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))
@@ -142,11 +153,21 @@ class Rule:
         """The functions it is made of."""
         return self.primal, self.tangent, self.cotangent
 
-    def at(self, *xs: Array) -> Linearized:
-        """One evaluation with the maps there."""
-        if self.linearize is not None:
-            return self.linearize(*xs)
-        return self.reading(xs, self.primal(*xs))
+    def fills(self, which: str) -> bool:
+        """Whether the "tangent" or "cotangent" map is handed zeros, and not None."""
+        return self.dense and which not in self.symbolic
+
+    def at(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+        """One evaluation with the maps there.
+
+        perturbed: Which inputs are differentiated, where that is known and the rule asks for it
+            (`symbolic`); None: each may be.
+        """
+        if self.linearize is None:
+            return self.reading(xs, self.primal(*xs))
+        if "cotangent" in self.symbolic:
+            return self.linearize(*xs, perturbed=perturbed)
+        return self.linearize(*xs)
 
     def reading(self, xs: Entries, ys: list[Array]) -> Linearized:
         """The same where the outputs are known and the maps read nothing else."""
@@ -270,11 +291,11 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size
 
         return cotangent
 
-    def linearize(*xs: Array) -> Linearized:
+    def linearize(*xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         one: list[Linearized] = []
 
         def example(*x: Array) -> list[Array]:
-            found = rule.at(*x)
+            found = rule.at(*x, perturbed=perturbed)
             one[:] = [found]
             return [*found.ys, *found.extras]
 
@@ -314,6 +335,7 @@ def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size
         tangent=tangent_of(rule.tangent, axes),
         cotangent=cotangent_of(rule.cotangent, axes),
         linearize=None if rule.linearize is None else linearize,
+        whole=None if rule.whole is None else batched(rule.whole, backend, x_axes, None, size),
         joint=None if rule.joint is None else joint_of(rule.joint),
     )
 

@@ -83,6 +83,12 @@ class JaxBackend:
     split = staticmethod(arrays.split)
     fold_in = staticmethod(arrays.fold_in)
 
+    def as_leaf(self, x: Any) -> Any:
+        """Weakly typed for a Python number; an integer stays what it is."""
+        if isinstance(x, float | complex) or hasattr(x, "__array__"):
+            return jnp.asarray(x)
+        return x
+
     def cast(self, x: Any, like: Array | str) -> Array:
         return jnp.asarray(x, like if isinstance(like, str) else like.dtype)
 
@@ -115,6 +121,9 @@ class JaxBackend:
     jvp = staticmethod(engines.jvp)
     jvps = staticmethod(engines.jvps)
     linearize = staticmethod(engines.linearize)
+
+    def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
+        jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         return x

@@ -26,7 +26,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,8 +37,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
+from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of
-from gradtools.jax import shardings, tracing
+from gradtools.jax import homogeneous, shardings, tracing
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.linearity import is_linear
@@ -53,6 +55,23 @@ from gradtools.rules import (
 )
 
 Mask = tuple[bool, ...]
+_local = threading.local()
+
+
+def _local_list(what: str) -> list[Any]:
+    """The rules whose maps are being lifted, or linearized, by this thread right now."""
+    return _local.__dict__.setdefault(what, [])
+
+
+@contextmanager
+def _within(stack: list[Any], entry: Any) -> Iterator[None]:
+    stack.append(entry)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
 _NO_TRACE = get_opaque_trace_state(convention="flax")
 _NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
 
@@ -63,7 +82,9 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
     if rule.captures and _closes_over_tracer(rule):
-        rule, captured = _lift_value(rule, xs) if rule in _lifting() else _lift_captured(rule, xs)
+        rule, captured = (
+            _lift_value(rule, xs) if rule in _local_list("lifting") else _lift_captured(rule, xs)
+        )
         xs = _varying_alike([*xs, *captured])
     return list(primal_p.bind(*xs, rule=rule))
 
@@ -104,25 +125,90 @@ def _(primals: Any, tangents: Any) -> Any:
 # --- a rule at its first derivative ------------------------------------------------------
 
 
-def _linearized(rule: Rule, xs: Sequence[Any]) -> Rule:
+def _linearized(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Rule:
     """The rule with both maps, and with what they read made explicit.
 
     Its maps are JAX's own: conjugated, with cotangents and tangents of floating outputs alone.
+
+    given: Which inputs are differentiated, for a rule that wants to know (`symbolic`); the maps
+        then hold for these.
     """
     if rule.forward is not None:
         return rule
+    with _within(_local_list("linearizing"), rule.contract or rule):
+        return _linearized_now(rule, xs, given if rule.symbolic else None)
+
+
+def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Rule:
+    _hold(rule, xs)
     found: list[Linearized] = []
 
     def forward(*xs: Any) -> list[Any]:
-        split = _split(rule, xs) if rule.joint is not None and rule.linearize is None else None
-        made = split or _native(rule, rule.at(*xs), xs)
+        jointly = rule.joint is not None and rule.linearize is None
+        made = _split(rule, xs, given) if jointly else None
+        made = made or _native(rule, rule.at(*xs, perturbed=given), xs, given)
         found[:] = [replace(made, ys=[], extras=[None] * len(made.extras))]  # tracers would leak
         return [*made.ys, *made.extras]
 
     closed = jax.make_jaxpr(forward)(*[jax.typeof(x) for x in xs])
-    return rule.linearized(
+    made = rule.linearized(
         found[0], lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
     )
+    return made if given is None else replace(made, perturbed=given, whole=rule, key=next(KEYS))
+
+
+def _hold(rule: Rule, xs: Sequence[Any]) -> None:
+    """Holds the maps that its author wrote to being zero at zero; see `contract`."""
+    contract = rule.contract
+    if contract is None:
+        return
+    if rule.joint is not None:
+        contract.ask("tangent", _looks(xs), of=lambda: _hold_tangent(contract, rule, xs))
+    if rule.linearize is not None:
+        contract.ask("cotangent", _looks(xs), of=lambda: _hold_cotangent(contract, rule, xs))
+
+
+def _looks(xs: Sequence[Any]) -> Any:
+    return tuple([(x.shape, str(x.dtype)) for x in xs])
+
+
+def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
+    full_like, places = _likes(xs), []
+
+    def push(xs: Any, dxs: Any) -> list[Any]:
+        assert rule.joint is not None
+        dys = rule.joint(xs, _filled(spread(dxs, moving), full_like))[1]
+        places[:] = [i for i, dy in enumerate(dys) if dy is not None]
+        return _present(dys)
+
+    moving = [like is not None for like in full_like]
+    zeros = [_zeros(like) for like in _present(full_like)]
+    closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], zeros)
+    mask = [False] * len(xs) + [True] * len(zeros)
+    wrong = homogeneous.first_nonzero(closed, mask, [*xs, *zeros])
+    if wrong is not None:
+        raise contract.not_zero("tangent", places[wrong])
+    lost = homogeneous.lost_input(closed, mask)
+    if lost is not None:
+        contract.losing[_looks(xs)] = [i for i, m in enumerate(moving) if m][lost]
+
+
+def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
+    places: list[int] = []
+
+    def pull(*xs: Any) -> list[Any]:
+        found = rule.at(*xs)
+        assert found.cotangent is not None
+        cts = [None if like is None else _zeros(like) for like in _likes(found.ys)]
+        everything = [*xs, *found.ys, *found.extras]
+        pulled = found.cotangent([everything[i] for i in found.saves], cts)
+        places[:] = [i for i, ct in enumerate(pulled) if ct is not None]
+        return _present(pulled)
+
+    closed = jax.make_jaxpr(pull)(*[jax.typeof(x) for x in xs])
+    wrong = homogeneous.first_nonzero(closed, [False] * len(xs), xs)
+    if wrong is not None:
+        raise contract.not_zero("cotangent", places[wrong])
 
 
 def _likes(xs: Sequence[Any]) -> list[Any]:
@@ -135,17 +221,34 @@ def _present(xs: Sequence[Any]) -> list[Any]:
     return [x for x in xs if x is not None]
 
 
-def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
+def _hold_transposed(rule: Rule, looks: Any, pull: Any, likes: Sequence[Any]) -> None:
+    """Whether bwd keeps all of its cotangents when it is transposed."""
+    contract = rule.contract
+    if contract is None:
+        return
+
+    def transposed() -> None:
+        closed = jax.make_jaxpr(pull)(*map(_zeros, likes))
+        lost = homogeneous.lost_input(closed, [True] * len(likes))
+        if lost is not None:
+            raise contract.lost("cotangent", lost)
+
+    contract.ask("transposed", looks, of=transposed)
+
+
+def _native(
+    rule: Rule, found: Linearized, xs: Sequence[Any], given: Mask | None = None
+) -> Linearized:
     """The maps of one evaluation as JAX's own; a missing one is the other's transpose."""
     given_tangent, given_cotangent = found.tangent, found.cotangent
-    like_xs, like_ys = _likes(xs), _likes(found.ys)
+    like_xs, like_ys, looks = _likes(xs), _likes(found.ys), _looks(xs)
     inexact = [like is not None for like in like_ys]
-    moving = [like is not None and i not in rule.passive for i, like in enumerate(like_xs)]
+    moving = _moving(rule, like_xs, given)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         if given_tangent is None:
             return transposed_cotangent(saved, dxs)
-        if rule.dense:
+        if rule.fills("tangent"):
             dxs = _filled(dxs, like_xs)
         pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
         return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
@@ -153,7 +256,7 @@ def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
     def cotangent(saved: Entries, cts: Entries) -> list[Any]:
         if given_cotangent is None:
             return transposed_tangent(saved, cts)
-        if rule.dense:
+        if rule.fills("cotangent"):
             cts = _filled(cts, _present(like_ys))
         conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
         pairs = zip(given_cotangent(saved, conjugated), like_xs, strict=True)
@@ -167,9 +270,13 @@ def _native(rule: Rule, found: Linearized, xs: Sequence[Any]) -> Linearized:
             found = zip(cotangent(saved, cts), dxs, strict=True)
             return [ct for ct, dx in found if dx is not None]
 
+        _hold_transposed(rule, looks, pull, _present(like_ys))
         return _transpose(rule, "cotangent", pull, _present(like_ys), _present(dxs))
 
     def transposed_tangent(saved: Entries, cts: Entries) -> list[Any]:
+        if rule.contract is not None and looks in rule.contract.losing:
+            raise rule.contract.lost("tangent", rule.contract.losing[looks])
+
         def push(*dxs: Any) -> list[Any]:
             return tangent(saved, spread(dxs, moving))
 
@@ -195,24 +302,35 @@ def _plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> Rule:
     return remembered(rule, ("maps", looks), make)
 
 
-def _split(rule: Rule, xs: Sequence[Any]) -> Linearized | None:
+def _moving(rule: Rule, likes: Sequence[Any], given: Mask | None) -> list[bool]:
+    """Which inputs are differentiated."""
+    return [
+        like is not None and i not in rule.passive and (given is None or given[i])
+        for i, like in enumerate(likes)
+    ]
+
+
+def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Linearized | None:
     """A rule that gives values and tangents at once, parted into what x decides and the rest.
 
     The first part is the forward pass, and what it leaves for the second are the extras.
     Transposing runs whatever does not depend on a tangent, so transposing twice parts them.
     """
-    mask = [is_inexact(x) and i not in rule.passive for i, x in enumerate(xs)]
     full_like = _likes(xs)
+    mask = _moving(rule, full_like, given)
     like_xs = [like for like, m in zip(full_like, mask, strict=True) if m]
     ys: list[Any] = []
 
     def push(*dxs: Any) -> list[Any]:
         assert rule.joint is not None
-        ys[:], dys = rule.joint(xs, _filled(spread(dxs, mask), full_like))
+        full = spread(dxs, mask)
+        ys[:], dys = rule.joint(xs, _filled(full, full_like) if rule.fills("tangent") else full)
         pairs = zip(dys, _likes(ys), strict=True)
         return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
 
     if any(_varies(x) for x in xs):
+        return None
+    if rule.contract is not None and _looks(xs) in rule.contract.losing:
         return None
     try:
         pull = jax.linear_transpose(push, *map(_shape, like_xs))
@@ -470,13 +588,18 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
         rule, captured = _lift_captured(rule.unlifted, xs[:n])
         xs, dxs = [*xs[:n], *captured], [*dxs[:n], *map(_zero, captured)]
         given = (*given[:n], *[False] * len(captured))
-    ys, maps, saved = _evaluated(rule, xs)
+    ys, maps, saved = _evaluated(rule, xs, given)
     return ys, _pushed(maps, ys, saved, dxs, given)
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: Rule, xs: int) -> Any:
     """The rule, whatever code made the values."""
     given = _given(rule, tangents[:xs])
+    if rule.whole is not None and rule.perturbed is not None:
+        wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
+        if wanted != rule.perturbed:  # its maps know nothing of some input
+            ys, maps, saved = _evaluated(rule.whole, operands[:xs], wanted)
+            return ys, _pushed(maps, ys, saved, tangents[:xs], given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)
     if not any(given):
         return ys, [_zero(y) for y in ys]
@@ -499,7 +622,7 @@ def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]
     return [next(found) if is_inexact(y) else _zero(y) for y in ys]
 
 
-def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], Rule, list[Any]]:
+def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any], Rule, list[Any]]:
     """The outputs, the rule's maps, and what these read.
 
     What the forward pass does is part of the program around it: a loop keeps what no step of it
@@ -510,7 +633,7 @@ def _evaluated(rule: Rule, xs: Any) -> tuple[list[Any], Rule, list[Any]]:
         ys = primal_p.bind(*xs, rule=rule)
         maps = _plain_maps(rule, xs, ys)
         return ys, maps, maps.saved(xs, ys)
-    maps = _linearized(rule, xs)
+    maps = _linearized(rule, xs, given)
     assert maps.forward is not None
     if not maps.extras:
         at = [jax.lax.stop_gradient(x) for x in xs]
@@ -622,6 +745,8 @@ def _cotangent_transpose(
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     """Of a rule that stands in a linear function: its pullback anywhere, say at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
+    if (rule.contract or rule) in _local_list("linearizing"):
+        return _code_transposed(cts, xs, rule, unknown)
     at = [_zeros(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     _check_linear(rule, at, unknown)
     ys, maps, saved = _evaluated(rule, at)
@@ -640,6 +765,19 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
         ys=tuple(_present(_likes(ys))),
     )
     return spread(found, unknown)
+
+
+def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
+    """Of a linear function that its own forward rule uses: here ends what would never end."""
+
+    def run(*moved: Any) -> list[Any]:
+        new = iter(moved)
+        full = [next(new) if u else x for x, u in zip(xs, unknown, strict=True)]
+        return list(rule.primal(*full))
+
+    likes = [_shape(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
+    full = [ad.instantiate_zeros(ct) for ct in cts]
+    return spread(jax.linear_transpose(run, *likes)(full), unknown)
 
 
 _LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
@@ -674,9 +812,9 @@ def _check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
 
 
 def _goes_through(rule: Rule, xs: Sequence[Any], moving: Mask, made_up: bool) -> bool:
-    plain = [_wave(x, 0.5, 1.0) if made_up else x for x in xs]
+    plain = [homogeneous.wave(x, 0.5, 1.0) if made_up else x for x in xs]
     linear_in = [x for x, m in zip(xs, moving, strict=True) if m]
-    v, w = ([_wave(x, shift, 0.0) for x in linear_in] for shift in (1.0, 2.0))
+    v, w = ([homogeneous.wave(x, shift, 0.0) for x in linear_in] for shift in (1.0, 2.0))
 
     def run(vs: Sequence[Any]) -> list[Any]:
         new = iter(vs)
@@ -685,14 +823,6 @@ def _goes_through(rule: Rule, xs: Sequence[Any], moving: Mask, made_up: bool) ->
 
     reach = 2.0**5 if any(x.dtype == jnp.float16 for x in v) else 2.0**13
     return is_linear(run, v, w, _gap, _slack, reach)
-
-
-def _wave(x: Any, shift: float, around: float) -> Any:
-    """Numbers of few binary digits, as `is_linear` asks for."""
-    if not is_inexact(x):
-        return jnp.zeros(x.shape, x.dtype)
-    wave = around + jnp.round(8 * jnp.sin(jnp.arange(1, x.size + 1) * shift)) / 16
-    return wave.reshape(x.shape).astype(x.dtype)
 
 
 def _gap(a: Any, b: Any) -> float:
@@ -889,25 +1019,14 @@ def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], 
     return hoisted, list(closed.consts)
 
 
-_local = threading.local()
-
-
-def _lifting() -> list[Rule]:
-    """The rules whose maps are being traced right now."""
-    return _local.__dict__.setdefault("rules", [])
-
-
 def _lift_captured(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     """The rule with the arrays it closes over appended to its inputs, and those arrays.
 
     Each map is traced with every tangent present. A rule that closes over nothing is returned
     as it is.
     """
-    _lifting().append(rule)
-    try:
+    with _within(_local_list("lifting"), rule):
         return _lift_maps(rule, xs)
-    finally:
-        _lifting().pop()
 
 
 def _lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:

@@ -86,6 +86,9 @@ class TorchBackend:
     split = staticmethod(arrays.split)
     fold_in = staticmethod(arrays.fold_in)
 
+    def as_leaf(self, x: Any) -> Any:
+        return self.asarray(x) if hasattr(x, "__array__") else x
+
     def cast(self, x: Any, like: Array | str) -> Array:
         dtype = getattr(torch, like) if isinstance(like, str) else like.dtype
         if isinstance(x, Tensor):
@@ -129,6 +132,9 @@ class TorchBackend:
     jvp = staticmethod(engines.jvp)
     jvps = staticmethod(kernels.jvps)
     linearize = staticmethod(engines.linearize)
+
+    def sketch_values(self, fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
+        pass
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

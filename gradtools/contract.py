@@ -1,0 +1,174 @@
+"""What the author of a rule promises, checked before it gives a number.
+
+For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's own, and of maps
+
+    dy = T(x) dx        x' = C(x) y'
+
+which are linear: T(x) 0 = 0 and C(x) 0 = 0, and transposing a map twice gives the map back.
+A map with a constant part (the author forgot the tangent) is no derivative: where the other mode
+is made by transposing it, the constant part would be gone without a word.
+
+Here stand the questions and the words, once for both frameworks. How a map is asked is up to
+the framework: JAX reads its program, PyTorch computes it. With `check="first"` each question is
+asked once for a rule and a signature, and not again for what is derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+
+CHECKS = ("first", "always", "never")
+_MOST = 1024
+
+
+def checked_word(asked: str, check: Any) -> str:
+    """`check`, refused where it is none of the words that say when a rule is checked."""
+    if check not in CHECKS:
+        raise GradtoolsError(
+            f"{asked}: check is {check!r}; expected 'first' (once for each signature), 'always' "
+            "or 'never'."
+        )
+    return str(check)
+
+
+@dataclass(frozen=True)
+class Look:
+    """An array's shape and dtype, as messages and comparisons speak of them."""
+
+    shape: tuple[Any, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Contract:
+    """What one rule is held to.
+
+    Attributes:
+        name: What messages call the rule, such as "custom_rule sinh".
+        check: When it is checked: "first", "always" or "never".
+        asked: The questions that were answered, with `check="first"`.
+        losing: At which signatures the forward rule cannot be transposed without loss, and which
+            tangent it loses.
+    """
+
+    name: str
+    check: str = "first"
+    asked: set[Hashable] = field(default_factory=set)
+    losing: dict[Hashable, int] = field(default_factory=dict)
+
+    def ask(self, *question: Hashable, of: Callable[[], Any]) -> None:
+        """Runs a check, unless it was passed before.
+
+        of: Raises what speaks against the rule; returns False where it cannot be told yet.
+        """
+        if self.check == "never" or (self.check == "first" and question in self.asked):
+            return
+        if len(self.asked) >= _MOST:
+            self.asked.clear()
+        self.asked.add(question)  # before: a rule may use itself
+        passed = False
+        try:
+            passed = of() is not False
+        finally:
+            if not passed:
+                self.asked.discard(question)
+
+    # --- what is said
+
+    def refusal(self, text: str) -> GradtoolsError:
+        """An error that names the rule."""
+        return GradtoolsError(f"{self.name}: {text}")
+
+    def same_outputs(
+        self, who: str, came: Any, looks: list[Look], expected: Any, wanted: list[Look]
+    ) -> None:
+        """Whether what the forward pass returned is f's output in structure, shapes and dtypes.
+
+        who: "fwd" or "the forward rule".
+        came, expected: The structures.
+        looks, wanted: The arrays.
+        """
+        mend = (
+            "Its first result must be the function's own output at the same arguments"
+            f"{_LIKELY.get(who, '')}."
+        )
+        if came != expected:
+            raise self.refusal(
+                f"{who} returned an output of the structure {came}, but the function returns "
+                f"{expected}. {mend}"
+            )
+        for i, (look, want) in enumerate(zip(looks, wanted, strict=True)):
+            if look != want:
+                raise self.refusal(
+                    f"{who} returned {look} for output {i}, but the function returns {want}. {mend}"
+                )
+
+    def not_zero(self, which: str, i: int) -> GradtoolsError:
+        """The error of a map that does not take zero to zero.
+
+        which: "tangent" or "cotangent", after what the map is linear in.
+        i: Which of its results is not zero.
+        """
+        who, what, form, mode = _OF[which]
+        return self.refusal(
+            f"{who} is not zero where every {which} is zero ({what} {i}), so it is not linear in "
+            f"the {which}s, and no derivative. Did you forget to multiply by the {which}? {form} "
+            f"If a constant part is meant, custom_rule(f, check='never') keeps it in {mode} mode; "
+            "the other mode would lose it."
+        )
+
+    def lost(self, which: str, i: int) -> GradtoolsError:
+        """The error of a map of which a part is gone when it is transposed twice.
+
+        which: "tangent" or "cotangent".
+        i: Of which of its inputs.
+        """
+        who, _, _, mode = _OF[which]
+        return self.refusal(
+            f"transposing {who} twice does not give it back: {which} {i} passes through something "
+            "that no derivative crosses (a stopped gradient, an integer, a comparison), so the "
+            f"other mode would lose it. Give the rule of the other mode too, or make the {mode} "
+            "one linear."
+        )
+
+
+_LIKELY = {
+    "fwd": ": fwd(*args) returns (f(*args), residuals); is there a cast, or an axis too many",
+    "the forward rule": ": the rule returns (f(*primals), tangent)",
+}
+_OF = {
+    "tangent": (
+        "what the forward rule returns as a tangent",
+        "its tangent of output",
+        "For y = sin(x) it is cos(x) * t, and not cos(x).",
+        "forward",
+    ),
+    "cotangent": (
+        "what bwd returns",
+        "its cotangent of array",
+        "For y = sin(x) it is (cos(x) * ct,), and not (cos(x),).",
+        "reverse",
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Primal:
+    """An argument as `fwd` sees it with `symbolic_zeros=True`.
+
+    Attributes:
+        value: The array or number.
+        perturbed: Whether its derivative may be asked for. Where it is False no cotangent is
+            needed, nor what would have to be saved for it: what PyTorch calls
+            `needs_input_grad`, and JAX `perturbed`.
+    """
+
+    value: Any
+    perturbed: bool

@@ -10,7 +10,7 @@ so where the double backward is the last one given, the symmetry of the Hessian 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, overload
 
@@ -138,6 +138,9 @@ class HostFunction(CustomRule):
         return replace(rule, symbolic=self.symbolic - {"cotangent"}, key=next(KEYS))
 
 
+_MOST_MAPS = 64
+
+
 @dataclass(eq=False)
 class _OfKernels:
     """The maps of a host function with a reverse rule, as rules themselves.
@@ -148,6 +151,7 @@ class _OfKernels:
 
     of: HostFunction
     shape: Shaped
+    known: dict[Any, _KernelMaps] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.backend = self.of._backend
@@ -157,15 +161,8 @@ class _OfKernels:
         backend = self.backend
         found = self.shape.linearize(*xs)
         n, k = len(xs), len(found.saves)
-        outs = [backend.look(y) if backend.is_inexact(y) else None for y in found.ys]
-        maps = _KernelMaps(
-            self,
-            saves=found.saves,
-            bwd=found.cotangent,
-            moving=tuple([backend.is_inexact(x) for x in xs]),
-            outs=tuple(outs),
-        )
-
+        maps = self.maps(xs, found)
+        outs = maps.outs
         given = found.tangent  # and not all that was found, whose arrays would stay
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
@@ -189,6 +186,30 @@ class _OfKernels:
             tangent=tangent,
             cotangent=cotangent,
         )
+
+    def maps(self, xs: Entries, found: Linearized) -> _KernelMaps:
+        """The maps as rules, made once for evaluations that differ in their arrays alone."""
+        backend = self.backend
+        outs = [backend.look(y) if backend.is_inexact(y) else None for y in found.ys]
+        key = (found.key, tuple(outs))
+        try:
+            known = self.known.get(key)
+        except TypeError:  # fwd saved what is not hashable
+            key, known = None, None
+        if known is not None:
+            return known
+        made = _KernelMaps(
+            self,
+            saves=found.saves,
+            bwd=found.cotangent,
+            moving=tuple([backend.is_inexact(x) for x in xs]),
+            outs=tuple(outs),
+        )
+        if key is not None and found.key is not None:
+            self.known[key] = made
+            if len(self.known) > _MOST_MAPS:
+                del self.known[next(iter(self.known))]
+        return made
 
 
 @dataclass(eq=False)

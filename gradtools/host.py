@@ -9,6 +9,8 @@ own. How a call enters a framework's program stands in `torch/host.py` and `jax/
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import numbers
 import operator
@@ -16,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -127,6 +130,14 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<host kernel {self.name}>"
 
+    @property
+    def line(self) -> str:
+        """Where it was defined, as messages say it; nothing of a builtin."""
+        code = getattr(_python(self.fun), "__code__", None)
+        if code is None:
+            return ""
+        return f" The kernel is at {code.co_filename}:{code.co_firstlineno}."
+
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """The kernel's call with arguments like these, and the arrays among them, in order.
 
@@ -167,6 +178,20 @@ class Kernel:
             if len(self.calls) > _MOST_CALLS:
                 del self.calls[next(iter(self.calls))]
         return found
+
+
+def _python(fun: Any) -> Any:
+    """The Python function under partials, under what wraps it, or that a callable object runs."""
+    while True:
+        if isinstance(fun, functools.partial):
+            fun = fun.func
+        elif isinstance(fun, FunctionType | MethodType):
+            inner = inspect.unwrap(fun)
+            if inner is fun:
+                return fun
+            fun = inner
+        else:
+            return vars(type(fun)).get("__call__")
 
 
 def told_apart(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -324,6 +349,11 @@ class KernelCall:
         except (ValueError, TypeError):
             leaves = [None]
         if any(x is None or isinstance(x, tuple | list | dict) for x in leaves):
+            if tree is None:
+                raise self.error(
+                    f"it returned None, expected {wanted}, the structure of out. A kernel returns "
+                    "its result; a routine that fills an array must return that array."
+                )
             came = self.trees.flatten(tree)[1]
             raise self.error(f"it returned the structure {came}, expected {wanted}, that of out.")
         return leaves
@@ -335,8 +365,8 @@ class KernelCall:
         return self.trees.unflatten(self.treedef, [next(left) if a else o for a, o in pairs])
 
     def error(self, text: str) -> GradtoolsError:
-        """An error that names the kernel."""
-        return GradtoolsError(f"host function {self.kernel.name!r}: {text}")
+        """An error that names the kernel, and the line at which it was defined."""
+        return GradtoolsError(f"host function {self.kernel.name!r}: {text}{self.kernel.line}")
 
     def no_derivative(self) -> GradtoolsError:
         """What is raised where a derivative is asked for and no rule knows it."""
@@ -369,10 +399,19 @@ def _wrong(y: Any, spec: Spec, batch: Shape) -> str:
     if isinstance(y, np.ndarray | np.generic):
         if y.shape == shape and y.dtype.name in (spec.dtype, _carrier(spec.dtype)):
             return ""
-        return f"has shape {y.shape} and dtype {y.dtype}; {expected}."
+        mend = _mend(y, spec, y.shape == shape) if not batch else ""
+        return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{mend}"
     if shape == () and _fits(y, spec.dtype):
         return ""
     return f"is {_described(y)}; {expected}. Return NumPy arrays."
+
+
+def _mend(y: np.ndarray | np.generic, spec: Spec, same_shape: bool) -> str:
+    """What to write where the shape or only the dtype is another one."""
+    own = f"out=Spec({y.shape}, {y.dtype.name!r})"
+    if same_shape:
+        return f" Nothing is cast: return y.astype({_carrier(spec.dtype)!r}), or say {own}."
+    return f" Say what it returns: {own}, or a function of the arguments' Specs."
 
 
 def _carrier(dtype: str) -> str:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, overload
 
 from gradtools.backend import Array, Backend, Operators
+from gradtools.contract import checked_word
 from gradtools.custom import CustomRule, Parameters, Shaped
 from gradtools.errors import MissingRuleError
 from gradtools.host import Kernel, Spec
@@ -28,13 +29,27 @@ class HostFunctions(Operators):
 
     @overload
     def host_function(
-        self, kernel: Callable[..., Any], out: Any = None, vectorized: bool = False
+        self,
+        kernel: Callable[..., Any],
+        out: Any = None,
+        vectorized: bool = False,
+        check: str = "first",
     ) -> HostFunction: ...
     @overload
     def host_function(
-        self, kernel: None = None, out: Any = None, vectorized: bool = False
+        self,
+        kernel: None = None,
+        out: Any = None,
+        vectorized: bool = False,
+        check: str = "first",
     ) -> Callable[[Callable[..., Any]], HostFunction]: ...
-    def host_function(self, kernel: Any = None, out: Any = None, vectorized: bool = False) -> Any:
+    def host_function(
+        self,
+        kernel: Any = None,
+        out: Any = None,
+        vectorized: bool = False,
+        check: str = "first",
+    ) -> Any:
         """A kernel of NumPy arrays (NumPy, SciPy, ctypes, C++) inside the framework's program.
 
         It runs in eager and compiled code, under vmap and in loops. It takes rules like a
@@ -50,6 +65,8 @@ class HostFunctions(Operators):
                 one. Under vmap these are the specs of one example.
             vectorized: False: under vmap one call for each example. True: one call, each array
                 argument with the batch axes in front. Elementwise kernels allow it.
+            check: As in `custom_rule`: when the rule is held to its contract. What a kernel
+                returns is held to `out` in every call.
 
         Returns:
             A function of arrays. Without a rule, differentiating it raises.
@@ -72,8 +89,8 @@ class HostFunctions(Operators):
             [8.0, 12.0, 12.0]
         """
         if kernel is None:
-            return partial(self.host_function, out=out, vectorized=vectorized)
-        return HostFunction(self._backend, kernel, out, vectorized)
+            return partial(self.host_function, out=out, vectorized=vectorized, check=check)
+        return HostFunction(self._backend, kernel, out, vectorized, check)
 
 
 # --- the function ------------------------------------------------------------------------
@@ -88,9 +105,11 @@ class HostFunction(CustomRule):
 
     _kind = "host function"
 
-    def __init__(self, backend: Backend, kernel: Any, out: Any, vectorized: bool) -> None:
+    def __init__(
+        self, backend: Backend, kernel: Any, out: Any, vectorized: bool, check: str = "first"
+    ) -> None:
         self.kernel = Kernel(kernel, out, vectorized)
-        super().__init__(backend, kernel, ())
+        super().__init__(backend, kernel, (), checked_word("host_function", check))
         self._parameters = Parameters.positional(self.__name__, kernel)
         self.fun = self._value
         self.opaque = False  # known, once a derivative of bwd in forward mode was missing

@@ -151,8 +151,23 @@ class Backend(Protocol):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]: ...
+    def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
+        """A shorter way through the commonest calls of a custom rule, where there is one.
+
+        It takes the positional arguments, and gives NotImplemented for what is not of these.
+        """
+        ...
+
     def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         """Runs fun on what looks like xs, without computing; not at all where that is unsafe."""
+        ...
+
+    def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
+        """A `Call` and its outputs as a pullback remembers them: without traced arrays."""
+        ...
+
+    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
+        """`run(native, *args)` as a function of args; a pytree where functions can be."""
         ...
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged: ...

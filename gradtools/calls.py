@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,18 @@ class Call:
             for i in self.argnums
             for path in self.backend.leaf_paths(self.args[i])
         ]
+
+    def without_values(self, look: Callable[[Array], Any]) -> Call:
+        """What is known of the call when it is over: names, structures, looks; no array."""
+        bare = copy(self)
+        bare.leaves = [look(x) for x in self.leaves]
+        bare.args = tuple([self._numbered(tree) for tree in self.args])
+        bare.f, bare.kwargs = None, {}
+        return bare
+
+    def _numbered(self, tree: Any) -> Any:
+        leaves, treedef = self.backend.flatten(tree)
+        return self.backend.unflatten(treedef, range(len(leaves)))
 
     # --- the function of flat arrays
 
@@ -192,7 +205,8 @@ def normalized_argnums(
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     positions = []
     for i in given:
-        if isinstance(i, bool) or not hasattr(i, "__index__"):
+        # Dynamo makes integers symbolic, and asks none of these for its methods.
+        if isinstance(i, bool) or not (isinstance(i, int) or hasattr(i, "__index__")):
             raise GradtoolsError(
                 f"{asked}: {name} must hold integers, got {i!r}. Give the position of an argument, "
                 "counted from 0, or a tuple of positions."

@@ -128,8 +128,8 @@ class CustomRule:
         self.static_argnames = _static_names(static_argnames)
         self._parameters = Parameters.of(self.__name__, fun, self.static_argnames)
         self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
-        self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
         self._by_key: dict[str, Shaped] = {}
+        self._forget()
         self._key_of = backend.constant_result(self._key)
         self._out_of = backend.constant_result(self._out)
 
@@ -140,9 +140,10 @@ class CustomRule:
     _kind = "custom_rule"
 
     def _forget(self) -> None:
-        self._own_key = next(KEYS)
+        self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
         self._shapes.clear()
         self._by_key.clear()
+        self._direct = self._backend.direct_calls(self)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else partial(self, instance)
@@ -232,6 +233,10 @@ class CustomRule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
         backend = self._backend
+        if not (kwargs or self._direct is None or backend.compiling()):
+            found = self._direct(args)
+            if found is not NotImplemented:
+                return found
         statics, rest = self._parameters.bound(args, kwargs)
         leaves, structure = backend.sketch(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
@@ -254,8 +259,8 @@ class CustomRule:
         if looks in shape.outs:
             return shape.outs[looks]
         if looks:  # lengths that are open where a rule is traced may be known where it is called
-            return next(reversed(shape.outs.values()))
-        return self._backend.sketch_of(next(reversed(shape.outs.values())))
+            return shape.newest
+        return self._backend.sketch_of(shape.newest)
 
     def _shape(self, statics: Any, structure: Any, arrays: Any, others: Any) -> Shaped:
         """The Rule for this way of calling."""
@@ -363,7 +368,11 @@ def _signature(fun: Any) -> inspect.Signature | None:
     if isinstance(fun, np.ufunc):
         return None
     try:
-        return inspect.signature(fun)
+        found = inspect.signature(fun)
+        if isinstance(fun, partial):  # what it has fixed by name is no argument any more
+            free = [p for p in found.parameters.values() if p.name not in fun.keywords]
+            return found.replace(parameters=free)
+        return found
     except (TypeError, ValueError):
         return None
 
@@ -475,6 +484,7 @@ class Shaped:
     treedef: Any
     others: tuple[Any, ...]
     outs: dict[Any, Any] = field(default_factory=dict)
+    newest: Any = None  # of outs
 
     def __post_init__(self) -> None:
         self.backend = self.of._backend
@@ -498,9 +508,10 @@ class Shaped:
     def primal(self, *xs: Array) -> list[Array]:
         """The function itself."""
         out = self.of._parameters.call(self.of.fun, self.statics, self.arguments(xs))
-        return self._outputs(xs, out, "it")
+        return self.outputs(xs, out, "it")
 
-    def _outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
+    def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
+        """The arrays of what f ("it"), fwd or the forward rule returned, held to the contract."""
         backend = self.backend
         leaves, out_def = backend.flatten(out)
         looks = _looks(xs)
@@ -509,12 +520,12 @@ class Shaped:
             self.values[looks] = out_def, self._looks_of(ys)
         else:
             self.contract.ask(who, looks, of=lambda: self._hold(xs, looks, out_def, ys, who))
-        self.outs.pop(looks, None)  # so that the last one is the newest
-        self.outs[looks] = out_def
+        self.outs[looks] = self.newest = out_def
         return ys
 
     def _looks_of(self, ys: Sequence[Array]) -> list[Look]:
-        return [Look(tuple(y.shape), self.backend.dtype_name(y)) for y in ys]
+        lengths = [tuple([_length(n) for n in y.shape]) for y in ys]  # a symbol is of its trace
+        return [Look(n, self.backend.dtype_name(y)) for n, y in zip(lengths, ys, strict=True)]
 
     def _hold(self, xs: Sequence[Array], looks: Any, out_def: Any, ys: Any, who: str) -> bool:
         """Holds what the forward pass returned to what the function returns, once that is known."""
@@ -523,7 +534,10 @@ class Shaped:
         if looks not in self.values:
             return False
         expected, wanted = self.values[looks]
-        self.contract.same_outputs(who, out_def, self._looks_of(ys), expected, wanted)
+        came = self._looks_of(ys)
+        if any(None in look.shape for look in (*came, *wanted)):
+            came, wanted = _without_lengths(came), _without_lengths(wanted)
+        self.contract.same_outputs(who, out_def, came, expected, wanted)
         return True
 
     def _as_array(self, y: Any, who: str) -> Array:
@@ -543,8 +557,8 @@ class Shaped:
         rest = self.arguments(xs)
         assert self.of.jvp is not None
         result = self.of.jvp(*self.statics, rest, self._tangents(dxs))
-        out, dout = self._pair(result, "the forward rule", "(out, tangent_out)")
-        ys = self._outputs(xs, out, "the forward rule")
+        out, dout = self.pair(result, "the forward rule", "(out, tangent_out)")
+        ys = self.outputs(xs, out, "the forward rule")
         dys = self._like(dout, self.outs[_looks(xs)], "the forward rule's tangent")
         return ys, [
             self._fitting(dy, y, f"the forward rule's tangent {i}")
@@ -574,23 +588,29 @@ class Shaped:
         like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
         assert self.of.fwd is not None
         result = self.of.fwd(*self.statics, *self._told(xs, perturbed))
-        out, res = self._pair(result, "fwd", "(out, residuals)")
-        ys = self._outputs(xs, out, "fwd")
-        out_def = self.outs[looks]
-        kept, extras = _Residuals.of(backend, res, xs, ys)
+        out, res = self.pair(result, "fwd", "(out, residuals)")
+        ys = self.outputs(xs, out, "fwd")
+        kept, extras = Residuals.of(backend, res, xs, ys)
+        return self.maps(ys, extras, kept, self.outs[looks], like)
+
+    def maps(
+        self, ys: list[Array], extras: list[Array], kept: Residuals, out_def: Any, like: Any
+    ) -> Linearized:
+        """The maps that read what a run of fwd saved, at arrays like `like`."""
+        backend = self.backend
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
             ct = backend.unflatten(out_def, list(cts))
             assert self.of.bwd is not None
             found = self.of.bwd(*self.statics, kept.restored(backend, saved), ct)
-            return self._cotangents(found, like)
+            return self.cotangents(found, like)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.tangent(saved[len(kept.places) :], dxs)
 
         saves = kept.places
         if self.of.jvp is not None:
-            saves = (*saves, *range(len(xs)))
+            saves = (*saves, *range(len(like)))
         return Linearized(
             ys,
             extras,
@@ -619,7 +639,7 @@ class Shaped:
         ]
         return self.backend.unflatten(self.treedef, full)
 
-    def _cotangents(self, found: Any, like: Sequence[Any]) -> list[Any]:
+    def cotangents(self, found: Any, like: Sequence[Any]) -> list[Any]:
         """What bwd returned, as one flat entry for each array."""
         if not isinstance(found, tuple | list) or len(found) != len(self.entries):
             came = describe(self.backend, found)
@@ -642,7 +662,8 @@ class Shaped:
 
     # --- checks
 
-    def _pair(self, result: Any, who: str, what: str) -> Any:
+    def pair(self, result: Any, who: str, what: str) -> Any:
+        """The result, which must be two things."""
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise self._error(
                 f"{who} returned {describe(self.backend, result)}, expected a pair {what}."
@@ -685,6 +706,10 @@ def _looks(xs: Sequence[Array]) -> Any:
     return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
 
 
+def _without_lengths(looks: Sequence[Look]) -> list[Look]:
+    return [Look((None,) * len(look.shape), look.dtype) for look in looks]
+
+
 def _is_number(x: Any) -> bool:
     """Whether x is a number that has a tangent."""
     return isinstance(x, float | complex)
@@ -699,7 +724,7 @@ _PLAIN = (str, bytes, bool, int, float, complex, type)
 
 
 @dataclass(frozen=True)
-class _Residuals:
+class Residuals:
     """What fwd saved: where each array comes from, and all that is no array."""
 
     treedef: Any
@@ -730,6 +755,11 @@ class _Residuals:
                 extras.append(leaf)
             places.append(known[id(leaf)])
         return cls(treedef, tuple(places), tuple(others)), extras
+
+    @classmethod
+    def of_arrays(cls, treedef: Any, places: tuple[int, ...]) -> Residuals:
+        """The record of arrays alone."""
+        return cls(treedef, places, (_ARRAY,) * len(places))
 
     def restored(self, backend: Backend, saved: Entries) -> Any:
         """What fwd saved, from its arrays."""

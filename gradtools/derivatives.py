@@ -165,7 +165,8 @@ class Derivatives(Operators):
             `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent like out
             (what stands at leaves that are not floating or complex is ignored), may be called
             many times, and returns a tuple with one pytree for each primal; what does not reach
-            the output gives zeros.
+            the output gives zeros. In JAX it is a pytree, as `jax.vjp`'s: it may pass through
+            jit and scan, and be what a rule saves.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a cotangent does not fit.
@@ -184,13 +185,15 @@ class Derivatives(Operators):
         found = self._backend.vjp(call, call.leaves, groups=None, once=False)
         out, aux = call.output(found.outs, found.extras)
 
-        def pullback(cotangent: Any) -> tuple[Any, ...]:
-            cts = call.cotangents(cotangent, found.outs)
-            pulled = found.pullback(cts)
-            refuse_cut(call, found.cut(pulled))
-            return call.to_trees(self._filled(call, pulled))
+        (bare, likes), cut = self._backend.outliving(call, found.outs), found.cut
 
-        return (out, pullback, aux) if has_aux else (out, pullback)
+        def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
+            pulled = pull(bare.cotangents(cotangent, likes))
+            refuse_cut(bare, cut(pulled))
+            return bare.to_trees(self._filled(bare, pulled))
+
+        pulling = self._backend.linear_map(pullback, found.pullback)
+        return (out, pulling, aux) if has_aux else (out, pulling)
 
     def jvp(
         self,
@@ -265,11 +268,13 @@ class Derivatives(Operators):
         call = Call(self._backend, "linearize", f, primals, {}, tuple(range(len(primals))))
         outs, extras, push = self._backend.linearize(call, call.leaves)
 
-        def pushforward(*tangents: Any) -> Any:
-            _same_length("linearize", primals, tangents)
-            return call.tangent_output(push(call.from_trees(tangents, "tangent")))
+        (bare, _), expected = self._backend.outliving(call, outs), call.argnums
 
-        return call.output(outs, extras)[0], pushforward
+        def pushforward(push: Any, *tangents: Any) -> Any:
+            _same_length("linearize", expected, tangents)
+            return bare.tangent_output(push(bare.from_trees(tangents, "tangent")))
+
+        return call.output(outs, extras)[0], self._backend.linear_map(pushforward, push)
 
     def jacobian(
         self,

@@ -31,7 +31,7 @@ from gradtools.jax.host import call_kernel, call_now
 from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.stateful import checkpointed, explained
-from gradtools.jax.trees import is_inexact
+from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
 
 
@@ -66,7 +66,8 @@ class JaxBackend:
     # --- arrays
 
     def is_array(self, x: Any) -> bool:
-        return isinstance(x, jax.Array)
+        # A literal of a program that is traced, a float with a dtype, says that it is one too.
+        return isinstance(x, jax.Array) and not isinstance(x, int | float | complex)
 
     def is_inexact(self, x: Array) -> bool:
         return is_inexact(x)
@@ -122,8 +123,17 @@ class JaxBackend:
     jvps = staticmethod(engines.jvps)
     linearize = staticmethod(engines.linearize)
 
+    def direct_calls(self, of: Any) -> None:
+        return None
+
     def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
+
+    def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
+        look = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return call.without_values(look), [look(y) for y in outs]
+
+    linear_map = staticmethod(LinearMap)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         return x

@@ -23,7 +23,7 @@ from gradtools.errors import refusal, said_by
 from gradtools.jax import signs, tracing
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.rules import reverse_only_p
-from gradtools.jax.trees import conj
+from gradtools.jax.trees import LinearMap, conj, zeros_of
 from gradtools.seeing.flow import losses
 
 _SCOPE = "gradtools_derivative"
@@ -51,21 +51,15 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         if traced is not None and traced.hands_on:
             _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
 
-    def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
-        filled = [
-            jax.lax.full_like(y, 0) if ct is None else conj(ct)
-            for ct, y in zip(cts, outs, strict=True)
-        ]
-        with jax.named_scope(_SCOPE):
-            grads = [conj(g) for g in pull(filled)]
-        if traced is None:
-            return grads
-        reached = [r or c for r, c in zip(traced.reached, traced.constant, strict=True)]
-        return [g if r else None for g, r in zip(grads, reached, strict=True)]
-
+    whole = LinearMap(_pulled(outs), pull)
     if traced is None:
-        cut = lambda _: _cut_of(fun, leaves) if nested else []
-        return Evaluation(outs, extras, pullback, cut, checked=False)
+        cut = _cut_of(fun, leaves) if nested else []
+        return Evaluation(outs, extras, whole, lambda _: cut, checked=False)
+
+    def pullback(cts: Sequence[Array | None]) -> list[Array | None]:
+        reached = [r or c for r, c in zip(traced.reached, traced.constant, strict=True)]
+        return [g if r else None for g, r in zip(whole(cts), reached, strict=True)]
+
     return Evaluation(
         outs,
         extras,
@@ -73,6 +67,20 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         cut=lambda _: traced.cut(),
         where_lost=traced.where_lost,
     )
+
+
+def _pulled(outs: Sequence[Array]) -> Callable[..., list[Array]]:
+    """How a pullback of JAX's is called; knows what outs look like, and not what they are."""
+    likes = [jax.typeof(y) for y in outs]
+
+    def pulled(pull: Any, cts: Sequence[Array | None]) -> list[Array]:
+        filled = [
+            zeros_of(like) if ct is None else conj(ct) for ct, like in zip(cts, likes, strict=True)
+        ]
+        with jax.named_scope(_SCOPE):
+            return [conj(g) for g in pull(filled)]
+
+    return pulled
 
 
 def jvp(
@@ -113,11 +121,12 @@ def linearize(
     if nested:
         refuse_cut(fun, _cut_of(fun, leaves))
 
-    def pushforward(tangents: list[Array]) -> list[Array]:
-        with _reverse_only_explained("linearize"):
-            return push(*tangents)
+    return outs, extras, LinearMap(_pushed, push)
 
-    return outs, extras, pushforward
+
+def _pushed(push: Any, tangents: list[Array]) -> list[Array]:
+    with _reverse_only_explained("linearize"):
+        return push(*tangents)
 
 
 @contextmanager

@@ -21,15 +21,18 @@ from gradtools.jax.trees import is_inexact
 
 Mask = Sequence[bool]
 
-_ALL = frozenset(
-    """neg sign floor ceil round sqrt cbrt abs sin tan asin atan sinh tanh asinh atanh erf expm1
-    log1p square real imag conj complex convert_element_type reduce_precision copy copy_p reshape
-    broadcast_in_dim squeeze expand_dims transpose rev slice split concatenate pad tile reduce_sum
-    reduce_max reduce_min cumsum cummax cummin add sub add_any max min psum psum2 psum_invariant
-    pmax pmin ppermute all_gather all_to_all reduce_scatter pvary pbroadcast stop_gradient
-    device_put sharding_constraint mesh_cast reshard optimization_barrier fft sort top_k
-    reduce_window_sum select_and_scatter_add integer_pow or bitcast_convert_type
-    """.split()
+_ALL = (
+    *("neg", "sign", "floor", "ceil", "round", "sqrt", "cbrt", "abs", "sin", "tan", "asin"),
+    *("atan", "sinh", "tanh", "asinh", "atanh", "erf", "expm1", "log1p", "square", "real"),
+    *("imag", "conj", "complex", "convert_element_type", "reduce_precision", "copy", "copy_p"),
+    *("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "slice"),
+    *("split", "concatenate", "pad", "tile", "reduce_sum", "reduce_max", "reduce_min"),
+    *("cumsum", "cummax", "cummin", "add", "sub", "add_any", "max", "min", "psum", "psum2"),
+    *("psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all"),
+    *("reduce_scatter", "pvary", "pbroadcast", "stop_gradient", "device_put"),
+    *("sharding_constraint", "mesh_cast", "reshard", "optimization_barrier", "fft", "sort"),
+    *("top_k", "reduce_window_sum", "select_and_scatter_add", "integer_pow", "or"),
+    *("bitcast_convert_type"),
 )
 _ANY = frozenset(["mul", "dot_general", "conv_general_dilated", "and", "ragged_dot"])
 _READ: dict[str, Callable[[int], Sequence[int]]] = {
@@ -83,6 +86,9 @@ def _step(eqn: Any, zero: list[bool]) -> list[bool]:
         return [all(moved)] * outs
     if name == "gradtools_value":
         return zero[eqn.params["xs"] :][:outs]
+    program = _program(eqn)
+    if program is not None:
+        return proved_zero(program, zero)
     inner = tracing.bodies(eqn)
     if inner:
         return _through(inner, zero, outs)
@@ -126,22 +132,23 @@ def first_nonzero(closed: Any, zero: Mask, values: Sequence[Any]) -> int | None:
     proved = proved_zero(closed, zero)
     if all(proved):
         return None
-    pairs = zip(zero, values, strict=True)
-    outs = computed(closed, [np.zeros(x.shape, x.dtype) if z else x for z, x in pairs])
+    each = zip(zero, values, closed.in_avals, strict=True)
+    outs = computed(closed, [np.zeros(a.shape, a.dtype) if z else x for z, x, a in each])
     if outs is None:
         return None
-    for i, (y, known) in enumerate(zip(outs, proved, strict=True)):
-        if not known and np.any((y != 0) & (y == y)):
-            return i
-    return None
+    return nonzero_at([np.zeros(()) if p else y for y, p in zip(outs, proved, strict=True)])
+
+
+def nonzero_at(ys: Sequence[Any]) -> int | None:
+    """The first array with a number that is not zero; NaN says nothing."""
+    found = (i for i, y in enumerate(map(np.asarray, ys)) if np.any((y != 0) & (y == y)))
+    return next(found, None)
 
 
 def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
     """The outputs of a jaxpr, with made-up numbers for what is traced; None if it cannot run."""
-    everything = [*closed.consts, *values]
-    made_up = any(isinstance(x, jax.core.Tracer) for x in everything)
-    if made_up and tracing.uses_primitive(closed, _leaves_jax):
-        return None
+    if tracing.uses_primitive(closed, _leaves_jax):
+        return None  # a kernel runs where it is asked for, and nowhere else
     try:
         with jax.ensure_compile_time_eval():
             consts, xs = ([_known(x) for x in group] for group in (closed.consts, values))
@@ -151,7 +158,15 @@ def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
 
 
 def _leaves_jax(eqn: Any) -> bool:
-    return "callback" in eqn.primitive.name
+    name, program = eqn.primitive.name, _program(eqn)
+    if program is not None:
+        return tracing.uses_primitive(program, _leaves_jax)
+    return "callback" in name or name == "gradtools_kernel"
+
+
+def _program(eqn: Any) -> Any:
+    """What a primitive of ours computes, as a jaxpr."""
+    return getattr(eqn.primitive, "gradtools_program", lambda _: None)(eqn)
 
 
 def _known(x: Any) -> Any:

@@ -38,10 +38,10 @@ from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
 from gradtools.contract import Contract
-from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of
+from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of, refusal
 from gradtools.jax import homogeneous, shardings, tracing
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
-from gradtools.jax.trees import conj, is_inexact
+from gradtools.jax.trees import conj, is_inexact, zeros_of
 from gradtools.linearity import is_linear
 from gradtools.rules import (
     KEYS,
@@ -140,50 +140,108 @@ def _linearized(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Rul
 
 
 def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Rule:
-    _hold(rule, xs)
+    _hold(rule, xs, given)
     found: list[Linearized] = []
 
     def forward(*xs: Any) -> list[Any]:
-        jointly = rule.joint is not None and rule.linearize is None
-        made = _split(rule, xs, given) if jointly else None
-        made = made or _native(rule, rule.at(*xs, perturbed=given), xs, given)
-        found[:] = [replace(made, ys=[], extras=[None] * len(made.extras))]  # tracers would leak
+        made = _maps_at(rule, xs, given)
+        found[:] = [_without_arrays(made)]  # tracers would leak
         return [*made.ys, *made.extras]
 
-    closed = jax.make_jaxpr(forward)(*[jax.typeof(x) for x in xs])
-    made = rule.linearized(
-        found[0], lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
-    )
-    return made if given is None else replace(made, perturbed=given, whole=rule, key=next(KEYS))
+    closed = _traced(rule, forward, [jax.typeof(x) for x in xs])
+    run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
+    return _for_given(rule, rule.linearized(found[0], run), given)
 
 
-def _hold(rule: Rule, xs: Sequence[Any]) -> None:
+def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
+    """The jaxpr of what the author of a rule wrote."""
+    try:
+        return jax.make_jaxpr(fun)(*at)
+    except _READS_A_VALUE as error:
+        if rule.contract is None:
+            raise
+        raise refusal(error, f"{rule.contract.name}: {_IS_TRACED} JAX says: {error}") from error
+
+
+_READS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+_IS_TRACED = (
+    "its rule reads the value of an array (a Python if or while, bool(), float(), NumPy) where it "
+    "is traced, as it is under jit, vmap, in loops and at second order. Use jax.numpy.where or "
+    "jax.lax.cond; pass what selects the program by static_argnames; take NumPy code into the "
+    "program by host_function."
+)
+
+
+def _evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
+    """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
+    with _within(_local_list("linearizing"), rule.contract or rule):
+        given = given if rule.symbolic else None
+        _hold(rule, xs, given)
+        made = _maps_at(rule, xs, given)
+    again = lambda *xs: _outputs_of(_maps_at(rule, xs, given))
+    maps = _for_given(rule, rule.linearized(_without_arrays(made), again), given)
+    return _outputs_of(made), maps
+
+
+def _outputs_of(made: Linearized) -> list[Any]:
+    return [*made.ys, *made.extras]
+
+
+def _without_arrays(made: Linearized) -> Linearized:
+    return replace(made, ys=[], extras=[None] * len(made.extras))
+
+
+def _for_given(rule: Rule, maps: Rule, given: Mask | None) -> Rule:
+    if given is None:
+        return maps
+    return replace(maps, perturbed=given, whole=rule, key=next(KEYS))
+
+
+def _maps_at(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Linearized:
+    jointly = rule.joint is not None and rule.linearize is None
+    made = _split(rule, xs, given) if jointly else None
+    return made or _native(rule, rule.at(*xs, perturbed=given), xs, given)
+
+
+def _known(xs: Sequence[Any]) -> bool:
+    return not any(isinstance(x, jax.core.Tracer) for x in xs)
+
+
+def _hold(rule: Rule, xs: Sequence[Any], given: Mask | None) -> None:
     """Holds the maps that its author wrote to being zero at zero; see `contract`."""
     contract = rule.contract
     if contract is None:
         return
     if rule.joint is not None:
-        contract.ask("tangent", _looks(xs), of=lambda: _hold_tangent(contract, rule, xs))
-    if rule.linearize is not None:
+        looks = (_looks(xs), given)
+        contract.ask("tangent", looks, of=lambda: _hold_tangent(contract, rule, xs, given))
+    if rule.linearize is not None and rule.fills("cotangent"):
         contract.ask("cotangent", _looks(xs), of=lambda: _hold_cotangent(contract, rule, xs))
 
 
 def _looks(xs: Sequence[Any]) -> Any:
-    return tuple([(x.shape, str(x.dtype)) for x in xs])
+    return tuple([(aval.shape, str(aval.dtype)) for aval in map(jax.typeof, xs)])
 
 
-def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
+def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask | None) -> None:
     full_like, places = _likes(xs), []
 
     def push(xs: Any, dxs: Any) -> list[Any]:
         assert rule.joint is not None
-        dys = rule.joint(xs, _filled(spread(dxs, moving), full_like))[1]
+        full = spread(dxs, moving)
+        dys = rule.joint(xs, _filled(full, full_like) if rule.fills("tangent") else full)[1]
         places[:] = [i for i, dy in enumerate(dys) if dy is not None]
         return _present(dys)
 
-    moving = [like is not None for like in full_like]
-    zeros = [_zeros(like) for like in _present(full_like)]
-    closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], zeros)
+    moving = _moving(rule, full_like, given)
+    zeros = [zeros_of(like) for like, m in zip(full_like, moving, strict=True) if m]
+    try:
+        closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], zeros)
+    except _READS_A_VALUE:
+        wrong = homogeneous.nonzero_at(push(xs, zeros)) if _known(xs) else None
+        if wrong is not None:
+            raise contract.not_zero("tangent", places[wrong]) from None
+        return
     mask = [False] * len(xs) + [True] * len(zeros)
     wrong = homogeneous.first_nonzero(closed, mask, [*xs, *zeros])
     if wrong is not None:
@@ -199,14 +257,19 @@ def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
     def pull(*xs: Any) -> list[Any]:
         found = rule.at(*xs)
         assert found.cotangent is not None
-        cts = [None if like is None else _zeros(like) for like in _likes(found.ys)]
+        cts = [None if like is None else zeros_of(like) for like in _likes(found.ys)]
+        if not _present(cts):
+            return []
         everything = [*xs, *found.ys, *found.extras]
         pulled = found.cotangent([everything[i] for i in found.saves], cts)
         places[:] = [i for i, ct in enumerate(pulled) if ct is not None]
         return _present(pulled)
 
-    closed = jax.make_jaxpr(pull)(*[jax.typeof(x) for x in xs])
-    wrong = homogeneous.first_nonzero(closed, [False] * len(xs), xs)
+    try:
+        closed = jax.make_jaxpr(pull)(*[jax.typeof(x) for x in xs])
+        wrong = homogeneous.first_nonzero(closed, [False] * len(xs), xs)
+    except _READS_A_VALUE:
+        wrong = homogeneous.nonzero_at(pull(*xs)) if _known(xs) else None
     if wrong is not None:
         raise contract.not_zero("cotangent", places[wrong])
 
@@ -228,7 +291,7 @@ def _hold_transposed(rule: Rule, looks: Any, pull: Any, likes: Sequence[Any]) ->
         return
 
     def transposed() -> None:
-        closed = jax.make_jaxpr(pull)(*map(_zeros, likes))
+        closed = jax.make_jaxpr(pull)(*map(zeros_of, likes))
         lost = homogeneous.lost_input(closed, [True] * len(likes))
         if lost is not None:
             raise contract.lost("cotangent", lost)
@@ -310,6 +373,25 @@ def _moving(rule: Rule, likes: Sequence[Any], given: Mask | None) -> list[bool]:
     ]
 
 
+def _would_lose(rule: Rule, xs: Sequence[Any], push: Any, likes: Sequence[Any]) -> bool:
+    """Whether a forward rule's map may not be transposed twice.
+
+    An unchecked one is looked at here: in its own mode it stays as its author wrote it.
+    """
+    contract = rule.contract
+    if contract is None:
+        return False
+    if contract.check != "never":
+        return _looks(xs) in contract.losing
+    try:
+        closed = jax.make_jaxpr(push)(*map(zeros_of, likes))
+    except _READS_A_VALUE:
+        return True
+    zero = [True] * len(likes)
+    lost = homogeneous.lost_input(closed, zero)
+    return lost is not None or not all(homogeneous.proved_zero(closed, zero))
+
+
 def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Linearized | None:
     """A rule that gives values and tangents at once, parted into what x decides and the rest.
 
@@ -330,12 +412,12 @@ def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Lineariz
 
     if any(_varies(x) for x in xs):
         return None
-    if rule.contract is not None and _looks(xs) in rule.contract.losing:
+    if _would_lose(rule, xs, push, like_xs):
         return None
     try:
         pull = jax.linear_transpose(push, *map(_shape, like_xs))
         like_ys = _present(_likes(ys))
-        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(_zeros, like_ys))
+        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
     except _NOT_LINEAR:
         return None  # forward mode needs no transpose; reverse mode will say why there is none
 
@@ -368,23 +450,13 @@ def _shape(aval: Any) -> Any:
 def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     """`values` with zeros for None, where there is something to be zero."""
     pairs = zip(values, likes, strict=True)
-    return [_zeros(like) if v is None and like is not None else v for v, like in pairs]
-
-
-def _zeros(aval: Any) -> Any:
-    zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
-    axes = tuple(sorted(_axes(aval)))
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-
-def _axes(aval: Any) -> frozenset[Any]:
-    return frozenset(aval.manual_axis_type.varying)
+    return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
 
 
 def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
     """A zero for None; an error where a map's result does not have the shape it must have."""
     if value is None:
-        return _zeros(like)
+        return zeros_of(like)
     if jnp.shape(value) != tuple(like.shape):
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
@@ -419,7 +491,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     read from the jaxpr.
     """
     axes = frozenset().union(*map(_varies, values))
-    zeros = [_varying(_zeros(e), axes) for e in examples]
+    zeros = [_varying(zeros_of(e), axes) for e in examples]
 
     def pulled(at: Any, cts: Any) -> Any:
         return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
@@ -438,7 +510,7 @@ def _is_one_kernel(linear: Any, zeros: Sequence[Any]) -> bool:
     if [e.primitive for e in eqns] != [primal_p] or eqns[0].params["rule"].source is None:
         return False
     moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
-    likes = [_zeros(v.aval.update(weak_type=False)) for v in eqns[0].invars]
+    likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
     _check_linear(eqns[0].params["rule"], likes, moving)
     return True
 
@@ -489,8 +561,13 @@ def _check_runs(closed: Any) -> None:
 # --- the primitives ----------------------------------------------------------------------
 
 
+def _arrays(xs: Sequence[Any]) -> list[Any]:
+    """The same with arrays for numbers, which JAX hands on as they were given."""
+    return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
+
+
 def _primal(*xs: Any, rule: Rule) -> list[Any]:
-    return list(rule.primal(*xs))
+    return list(rule.primal(*_arrays(xs)))
 
 
 def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
@@ -498,13 +575,13 @@ def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
 
 
 def _tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
-    n = len(operands) - sum(given)
+    n, operands = len(operands) - sum(given), tuple(_arrays(operands))
     assert rule.tangent is not None
     return rule.tangent(operands[:n], spread(operands[n:], given))
 
 
 def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any) -> Any:
-    n = len(operands) - sum(given)
+    n, operands = len(operands) - sum(given), tuple(_arrays(operands))
 
     def run(*operands: Any) -> list[Any]:
         assert rule.cotangent is not None
@@ -578,8 +655,20 @@ primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_flowing)
 tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(_tangent), _flow(_cotangent)
 
 
+def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `homogeneous`: the jaxpr of what an equation of a primitive computes."""
+    return lambda eqn: _jaxpr(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+
+primal_p.gradtools_program = _program(_primal)
+tangent_p.gradtools_program, cotangent_p.gradtools_program = (
+    _program(_tangent),
+    _program(_cotangent),
+)
+
+
 def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
-    given = _given(rule, dxs)
+    given, xs = _given(rule, dxs), _arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
         return ys, [_zero(y) for y in ys]
@@ -633,17 +722,24 @@ def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any
         ys = primal_p.bind(*xs, rule=rule)
         maps = _plain_maps(rule, xs, ys)
         return ys, maps, maps.saved(xs, ys)
-    maps = _linearized(rule, xs, given)
-    assert maps.forward is not None
-    if not maps.extras:
-        at = [jax.lax.stop_gradient(x) for x in xs]
+    if rule.forward is None and _known(xs):
+        out, maps = _evaluated_now(rule, xs, given)
     else:
-        at = [_with_varying_tangent(x) if _varies(x) and is_inexact(x) else x for x in xs]
-    out = list(maps.forward(*at))
+        maps = _linearized(rule, xs, given)
+        out = _forward(maps, xs)
     first = len(out) - maps.extras
     raw, extras = [jax.lax.stop_gradient(y) for y in out[:first]], out[first:]
     ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
     return ys, maps, maps.saved(xs, ys, extras)
+
+
+def _forward(maps: Rule, xs: Any) -> list[Any]:
+    assert maps.forward is not None
+    if not maps.extras:
+        return list(maps.forward(*[jax.lax.stop_gradient(x) for x in xs]))
+    return list(
+        maps.forward(*[_with_varying_tangent(x) if _varies(x) and is_inexact(x) else x for x in xs])
+    )
 
 
 def _zero(y: Any) -> Any:
@@ -717,16 +813,31 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: An
     present = tuple([type(ct) is not ad.Zero for ct in cts])
     if not any(present):
         return [None] * len(operands)
-    found = cotangent_p.bind(
-        *operands[:n],
-        *(ct for ct, p in zip(cts, present, strict=True) if p),
-        rule=rule,
-        given=present,
-        wanted=given,
-        xs=tuple([v.aval for v in operands[n:]]),
-        ys=ys,
-    )
-    return [None] * n + list(found)
+    params = {
+        "rule": rule,
+        "given": present,
+        "wanted": given,
+        "xs": tuple([v.aval for v in operands[n:]]),
+        "ys": ys,
+    }
+    at = [*operands[:n], *[ct for ct, p in zip(cts, present, strict=True) if p]]
+    if rule.contract is not None and not rule.fills("cotangent"):
+        _hold_symbolic(rule.contract, at, n, params)
+    return [None] * n + list(cotangent_p.bind(*at, **params))
+
+
+def _hold_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
+    """Holds bwd to being zero at zero where it is told which cotangents are there."""
+
+    def check() -> None:
+        closed = jax.make_jaxpr(partial(_cotangent, **params))(*map(jax.typeof, at))
+        zero = [i >= n for i in range(len(at))]
+        wrong = homogeneous.first_nonzero(closed, zero, at)
+        if wrong is not None:
+            places = [i for i, w in enumerate(params["wanted"]) if w]
+            raise contract.not_zero("cotangent", places[wrong])
+
+    contract.ask("cotangent", _looks(at), params["given"], params["wanted"], of=check)
 
 
 def _cotangent_transpose(
@@ -747,7 +858,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     if (rule.contract or rule) in _local_list("linearizing"):
         return _code_transposed(cts, xs, rule, unknown)
-    at = [_zeros(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
+    at = [zeros_of(x.aval) if u else x for x, u in zip(xs, unknown, strict=True)]
     _check_linear(rule, at, unknown)
     ys, maps, saved = _evaluated(rule, at)
     inexact = [is_inexact(y) for y in ys]
@@ -862,6 +973,8 @@ class _Lists:
         def run(*xs: Any) -> tuple[list[Any], list[Any]]:
             closed = jax.make_jaxpr(lambda *a: list(fun(*a)))(*_examples(xs, axes))
             out_axes = _out_axes(closed, axes, extras())
+            if not out_axes:
+                return [], []
             if all(a is None for a in out_axes):
                 return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs), out_axes
             mapped = jax.vmap(
@@ -1058,7 +1171,10 @@ def _lift_maps(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         return lambda own, *args: hoisted(own[start:stop], *args)
 
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
-    moving = [is_inexact(x) and i not in rule.passive for i, x in enumerate(xs)]
+    moving = [
+        is_inexact(x) and i not in rule.passive and isinstance(x, jax.core.Tracer)
+        for i, x in enumerate(xs)
+    ]  # nothing is ever differentiated with respect to what is known
     flow = primal if rule.flow is rule.primal else lift(rule.flow, *xs)
     if not any(moving):
         return (rule, []) if not consts else _lifted(rule, n, consts, primal, flow)
@@ -1096,6 +1212,9 @@ def _lifted(
     saves = [i if i < n else i + count for i in positions]
     dxs, cts = ([None if x is None else _shape(x) for x in xs] for xs in (dxs, cts))
 
+    def unmoved(_: Any, __: Any) -> list[Any]:
+        raise _closed_over_error(rule)
+
     def run_tangent(a: Any, v: Any) -> list[Any]:
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
 
@@ -1108,7 +1227,7 @@ def _lifted(
         primal=lambda *a: primal(a[n:], *a[:n]),
         flow=rule.flow and (lambda *a: flow(a[n:], *a[:n])),
         forward=forward and (lambda *a: forward(a[n:], *a[:n])),
-        tangent=tangent and run_tangent,
+        tangent=run_tangent if tangent else None if cotangent else unmoved,
         cotangent=cotangent and run_cotangent,
         linearize=None if cotangent else rule.linearize,
         joint=None if cotangent else rule.joint,

@@ -1,9 +1,14 @@
-"""Pytrees and dtypes in JAX, as the waist speaks of them."""
+"""Pytrees and dtypes in JAX, as the waist speaks of them.
+
+A pullback is a pytree of what it keeps, as `jax.vjp`'s is: it passes through jit, scan and rules.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -15,3 +20,34 @@ def is_inexact(x: Any) -> bool:
 def conj(x: Any) -> Any:
     """The complex conjugate; a real array as it is."""
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+
+
+def zeros_of(aval: Any) -> Any:
+    """Zeros like an abstract array, varying under shard_map over the same axes."""
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    axes = tuple(sorted(aval.manual_axis_type.varying))
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+class LinearMap:
+    """A pullback or pushforward: a function that holds no arrays, and JAX's own, which does.
+
+    Two are of one structure where the function is the same.
+    """
+
+    def __init__(self, run: Callable[..., Any], native: Any) -> None:
+        self.run, self.native = run, native
+
+    def __call__(self, *args: Any) -> Any:
+        """The map at args."""
+        return self.run(self.native, *args)
+
+    def __repr__(self) -> str:
+        return f"<{getattr(self.run, '__name__', 'linear map')}>"
+
+
+jax.tree_util.register_pytree_node(
+    LinearMap,
+    lambda linear: ((linear.native,), linear.run),
+    lambda run, children: LinearMap(run, *children),
+)

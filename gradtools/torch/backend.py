@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradtools.backend import Array, Fun, Staged
 from gradtools.chunking import Options
+from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel
 from gradtools.rules import Rule
@@ -29,11 +31,15 @@ from gradtools.torch import (
     vocabulary,
     watching,
 )
+from gradtools.torch.checking import sketch_values
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
+from gradtools.torch.direct import DirectCalls
 from gradtools.torch.engines import asked_of
 from gradtools.torch.host import call_kernel, call_now
 from gradtools.torch.refusals import explained, torch_says
-from gradtools.torch.rules import apply_rule, apply_rule_by_key, is_inexact, pull, push, transpose
+from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
+from gradtools.torch.transposing import pull, push
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 
@@ -87,7 +93,9 @@ class TorchBackend:
     fold_in = staticmethod(arrays.fold_in)
 
     def as_leaf(self, x: Any) -> Any:
-        return self.asarray(x) if hasattr(x, "__array__") else x
+        # NumPy's float64 and complex128 are Python's numbers too, and weak as these.
+        is_number = isinstance(x, float | complex) or not hasattr(x, "__array__")
+        return x if is_number else self.asarray(x)
 
     def cast(self, x: Any, like: Array | str) -> Array:
         dtype = getattr(torch, like) if isinstance(like, str) else like.dtype
@@ -133,8 +141,15 @@ class TorchBackend:
     jvps = staticmethod(kernels.jvps)
     linearize = staticmethod(engines.linearize)
 
-    def sketch_values(self, fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-        pass
+    sketch_values = staticmethod(sketch_values)
+
+    def direct_calls(self, of: Any) -> Any:
+        return DirectCalls(of) if type(of) is CustomRule and of.check != "always" else None
+
+    def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
+        return call, outs
+
+    linear_map = staticmethod(partial)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

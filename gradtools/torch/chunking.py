@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
-from gradtools.torch.rules import is_dual, unwrapped
 from gradtools.torch.watching import is_plain, is_replaying, marked
+from gradtools.torch.wrappers import is_dual, unwrapped
 
 Tensor = torch.Tensor
 

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
-from gradtools.torch.rules import _value
+from gradtools.torch.checking import value_of
 from gradtools.torch.trials import Trial, standing_in
 
 Tensor = torch.Tensor
@@ -495,7 +495,7 @@ class _Calls(TorchFunctionMode):
         if not nodes or key.fine(False):
             return
         again = any(_is_tracked_beneath(x) for x, n in zip(args, key.needs, strict=True) if n)
-        call = tuple([_value(x) if isinstance(x, Tensor) else x for x in args])
+        call = tuple([value_of(x) if isinstance(x, Tensor) else x for x in args])
         if any(x is None and isinstance(y, Tensor) for x, y in zip(call, args, strict=True)):
             return
 

@@ -44,7 +44,7 @@ from gradtools.torch.customcode import (
 from gradtools.torch.gates import gated
 from gradtools.torch.modes import LevelTaken, dual_level, forward_mode, outside_of_inference
 from gradtools.torch.refusals import explained
-from gradtools.torch.rules import evaluated_to_push, is_inexact
+from gradtools.torch.rules import evaluated_to_push
 from gradtools.torch.stopping import Stops
 from gradtools.torch.terms import (
     NORMALISATIONS,
@@ -56,6 +56,7 @@ from gradtools.torch.terms import (
     third,
 )
 from gradtools.torch.upstream_bugs import RightTangents, TwiceByPlainOperations
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

@@ -42,10 +42,10 @@ from gradtools.torch.programs import (
     pulled_back,
 )
 from gradtools.torch.refusals import torch_says
-from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
 from gradtools.torch.watching import bytes_saved, is_plain, marked, own_wrapper
+from gradtools.torch.wrappers import is_dual, is_inexact
 from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
 
 Tensor = torch.Tensor

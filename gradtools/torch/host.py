@@ -16,14 +16,16 @@ import torch.autograd.forward_ad as forward_ad
 from torch import _C  # what torch.func itself asks
 
 from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key
+from gradtools.torch.checking import refuse_kernel
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.rules import is_dual, is_wrapped
+from gradtools.torch.wrappers import is_dual, is_wrapped
 
 Tensor = torch.Tensor
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
     """The kernel's results, on the device of the first array."""
+    refuse_kernel()
     if not xs:  # nothing that would say of a trace which one it is
         return _run(call.key, xs, [])
     return list(_bind(call.key, xs, []))

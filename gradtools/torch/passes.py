@@ -48,9 +48,9 @@ from gradtools.torch.recording.places import Scopes, place
 from gradtools.torch.recording.recorder import tensors_in
 from gradtools.torch.recording.unseen import _rule_of as rule_of
 from gradtools.torch.refusals import torch_says
-from gradtools.torch.rules import is_inexact
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE

@@ -31,7 +31,7 @@ from gradtools.torch.customcode import gated_calls
 from gradtools.torch.modes import Modes, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import explained, torch_says
-from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
+from gradtools.torch.rules import apply_rule, reverse_only_at
 from gradtools.torch.state import Snapshot
 from gradtools.torch.terms import guarded_gradients
 from gradtools.torch.verifying import Verification, hook_count, kinds_of, register_own_hook
@@ -52,6 +52,7 @@ from gradtools.torch.watching import (
     set_replaying,
     steps,
 )
+from gradtools.torch.wrappers import alive, is_dual, is_inexact
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]  # tensors, or None
@@ -940,9 +941,9 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        alive = [None if ct is None else _alive(ct) for ct in cts]
+        there = [None if ct is None else alive(ct) for ct in cts]
         with torch._C._EnableTorchFunction():  # which backward() of a subclass switches off
-            return None, None, *ctx.maps.cotangent(_unchanged(ctx), alive)
+            return None, None, *ctx.maps.cotangent(_unchanged(ctx), there)
 
 
 def _unchanged(ctx: Any) -> Any:

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +28,24 @@ import torch.autograd.forward_ad as forward_ad
 from torch._C._functorch import TransformType
 from torch._guards import TracingContext, detect_fake_mode
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtools.errors import GradtoolsError, GradtoolsWarning
-from gradtools.linearity import is_linear
 from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over, spread
+from gradtools.torch.checking import Question, hold_linear, hold_zero
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.transposing import in_eager, in_own_transpose, transposed
+from gradtools.torch.wrappers import (
+    alive,
+    filled,
+    is_dual,
+    is_inexact,
+    is_wrapped,
+    like,
+    may_be_dual,
+    unwrapped,
+    zeros,
+)
 
 Tensor = torch.Tensor
 
@@ -79,7 +89,7 @@ def evaluated_to_push(asked: str, evaluate: Callable[..., Any], *args: Any) -> A
 
 
 @dataclass(eq=False)
-class _Point:
+class Point:
     """One application of a rule: what its evaluation left for the linear maps.
 
     Tensors stand in autograd's own store; here is only what is no tensor.
@@ -90,8 +100,10 @@ class _Point:
     count: int = 0  # of outputs; extras follow
     randomness: Any = None
     own: bool = False  # whether no output may be a view, of which a transform would not know
+    perturbed: tuple[bool, ...] | None = None  # which inputs are differentiated, where known
 
     def note(self, found: Linearized) -> None:
+        """Keeps the maps, without the arrays."""
         self.count = len(found.ys)
         self.found = Linearized(
             [], [], found.saves, found.tangent, found.cotangent, found.rerun, found.pushing
@@ -99,20 +111,53 @@ class _Point:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    if any(x.is_nested and _is_strided(x) for x in xs):
+        raise GradtoolsError(
+            f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of which "
+            "PyTorch knows no shape. Make it with layout=torch.jagged, or pass its buffer "
+            "(x.values()) and what says its lengths."
+        )
+    if torch.compiler.is_exporting() and torch._C._functorch.peek_interpreter_stack() is None:
+        return _exported(rule, xs)
     if rule.written and not _differentiated(xs):
         return _undifferentiated(rule, xs)
+    if in_own_transpose(rule, xs):
+        return rule.primal(*xs)
     if rule.captures and _closes_over_tracked(rule):
-        raise _closed_over_error(rule)
+        raise closed_over_error(rule)
     if rule.joint is not None and _forward_mode_alone(xs):
         return _pushed_jointly(rule, xs)
-    point = _Point(rule)
+    point = Point(rule)
+    if "cotangent" in rule.symbolic and in_eager():
+        point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
     out = _apply_at(point, xs)
     return out[: point.count]
 
 
+def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The value alone: an exported program holds operations, and PyTorch's own derivatives.
+
+    PyTorch inlines a Function there, whose gradient is then that of its operations or, exported
+    strictly, none (both in silence). Where torch.export takes derivatives, it fails before
+    (torch#125984).
+    """
+    ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
+    tracked = [x for x in (*xs, *ys) if x.requires_grad]
+    if tracked and torch.is_grad_enabled():
+        warnings.warn(
+            f"torch.export: the program holds the values of {rule.name}, and no own derivative: "
+            "to autograd its outputs are constants there. Train the model that is exported, and "
+            "not what comes out; or say by torch.no_grad() around torch.export.export that the "
+            "values are enough.",
+            GradtoolsWarning,
+            stacklevel=2,
+        )
+    return [y.detach() if y.requires_grad else y for y in ys]
+
+
 def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
     """Whether dual numbers are all that is differentiated here."""
-    if forward_ad._current_level < 0 or not _in_eager():
+    if forward_ad._current_level < 0 or not in_eager():
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
 
@@ -120,13 +165,17 @@ def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
 def _pushed_jointly(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs with their tangents, by one evaluation of a forward rule."""
     assert rule.joint is not None
-    duals = [forward_ad.unpack_dual(x) if is_inexact(x) else (x, None) for x in xs]
-    filled = _filled([t for _, t in duals], [_like(x) for x in xs])
+    duals = [forward_ad.unpack_dual(x) if may_be_dual(x) else (x, None) for x in xs]
+    likes, dxs = [like(x) for x in xs], [t for _, t in duals]
+    if rule.fills("tangent"):
+        dxs = filled(dxs, likes)
     xs = [x for x, _ in duals]
-    ys, dys = rule.joint(xs, filled)
+    if rule.contract is not None and rule.tangent is not None:
+        hold_zero(Question(rule, "tangent", rule.tangent, xs, likes))
+    ys, dys = rule.joint(xs, dxs)
     if any(_is_captured(y) for y in ys):
-        raise _closed_over_error(rule)
-    pairs = zip(_own(ys, xs), _own(dys, filled, xs, ys), strict=True)
+        raise closed_over_error(rule)
+    pairs = zip(_own(ys, xs), _own(dys, dxs, xs, ys), strict=True)
     return [y if dy is None else forward_ad.make_dual(y, dy) for y, dy in pairs]
 
 
@@ -143,16 +192,6 @@ def _closes_over_tracked(rule: Rule) -> bool:
     return False
 
 
-def is_dual(x: Any) -> bool:
-    """Whether x is a tensor with a tangent."""
-    if forward_ad._current_level < 0 or not isinstance(x, Tensor) or not is_inexact(x):
-        return False
-    x = unwrapped(x)
-    if "Batched" in repr(torch._C._dispatch_keys(x)):
-        return False  # of the vmap of before functorch, in which dual numbers cannot be
-    return forward_ad.unpack_dual(x).tangent is not None
-
-
 def _is_derived(rule: Rule) -> bool:
     """Whether the rule's value is itself a derivative, whose graph is not wanted."""
     return bool(rule.written) and rule.linearize is None and rule.joint is None
@@ -165,11 +204,11 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
             return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
     ys = rule.primal(*xs)
     if any(_is_tracked(y) for y in ys) and not any(_is_tracked(x) for x in xs):
-        raise _closed_over_error(rule)
+        raise closed_over_error(rule)
     return list(ys)
 
 
-def _apply_at(point: _Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _apply_at(point: Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     point.own = point.own or torch._C._functorch.peek_interpreter_stack() is not None
     return (_ReverseOnly if point.rule.reverse_only else _BothModes).apply(point, *_apart(xs))
 
@@ -181,7 +220,7 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
 
-def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
+def _evaluate(point: Point, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and extras at plain tensors. What else than these requires grad was captured."""
     rule = point.rule
     if not rule.captures:
@@ -189,24 +228,24 @@ def _evaluate(point: _Point, xs: Sequence[Tensor]) -> list[Tensor]:
     elif _is_derived(rule):
         found = rule.reading(xs, _undifferentiated(rule, xs))
     else:
-        before = Randomness.now(xs) if rule.linearize and rule not in _SAVES_NO_EXTRAS else None
+        before = Randomness.now(xs) if rule.linearize and rule not in SAVES_NO_EXTRAS else None
         with torch.enable_grad():
-            found = rule.at(*[x.detach() for x in xs])
-        if (found.extras or found.rerun) and rule in _SAVES_NO_EXTRAS:
-            _SAVES_NO_EXTRAS.discard(rule)
+            found = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
+        if (found.extras or found.rerun) and rule in SAVES_NO_EXTRAS:
+            SAVES_NO_EXTRAS.discard(rule)
             return _evaluate(point, xs)
         if not found.extras and not found.rerun:
-            _SAVES_NO_EXTRAS.add(rule)
+            SAVES_NO_EXTRAS.add(rule)
             before = None
         if any(_is_captured(y) for y in (*found.ys, *found.extras)):
-            raise _closed_over_error(rule)
+            raise closed_over_error(rule)
         if before is not None and not before.stands():
             point.randomness = before
     point.note(found)
     return [*found.ys, *found.extras]
 
 
-def _as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs; those that share memory with an input or each other as views, which says so.
 
     Autograd cannot follow what is then written in place, and refuses that of a custom view alone.
@@ -223,16 +262,44 @@ def _as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
 
 def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """The same, each in memory of its own, for dual numbers may be written in place."""
-    held = [unwrapped(x) for xs in others for x in xs if x is not None]
+    held = [unwrapped(x) for xs in others for x in xs if x is not None and _is_strided(x)]
     own: list[Any] = []
     for y in found:
-        inner = None if y is None else unwrapped(y)
+        inner = None if y is None or not _is_strided(y) else unwrapped(y)
         if inner is not None and any(torch._C._is_alias_of(x, inner) for x in held):
             y = y.clone()
         elif inner is not None:
             held.append(inner)
         own.append(y)
     return own
+
+
+def _is_strided(x: Tensor) -> bool:
+    """Whether x has a memory that can be shared, as a sparse tensor has not."""
+    return x.layout is torch.strided
+
+
+def _unusual(ctx: Any, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> torch.layout | None:
+    """The first layout that is not strided, of what may be differentiated."""
+    needed = [x for x, need in zip(xs, ctx.needs_input_grad[1:], strict=True) if need]
+    return unusual((*needed, *ys))
+
+
+def unusual(xs: Sequence[Any]) -> torch.layout | None:
+    """The first layout that maps are not transposed in."""
+    known = (torch.strided, torch.sparse_coo)
+    return next((x.layout for x in xs if x is not None and x.layout not in known), None)
+
+
+def _refuse_layout(ctx: Any, which: str) -> None:
+    """Raises where a map is to be transposed through tensors that have no strides."""
+    if ctx.unusual is not None:
+        name = str(ctx.unusual).removeprefix("torch.").lstrip("_")
+        raise GradtoolsError(
+            f"rule {ctx.point.rule.name!r}: the other mode follows by transposing its {which} "
+            f"map, which takes strided tensors, and one is {name}. Give the missing map as well, "
+            "or pass the tensor's values as an argument."
+        )
 
 
 def _cloned(y: Tensor) -> Tensor:
@@ -253,9 +320,7 @@ def _view_like(x: Tensor, y: Tensor) -> Tensor:
 
 
 # They are not evaluated again, so where the generators stood need not be known.
-_SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
-
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+SAVES_NO_EXTRAS: weakref.WeakSet[Rule] = weakref.WeakSet()
 
 
 def _is_captured(y: Tensor) -> bool:
@@ -282,27 +347,8 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
-def unwrapped(x: Tensor) -> Tensor:
-    """x beneath the wrappers of torch.func's transforms."""
-    while is_wrapped(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
-
-
-def _alive(x: Tensor) -> Tensor:
-    """x without the wrappers of transforms that ended, in which a pullback may still run.
-
-    A transform that begins then would take them for its own.
-    """
-    while is_wrapped(x) and torch._C._functorch.maybe_get_level(x) == _ENDED:
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
-
-
-_ENDED = -2
-
-
-def _closed_over_error(rule: Rule) -> GradtoolsError:
+def closed_over_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule that closes over a tensor that is differentiated."""
     return GradtoolsError(
         f"rule {rule.name!r} closes over a tensor that is differentiated, or mapped by vmap, "
         "outside of it; that would be lost. Pass the tensor to the function as an argument."
@@ -313,13 +359,13 @@ class _ReverseOnly(torch.autograd.Function):
     """A rule whose cotangent map is not linear: it has no forward mode."""
 
     @staticmethod
-    def forward(point: _Point, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(point: Point, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
         if point.own or forward_ad._current_level >= 0:
             # The tangent of an output that is a view would have to be one too.
             out = [_cloned(y) if y._is_view() else y for y in _own(out, xs)]
         else:
-            out[: point.count] = _as_views(out[: point.count], xs)
+            out[: point.count] = as_views(out[: point.count], xs)
         # What torch.func unwraps may be one tensor under two names, as in `_apart`.
         saved = [xs[i] for i in point.found.saves if i < len(xs)]
         return tuple([y.view_as(y) if any(y is x for x in saved) else y for y in out])
@@ -336,28 +382,29 @@ class _ReverseOnly(torch.autograd.Function):
         return (None, *ctx.point.found.cotangent(ctx.saved_tensors, cts))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, point: _Point, *xs: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, point: Point, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
-        one = point.rule
+        one = replace(point.rule, source=point.rule.source or point.rule, key=next(KEYS))
         if one.linearize is None:
             point.found = one.reading(xs, [])
         else:
             linearize = one.linearize
 
-            def noted(*xs: Tensor) -> Linearized:
-                found = linearize(*xs)
+            def noted(*xs: Tensor, **told: Any) -> Linearized:
+                found = linearize(*xs, **told)
                 point.note(found)
                 return found
 
-            one = replace(one, linearize=noted, key=next(KEYS))
+            one = replace(one, linearize=noted)
         if one.mapped is not None:
             rule, xs, axes_of = one.mapped(info.batch_size, in_dims[1:], xs, info.randomness)
-            out = _apply_at(_Point(rule, own=point.own), xs)
+            out = _apply_at(replace(point, rule=rule, found=None), xs)
             point.count = len(out)
             return tuple(out), axes_of(out)
         axes = tuple([None if d is None else 0 for d in in_dims[1:]])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[1:], strict=True)]
-        batch = _Point(batched(one, _Lists, axes, None, info.batch_size), own=point.own)
+        rule = batched(one, _Lists, axes, None, info.batch_size)
+        batch = replace(point, rule=rule, found=None)
         out = _apply_at(batch, front)
         point.count = batch.count
         return tuple(out), (0,) * len(out)
@@ -387,51 +434,45 @@ class _BothModes(_ReverseOnly):
         ctx.pulling = [*pulling, *(i for i in again if i not in pulling)]
         ctx.save_for_backward(*[everything[i] for i in ctx.pulling])
         ctx.save_for_forward(*[everything[i] for i in ctx.pushing])
-        ctx.like_xs, ctx.like_ys = [_like(x) for x in xs], [_like(y) for y in outputs]
+        ctx.unusual = _unusual(ctx, xs, outputs)
+        ctx.looks = [(x.shape, x.dtype, x.device) for x in xs]
+        ctx.like_xs, ctx.like_ys = [like(x) for x in xs], [like(y) for y in outputs]
         if None in ctx.like_ys:
             ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        point, tensors = ctx.point, [_alive(x) for x in ctx.saved_tensors]
-        cts = tuple([None if ct is None else _alive(ct) for ct in cts])
-        inner, hidden = cts[: point.count], cts[point.count :]
-        parts = []
-        with _real_tensors_too(tensors):
-            if any(ct is not None for ct in inner):
-                parts.append(_cotangent(ctx, tensors, inner))
-            if any(ct is not None for ct in hidden):
-                parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
-        if not parts:
-            return (None,) * (1 + ctx.count)
-        return (None, *[_sum(*terms) for terms in zip(*parts, strict=True)])
+        return None, *pulled_back(ctx, cts)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
         with forward_ad._set_fwd_grad_enabled(True), _real_tensors_too(ctx.saved_tensors):
-            kept = [_alive(x) for x in ctx.saved_tensors]
-            tensors = [forward_ad.unpack_dual(x, level=0).primal for x in kept]
+            kept = [alive(x) for x in ctx.saved_tensors]
+            tensors = [
+                forward_ad.unpack_dual(x, level=0).primal if may_be_dual(x) else x for x in kept
+            ]
             moving = [None if i in point.rule.passive else dx for i, dx in enumerate(dxs)]
             dys = _tangent(ctx, tensors, moving)
             if len(ctx.like_ys) > point.count:
                 dys += _extras_pushed(ctx, _xs(ctx, ctx.pushing, tensors), moving)
-            pairs = zip(_own(dys, dxs, tensors), ctx.like_ys, strict=True)
-            return tuple([_zeros(*like) if dy is None and like else dy for dy, like in pairs])
+            return tuple(filled(_own(dys, dxs, tensors), ctx.like_ys))
 
 
-def _like(x: Tensor) -> Any:
-    return (x.shape, x.dtype, x.device) if is_inexact(x) else None
-
-
-def _zeros(shape: Any, dtype: Any, device: Any) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """`values` with zeros for None, where there is something to be zero."""
-    pairs = zip(values, likes, strict=True)
-    return [_zeros(*like) if v is None and like else v for v, like in pairs]
+def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
+    """The backward pass, of any order."""
+    point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
+    cts = tuple([None if ct is None else alive(ct) for ct in cts])
+    inner, hidden = cts[: point.count], cts[point.count :]
+    parts = []
+    with _real_tensors_too(tensors):
+        if any(ct is not None for ct in inner):
+            parts.append(_cotangent(ctx, tensors, inner))
+        if any(ct is not None for ct in hidden):
+            parts.append(_extras_pullback(ctx, _xs(ctx, ctx.pulling, tensors), hidden))
+    if not parts:
+        return (None,) * len(ctx.like_xs)
+    return [_sum(*terms) for terms in zip(*parts, strict=True)]
 
 
 def _sum(*terms: Any) -> Any:
@@ -441,7 +482,7 @@ def _sum(*terms: Any) -> Any:
 
 def _xs(ctx: Any, kept: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The inputs, where they were kept for a second evaluation."""
-    return [tensors[kept.index(i)] for i in range(ctx.count)]
+    return [tensors[kept.index(i)] for i in range(len(ctx.like_xs))]
 
 
 # --- the maps, and the one that was not given --------------------------------------------
@@ -451,14 +492,20 @@ def _saved(ctx: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors[: len(ctx.point.found.saves)]
 
 
+def _asked(ctx: Any, which: str, run: Any, at: Sequence[Any], likes: Any) -> Question:
+    """A question about one of the maps; in compiled code it is asked of another evaluation."""
+    return Question(ctx.point.rule, which, run, at, likes, ctx.looks)
+
+
 def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
     rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
-    if rule.dense:
-        dxs = _filled(dxs, ctx.like_xs)
+    if rule.fills("tangent"):
+        dxs = filled(dxs, ctx.like_xs)
     if found.tangent is not None:
+        if rule.contract is not None:
+            hold_zero(_asked(ctx, "tangent", found.tangent, saved, ctx.like_xs))
         return list(found.tangent(saved, dxs))
     likes = ctx.like_ys[: ctx.point.count]
-    carried = [i for i, like in enumerate(likes) if like]
     mask = [like is not None for like in likes]
     present = [i for i, dx in enumerate(dxs) if dx is not None]
 
@@ -466,43 +513,43 @@ def _tangent(ctx: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[An
         pulled = found.cotangent(at, spread(cts, mask))
         return [pulled[i] for i in present]
 
-    examples = [_zeros(*likes[i]) for i in carried]
-    _check_linear(rule, "cotangent", run, saved, examples)
-    return spread(
-        _transpose(lambda *cts: run(saved, cts), examples, [dxs[i] for i in present]), mask
-    )
+    _refuse_layout(ctx, "cotangent")
+    hold_linear(_asked(ctx, "cotangent", found.cotangent, saved, likes))
+    examples = [zeros(*like) for like in likes if like]
+    return spread(transposed(rule, run, saved, examples, [dxs[i] for i in present]), mask)
 
 
 def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
     rule, found, saved = ctx.point.rule, ctx.point.found, _saved(ctx, tensors)
+    likes = ctx.like_ys[: ctx.point.count]
+    if found.cotangent is not None and rule.contract is not None:
+        hold_zero(_asked(ctx, "cotangent", found.cotangent, saved, likes))
     if found.rerun and torch.is_grad_enabled():
+        xs = _xs(ctx, ctx.pulling, tensors)
         with restored(ctx.point.randomness):
-            found = rule.at(*_xs(ctx, ctx.pulling, tensors))
-        everything = [*_xs(ctx, ctx.pulling, tensors), *found.ys, *found.extras]
+            found = rule.at(*xs, perturbed=ctx.point.perturbed)
+        everything = [*xs, *found.ys, *found.extras]
         saved = [everything[i] for i in found.saves]
-    if rule.dense:
-        cts = _filled(cts, ctx.like_ys[: ctx.point.count])
+    if rule.fills("cotangent"):
+        cts = filled(cts, likes)
     if found.cotangent is not None:
         pulled = list(found.cotangent(saved, cts))
         if rule.dense:
-            pulled = _filled(pulled, ctx.like_xs)
-        if rule.captures and torch.is_grad_enabled() and _in_eager():
+            pulled = filled(pulled, ctx.like_xs)
+        if rule.captures and torch.is_grad_enabled() and in_eager():
             _refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
     mask = [like is not None and i not in rule.passive for i, like in enumerate(ctx.like_xs)]
-    examples = [_zeros(*like) for like, m in zip(ctx.like_xs, mask, strict=True) if m]
 
     def run(at: Any, moving: Any) -> list[Any]:
         dxs = spread(moving, mask)
-        return list(found.tangent(at, _filled(dxs, ctx.like_xs) if rule.dense else dxs))
+        return list(found.tangent(at, filled(dxs, ctx.like_xs) if rule.dense else dxs))
 
-    _check_linear(rule, "tangent", run, saved, examples)
-    return spread(_transpose(lambda *dxs: run(saved, dxs), examples, list(cts)), mask)
-
-
-def _in_eager() -> bool:
-    stack = torch._C._functorch.peek_interpreter_stack()
-    return stack is None and not is_compiling() and TracingContext.try_get() is None
+    kept = [like if m else None for like, m in zip(ctx.like_xs, mask, strict=True)]
+    _refuse_layout(ctx, "tangent")
+    hold_linear(_asked(ctx, "tangent", found.tangent, saved, kept))
+    examples = [zeros(*like) for like in kept if like]
+    return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
 
 def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
@@ -519,51 +566,17 @@ def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -
             continue
         seen.add(node)
         if not node.next_functions and hasattr(node, "variable"):
-            raise _closed_over_error(rule)
+            raise closed_over_error(rule)
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
-
-
-def _transpose(linear: Callable[..., list[Any]], examples: Any, values: Any) -> list[Any]:
-    """The transpose of `linear` (shaped like `examples` to `values`), applied to `values`.
-
-    `torch.func.vjp` takes no function without an output, as a map is that gives None everywhere.
-    """
-    if not examples:
-        return []
-    came_out: list[int] = []
-
-    def dense(*vs: Tensor) -> tuple[Tensor, ...]:
-        out = linear(*vs)
-        came_out[:] = [i for i, o in enumerate(out) if o is not None]
-        return tuple(out[i] for i in came_out) or (torch.zeros(()),)
-
-    outs, pullback = torch.func.vjp(dense, *examples)
-    given = [values[i] for i in came_out] or [None]
-    filled = [torch.zeros_like(o) if v is None else v for o, v in zip(outs, given, strict=True)]
-    # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
-    return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
 def transpose(
     rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
 ) -> list[Any]:
     """The transpose of `vs -> linear(at, *vs)`, of tensors like `examples`, at `values`."""
-    _check_linear(rule, which, lambda at, vs: linear(at, *vs), at, examples)
-    return _transpose(lambda *vs: linear(at, *vs), examples, values)
-
-
-def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero)."""
-    outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
-    full = [torch.zeros_like(y) if ct is None else ct for y, ct in zip(outs, cts, strict=True)]
-    return [v.view_as(v) for v in pullback(tuple(full))]
-
-
-def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """The pushforward of `fun` at xs, of `dxs`, as the transpose of its pullback."""
-    outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
-    _, again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))
-    return [v.view_as(v) for v in again(tuple(dxs))[0]]
+    run = lambda at, vs: linear(at, *vs)
+    hold_linear(Question(rule, which, run, at, [like(e) for e in examples]))
+    return transposed(rule, run, at, examples, values)
 
 
 # --- extras: differentiated through the code that made them -------------------------------
@@ -577,7 +590,8 @@ def _extras_vjp(ctx: Any, xs: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
 
     def run(*changed: Tensor) -> tuple[Tensor, ...]:
         new = iter(changed)
-        found = point.rule.at(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
+        full = [next(new) if m else x for x, m in zip(xs, mask, strict=True)]
+        found = point.rule.at(*full, perturbed=point.perturbed)
         extras[:] = found.extras
         return tuple([e for e, w in zip(found.extras, wanted, strict=True) if w])
 
@@ -598,98 +612,17 @@ def _extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[A
     if not any(wanted) or _first_order(xs):
         return [None] * len(likes)
     pullback, mask = _extras_vjp(ctx, xs, wanted)
-    zeros = tuple([_zeros(*like) for like in likes if like])
-    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *zeros)
+    nothing = tuple([zeros(*like) for like in likes if like])
+    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)
     moving = [dx for dx, m in zip(dxs, mask, strict=True) if m]
-    filled = [
-        torch.zeros_like(p) if dx is None else dx for p, dx in zip(pulled, moving, strict=True)
-    ]
-    return spread(push(tuple(filled)), wanted)
+    pairs = zip(pulled, moving, strict=True)
+    dense = [torch.zeros_like(p) if dx is None else dx for p, dx in pairs]
+    return spread(push(tuple(dense)), wanted)
 
 
 def _first_order(xs: Sequence[Tensor]) -> bool:
     """Whether forward mode at xs is all that is asked, so nothing reads a tangent of an extra."""
-    return _in_eager() and not any(x.requires_grad for x in xs)
-
-
-# --- is a map linear? --------------------------------------------------------------------
-
-
-_LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
-
-
-def _check_linear(rule: Rule, which: str, run: Callable[..., Any], xs: Any, examples: Any) -> None:
-    """Sums and multiples must go through, else the map is not linear.
-
-    Asked once of each rule, at the values at hand, or where compiled code has none at made-up
-    ones; with vectors of its own, so that it draws no random numbers.
-    """
-    source = rule.source or rule
-    if source in _LINEAR:
-        return
-    with _disable_current_modes(), torch.no_grad():
-        at = [_value(x) for x in xs]
-        made_up = any(x is None for x in at)
-        if made_up:
-            at = [_wave(x, 0.5, 1.0) for x in xs]
-        v, w = ([_wave(e, shift, 0.0) for e in examples] for shift in (1.0, 2.0))
-        try:
-            same = is_linear(partial(run, at), v, w, _gap, _slack, _reach(v))
-        except Exception as error:
-            if not made_up:
-                raise
-            warnings.warn(
-                f"rule {rule.name!r}: the other mode follows by transposing its {which} map, and "
-                "whether that map is linear could not be checked, for at made-up values it "
-                f"raises {type(error).__name__}: {error}",
-                GradtoolsWarning,
-                stacklevel=2,
-            )
-            same = True
-    if not same:
-        raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
-            f"but that map is not linear in its {which}s. Give the missing map as well, or make "
-            "this one linear."
-        )
-    _LINEAR.add(source)
-
-
-def _value(x: Any) -> Any:
-    """The number behind a tensor, of one example under vmap; None where there is none.
-
-    That is in code being compiled, and on the meta device.
-    """
-    if TracingContext.try_get() is not None or x.device.type == "meta":
-        return None
-    while is_wrapped(x):
-        inner = torch._C._functorch.get_unwrapped(x)
-        batched_at = torch._C._functorch.maybe_get_bdim(x)
-        x = inner if batched_at < 0 else inner.select(batched_at, 0)
-    return x.detach() if type(x) in (Tensor, torch.nn.Parameter) else None
-
-
-def _wave(x: Any, shift: float, around: float) -> Any:
-    """Numbers of few binary digits, as `is_linear` asks for."""
-    device = "cpu" if x.device.type == "meta" else x.device
-    if not is_inexact(x):
-        return torch.zeros(x.shape, dtype=x.dtype, device=device)
-    wave = torch.sin(torch.arange(1, x.numel() + 1, device=device) * shift)
-    wave = around + (8 * wave).round() / 16
-    return wave.reshape(x.shape).to(x.dtype)
-
-
-def _gap(a: Tensor, b: Tensor) -> float:
-    alike = (a == b) | (a.isnan() & b.isnan())
-    return float((a - b).abs().masked_fill(alike, 0.0).max()) if a.numel() else 0.0
-
-
-def _slack(x: Tensor) -> float:
-    return torch.finfo(x.dtype).eps ** 0.5
-
-
-def _reach(xs: Sequence[Tensor]) -> float:
-    return 2.0**5 if any(x.dtype is torch.float16 for x in xs) else 2.0**13
+    return in_eager() and not any(x.requires_grad for x in xs)
 
 
 # --- vmap and torch.compile --------------------------------------------------------------
@@ -739,8 +672,3 @@ def _real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         mode.allow_non_fake_inputs = before
-
-
-def is_inexact(x: Any) -> bool:
-    """Whether x has a floating or complex dtype."""
-    return x.is_floating_point() or x.is_complex()

@@ -24,8 +24,9 @@ from torch._C._functorch import peek_interpreter_stack
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.customcode import guarded, refuse_lossy, surveyed
-from gradtools.torch.rules import apply_rule, is_inexact
+from gradtools.torch.rules import apply_rule
 from gradtools.torch.trials import kept_as_it_is
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradtools.errors import GradtoolsError
-from gradtools.torch.rules import is_inexact, is_wrapped, unwrapped
 from gradtools.torch.transposed import NoTranspose, by_reverse_mode
+from gradtools.torch.wrappers import is_inexact, is_wrapped, unwrapped
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]

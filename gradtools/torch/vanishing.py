@@ -25,7 +25,7 @@ from gradtools.torch.compiling import nodes_of
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.observing import observed
 from gradtools.torch.recording.recorder import Recorder
-from gradtools.torch.rules import is_inexact
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 Cotangents = Sequence[Tensor | None]

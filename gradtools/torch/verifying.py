@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import trees
 from gradtools.torch.compiling import nodes_of
-from gradtools.torch.rules import is_dual
 from gradtools.torch.watching import is_recorded
+from gradtools.torch.wrappers import is_dual
 
 if TYPE_CHECKING:
     from gradtools.torch.programs import Forward

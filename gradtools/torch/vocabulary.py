@@ -18,7 +18,6 @@ from gradtools.seeing.graph import Node
 from gradtools.seeing.program import Program
 from gradtools.torch.modes import Modes
 from gradtools.torch.recording.observing import put_back, recording, watchable
-from gradtools.torch.rules import is_inexact
 from gradtools.torch.translating.arrays import ARRAYS
 from gradtools.torch.translating.composites import FUNCTIONS, PLAIN
 from gradtools.torch.translating.control import followed
@@ -29,6 +28,7 @@ from gradtools.torch.translating.recorder import Functions, Operations, Recorder
 from gradtools.torch.translating.rules import watched
 from gradtools.torch.translating.writer import Ref
 from gradtools.torch.watching import plainly
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}

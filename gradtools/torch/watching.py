@@ -22,9 +22,9 @@ from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.torch import trees
 from gradtools.torch.refusals import torch_says
-from gradtools.torch.rules import is_dual
 from gradtools.torch.state import Snapshot
 from gradtools.torch.trials import standing_in
+from gradtools.torch.wrappers import is_dual
 
 Tensor = torch.Tensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

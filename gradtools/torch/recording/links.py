@@ -15,7 +15,7 @@ import torch
 from gradtools.seeing.graph import Dependence, Links
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.numbering import base_of, storage_of
-from gradtools.torch.rules import is_inexact
+from gradtools.torch.wrappers import is_inexact
 
 if TYPE_CHECKING:
     from gradtools.torch.recording.recorder import RecordedCall

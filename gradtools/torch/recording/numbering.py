@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from gradtools.seeing.graph import Dependence, Links, Value
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.tags import tags_at
-from gradtools.torch.rules import is_inexact
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE

@@ -22,9 +22,9 @@ from gradtools.seeing.recording import Refusal, Run
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.recording.recorder import Recorder, Replace
 from gradtools.torch.recording.unseen import watching
-from gradtools.torch.rules import is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.watching import recorded
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 _ONE = threading.RLock()  # what is watched while a run is recorded belongs to the process

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from gradtools.errors import GradtoolsError
 from gradtools.host import _BY_KEY
-from gradtools.torch.rules import is_inexact
 from gradtools.torch.translating import memory
 from gradtools.torch.translating.memory import Held, Storage, key_of, memory_of
 from gradtools.torch.translating.writer import Ref, Writer, like
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 Translation = Callable[[Writer, Any], Any]

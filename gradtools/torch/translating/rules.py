@@ -23,9 +23,9 @@ from torch.autograd import function
 
 from gradtools.seeing.graph import Body
 from gradtools.torch.recording.unseen import _rule_of as rule_of
-from gradtools.torch.rules import is_inexact
 from gradtools.torch.translating.recorder import Computing, Recorder, tensors_in
 from gradtools.torch.translating.writer import Ref, like
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 _DEEPEST = 2  # a formula is of second order at most

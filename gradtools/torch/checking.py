@@ -1,0 +1,279 @@
+"""Whether an author's maps are what `gradtools.contract` says, told by numbers.
+
+A map is asked once for a rule and a signature, at the values at hand, in copies of them and with
+the generators put back. Where there are none, as in code that is being compiled, the rule is
+evaluated at made-up numbers, and a question that cannot be asked there is left for later.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.linearity import is_linear
+from gradtools.rules import Rule, spread
+from gradtools.torch.compiling import is_compiling
+from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.wrappers import filled, unwrapped
+
+Tensor = torch.Tensor
+Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+_LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Question:
+    """One map of a rule, to be asked about.
+
+    Attributes:
+        rule: Whose map it is.
+        which: "tangent" or "cotangent", what it is linear in.
+        run: `run(at, vs)`; results and entries may be None.
+        at: What it reads.
+        likes: What its vectors look like, None where there is none.
+        looks: Shapes, dtypes and devices of what the rule is evaluated at, so that this can be
+            done again where some lengths are open; empty: `run` holds for numbers of any origin.
+    """
+
+    rule: Rule
+    which: str
+    run: Map
+    at: Sequence[Any]
+    likes: Sequence[Any]
+    looks: Sequence[Any] = ()
+
+    def points(self) -> tuple[Map, list[Tensor], bool]:
+        """The map at numbers: it, what it reads, and whether that is made up."""
+        at = [value_of(x) for x in self.at]
+        if not any(x is None for x in at):
+            return self.run, [x.clone() for x in at], False
+        if not self.looks or not any(None in _sizes(shape) for shape, _, _ in self.looks):
+            return self.run, [_wave(_look(x), 0.5, 1.0) for x in self.at], True
+        xs = [_wave(look, 0.5, 1.0) for look in self.looks]
+        found = self.rule.at(*xs)
+        everything = [*xs, *found.ys, *found.extras]
+        run = found.tangent if self.which == "tangent" else found.cotangent
+        assert run is not None
+        return run, [everything[i].detach() for i in found.saves], True
+
+    @property
+    def signature(self) -> Any:
+        """The shapes and dtypes of what it is asked at."""
+        return tuple([(_sizes(x.shape), x.dtype) for x in self.at]), _sketch(self.likes)
+
+
+# --- is it zero at zero? -----------------------------------------------------------------
+
+
+def hold_zero(asked: Question) -> None:
+    """Raises if a map is not zero at zero, as where the author forgot the tangent."""
+    contract = asked.rule.contract
+    if contract is not None:
+        contract.ask("zero", asked.which, asked.signature, of=lambda: _is_zero(asked))
+
+
+def _is_zero(asked: Question) -> bool:
+    """False where it cannot be told, as where the map raises; the same may be said of real ones."""
+    try:
+        wrong = _first_not_zero(asked)
+    except KernelMet:
+        return True
+    except Exception:
+        return False
+    if wrong is not None:
+        assert asked.rule.contract is not None
+        raise asked.rule.contract.not_zero(asked.which, wrong)
+    return True
+
+
+def _first_not_zero(asked: Question) -> int | None:
+    with _disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
+        run, at, _ = asked.points()
+        with _kernels_refused():
+            ys = run(at, filled([None] * len(asked.likes), [_concrete(x) for x in asked.likes]))
+        for i, y in enumerate(ys):
+            if isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any()):
+                return i
+    return None
+
+
+class KernelMet(Exception):
+    """A host kernel was to run in a map that is only asked; it may take long, or be counted."""
+
+
+_STATE = threading.local()
+
+
+def refuse_kernel() -> None:
+    """Ends a question that would run a host kernel."""
+    if not is_compiling() and _STATE.__dict__.get("asking"):
+        raise KernelMet
+
+
+@contextmanager
+def _kernels_refused() -> Iterator[None]:
+    before, _STATE.asking = _STATE.__dict__.get("asking", False), True
+    try:
+        yield
+    finally:
+        _STATE.asking = before
+
+
+# --- is it linear? -----------------------------------------------------------------------
+
+
+def hold_linear(asked: Question) -> None:
+    """Sums and multiples must go through, else the map is not linear.
+
+    Asked once of each rule, with vectors of its own, so that it draws no random numbers.
+    """
+    rule, which = asked.rule, asked.which
+    hold_zero(asked)
+    source = rule.source or rule
+    if source in _LINEAR or (rule.contract is not None and rule.contract.check == "never"):
+        return
+    there = [like is not None for like in asked.likes]
+
+    def run(linear: Map, at: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
+        return linear(at, spread(vs, there))
+
+    with _disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
+        linear, at, made_up = asked.points()
+        likes = [like for like in asked.likes if like]
+        v, w = ([_wave(like, shift, 0.0) for like in likes] for shift in (1.0, 2.0))
+        try:
+            same = is_linear(partial(run, linear, at), v, w, _gap, _slack, _reach(v))
+        except Exception as error:
+            if not made_up:
+                raise
+            warnings.warn(
+                f"rule {rule.name!r}: the other mode follows by transposing its {which} map, and "
+                "whether that map is linear could not be checked, for at made-up values it "
+                f"raises {type(error).__name__}: {error}",
+                GradtoolsWarning,
+                stacklevel=2,
+            )
+            same = True
+    if not same:
+        raise GradtoolsError(
+            f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
+            f"but that map is not linear in its {which}s. Give the missing map as well, or make "
+            "this one linear."
+        )
+    if rule.contract is None or rule.contract.check == "first":
+        _LINEAR.add(source)
+
+
+# --- what does it return? ----------------------------------------------------------------
+
+
+def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
+    """Runs fun on fake tensors like xs; on copies of xs, if it reads numbers."""
+    with _disable_current_modes(), torch.no_grad():
+        mode = detect_fake_mode([unwrapped(x) for x in xs])
+        try:
+            with mode or FakeTensorMode(allow_non_fake_inputs=True):
+                fun(*[_empty_like(x) for x in xs])
+            return
+        except Exception:
+            values = [value_of(x) for x in xs]
+        if mode is not None or any(x is None for x in values):
+            return
+        with restored(Randomness.everywhere({x.device.type for x in xs})):
+            try:
+                fun(*[x.clone() for x in values])
+            except Exception:  # a function that does not run says nothing of its rule
+                return
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return (
+        torch.empty_like(x)
+        if not is_plain(x)
+        else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    )
+
+
+# --- numbers -----------------------------------------------------------------------------
+
+
+def _sizes(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The lengths of axes; those that PyTorch's compiler keeps open look alike, unhashable."""
+    return tuple([n if isinstance(n, int) else None for n in shape])
+
+
+def _sketch(likes: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([like and (_sizes(like[0]), like[1]) for like in likes])
+
+
+def _concrete(like: Any) -> Any:
+    """The same with lengths that are open as they are at present, which fixes none."""
+    return like and ([_length(n) for n in like[0]], like[1], like[2])
+
+
+def _length(n: Any) -> int:
+    if isinstance(n, int):
+        return n
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+    return optimization_hint(n, fallback=2)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is of no subclass that computes otherwise."""
+    return type(x) in (Tensor, torch.nn.Parameter)
+
+
+def value_of(x: Any) -> Any:
+    """The number behind a tensor, of one example under vmap; None where there is none.
+
+    That is in code being compiled, and on the meta device.
+    """
+    if TracingContext.try_get() is not None or x.device.type == "meta":
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        inner = torch._C._functorch.get_unwrapped(x)
+        batched_at = torch._C._functorch.maybe_get_bdim(x)
+        x = inner if batched_at < 0 else inner.select(batched_at, 0)
+    return x.detach() if is_plain(x) else None
+
+
+def _look(x: Tensor) -> Any:
+    return x.shape, x.dtype, x.device
+
+
+def _wave(look: Any, shift: float, around: float) -> Any:
+    """Numbers of few binary digits, as `is_linear` asks for."""
+    shape, dtype, device = _concrete(look)
+    device = "cpu" if device.type == "meta" else device
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    wave = torch.sin(torch.arange(1, math.prod(shape) + 1, device=device) * shift)
+    wave = around + (8 * wave).round() / 16
+    return wave.reshape(shape).to(dtype)
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    alike = (a == b) | (a.isnan() & b.isnan())
+    return float((a - b).abs().masked_fill(alike, 0.0).max()) if a.numel() else 0.0
+
+
+def _slack(x: Tensor) -> float:
+    return torch.finfo(x.dtype).eps ** 0.5
+
+
+def _reach(xs: Sequence[Tensor]) -> float:
+    return 2.0**5 if any(x.dtype is torch.float16 for x in xs) else 2.0**13

@@ -1,0 +1,379 @@
+"""The shorter way through an own rule's commonest call: tensors alone, in plain eager mode.
+
+What `torch/rules.py` does for any call costs several times what a bare `torch.autograd.Function`
+does. Most of it is the same for all calls with arguments of the same shapes and dtypes: the rule,
+the structures, what is held to the contract. Here it is looked up. Whatever is out of the common,
+be it a transform, a compiler, dual numbers, another class of tensor or the first call of its kind,
+takes the long way, and so does the derivative of a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from gradtools.custom import CustomRule, Residuals, Shaped
+from gradtools.rules import Linearized
+from gradtools.torch import rules
+from gradtools.torch.randomness import Randomness
+from gradtools.torch.transposing import running
+from gradtools.torch.wrappers import is_inexact, like
+
+Tensor = torch.Tensor
+_PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+
+
+@dataclass(eq=False)
+class _Signature:
+    """What is known of the calls with tensors of the same shapes, dtypes and devices.
+
+    Attributes:
+        shaped: The rule for so many tensors.
+        looks: The shape, dtype and device of each.
+        question: Under what the contract keeps that the forward pass was held to it.
+        ready: Whether it was.
+        pulled: Whether the backward pass was.
+        valued: Whether it is known what f returns.
+    """
+
+    shaped: Shaped
+    looks: tuple[Any, ...]
+    question: Any
+    ready: bool = False
+    pulled: bool = False
+    valued: bool = False
+
+    def __post_init__(self) -> None:
+        self.count = len(self.looks)
+        self.bwd = self.shaped.of.bwd
+        self.function: Any = None
+        self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
+        pairs = zip(self.looks, self.likes, strict=True)
+        self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
+        self.plans: dict[Any, _Plan] = {}
+        if self.shaped.contract.check == "never":
+            self.ready = True
+        if self.bwd is None:
+            self.ready = True  # its forward pass is f
+
+    def is_ready(self) -> bool:
+        """Whether the long way was gone once, and the forward pass is held to f."""
+        self.ready = self.ready or self.question in self.shaped.contract.asked
+        return self.ready
+
+
+class DirectCalls:
+    """Calls of one `CustomRule` by position."""
+
+    def __init__(self, of: CustomRule) -> None:
+        parameters = of._parameters
+        self.of = of
+        special = (*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)
+        self.fits = bool(of.bwd or of.jvp) and not any(special)
+        self.count = len(parameters.names)  # 0 where it takes any
+        self.signatures: dict[Any, _Signature] = {}
+        self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        """What the rule gives, or NotImplemented."""
+        if not self.fits or len(args) != (self.count or len(args)):
+            return NotImplemented
+        tracked = False
+        for x in args:
+            if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_nested:
+                return NotImplemented
+            tracked = tracked or x.requires_grad
+        if (
+            torch._C._functorch.peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0
+            or running()
+        ):
+            return NotImplemented
+        key = tuple([(x.shape, x.dtype, x.device) for x in args])
+        signature = self.signatures.get(key) or self._signature(key, args)
+        if tracked and torch.is_grad_enabled():
+            if not (signature.ready or signature.is_ready()) or not self.closed.untracked():
+                return NotImplemented
+            return _derived(signature, args)
+        return self._value(signature, args, tracked)
+
+    def _signature(self, key: Any, args: tuple[Any, ...]) -> _Signature:
+        of, backend = self.of, self.of._backend
+        shaped = of._shape((), backend.sketch(args)[1], (True,) * len(args), ())
+        who = "fwd" if of.bwd is not None else "the forward rule"
+        looks = tuple([(tuple(shape), dtype) for shape, dtype, _ in key])
+        found = self.signatures[key] = _Signature(shaped, key, (who, looks))
+        if len(self.signatures) > _MOST:
+            del self.signatures[next(iter(self.signatures))]
+        return found
+
+    def _value(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
+        out = self.of.fun(*args)
+        if signature.valued and type(out) is Tensor:
+            ys = [out]
+        else:
+            shaped = signature.shaped
+            ys = shaped.outputs(args, out, "it")
+            out = self.of._backend.unflatten(shaped.newest, ys)
+            signature.valued = True
+        for y in ys:
+            if y.requires_grad and not tracked:
+                raise rules.closed_over_error(signature.shaped.rule)
+        return out
+
+
+_MOST = 256
+
+
+class _Closed:
+    """What the functions of a rule's author close over, as far as it need not be searched again.
+
+    Cells with the objects in them, and tensors. A list or dict may change without being seen.
+    """
+
+    def __init__(self, written: Sequence[Any]) -> None:
+        self.cells: list[tuple[Any, Any]] = []
+        self.tensors: list[Tensor] = []
+        self.written = written
+        self.known = self._search()
+
+    def untracked(self) -> bool:
+        """Whether nothing that is held requires grad; False where that is not known."""
+        for cell, content in self.cells:
+            if cell.cell_contents is not content:
+                self.cells, self.tensors = [], []
+                self.known = self._search()
+                return False
+        if not self.tensors:
+            return self.known
+        return self.known and not any(x.requires_grad for x in self.tensors)
+
+    def _search(self) -> bool:
+        todo, seen = list(self.written), set()
+        while todo:
+            x = todo.pop()
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if isinstance(x, Tensor):
+                self.tensors.append(x)
+            elif isinstance(x, dict | list | set):
+                return False
+            elif isinstance(x, tuple | frozenset):
+                todo += x
+            elif isinstance(x, FunctionType):
+                todo += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+                for cell in x.__closure__ or ():
+                    try:
+                        self.cells.append((cell, cell.cell_contents))
+                    except ValueError:  # a name that is not bound yet
+                        return False
+                    todo.append(cell.cell_contents)
+            elif hasattr(x, "func"):
+                todo += [x.func, x.args, *x.keywords.values()] if _is_partial(x) else []
+        return True
+
+
+def _is_partial(x: Any) -> bool:
+    return all(hasattr(x, name) for name in ("func", "args", "keywords"))
+
+
+# --- one call ----------------------------------------------------------------------------
+
+
+def function_of(signature: _Signature) -> type[torch.autograd.Function]:
+    """The Function of calls of one signature, which need no more than this of autograd."""
+
+    class Direct(torch.autograd.Function):
+        """A rule, for autograd alone."""
+
+        @staticmethod
+        def forward(ctx: Any, *xs: Tensor) -> Any:
+            return _forward(ctx, signature, xs)
+
+        @staticmethod
+        def backward(ctx: Any, *cts: Any) -> Any:
+            return _backward(ctx, signature, cts)
+
+    return Direct
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a forward pass leaves for the backward pass, besides tensors.
+
+    Attributes:
+        kept: How what was saved is put together again: a tensor, a tuple, or as `Residuals` say.
+        places: Where it came from, in `[*xs, *ys, *extras]`.
+        pulling: What is kept, positions likewise.
+        single: Whether f returned one tensor, and no tree.
+        out_def: The structure otherwise.
+        count: How many outputs there are; extras follow.
+        likes: What the outputs and extras look like; None: as their cotangents do.
+        randomness: As in `rules.Point`.
+    """
+
+    kept: Any = tuple
+    places: tuple[int, ...] = ()
+    pulling: Sequence[int] = ()
+    single: bool = True
+    out_def: Any = None
+    count: int = 1
+    likes: Any = None
+    randomness: Any = None
+
+
+def _derived(signature: _Signature, args: tuple[Any, ...]) -> Any:
+    if signature.function is None:
+        signature.function = function_of(signature)
+    out = signature.function.apply(*args)
+    if type(out) is Tensor:
+        node = out.grad_fn
+        if node is not None and node.plan.single:
+            return out
+        outs: tuple[Tensor, ...] = (out,)
+    else:
+        outs = out
+    node = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
+    if node is None:  # integers, of which no node tells
+        shaped = signature.shaped
+        return shaped.backend.unflatten(shaped.newest, outs)
+    if node.plan.single:
+        return outs[0]
+    return signature.shaped.backend.unflatten(node.plan.out_def, outs[: node.plan.count])
+
+
+def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
+    of = signature.shaped.of
+    sure = of.bwd is None or signature.shaped.rule in rules.SAVES_NO_EXTRAS
+    before = None if sure else Randomness.now(xs)
+    with torch.enable_grad():
+        plain = [x.detach() for x in xs]
+        if of.bwd is None:
+            out, res = of.fun(*plain), plain
+        else:
+            found = of.fwd(*plain)
+            if type(found) is not tuple or len(found) != 2:
+                found = signature.shaped.pair(found, "fwd", "(out, residuals)")
+            out, res = found
+    if type(out) is not Tensor or not out.dtype.is_floating_point or out.requires_grad:
+        return _forward_of_any(ctx, signature, xs, plain, out, res, before)
+    known = [*plain, out]
+    if type(res) is Tensor:
+        kept, places = Tensor, (_place(res, known),)
+    elif type(res) is tuple or res is plain:
+        kept, places = tuple, tuple([_place(x, known) for x in res])
+    else:
+        kept, places = Residuals, (-1,)
+    if -1 in places or (True in [torch._C._is_alias_of(x, out) for x in xs]):
+        return _forward_of_any(ctx, signature, xs, plain, out, res, before)
+    plan = signature.plans.get((kept, places))
+    if plan is None:
+        plan = signature.plans[kept, places] = _Plan(kept, places, places)
+    ctx.plan = plan
+    known[: len(plain)] = xs
+    ctx.save_for_backward(*[known[i] for i in places])
+    return out
+
+
+def _place(x: Any, known: list[Tensor]) -> int:
+    """Where x stands among these; -1 if it is not one of them."""
+    for i, y in enumerate(known):
+        if x is y:
+            return i
+    return -1
+
+
+def _forward_of_any(
+    ctx: Any, signature: _Signature, xs: Any, plain: Any, out: Any, res: Any, before: Any
+) -> Any:
+    """With a tree of outputs, with views, extras, or what else fwd may save."""
+    shaped = signature.shaped
+    plan = ctx.plan = _Plan(single=type(out) is Tensor)
+    if plan.single:
+        ys = [out]
+    else:
+        ys = shaped.outputs(plain, out, "it" if signature.bwd is None else "fwd")
+        plan.out_def = shaped.newest
+    plan.kept, extras = Residuals.of(shaped.backend, tuple(res) if res is plain else res, plain, ys)
+    for y in (*ys, *extras):
+        if y.requires_grad:
+            raise rules.closed_over_error(shaped.rule)
+    if extras or plan.kept.rerun:
+        if before is None and signature.bwd is not None:
+            rules.SAVES_NO_EXTRAS.discard(shaped.rule)
+            return _forward(ctx, signature, xs)
+        plan.randomness = None if before is None or before.stands() else before
+    out = (*rules.as_views(ys, xs), *extras)
+    everything = (*xs, *out)
+    plan.count, plan.places = len(ys), plan.kept.places
+    again = range(len(xs)) if extras or plan.kept.rerun else ()
+    plan.pulling = [*plan.places, *(i for i in again if i not in plan.places)]
+    ctx.save_for_backward(*[everything[i] for i in plan.pulling])
+    plan.likes = [like(y) for y in out]
+    if None in plan.likes:
+        ctx.mark_non_differentiable(*[y for y in out if not is_inexact(y)])
+    if len(out) == 1:
+        return out[0]
+    ctx.set_materialize_grads(False)
+    return out
+
+
+def _backward(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
+    plan, ct = ctx.plan, cts[0]
+    kept = plan.kept
+    if (
+        kept is not Tensor
+        and kept is not tuple
+        and not (plan.single and all(other is None for other in cts[1:]))
+    ) or not (signature.pulled and type(ct) is Tensor and not torch.is_grad_enabled()):
+        return _the_long_way(ctx, signature, cts)
+    saved = ctx.saved_tensors
+    if kept is Tensor:
+        res = saved[0]
+    elif kept is tuple:
+        res = saved
+    else:
+        res = kept.restored(signature.shaped.backend, saved[: len(plan.places)])
+    found = signature.bwd(res, ct)
+    if type(found) is tuple and len(found) == signature.count:
+        for g, (shape, dtype, _) in zip(found, signature.looks, strict=True):
+            if g is not None and (
+                type(g) is not Tensor or g.dtype is not dtype or g.shape != shape
+            ):
+                break
+        else:
+            return found
+    return tuple(signature.shaped.cotangents(found, signature.expected))
+
+
+def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
+    """The backward pass of `torch/rules.py`, of this call."""
+    plan, shaped = ctx.plan, signature.shaped
+    maps = _maps(plan, signature)
+    ctx.point = rules.Point(shaped.rule, maps, count=plan.count, randomness=plan.randomness)
+    ctx.unusual = rules.unusual(cts)
+    ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
+    ctx.like_ys = plan.likes or [like(ct) for ct in cts]
+    found = rules.pulled_back(ctx, cts)
+    easy = shaped.of.bwd is not None and None not in signature.likes
+    signature.pulled = signature.pulled or (easy and not torch.is_grad_enabled())
+    return tuple(found)
+
+
+def _maps(plan: _Plan, signature: _Signature) -> Linearized:
+    shaped, kept = signature.shaped, plan.kept
+    if shaped.of.bwd is None:
+        return shaped.rule.reading([None] * signature.count, [])
+    backend = shaped.backend
+    if kept is Tensor or kept is tuple:
+        tree = 0 if kept is Tensor else (0,) * len(plan.places)
+        kept = Residuals.of_arrays(backend.flatten(tree)[1], plan.places)
+    out_def = backend.flatten(0)[1] if plan.single else plan.out_def
+    return shaped.maps([], [], kept, out_def, signature.expected)

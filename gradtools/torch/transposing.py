@@ -1,0 +1,187 @@
+"""The transpose of a rule's map, for the mode that its author did not give.
+
+A linear map is transposed by differentiating it, which PyTorch does without asking whether it is
+linear; `checking.py` asks.
+
+One rule is of no use there: that which is applied to the tangents themselves. The forward rule of
+a linear function may be the function, df(x)[t] = f(t). Its transpose asks for the derivative of
+t -> f(t), which by the rule is df(t)[s] = f(s), and so on without end. What is linear is its own
+derivative: there the function's own code is transposed, as JAX does, where a `custom_jvp` that
+meets a transposition is evaluated as plain code.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._guards import TracingContext
+
+from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule
+from gradtools.torch.compiling import is_compiling
+from gradtools.torch.wrappers import is_wrapped
+
+Tensor = torch.Tensor
+Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+_STATE = threading.local()
+
+
+def in_eager() -> bool:
+    """Whether no transform of torch.func and no compiler is at work."""
+    stack = torch._C._functorch.peek_interpreter_stack()
+    return stack is None and not is_compiling() and TracingContext.try_get() is None
+
+
+def transposed(
+    rule: Rule, linear: Map, at: Sequence[Any], examples: Sequence[Any], values: Sequence[Any]
+) -> list[Any]:
+    """The transpose of `vs -> linear(at, vs)` (of vectors like `examples`) at `values`."""
+    if not examples:
+        return []
+    plain = in_eager() and not torch.is_grad_enabled() and forward_ad._current_level < 0
+    if plain and not any(v is not None and is_wrapped(v) for v in values):
+        return _by_backward(rule, linear, at, examples, values)
+    return _by_vjp(rule, linear, at, examples, values)
+
+
+def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
+    """For numbers alone, by autograd itself, which takes a third of the time of torch.func."""
+    with transposing(rule) as own, torch.enable_grad():
+        vs = [e.detach().requires_grad_() for e in examples]
+        with own.traced(_EAGER):
+            outs = linear([x.detach() for x in at], vs)
+        pairs = zip(outs, values, strict=True)
+        kept = [(o, v) for o, v in pairs if o is not None and v is not None and o.requires_grad]
+        if not kept:
+            return [None] * len(vs)
+        ends, given = zip(*kept, strict=True)
+        return list(torch.autograd.grad(ends, vs, given, allow_unused=True))
+
+
+def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> list[Any]:
+    """`torch.func.vjp` takes no function without an output, as a map is that gives None."""
+    for x in at:
+        if x.layout not in (torch.strided, torch.sparse_coo):
+            name = str(x.layout).removeprefix("torch.").lstrip("_")
+            raise GradtoolsError(
+                f"rule {rule.name!r}: one of its maps is transposed at a {name} tensor, which "
+                "torch.func does not take. Give the missing map as well, or use sparse_coo."
+            )
+    came_out: list[int] = []
+
+    def dense(*vs: Tensor) -> tuple[Tensor, ...]:
+        with own.traced(torch._C._functorch.peek_interpreter_stack().level()):
+            out = linear(at, vs)
+        came_out[:] = [i for i, o in enumerate(out) if o is not None]
+        return tuple(out[i] for i in came_out) or (torch.zeros(()),)
+
+    with transposing(rule) as own:
+        outs, pullback = torch.func.vjp(dense, *examples)
+        given = [values[i] for i in came_out] or [None]
+        pairs = zip(outs, given, strict=True)
+        filled = [torch.zeros_like(o) if v is None else v for o, v in pairs]
+        # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
+        return [v.view_as(v) for v in pullback(tuple(filled))]
+
+
+def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero)."""
+    outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
+    full = [torch.zeros_like(y) if ct is None else ct for y, ct in zip(outs, cts, strict=True)]
+    return [v.view_as(v) for v in pullback(tuple(full))]
+
+
+def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """The pushforward of `fun` at xs, of `dxs`, as the transpose of its pullback."""
+    outs, pullback = torch.func.vjp(lambda *a: tuple(fun(*a)), *xs)
+    _, again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))
+    return [v.view_as(v) for v in again(tuple(dxs))[0]]
+
+
+# --- a rule that is applied to the tangents of its own map --------------------------------
+
+_EAGER = -1  # beside the levels of torch.func
+
+
+@dataclass(eq=False)
+class _Transposition:
+    """A transposition that is under way, and the level of its vectors while it is traced."""
+
+    source: Rule
+    level: int | None = None
+    by_code: bool = False  # whether the rule's own code is transposed
+
+    @contextmanager
+    def traced(self, level: int) -> Iterator[None]:
+        """While the map is traced, on this level of torch.func."""
+        before, self.level = self.level, level
+        try:
+            yield
+        finally:
+            self.level = before
+
+
+def running() -> list[_Transposition]:
+    """The transpositions under way in this thread, the innermost last."""
+    try:
+        found: list[_Transposition] = _STATE.running
+    except AttributeError:
+        found = _STATE.running = []
+    return found
+
+
+@contextmanager
+def transposing(rule: Rule) -> Iterator[_Transposition]:
+    """While one of the rule's maps is transposed."""
+    stack = running()
+    stack.append(own := _Transposition(rule.source or rule))
+    try:
+        yield own
+    except GradtoolsError as error:
+        if not own.by_code:
+            raise
+        raise GradtoolsError(
+            f"rule {rule.name!r}: its forward rule applies {rule.name} itself to tangents, so "
+            f"reverse mode transposes the code of {rule.name}, which failed: {error} Give it a "
+            "reverse rule as well, with defvjp(fwd, bwd)."
+        ) from error
+    finally:
+        stack.pop()
+
+
+def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
+    """Whether the rule is applied to vectors through which its own map is being transposed.
+
+    Its own, or that of a rule that its map applied in turn. A rule with a cotangent map needs no
+    transposition there.
+    """
+    stack = running()
+    if not stack or rule.cotangent is not None or rule.linearize is not None:
+        return False
+    sources = [t.source for t in stack]
+    source = rule.source or rule
+    if source not in sources:
+        return False
+    first = sources.index(source)
+    levels = {t.level for t in stack[first:]}
+    if not any(_is_tracked_at(levels, x) for x in xs):
+        return False
+    stack[first].by_code = True
+    return True
+
+
+def _is_tracked_at(levels: set[int | None], x: Tensor) -> bool:
+    if _EAGER in levels and x.requires_grad:
+        return True
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and functorch.maybe_get_level(x) in levels:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False

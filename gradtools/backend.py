@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from gradtools.host import KernelCall
+from gradtools.host import Kernel, KernelCall, Results
 from gradtools.rules import Rule
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.passes import Differentiated
@@ -114,8 +114,11 @@ class Backend(Protocol):
     def cast(self, x: Any, like: Array | str) -> Array: ...
     def real_scalar(self, x: Any, like: Array) -> Array: ...
     def zeros_like(self, x: Array) -> Array: ...
-    def zeros(self, shape: Any, dtype: Any, like: Array) -> Array:
-        """Zeros of the framework's dtype, on like's device."""
+    def look(self, x: Array) -> Any:
+        """What x looks like: shape, dtype, and what else its type says; no array."""
+
+    def zeros(self, look: Any, beside: Array) -> Array:
+        """Zeros that look so, on the device of the array beside them."""
 
     def ones_like(self, x: Array) -> Array:
         """Ones with x's shape, dtype and device."""
@@ -191,6 +194,13 @@ class Backend(Protocol):
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any: ...
     def call_kernel(self, call: KernelCall, xs: Sequence[Array]) -> list[Array]:
         """The results of a host kernel, inside the framework's program; without a derivative."""
+        ...
+
+    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Array]] | None:
+        """The same where nothing but arrays with values go in, and nothing follows what is done.
+
+        None where anything does: a trace, a transform, a mode, autograd.
+        """
         ...
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]: ...

@@ -9,12 +9,16 @@ own. How a call enters a framework's program stands in `torch/host.py` and `jax/
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import numbers
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it tra
 _SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SIZES["uint"] = _SIZES["int"]
 _DTYPES = {"bool", "bfloat16"} | {f"{kind}{n}" for kind, sizes in _SIZES.items() for n in sizes}
+_PLAIN_KINDS = "biufc"
 _CARRIED = {"bfloat16": "float32"}  # NumPy has no such dtype; a kernel sees the other
 _SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array"}
@@ -113,6 +118,7 @@ class Kernel:
     name: str = ""
     traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
     calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
+    known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -124,6 +130,14 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<host kernel {self.name}>"
 
+    @property
+    def line(self) -> str:
+        """Where it was defined, as messages say it; nothing of a builtin."""
+        code = getattr(_python(self.fun), "__code__", None)
+        if code is None:
+            return ""
+        return f" The kernel is at {code.co_filename}:{code.co_firstlineno}."
+
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """The kernel's call with arguments like these, and the arrays among them, in order.
 
@@ -134,6 +148,23 @@ class Kernel:
         xs = [backend.asarray(x) for x, a in zip(leaves, arrays, strict=True) if a]
         others = tuple([None if a else x for x, a in zip(leaves, arrays, strict=True)])
         return self._call(backend, treedef, tuple(arrays), others), xs
+
+    def known_call(
+        self, looks: Any, backend: Any, args: Sequence[Any]
+    ) -> tuple[KernelCall, Results]:
+        """The call with arrays that look so as arguments, and what it returns; kept for the next.
+
+        looks: What tells apart arguments for which `out` may say something else.
+        """
+        found = self.known.get(looks)
+        if found is None:
+            call, xs = self.bind(backend, args)
+            specs = [Spec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
+            found = call, call.results(specs)
+            self.known[looks] = found
+            if len(self.known) > _MOST_CALLS:
+                del self.known[next(iter(self.known))]
+        return found
 
     def _call(self, *structure: Any) -> KernelCall:
         """The call of this structure, kept for the programs that know it by its key alone."""
@@ -147,6 +178,20 @@ class Kernel:
             if len(self.calls) > _MOST_CALLS:
                 del self.calls[next(iter(self.calls))]
         return found
+
+
+def _python(fun: Any) -> Any:
+    """The Python function under partials, under what wraps it, or that a callable object runs."""
+    while True:
+        if isinstance(fun, functools.partial):
+            fun = fun.func
+        elif isinstance(fun, FunctionType | MethodType):
+            inner = inspect.unwrap(fun)
+            if inner is fun:
+                return fun
+            fun = inner
+        else:
+            return vars(type(fun)).get("__call__")
 
 
 def told_apart(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -176,6 +221,19 @@ class Results:
 
     specs: tuple[Spec, ...]
     treedef: Any
+    alone: bool  # whether one array comes, in no container
+    dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)  # as NumPy carries them
+
+    def __post_init__(self) -> None:
+        carried = [np.dtype(_carrier(s.dtype)) for s in self.specs]
+        object.__setattr__(self, "dtypes", tuple(carried))
+
+    def are(self, ys: Sequence[Any], batch: Shape) -> bool:
+        """Whether arrays are what was expected, without a word of what is wrong with them."""
+        for y, spec, dtype in zip(ys, self.specs, self.dtypes, strict=True):
+            if type(y) is not np.ndarray or y.dtype != dtype or y.shape != (*batch, *spec.shape):
+                return False
+        return True
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -197,9 +255,14 @@ class KernelCall:
     arrays: tuple[bool, ...]
     others: tuple[Any, ...]
     key: str = field(default_factory=lambda: next(_KEYS))
+    flat: bool = field(init=False)  # whether the arguments are arrays, in no containers
 
     def __post_init__(self) -> None:
         _BY_KEY[self.key] = self
+        leaves = [_LEAF] * len(self.arrays)
+        plain = self.trees.unflatten(self.treedef, leaves)
+        flat = all(self.arrays) and all(x is _LEAF for x in plain)
+        object.__setattr__(self, "flat", flat)
 
     def __repr__(self) -> str:
         return f"<call of {self.kernel!r}>"
@@ -215,7 +278,7 @@ class KernelCall:
         for spec, path in zip(found, self.trees.leaf_paths(out), strict=True):
             if not isinstance(spec, Spec):
                 raise self.error(f"out{path} is {spec!r}; it must be a Spec(shape, dtype).")
-        return Results(tuple(found), treedef)
+        return Results(tuple(found), treedef, isinstance(out, Spec))
 
     def _out(self, specs: Sequence[Spec]) -> Any:
         out = self.kernel.out
@@ -258,13 +321,21 @@ class KernelCall:
         self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()
     ) -> list[np.ndarray]:
         """New arrays: what a kernel returns may be its argument, or its own workspace."""
-        pairs = zip(self._called(xs, expected, batch), expected.specs, strict=True)
-        return [np.array(y, _carrier(s.dtype), order="C") for y, s in pairs]
+        ys = self._called(xs, expected, batch)
+        for i, dtype in enumerate(expected.dtypes):
+            if not _is_new(ys, i, dtype):
+                ys[i] = np.array(ys[i], dtype, order="C")
+        return ys
 
     def _called(self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()) -> list[Any]:
         """What the kernel returns, as a flat list, held to what was expected."""
-        tree = self.kernel.fun(*self._arguments(xs))
-        ys = self._leaves(tree, expected.treedef)
+        tree = self.kernel.fun(*(xs if self.flat else self._arguments(xs)))
+        if expected.alone and type(tree) is np.ndarray:
+            ys, tree = [tree], None  # held once
+        else:
+            ys, tree = self._leaves(tree, expected.treedef), None
+        if expected.are(ys, batch):
+            return ys
         for i, (y, spec) in enumerate(zip(ys, expected.specs, strict=True)):
             if wrong := _wrong(y, spec, batch):
                 path = self.trees.leaf_paths(self.trees.unflatten(expected.treedef, ys))[i]
@@ -278,6 +349,11 @@ class KernelCall:
         except (ValueError, TypeError):
             leaves = [None]
         if any(x is None or isinstance(x, tuple | list | dict) for x in leaves):
+            if tree is None:
+                raise self.error(
+                    f"it returned None, expected {wanted}, the structure of out. A kernel returns "
+                    "its result; a routine that fills an array must return that array."
+                )
             came = self.trees.flatten(tree)[1]
             raise self.error(f"it returned the structure {came}, expected {wanted}, that of out.")
         return leaves
@@ -289,12 +365,30 @@ class KernelCall:
         return self.trees.unflatten(self.treedef, [next(left) if a else o for a, o in pairs])
 
     def error(self, text: str) -> GradtoolsError:
-        """An error that names the kernel."""
-        return GradtoolsError(f"host function {self.kernel.name!r}: {text}")
+        """An error that names the kernel, and the line at which it was defined."""
+        return GradtoolsError(f"host function {self.kernel.name!r}: {text}{self.kernel.line}")
 
     def no_derivative(self) -> GradtoolsError:
         """What is raised where a derivative is asked for and no rule knows it."""
         return self.error("it has no derivative of its own. Give it a rule (defvjp or defjvp).")
+
+
+def _is_new(ys: list[Any], i: int, dtype: np.dtype[Any]) -> bool:
+    """Whether an array of this dtype in C order owns its memory, and the list alone holds it."""
+    if type(ys[i]) is not np.ndarray or sys.getrefcount(ys[i]) > _HELD_ONCE:
+        return False
+    flags = ys[i].flags
+    return ys[i].dtype == dtype and flags.owndata and flags.c_contiguous and flags.writeable
+
+
+def _held_once() -> int:
+    """What Python counts of an array that a list alone holds."""
+    ys = [np.empty(0)]
+    return sys.getrefcount(ys[0])
+
+
+_HELD_ONCE = _held_once()
+_LEAF = object()
 
 
 def _wrong(y: Any, spec: Spec, batch: Shape) -> str:
@@ -305,10 +399,19 @@ def _wrong(y: Any, spec: Spec, batch: Shape) -> str:
     if isinstance(y, np.ndarray | np.generic):
         if y.shape == shape and y.dtype.name in (spec.dtype, _carrier(spec.dtype)):
             return ""
-        return f"has shape {y.shape} and dtype {y.dtype}; {expected}."
+        mend = _mend(y, spec, y.shape == shape) if not batch else ""
+        return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{mend}"
     if shape == () and _fits(y, spec.dtype):
         return ""
     return f"is {_described(y)}; {expected}. Return NumPy arrays."
+
+
+def _mend(y: np.ndarray | np.generic, spec: Spec, same_shape: bool) -> str:
+    """What to write where the shape or only the dtype is another one."""
+    own = f"out=Spec({y.shape}, {y.dtype.name!r})"
+    if same_shape:
+        return f" Nothing is cast: return y.astype({_carrier(spec.dtype)!r}), or say {own}."
+    return f" Say what it returns: {own}, or a function of the arguments' Specs."
 
 
 def _carrier(dtype: str) -> str:
@@ -317,8 +420,9 @@ def _carrier(dtype: str) -> str:
 
 def _read_only(x: np.ndarray) -> np.ndarray:
     """x in C order, without a way to make it writable again."""
-    x = np.asarray(x, _carrier(x.dtype.name), order="C")
-    return np.asarray(x.data.toreadonly())
+    if x.dtype.kind not in _PLAIN_KINDS:  # a framework's own, which NumPy knows as raw bytes
+        x = x.astype(_carrier(x.dtype.name))
+    return np.asarray(np.asarray(x, order="C").data.toreadonly())
 
 
 def _fits(y: Any, dtype: str) -> bool:

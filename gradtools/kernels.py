@@ -10,11 +10,12 @@ so where the double backward is the last one given, the symmetry of the Hessian 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, overload
 
 from gradtools.backend import Array, Backend, Operators
+from gradtools.contract import checked_word
 from gradtools.custom import CustomRule, Parameters, Shaped
 from gradtools.errors import MissingRuleError
 from gradtools.host import Kernel, Spec
@@ -28,13 +29,27 @@ class HostFunctions(Operators):
 
     @overload
     def host_function(
-        self, kernel: Callable[..., Any], out: Any = None, vectorized: bool = False
+        self,
+        kernel: Callable[..., Any],
+        out: Any = None,
+        vectorized: bool = False,
+        check: str = "first",
     ) -> HostFunction: ...
     @overload
     def host_function(
-        self, kernel: None = None, out: Any = None, vectorized: bool = False
+        self,
+        kernel: None = None,
+        out: Any = None,
+        vectorized: bool = False,
+        check: str = "first",
     ) -> Callable[[Callable[..., Any]], HostFunction]: ...
-    def host_function(self, kernel: Any = None, out: Any = None, vectorized: bool = False) -> Any:
+    def host_function(
+        self,
+        kernel: Any = None,
+        out: Any = None,
+        vectorized: bool = False,
+        check: str = "first",
+    ) -> Any:
         """A kernel of NumPy arrays (NumPy, SciPy, ctypes, C++) inside the framework's program.
 
         It runs in eager and compiled code, under vmap and in loops. It takes rules like a
@@ -50,6 +65,8 @@ class HostFunctions(Operators):
                 one. Under vmap these are the specs of one example.
             vectorized: False: under vmap one call for each example. True: one call, each array
                 argument with the batch axes in front. Elementwise kernels allow it.
+            check: As in `custom_rule`: when the rule is held to its contract. What a kernel
+                returns is held to `out` in every call.
 
         Returns:
             A function of arrays. Without a rule, differentiating it raises.
@@ -72,8 +89,8 @@ class HostFunctions(Operators):
             [8.0, 12.0, 12.0]
         """
         if kernel is None:
-            return partial(self.host_function, out=out, vectorized=vectorized)
-        return HostFunction(self._backend, kernel, out, vectorized)
+            return partial(self.host_function, out=out, vectorized=vectorized, check=check)
+        return HostFunction(self._backend, kernel, out, vectorized, check)
 
 
 # --- the function ------------------------------------------------------------------------
@@ -88,12 +105,23 @@ class HostFunction(CustomRule):
 
     _kind = "host function"
 
-    def __init__(self, backend: Backend, kernel: Any, out: Any, vectorized: bool) -> None:
+    def __init__(
+        self, backend: Backend, kernel: Any, out: Any, vectorized: bool, check: str = "first"
+    ) -> None:
         self.kernel = Kernel(kernel, out, vectorized)
-        super().__init__(backend, kernel, ())
+        super().__init__(backend, kernel, (), checked_word("host_function", check))
         self._parameters = Parameters.positional(self.__name__, kernel)
         self.fun = self._value
         self.opaque = False  # known, once a derivative of bwd in forward mode was missing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The value; differentiated by the rule wherever a derivative is taken."""
+        _, values = self._parameters.bound(args, kwargs)
+        now = self._backend.call_now(self.kernel, values)
+        if now is None:
+            return super().__call__(*args, **kwargs)
+        expected, ys = now
+        return ys[0] if expected.alone else self._backend.unflatten(expected.treedef, ys)
 
     def _value(self, *args: Any) -> Any:
         backend = self._backend
@@ -129,6 +157,9 @@ class HostFunction(CustomRule):
         return replace(rule, symbolic=self.symbolic - {"cotangent"}, key=next(KEYS))
 
 
+_MOST_MAPS = 64
+
+
 @dataclass(eq=False)
 class _OfKernels:
     """The maps of a host function with a reverse rule, as rules themselves.
@@ -139,6 +170,7 @@ class _OfKernels:
 
     of: HostFunction
     shape: Shaped
+    known: dict[Any, _KernelMaps] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.backend = self.of._backend
@@ -148,15 +180,8 @@ class _OfKernels:
         backend = self.backend
         found = self.shape.linearize(*xs)
         n, k = len(xs), len(found.saves)
-        outs = [(tuple(y.shape), y.dtype) if backend.is_inexact(y) else None for y in found.ys]
-        maps = _KernelMaps(
-            self,
-            saves=found.saves,
-            bwd=found.cotangent,
-            moving=tuple([backend.is_inexact(x) for x in xs]),
-            outs=tuple(outs),
-        )
-
+        maps = self.maps(xs, found)
+        outs = maps.outs
         given = found.tangent  # and not all that was found, whose arrays would stay
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
@@ -180,6 +205,30 @@ class _OfKernels:
             tangent=tangent,
             cotangent=cotangent,
         )
+
+    def maps(self, xs: Entries, found: Linearized) -> _KernelMaps:
+        """The maps as rules, made once for evaluations that differ in their arrays alone."""
+        backend = self.backend
+        outs = [backend.look(y) if backend.is_inexact(y) else None for y in found.ys]
+        key = (found.key, tuple(outs))
+        try:
+            known = self.known.get(key)
+        except TypeError:  # fwd saved what is not hashable
+            key, known = None, None
+        if known is not None:
+            return known
+        made = _KernelMaps(
+            self,
+            saves=found.saves,
+            bwd=found.cotangent,
+            moving=tuple([backend.is_inexact(x) for x in xs]),
+            outs=tuple(outs),
+        )
+        if key is not None and found.key is not None:
+            self.known[key] = made
+            if len(self.known) > _MOST_MAPS:
+                del self.known[next(iter(self.known))]
+        return made
 
 
 @dataclass(eq=False)
@@ -296,8 +345,7 @@ class _KernelMaps:
 
     def zero_cotangents(self, like: Array) -> list[Array]:
         """Zeros for each output that is differentiated."""
-        outs = [out for out in self.outs if out is not None]
-        return [self.backend.zeros(shape, dtype, like) for shape, dtype in outs]
+        return [self.backend.zeros(look, like) for look in self.outs if look is not None]
 
     def d_pushed(self, operands: Entries, moved: Entries) -> list[Any]:
         xs, saved, dxs = self.parted(operands)

@@ -55,6 +55,8 @@ class Linearized:
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
         pushing: How many of the last entries of `saves` the tangent map alone reads.
+        key: What tells its maps, as functions of what they are handed, from those of another
+            evaluation of the same rule; None: nothing does.
         rerun: Whether something else than arrays was saved that may depend on x, so that a
             second derivative has to evaluate again.
     """
@@ -66,6 +68,7 @@ class Linearized:
     cotangent: Map | None = None
     rerun: bool = False
     pushing: int = 0
+    key: Any = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

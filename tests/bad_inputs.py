@@ -1480,7 +1480,8 @@ BAD = (
         lambda gt, a: gt.host_function(np.sum)(a(V)),
         (
             "host function 'sum': result has shape () and dtype float64; expected shape (2,) and "
-            "dtype float64."
+            "dtype float64. Say what it returns: out=Spec((), 'float64'), or a function of the "
+            "arguments' Specs."
         ),
     ),
     Bad(
@@ -1488,16 +1489,22 @@ BAD = (
         lambda gt, a: gt.host_function(lambda x: x.astype(np.float32))(a(V)),
         (
             "host function '<lambda>': result has shape (2,) and dtype float32; expected shape "
-            "(2,) and dtype float64."
+            "(2,) and dtype float64. Nothing is cast: return y.astype('float64'), or say "
+            "out=Spec((2,), 'float32'). The kernel is at PLACE."
         ),
     ),
     Bad(
         "a kernel that returns nothing",
         lambda gt, a: gt.host_function(lambda x: None)(a(V)),
-        ("host function '<lambda>': it returned the structure None, expected *, that of out."),
+        (
+            "host function '<lambda>': it returned None, expected *, the structure of out. A "
+            "kernel returns its result; a routine that fills an array must return that array. "
+            "The kernel is at PLACE."
+        ),
         jax=(
-            "host function '<lambda>': it returned the structure PyTreeDef(None), expected "
-            "PyTreeDef(*), that of out."
+            "host function '<lambda>': it returned None, expected PyTreeDef(*), the structure of "
+            "out. A kernel returns its result; a routine that fills an array must return that "
+            "array. The kernel is at PLACE."
         ),
     ),
     Bad(
@@ -1505,7 +1512,7 @@ BAD = (
         lambda gt, a: gt.host_function(lambda x: "done")(a(V)),
         (
             "host function '<lambda>': result is a str; expected shape (2,) and dtype float64. "
-            "Return NumPy arrays."
+            "Return NumPy arrays. The kernel is at PLACE."
         ),
     ),
     Bad(

@@ -113,3 +113,85 @@ def test_a_kernel_may_call_jax():
     f = host(lambda x: np.asarray(jax.numpy.sin(x)))
     with jax.enable_x64(True):
         torch.testing.assert_close(f(torch.from_numpy(X)), torch.from_numpy(np.sin(X)))
+
+
+# --- a plain call, and what it must leave to PyTorch's own dispatcher ---------------------
+
+
+def test_a_mode_sees_the_call_of_a_kernel():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names, f = [], gt.host_function(np.exp)
+    f(torch.ones(2))  # known by now
+    with Seen():
+        f(torch.ones(2))
+    assert "gradtools.call_kernel.default" in names
+
+
+def _legacy(f):
+    from torch._vmap_internals import _vmap
+
+    return _vmap(f)
+
+
+CALLED = {
+    "plain": lambda f, x: f(x),
+    "known": lambda f, x: (f(x), f(x))[1],
+    "no_grad": lambda f, x: torch.no_grad()(f)(x.clone().requires_grad_()),
+    "parameter": lambda f, x: torch.no_grad()(f)(torch.nn.Parameter(x)),
+    "inference": lambda f, x: torch.inference_mode()(f)(x).clone(),
+    "vmap": lambda f, x: torch.vmap(f)(x),
+    "vmap of before": lambda f, x: _legacy(f)(x),
+    "traced": lambda f, x: torch.jit.trace(f, x + 1)(x),
+    "fake first": lambda f, x: (_faked(f, x), f(x))[1],
+}
+
+
+def _faked(f, x):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        y = f(mode.from_tensor(x))
+    assert y.shape == x.shape and type(y).__name__ == "FakeTensor"
+
+
+INPUTS = {
+    "plain": torch.linspace(0, 1, 6).reshape(2, 3),
+    "transposed": torch.linspace(0, 1, 6).reshape(2, 3).T,
+    "expanded": torch.ones(3, 1).expand(3, 2),
+    "conjugate": torch.complex(torch.ones(2, 3), torch.ones(2, 3)).conj(),
+    "negative": torch.complex(torch.ones(2, 3), torch.ones(2, 3)).conj().imag,
+    "half": torch.ones(2, 3, dtype=torch.bfloat16),
+    "empty": torch.ones(0, 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", CALLED)
+@pytest.mark.parametrize("which", INPUTS)
+def test_a_kernel_gives_the_same_however_it_is_called(way, which):
+    x = INPUTS[which]
+    if "vmap" in way and len(x) == 0:
+        pytest.skip("torch.vmap refuses a batch of size 0")
+    f = gt.host_function(lambda x: x * 2)
+    torch.testing.assert_close(CALLED[way](f, x), (x * 2).resolve_conj())
+
+
+def test_a_tracked_or_dual_argument_keeps_its_derivative():
+    import torch.autograd.forward_ad as forward_ad
+
+    f = gt.host_function(np.sin)
+    f.defvjp(lambda x: (f(x), x), lambda x, c: (torch.cos(x) * c,))
+    x = torch.ones(2)
+    f(x)  # known by now
+    tracked = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(f(tracked).sum(), tracked)
+    torch.testing.assert_close(dx, torch.cos(x))
+    with forward_ad.dual_level():
+        dual = f(forward_ad.make_dual(x, torch.ones(2)))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, torch.cos(x))

@@ -11,6 +11,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Options
+from gradtools.host import Kernel
 from gradtools.jax import (
     accumulate,
     arrays,
@@ -26,7 +27,7 @@ from gradtools.jax import (
     vanishing,
     vocabulary,
 )
-from gradtools.jax.host import call_kernel
+from gradtools.jax.host import call_kernel, call_now
 from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.stateful import checkpointed, explained
@@ -98,8 +99,11 @@ class JaxBackend:
     def zeros_like(self, x: Array) -> Array:
         return jax.lax.full_like(x, 0)
 
-    def zeros(self, shape: Any, dtype: Any, like: Array) -> Array:
-        return jnp.zeros(shape, dtype)
+    def look(self, x: Array) -> Any:
+        return jax.typeof(x)
+
+    def zeros(self, look: Any, beside: Array) -> Array:
+        return shardings.like(jnp.zeros(look.shape, look.dtype), look)
 
     def ones_like(self, x: Array) -> Array:
         return jax.lax.full_like(x, 1)
@@ -165,6 +169,9 @@ class JaxBackend:
             )
 
     call_kernel = staticmethod(call_kernel)
+
+    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+        return call_now(self, kernel, args)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun  # jit runs Python as it is

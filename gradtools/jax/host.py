@@ -4,6 +4,9 @@ On arrays that have values the kernel is called here and now, so its exceptions 
 are. Under vmap the primitive is bound again, with one more batch axis in front. It has no
 derivative: that is the rule's, above.
 
+A result that looks like an argument is sharded as that argument is, the axes of a batch as the
+batch is; any other is whole on the arguments' devices.
+
 JAX must not be called from within a callback: the program waits for the callback, and what the
 callback asks of JAX waits for the program (seen on the CPU). So kernels run where JAX may
 neither execute nor transfer anything.
@@ -18,24 +21,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gradtools.errors import said_by
-from gradtools.host import KernelCall, Results, Shape, Spec
+from gradtools.host import Kernel, KernelCall, Results, Shape, Spec
+from gradtools.jax import shardings
 from gradtools.jax.arrays import X64
 from gradtools.jax.lifetimes import MortalPrimitive, mortal
+
+NO_TRACE = get_opaque_trace_state(convention="flax")
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
     """The kernel's results."""
     expected = results_of(call, xs)
+    _check_held(call, expected)
+    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
+
+
+def call_now(backend: Any, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Any]] | None:
+    """The results where nothing is traced; see `Backend`."""
+    if get_opaque_trace_state(convention="flax") != NO_TRACE or not args:
+        return None
+    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in args):
+        return None
+    looks = (jax.config.jax_enable_x64, *[(x.shape, x.dtype) for x in args])
+    call, expected = kernel.known_call(looks, backend, args)
+    _check_held(call, expected)
+    return expected, _eager(*args, call=call, expected=expected, batch=())
+
+
+def _check_held(call: KernelCall, expected: Results) -> None:
+    """Refuses what JAX would narrow in silence."""
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
                 f"it is to return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
                 f"it on: {X64}; or give out=Spec(shape, dtype) with 32 bits."
             )
-    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 
 
 def results_of(call: KernelCall, xs: Sequence[Any]) -> Results:
@@ -54,10 +79,18 @@ def _run(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[An
     return [y.astype(jnp.dtype(s.dtype), copy=False) for y, s in pairs]
 
 
+_REFUSED = "disallow_explicit"
+
+
 @contextmanager
 def _jax_refused(call: KernelCall) -> Iterator[None]:
-    try:
-        with jax.no_execution(True), jax.transfer_guard("disallow_explicit"):
+    try:  # one by one, for jax.transfer_guard takes twice as long as these
+        with (
+            jax.no_execution(True),
+            jax.transfer_guard_host_to_device(_REFUSED),
+            jax.transfer_guard_device_to_device(_REFUSED),
+            jax.transfer_guard_device_to_host(_REFUSED),
+        ):
             yield
     except RuntimeError as error:
         text = said_by("jax", error)
@@ -69,15 +102,44 @@ def _jax_refused(call: KernelCall) -> Iterator[None]:
         ) from error
 
 
-def _eager(*xs: Any, **params: Any) -> list[Any]:
-    return [jnp.asarray(y) for y in _run(*xs, **params)]
+def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
+    committed = [x for x in xs if isinstance(x, jax.Array) and x.committed]
+    places = _placements(call, expected, committed, batch) if committed else None
+    found = _run(*xs, call=call, expected=expected, batch=batch)
+    if places is None:
+        return [jnp.asarray(y) for y in found]
+    return [jax.device_put(y, place) for y, place in zip(found, places, strict=True)]
+
+
+def _placements(
+    call: KernelCall, expected: Results, xs: Sequence[jax.Array], batch: Shape
+) -> list[Sharding]:
+    """Where each result goes; refuses arguments that JAX's own operations would refuse."""
+    devices = xs[0].sharding.device_set
+    other = next((x for x in xs if x.sharding.device_set != devices), None)
+    if other is not None:
+        names = [sorted(map(str, x.sharding.device_set)) for x in (xs[0], other)]
+        raise call.error(
+            f"its arguments are committed to different devices, {', '.join(names[0])} and "
+            f"{', '.join(names[1])}. Move them together with jax.device_put."
+        )
+    if len(devices) == 1:
+        return [xs[0].sharding] * len(expected.specs)
+    named = [(x, s) for x in xs if isinstance(s := x.sharding, NamedSharding)]
+    mesh = named[0][1].mesh if named else jax.sharding.Mesh(list(devices), ("devices",))
+    args = [(x.shape, shardings.padded(s.spec, x.ndim)) for x, s in named]
+    return [
+        NamedSharding(mesh, PartitionSpec(*shardings.of_result((*batch, *s.shape), batch, args)))
+        for s in expected.specs
+    ]
 
 
 def _staged(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
     shapes = [jax.ShapeDtypeStruct((*batch, *s.shape), jnp.dtype(s.dtype)) for s in expected.specs]
-    return jax.pure_callback(
+    ys = jax.pure_callback(
         lambda *arrays: _run(*arrays, call=call, expected=expected, batch=batch), shapes, *xs
     )
+    return [shardings.sharded_like(y, batch, xs) for y in ys]
 
 
 def _abstract(*xs: Any, **params: Any) -> list[Any]:

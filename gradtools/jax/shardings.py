@@ -21,8 +21,12 @@ from gradtools.backend import Array
 def entries(x: Any) -> tuple[Any, ...]:
     """For each axis of an array, or of its type, the mesh axes that its type names, or None."""
     aval = _aval(x)
-    spec = tuple(getattr(getattr(aval, "sharding", None), "spec", ()))
-    return (*spec, *[None] * (aval.ndim - len(spec)))
+    return padded(getattr(getattr(aval, "sharding", None), "spec", ()), aval.ndim)
+
+
+def padded(spec: Any, ndim: int) -> tuple[Any, ...]:
+    """A PartitionSpec with an entry for every axis."""
+    return (*spec, *[None] * (ndim - len(spec)))
 
 
 def placed(x: Array, axis: int, entry: Any) -> Array:
@@ -59,6 +63,34 @@ def many_like(xs: Array, other: Array) -> Array:
     traced = isinstance(other, jax.core.Tracer)
     sharding = jax.typeof(other).sharding if traced else other.sharding
     return jax.sharding.reshard(xs, NamedSharding(sharding.mesh, PartitionSpec(None, *found)))
+
+
+def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
+    """How a result is sharded where JAX cannot know how it was computed.
+
+    Args:
+        shape: The result's, with the axes of the batch in front.
+        batch: The sizes of these axes.
+        xs: The shape and the entries of each argument, the batch in front of all of them.
+
+    Returns:
+        Its entries: those of the first argument that looks like it, and on the axes of the batch
+        those of any argument.
+    """
+    n = len(batch)
+    like = next((e for s, e in xs if tuple(s[n:]) == tuple(shape[n:])), ())
+    leading = [next((e[i] for _, e in xs if e[i] is not None), None) for i in range(n)]
+    return (*leading, *padded(like[n:], len(shape) - n))
+
+
+def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
+    """A result of `xs`, sharded as `of_result` says."""
+    sharded = [x for x in xs if any(entries(x))]
+    if not sharded:
+        return y
+    found = of_result(y.shape, batch, [(x.shape, entries(x)) for x in sharded])
+    mesh = _aval(sharded[0]).sharding.mesh
+    return jax.sharding.reshard(y, NamedSharding(mesh, PartitionSpec(*found)))
 
 
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.calls import with_article
-from gradtools.errors import GradtoolsError, LostDerivativeError
+from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
 from gradtools.testing import tolerances
 
 Arrays = list[np.ndarray]
@@ -176,7 +176,7 @@ def no_such_mode(error: Exception) -> bool:
     """Whether an error says that a function lacks a mode, rather than that a rule is broken."""
     if isinstance(error, LostDerivativeError):
         return False
-    if isinstance(error, NotImplementedError):
+    if isinstance(error, NotImplementedError | MissingRuleError):
         return True
     told = isinstance(error, RuntimeError | TypeError | ValueError | GradtoolsError)
     return told and _NO_SUCH_MODE.search(str(error)) is not None

@@ -13,12 +13,11 @@ cannot see) makes second order wrong, and is found by differencing r_k itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.testing import numeric
 from gradtools.testing.checks import NAMES, Check, _flat, check_settings, is_jax, pattern
 from gradtools.testing.probe import (
@@ -30,22 +29,12 @@ from gradtools.testing.probe import (
     size,
     wants_64_bits,
 )
-from gradtools.testing.report import DIFFERS, Report, compare_arrays, mismatch
+from gradtools.testing.report import DIFFERS, Comparison, Report, compare_arrays, mismatch
+from gradtools.testing.rulebatches import check_batch
+from gradtools.testing.rulecauses import Causes
+from gradtools.testing.rulehabits import Habits
+from gradtools.testing.ruleparts import ASKED, taken_apart
 from gradtools.testing.sides import double_precision
-
-ASKED = "check_rule"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a rule is made of; `call` is the whole, as users call it."""
-
-    call: Callable[..., Any]
-    fun: Callable[..., Any]
-    fwd: Callable[..., Any] | None
-    bwd: Callable[..., Any] | None
-    jvp: Callable[..., Any] | None
-    static: tuple[int, ...]
 
 
 def check_rule(
@@ -59,7 +48,9 @@ def check_rule(
     second order bwd(residuals, v) is differentiated through fwd: a residual whose derivative is
     lost on the way (detached, or computed outside the framework) is named, and so is a bwd or jvp
     that treats a residual or primal as a constant. Then `check_derivatives` checks the rule in
-    all modes.
+    all modes, and a batch of three examples under vmap is compared with the three alone. fwd, bwd
+    and jvp must be functions of what they get: what is written in place, read from the last call
+    or drawn anew is refused.
 
     Args:
         rule: What `gt.custom_rule` made: callable, with the attributes `fun`, `fwd`, `bwd` and
@@ -114,12 +105,16 @@ class RuleCheck:
         self.report = Report(f"check_rule of {name} in {self.backend}", NAMES)
         self.check.report = self.report
         self.gt, self.waist = self.values.gt, self.values.waist
+        self.nones: set[int] = set()  # the leaves for which bwd returned None
+        self.none_pushed = False  # whether jvp returned None
+        self.causes = Causes(self)
 
     # --- first order: each part against fun's values
 
     def parts(self, order: int) -> None:
         """fwd, bwd and jvp one by one."""
         pulled = pushed = None
+        Habits(self).check()
         if self.rule.bwd is not None:
             self._same_value("fwd", lambda *a: self._fwd(*a)[0])
             pulled = self._pull(self.check.vs)
@@ -163,6 +158,8 @@ class RuleCheck:
                 line = lambda t, us=us: _flat(self.values.value(self.check._moved(us, t)))
                 found = numeric.slope(line, self.values.eps)
                 record = self.check._reverse_against_slope("bwd", direction, mine, line, found)
+                if record.status == DIFFERS:
+                    record = self.causes.of_bwd(record, i, pulled)
                 self.report.comparisons.append(record)
         draw = lambda: [self.check._draw(y.shape, y.dtype) for y in self.values.out]
         self.check._linear("bwd", "cotangent", self._pull, draw, self.values.paths)
@@ -175,10 +172,17 @@ class RuleCheck:
                 pushed = self._push(us)
                 line = lambda t, us=us: _flat(self.values.value(self.check._moved(us, t)))
                 found = numeric.slope(line, self.values.eps)
-                self.check._against_slope("jvp", path, _flat(pushed), found, 1)
+                record = self._jvp_against(path, pushed, found)
+                if record.status == DIFFERS:
+                    agrees = lambda ys, p=path, f=found: self._jvp_against(p, ys, f).agrees
+                    record = self.causes.of_jvp(record, i, us, agrees)
+                self.report.comparisons.append(record)
         draw = lambda: self.check._everywhere().us
         self.check._linear("jvp", "tangent", self._push, draw, self.values.out_paths)
         return pushed
+
+    def _jvp_against(self, path: str, pushed: list[np.ndarray], found: Any) -> Comparison:
+        return self.check._against_slope("jvp", path, _flat(pushed), found, 1, add=False)
 
     def _check_adjoint(self, pulled: list[np.ndarray]) -> None:
         for i, path in enumerate(self.values.paths):
@@ -231,6 +235,9 @@ class RuleCheck:
 
     def _second(self, part: str, names: list[str], run: Callable[..., Any]) -> None:
         """The part's own derivative, taken as the framework takes it, against its values."""
+        if (reason := self._not_differentiable(run)) is not None:
+            self.report.left_out.append(f"second order of {part}: {reason}")
+            return
         probe = Probe(ASKED, run, tuple(self.values.leaves), self.backend)
         probe.paths, probe.out_paths = self.values.paths, names
         check = Check(
@@ -248,6 +255,19 @@ class RuleCheck:
             self.report.comparisons.append(record)
         self.report.left_out += [f"over {part}: {reason}" for reason in check.report.left_out]
 
+    def _not_differentiable(self, run: Callable[..., Any]) -> str | None:
+        """Why a part has no derivative in any mode, as where it is a host function without rule."""
+        try:
+            self.gt.vjp(run, *self._moving())[1](self._ones(run))
+        except MissingRuleError as error:
+            return str(error)
+        except Exception:  # what else is wrong is said where it is compared
+            return None
+        return None
+
+    def _ones(self, run: Callable[..., Any]) -> list[Any]:
+        return [self.waist.ones_like(y) for y in run(*self._moving())]
+
     def whole(self, order: int) -> None:
         """`check_derivatives` of the rule as users call it."""
         probe = Probe(ASKED, self.rule.call, self.args, self.backend)
@@ -256,6 +276,7 @@ class RuleCheck:
         check.first_order()
         if order == 2:
             check.second_order()
+        check_batch(probe, check)
 
     # --- the parts as functions of all arguments, in the backend's arrays
 
@@ -271,7 +292,9 @@ class RuleCheck:
     def _cotangents(self, moving: Sequence[Any], vs: list[Any]) -> list[Any]:
         """bwd's entries for the differentiable leaves, checked; zeros for None."""
         args = self._rebuilt(moving)
-        out, residuals = self._fwd(*args)
+        return self._pulled(args, *self._fwd(*args), vs)
+
+    def _pulled(self, args: tuple[Any, ...], out: Any, residuals: Any, vs: list[Any]) -> list[Any]:
         leaves, tree = self.waist.flatten(out)
         left = iter(vs)
         full = [next(left) if self.values._differentiable(y) else None for y in leaves]
@@ -289,11 +312,12 @@ class RuleCheck:
                 "for each argument (None for a zero)."
             )
         entries: list[Any] = []
+        self.nones.clear()
         for i, entry in zip(wanted, found, strict=True):
-            entries += self._entry(i, entry, args[i])
+            entries += self._entry(i, entry, args[i], len(entries))
         return entries
 
-    def _entry(self, i: int, entry: Any, arg: Any) -> list[Any]:
+    def _entry(self, i: int, entry: Any, arg: Any, first: int) -> list[Any]:
         """The cotangents of the differentiable leaves of argument i."""
         leaves = self.waist.flatten(arg)[0]
         given = [None] * len(leaves) if entry is None else self.waist.flatten(entry)[0]
@@ -308,6 +332,13 @@ class RuleCheck:
                     f"{ASKED}: bwd's entry for argument {i} has shape {tuple(g.shape)}, the "
                     f"argument has {tuple(x.shape)}. Sum it over what was broadcast."
                 )
+            if g is not None and self.waist.dtype_name(g) != self.waist.dtype_name(x):
+                raise GradtoolsError(
+                    f"{ASKED}: bwd's entry for argument {i} has dtype {self.waist.dtype_name(g)}, "
+                    f"the argument has {self.waist.dtype_name(x)}. Cast it back."
+                )
+            if g is None:
+                self.nones.add(first + len(found))
             found.append(self.waist.zeros_like(x) if g is None else g)
         return found
 
@@ -323,17 +354,38 @@ class RuleCheck:
         return full
 
     def _tangents(self, moving: Sequence[Any], us: list[np.ndarray]) -> list[Any]:
-        args = self._rebuilt(moving)
+        return self._pushed(self._rebuilt(moving), us)
+
+    def _pushed(self, args: tuple[Any, ...], us: list[np.ndarray]) -> list[Any]:
         out, pushed = self._jvp(args, us)
         likes = self.waist.flatten(out)[0]
-        given = self.waist.flatten(pushed)[0]
         kept = [y for y in likes if self.values._differentiable(y)]
+        self.none_pushed = pushed is None
+        if pushed is None:
+            return [self.waist.zeros_like(y) for y in kept]
+        given = self.waist.flatten(pushed)[0]
         if len(given) not in (len(kept), len(likes)):
             raise GradtoolsError(
                 f"{ASKED}: jvp returned {len(given)} tangents for {len(likes)} outputs."
             )
-        pairs = zip(likes, given, strict=True) if len(given) == len(likes) else None
-        return [t for y, t in pairs if self.values._differentiable(y)] if pairs else list(given)
+        if len(given) == len(likes):
+            pairs = zip(likes, given, strict=True)
+            given = [t for y, t in pairs if self.values._differentiable(y)]
+        pairs = zip(self.values.out_paths, kept, given, strict=True)
+        return [self._like_output(path, y, t) for path, y, t in pairs]
+
+    def _like_output(self, path: str, y: Any, t: Any) -> Any:
+        """A tangent that looks like its output; zeros for None."""
+        if t is None or not self.waist.is_array(t):
+            return self.waist.zeros_like(y) if t is None else self.waist.cast(t, y)
+        looks = [(tuple(x.shape), self.waist.dtype_name(x)) for x in (t, y)]
+        if looks[0] != looks[1]:
+            raise GradtoolsError(
+                f"{ASKED}: jvp's tangent of {path} has shape {looks[0][0]} and dtype "
+                f"{looks[0][1]}, the output has {looks[1][0]} and {looks[1][1]}. Return one that "
+                "looks like the output."
+            )
+        return t
 
     def _jvp(self, args: tuple[Any, ...], us: list[np.ndarray]) -> tuple[Any, Any]:
         assert self.rule.jvp is not None
@@ -374,61 +426,3 @@ class RuleCheck:
         for i, x in zip(self.values._moving, moving, strict=True):
             full[i] = x
         return self.waist.unflatten(self.values._tree, full)
-
-
-def taken_apart(rule: Any, backend: str) -> Parts:
-    """The parts of what `gt.custom_rule` made, of JAX's own custom rules, or of a `Rule`."""
-    if hasattr(rule, "primal") and hasattr(rule, "cotangent"):
-        return _of_record(rule, backend)
-    fun = getattr(rule, "fun", None)
-    fwd, bwd, jvp = (getattr(rule, name, None) for name in ("fwd", "bwd", "jvp"))
-    if not callable(fun) or not callable(rule) or (jvp is None and (fwd is None or bwd is None)):
-        raise GradtoolsError(
-            f"{ASKED}: got a {type(rule).__name__}, which is no rule with derivatives; expected "
-            "what gt.custom_rule made, after .defvjp(fwd, bwd) or .defjvp(rule). For a plain "
-            "function use check_derivatives."
-        )
-    static = _static(rule, fun)
-    if static and fwd is not None and getattr(rule, "static_argnames", ()):
-        fwd = _in_the_functions_order(fwd, static)
-    return Parts(rule, fun, fwd, bwd, jvp, static)
-
-
-def _in_the_functions_order(fwd: Callable[..., Any], static: tuple[int, ...]) -> Any:
-    """fwd of `gt.custom_rule`, whose static arguments lead, as a function of fun's arguments."""
-
-    def ordered(*args: Any) -> Any:
-        rest = [a for i, a in enumerate(args) if i not in static]
-        return fwd(*[args[i] for i in static], *rest)
-
-    return ordered
-
-
-def _static(rule: Any, fun: Callable[..., Any]) -> tuple[int, ...]:
-    import inspect
-
-    given = getattr(rule, "nondiff_argnums", ())
-    names = tuple(getattr(rule, "static_argnames", ()) or ())
-    if not names:
-        return tuple(given or ())
-    parameters = list(inspect.signature(fun).parameters)
-    return tuple(sorted(parameters.index(name) for name in names))
-
-
-def _of_record(rule: Any, backend: str) -> Parts:
-    from importlib import import_module
-
-    waist = import_module(f"gradtools.{backend}")._api._backend
-    fun = lambda *xs: list(rule.primal(*xs))
-    fwd = lambda *xs: (fun(*xs), list(xs))
-    read = lambda xs: rule.saved(xs, fun(*xs))
-    bwd = lambda xs, cts: tuple(rule.cotangent(read(xs), cts))
-    jvp = lambda xs, dxs: (fun(*xs), list(rule.tangent(read(xs), dxs)))
-    return Parts(
-        lambda *xs: list(waist.apply_rule(rule, *xs)),
-        fun,
-        fwd if rule.cotangent else None,
-        bwd if rule.cotangent else None,
-        jvp if rule.tangent else None,
-        (),
-    )

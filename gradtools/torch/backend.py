@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from gradtools.backend import Array, Fun, Staged
 from gradtools.chunking import Options
 from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
+from gradtools.host import Kernel
 from gradtools.rules import Rule
 from gradtools.torch import (
     accumulate,
@@ -34,7 +35,7 @@ from gradtools.torch.checking import sketch_values
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.direct import DirectCalls
 from gradtools.torch.engines import asked_of
-from gradtools.torch.host import call_kernel
+from gradtools.torch.host import call_kernel, call_now
 from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
 from gradtools.torch.transposing import pull, push
@@ -114,8 +115,11 @@ class TorchBackend:
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)
 
-    def zeros(self, shape: Any, dtype: Any, like: Array) -> Array:
-        return torch.zeros(shape, dtype=dtype, device=like.device)
+    def look(self, x: Array) -> Any:
+        return tuple(x.shape), x.dtype
+
+    def zeros(self, look: Any, beside: Array) -> Array:
+        return torch.zeros(look[0], dtype=look[1], device=beside.device)
 
     def ones_like(self, x: Array) -> Array:
         return torch.ones_like(x, requires_grad=False)
@@ -193,6 +197,9 @@ class TorchBackend:
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 
     call_kernel = staticmethod(call_kernel)
+
+    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+        return call_now(self, kernel, args)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:

@@ -1,0 +1,649 @@
+"""Rules with one planted mistake each, and rules without any, for `check_rule`.
+
+Each program makes a rule of `gt.custom_rule` (or of `gt.host_function`) and the arguments at which
+it is checked. `says` is what the message must hold: the mode, the argument, and what to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_RNG = np.random.default_rng(3)
+X, Y = _RNG.normal(size=(3, 4)), _RNG.normal(size=(3, 4))
+V, W = np.array([0.7, -1.3, 0.4]), np.array([1.1, 0.6, -0.8])
+A, Z = _RNG.normal(size=(3, 3)), _RNG.normal(size=3) + 1j * _RNG.normal(size=3)
+POSITIVE = np.array([0.5, 1.5, 2.0])
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A rule, where it is checked, and what must be said of it."""
+
+    name: str
+    make: Callable[[Any], tuple[Any, tuple[Any, ...]]]
+    says: tuple[str, ...]
+    only: str = ""  # the backend in which such a mistake can be made
+
+    def __str__(self) -> str:
+        return self.name
+
+
+MISTAKES: list[Mistake] = []
+RIGHT: list[Mistake] = []
+
+
+def mistake(name: str, *says: str, only: str = "") -> Any:
+    return lambda make: MISTAKES.append(Mistake(name, make, says, only)) or make
+
+
+def right(name: str, only: str = "") -> Any:
+    return lambda make: RIGHT.append(Mistake(name, make, (), only)) or make
+
+
+def vjp(gt: Any, fun: Any, fwd: Any, bwd: Any, **options: Any) -> Any:
+    rule = gt.custom_rule(fun, **options)
+    rule.defvjp(fwd, bwd)
+    return rule
+
+
+def jvp(gt: Any, fun: Any, tangent: Any) -> Any:
+    """A forward rule that gives f's value and this tangent of primals and tangents."""
+    rule = gt.custom_rule(fun)
+    rule.defjvp(lambda p, t: (fun(*p), tangent(p, t)))
+    return rule
+
+
+def saving(fun: Any) -> Any:
+    return lambda *args: (fun(*args), args)
+
+
+def detached(gt: Any, f: Any) -> Any:
+    return lambda x: gt.stop_gradient(f(x))
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+@mistake("a sign", "bwd", "argument 0", "sign")
+def _(gt):
+    cos = gt.xp.cos
+    return vjp(gt, cos, saving(cos), lambda r, c: (gt.xp.sin(r[0]) * c,)), (X,)
+
+
+@mistake("a sign of one argument", "bwd", "argument 1", "sign")
+def _(gt):
+    f = lambda x, y: x - y
+    return vjp(gt, f, lambda x, y: (f(x, y), None), lambda _, c: (c, c)), (X, Y)
+
+
+@mistake("a sign in the forward rule", "jvp", "argument 0", "sign")
+def _(gt):
+    return jvp(gt, gt.xp.cos, lambda p, t: gt.xp.sin(p[0]) * t[0]), (X,)
+
+
+@mistake("a factor", "bwd", "argument 0", "constant factor 0.5")
+def _(gt):
+    f = lambda x: x**2
+    return vjp(gt, f, saving(f), lambda r, c: (r[0] * c,)), (X,)
+
+
+@mistake("a factor in the forward rule", "jvp", "argument 0", "constant factor 0.5")
+def _(gt):
+    return jvp(gt, lambda x: x**2, lambda p, t: p[0] * t[0]), (X,)
+
+
+@mistake("a mean for a sum", "bwd", "argument 0", "constant factor 0.08333")
+def _(gt):
+    f = lambda x: x.sum()
+    return vjp(gt, f, saving(f), lambda r, c: (gt.xp.ones_like(r[0]) * c / 12,)), (X,)
+
+
+@mistake("a wrong power of the residual", "bwd", "argument 0")
+def _(gt):
+    f = lambda x: x**3
+    return vjp(gt, f, saving(f), lambda r, c: (3 * r[0] * c,)), (X,)
+
+
+@mistake("the output saved for the input", "bwd", "argument 0")
+def _(gt):
+    sin = gt.xp.sin
+    fwd = lambda x: (sin(x), sin(x))
+    return vjp(gt, sin, fwd, lambda y, c: (gt.xp.cos(y) * c,)), (X,)
+
+
+@mistake("a term left out", "bwd", "argument 0")
+def _(gt):
+    f = lambda x: x * gt.xp.exp(x)
+    return vjp(gt, f, saving(f), lambda r, c: (gt.xp.exp(r[0]) * c,)), (X,)
+
+
+@mistake("a small error", "bwd", "argument 0", "constant factor 1.00001")
+def _(gt):
+    f = lambda x: x**2
+    return vjp(gt, f, saving(f), lambda r, c: (2.00002 * r[0] * c,)), (X,)
+
+
+# --- places ------------------------------------------------------------------------------------
+
+
+@mistake("a matrix not transposed", "bwd", "argument 1", "the Jacobian, not by its transpose")
+def _(gt):
+    f = lambda a, x: a @ x
+    bwd = lambda r, c: (c[:, None] * r[1][None, :], r[0] @ c)
+    return vjp(gt, f, saving(f), bwd), (A, V)
+
+
+@mistake("an outer product the wrong way", "bwd", "argument 0", "transposed")
+def _(gt):
+    f = lambda a, x: a @ x
+    bwd = lambda r, c: (r[1][:, None] * c[None, :], gt.xp.permute_dims(r[0], (1, 0)) @ c)
+    return vjp(gt, f, saving(f), bwd), (A, V)
+
+
+@mistake("cotangents in the wrong order", "bwd", "argument 0", "argument 1")
+def _(gt):
+    f = lambda x, y: x * gt.xp.exp(y)
+    bwd = lambda r, c: (r[0] * gt.xp.exp(r[1]) * c, gt.xp.exp(r[1]) * c)
+    return vjp(gt, f, saving(f), bwd), (X, Y)
+
+
+@mistake("tangents in the wrong order", "jvp", "argument 0 and argument 1 change places")
+def _(gt):
+    exp = gt.xp.exp
+    f = lambda x, y: x * exp(y)
+    tangent = lambda p, t: exp(p[1]) * t[1] + p[0] * exp(p[1]) * t[0]
+    return jvp(gt, f, tangent), (X, Y)
+
+
+@mistake("an index beside the right one", "bwd", "argument 0", "shifted")
+def _(gt):
+    f = lambda x: x[1:]
+    bwd = lambda _, c: (gt.xp.concat([c, 0 * c[:1]]),)
+    return vjp(gt, f, lambda x: (f(x), None), bwd), (V,)
+
+
+@mistake("a sum over the wrong axis", "bwd", "argument 1")
+def _(gt):
+    f = lambda x, b: x * b  # (3, 3) * (3,)
+    bwd = lambda r, c: (c * r[1], (c * r[0]).sum(1))
+    return vjp(gt, f, saving(f), bwd), (A, V)
+
+
+@mistake("a broadcast that is not summed", "bwd", "argument 1", "shape (3, 3)", "broadcast")
+def _(gt):
+    f = lambda x, b: x + b
+    return vjp(gt, f, lambda x, b: (f(x, b), None), lambda _, c: (c, c)), (A, V)
+
+
+@mistake("a cotangent of length one that broadcasts", "bwd", "argument 0", "shape (1,)")
+def _(gt):
+    f = lambda x: x * 2.0
+    return vjp(gt, f, lambda x: (f(x), None), lambda _, c: (2 * c[:1],)), (V,)
+
+
+# --- what is missing ---------------------------------------------------------------------------
+
+
+@mistake("None where it is not zero", "bwd", "argument 1", "None")
+def _(gt):
+    f = lambda x, y: x * y
+    return vjp(gt, f, saving(f), lambda r, c: (r[1] * c, None)), (X, Y)
+
+
+@mistake("None in the forward rule", "jvp", "argument 0", "None")
+def _(gt):
+    return jvp(gt, lambda x: x**2, lambda p, t: None), (X,)
+
+
+@mistake("an entry too few", "bwd returned 1 entries, expected a tuple of 2")
+def _(gt):
+    f = lambda x, y: x * y
+    return vjp(gt, f, saving(f), lambda r, c: (r[1] * c,)), (X, Y)
+
+
+@mistake("no tuple", "bwd returned", "expected a tuple of 1")
+def _(gt):
+    return vjp(gt, gt.xp.sin, saving(gt.xp.sin), lambda r, c: gt.xp.cos(r[0]) * c), (X,)
+
+
+@mistake("the tangent forgotten", "jvp", "not linear in the tangent")
+def _(gt):
+    return jvp(gt, gt.xp.sin, lambda p, t: gt.xp.cos(p[0])), (X,)
+
+
+@mistake("the cotangent forgotten", "bwd", "argument 0", "not linear in the cotangent")
+def _(gt):
+    return vjp(gt, gt.xp.sin, saving(gt.xp.sin), lambda r, c: (gt.xp.cos(r[0]),)), (X,)
+
+
+@mistake("affine in the tangent", "jvp", "not linear in the tangent")
+def _(gt):
+    return jvp(gt, lambda x: x**2, lambda p, t: 2 * p[0] * t[0] + 1), (X,)
+
+
+@mistake("a tangent left out", "jvp", "argument 1")
+def _(gt):
+    return jvp(gt, lambda x, y: x * y, lambda p, t: t[0] * p[1]), (X, Y)
+
+
+@mistake("a cotangent that is clipped", "bwd", "argument 0", "not linear in the cotangent")
+def _(gt):
+    f = lambda x: 2 * x
+    bwd = lambda _, c: (2 * gt.xp.clip(c, -1.0, 1.0),)
+    return vjp(gt, f, lambda x: (f(x), None), bwd), (X,)
+
+
+# --- one part against another ------------------------------------------------------------------
+
+
+@mistake("fwd computes something else", "fwd's value", "output")
+def _(gt):
+    f = lambda x: gt.xp.log1p(gt.xp.exp(x))
+    fwd = lambda x: (gt.xp.log(1.001 + gt.xp.exp(x)), x)
+    return vjp(gt, f, fwd, lambda x, c: (c / (1 + gt.xp.exp(-x)),)), (X,)
+
+
+@mistake("the forward rule's value", "jvp's value", "output")
+def _(gt):
+    rule = gt.custom_rule(gt.xp.sin)
+    rule.defjvp(lambda p, t: (gt.xp.cos(p[0]), gt.xp.cos(p[0]) * t[0]))
+    return rule, (X,)
+
+
+@mistake("fwd in another dtype", "fwd", "dtype")
+def _(gt):
+    low = lambda x: gt._api._backend.cast(x, "float32")
+    fwd = lambda x: (low(x * 0 + 1), x)
+    return vjp(gt, lambda x: x * 0 + 1, fwd, lambda x, c: (0 * x,)), (X,)
+
+
+@mistake("a cotangent in another dtype", "bwd", "argument 0", "float32")
+def _(gt):
+    low = lambda x: gt._api._backend.cast(x, "float32")
+    bwd = lambda _, c: (low(2 * c),)
+    return vjp(gt, lambda x: 2 * x, lambda x: (2 * x, None), bwd), (X,)
+
+
+@mistake("a tangent in another dtype", "jvp", "output", "float32")
+def _(gt):
+    low = lambda x: gt._api._backend.cast(x, "float32")
+    return jvp(gt, lambda x: 2 * x, lambda p, t: low(2 * t[0])), (X,)
+
+
+@mistake("two rules that disagree", "jvp", "argument 1", "bwd | jvp")
+def _(gt):
+    f = lambda x, y: x * y
+    rule = vjp(gt, f, saving(f), lambda r, c: (r[1] * c, r[0] * c))
+    rule.defjvp(lambda p, t: (f(*p), t[0] * p[1] - t[1] * p[0]))
+    return rule, (X, Y)
+
+
+# --- second order ------------------------------------------------------------------------------
+
+
+@mistake("a residual that is detached", "residual [0]", "argument 0", "second")
+def _(gt):
+    sin = gt.xp.sin
+    fwd = lambda x: (sin(x), gt.stop_gradient(gt.xp.cos(x)))
+    return vjp(gt, sin, fwd, lambda cos, c: (cos * c,)), (X,)
+
+
+@mistake("a residual read from outside", "residual", "second", only="torch")
+def _(gt):
+    sin = gt.xp.sin
+    fwd = lambda x: (sin(x), gt.asarray(np.cos(gt.to_numpy(x))))
+    return vjp(gt, sin, fwd, lambda cos, c: (cos * c,)), (X,)
+
+
+@mistake("bwd takes a residual as a constant", "bwd's cotangent of argument 0", "second")
+def _(gt):
+    f = lambda x: x**3
+    return vjp(gt, f, saving(f), lambda r, c: (3 * gt.stop_gradient(r[0]) ** 2 * c,)), (X,)
+
+
+@mistake("the forward rule takes a primal as a constant", "jvp's tangent of output", "second")
+def _(gt):
+    return jvp(gt, gt.xp.sin, lambda p, t: gt.xp.cos(gt.stop_gradient(p[0])) * t[0]), (X,)
+
+
+# --- complex numbers ---------------------------------------------------------------------------
+
+
+@mistake("a missing conjugate", "bwd", "argument 0", "conjugate")
+def _(gt):
+    f = lambda z: z**2
+    return vjp(gt, f, saving(f), lambda r, c: (2 * r[0] * c,)), (Z,)
+
+
+@mistake("a conjugate too many", "jvp", "argument 0", "conjugate")
+def _(gt):
+    return jvp(gt, lambda z: z**2, lambda p, t: 2 * gt.xp.conj(p[0]) * t[0]), (Z,)
+
+
+@mistake("half of the gradient of a modulus", "bwd", "argument 0", "constant factor 0.5")
+def _(gt):
+    f = lambda z: (gt.xp.real(z) ** 2 + gt.xp.imag(z) ** 2).sum()
+    return vjp(gt, f, saving(f), lambda r, c: (r[0] * c,)), (Z,)
+
+
+@mistake("a real part lost", "bwd", "argument 0")
+def _(gt):
+    f = lambda z: 1j * z
+    bwd = lambda _, c: (gt._api._backend.cast(gt.xp.imag(c), "complex128"),)
+    return vjp(gt, f, lambda z: (f(z), None), bwd), (Z,)
+
+
+# --- arguments that are no floats --------------------------------------------------------------
+
+
+@mistake("an integer argument in the place of another", "bwd", "argument 0")
+def _(gt):
+    f = lambda x, n: x**n
+    bwd = lambda r, c: (r[1] * r[0] ** r[1] * c, None)
+    return vjp(gt, f, saving(f), bwd), (POSITIVE, np.int64(3))
+
+
+@mistake("a cotangent for a static argument", "bwd returned 2 entries, expected a tuple of 1")
+def _(gt):
+    rule = gt.custom_rule(lambda x, n: x**n, static_argnames="n")
+    rule.defvjp(lambda n, x: (x**n, x), lambda n, x, c: (n * x ** (n - 1) * c, None))
+    return rule, (POSITIVE, 3)
+
+
+@mistake("one leaf of a dict", "bwd", "argument 0['b']")
+def _(gt):
+    f = lambda p: p["a"] * p["b"] ** 2
+    bwd = lambda p, c: ({"a": p["b"] ** 2 * c, "b": p["a"] * p["b"] * c},)
+    return vjp(gt, f, lambda p: (f(p), p), bwd), ({"a": X, "b": Y},)
+
+
+@mistake("one output of two", "bwd", "argument 0")
+def _(gt):
+    f = lambda x: (gt.xp.sin(x), x**2)
+    return vjp(gt, f, saving(f), lambda r, c: (gt.xp.cos(r[0]) * c[0] + r[0] * c[1],)), (X,)
+
+
+# --- at some points alone ----------------------------------------------------------------------
+
+
+@mistake("wrong for negative numbers alone", "bwd", "argument 0", "in places")
+def _(gt):
+    f = lambda x: gt.xp.where(x > 0, x, 0.1 * x)
+    bwd = lambda r, c: (gt.xp.where(r[0] > 0, c, 0.0 * c),)
+    return vjp(gt, f, saving(f), bwd), (X,)
+
+
+@mistake("NaN where the formula divides by zero", "bwd", "argument 0")
+def _(gt):
+    f = lambda x: gt.xp.where(x == 0, 1.0, gt.xp.sin(x) / gt.xp.where(x == 0, 1.0, x))
+    bwd = lambda r, c: ((gt.xp.cos(r[0]) / r[0] - gt.xp.sin(r[0]) / r[0] ** 2) * c,)
+    return vjp(gt, f, saving(f), bwd), (np.array([0.5, 0.0, -0.7]),)
+
+
+@mistake("a tie counted twice", "bwd", "argument 0")
+def _(gt):
+    f = lambda x: gt.xp.max(x)
+    return vjp(gt, f, saving(f), lambda r, c: ((r[0] == gt.xp.max(r[0])) * c,)), (
+        np.array([2.0, 0.3, 2.0]),
+    )
+
+
+@mistake("wrong in a batch alone", "batch", "argument 0")
+def _(gt):
+    def scaled(x, c):
+        return 2 * x * c / max(1, x.ndim)  # one axis by itself, two in a batch
+
+    square = gt.host_function(lambda x: x**2, vectorized=True)
+    back = gt.host_function(scaled, vectorized=True)
+    square.defvjp(lambda x: (square(x), x), lambda x, c: (back(x, c),))
+    return square, (V,)
+
+
+@mistake("a kernel that sums over the batch", "batch", "output")
+def _(gt):
+    norm = gt.host_function(lambda x: x / np.sqrt((x**2).sum()), vectorized=True)
+
+    def bwd(y_and_x, c):
+        y, x = y_and_x
+        size = gt.xp.sqrt((x**2).sum())
+        return ((c - y * (y * c).sum()) / size,)
+
+    norm.defvjp(lambda x: ((y := norm(x)), (y, x)), bwd)
+    return norm, (V,)
+
+
+# --- what is done besides ----------------------------------------------------------------------
+
+
+@mistake("a cotangent that is written in place", "bwd", "in place", "cotangent", only="torch")
+def _(gt):
+    f = lambda x: 2 * x
+    return vjp(gt, f, lambda x: (f(x), None), lambda _, c: (c.mul_(2),)), (X,)
+
+
+@mistake("a residual that is written in place", "bwd", "in place", "residual", only="torch")
+def _(gt):
+    f = lambda x: x**2
+    fwd = lambda x: (f(x), 2 * x)
+    return vjp(gt, f, fwd, lambda r, c: (r.mul_(c),)), (X,)
+
+
+@mistake("an argument that is written in place", "fwd writes argument 0 in place", only="torch")
+def _(gt):
+    def fwd(x):
+        return x**2, x.mul_(2)
+
+    return vjp(gt, lambda x: x**2, fwd, lambda r, c: (r * c,)), (X,)
+
+
+@mistake("what the last call left behind", "bwd", "argument 0", "another call of fwd", only="torch")
+def _(gt):
+    last = {}
+    f = lambda x: x**2
+
+    def fwd(x):
+        last["x"] = x
+        return f(x), None
+
+    return vjp(gt, f, fwd, lambda _, c: (2 * last["x"] * c,)), (X,)
+
+
+@mistake("a number drawn anew", "bwd", "two calls", only="torch")
+def _(gt):
+    import torch
+
+    f = lambda x: 2 * x
+    bwd = lambda _, c: (2 * c * (1 + 0.1 * torch.rand_like(c)),)
+    return vjp(gt, f, lambda x: (f(x), None), bwd), (X,)
+
+
+# --- right ones --------------------------------------------------------------------------------
+
+
+@right("sin")
+def _(gt):
+    return vjp(gt, gt.xp.sin, saving(gt.xp.sin), lambda r, c: (gt.xp.cos(r[0]) * c,)), (X,)
+
+
+@right("sin, forward")
+def _(gt):
+    return jvp(gt, gt.xp.sin, lambda p, t: gt.xp.cos(p[0]) * t[0]), (X,)
+
+
+@right("both rules")
+def _(gt):
+    f = lambda x, y: x * gt.xp.exp(y)
+    rule = vjp(gt, f, saving(f), lambda r, c: (gt.xp.exp(r[1]) * c, r[0] * gt.xp.exp(r[1]) * c))
+    rule.defjvp(lambda p, t: (f(*p), gt.xp.exp(p[1]) * (t[0] + p[0] * t[1])))
+    return rule, (X, Y)
+
+
+@right("a saved output")
+def _(gt):
+    exp = gt.xp.exp
+
+    def fwd(x):
+        y = exp(x)
+        return y, y
+
+    return vjp(gt, exp, fwd, lambda y, c: (y * c,)), (X,)
+
+
+@right("a saved intermediate")
+def _(gt):
+    exp = gt.xp.exp
+    f = lambda x: (exp(x) - exp(-x)) / 2
+    return vjp(gt, f, lambda x: (f(x), (exp(x) + exp(-x)) / 2), lambda r, c: (r * c,)), (X,)
+
+
+@right("a product with a matrix")
+def _(gt):
+    f = lambda a, x: a @ x
+    turned = lambda a: gt.xp.permute_dims(a, (1, 0))
+    bwd = lambda r, c: (c[:, None] * r[1][None, :], turned(r[0]) @ c)
+    return vjp(gt, f, saving(f), bwd), (A, V)
+
+
+@right("a broadcast")
+def _(gt):
+    f = lambda x, b: x * b
+    return vjp(gt, f, saving(f), lambda r, c: (c * r[1], (c * r[0]).sum(0))), (A, V)
+
+
+@right("None for what is not reached")
+def _(gt):
+    f = lambda x, y: x**2
+    return vjp(gt, f, saving(f), lambda r, c: (2 * r[0] * c, None)), (X, Y)
+
+
+@right("an integer argument")
+def _(gt):
+    f = lambda x, n: x**n
+    bwd = lambda r, c: (r[1] * r[0] ** (r[1] - 1) * c, None)
+    return vjp(gt, f, saving(f), bwd), (POSITIVE, np.int64(3))
+
+
+@right("a static argument")
+def _(gt):
+    rule = gt.custom_rule(lambda x, n: x**n, static_argnames="n")
+    rule.defvjp(lambda n, x: (x**n, x), lambda n, x, c: (n * x ** (n - 1) * c,))
+    return rule, (POSITIVE, 3)
+
+
+@right("a dict, and two outputs")
+def _(gt):
+    f = lambda p: {"y": p["a"] * p["b"], "z": p["a"].sum()}
+    bwd = lambda p, c: ({"a": p["b"] * c["y"] + c["z"], "b": p["a"] * c["y"]},)
+    return vjp(gt, f, lambda p: (f(p), p), bwd), ({"a": X, "b": Y},)
+
+
+@right("complex numbers, holomorphic")
+def _(gt):
+    f = lambda z: z**2
+    return vjp(gt, f, saving(f), lambda r, c: (2 * gt.xp.conj(r[0]) * c,)), (Z,)
+
+
+@right("complex numbers, not holomorphic")
+def _(gt):
+    f = lambda z: gt.xp.conj(z) * 2
+    return jvp(gt, f, lambda p, t: 2 * gt.xp.conj(t[0])), (Z,)
+
+
+@right("kinks")
+def _(gt):
+    f = gt.xp.abs
+    bwd = lambda r, c: (gt.xp.sign(r[0]) * c,)
+    return vjp(gt, f, saving(f), bwd), (np.array([1.0, 0.0, -2.0]),)
+
+
+@right("a tie that is shared")
+def _(gt):
+    def bwd(r, c):
+        hit = (r[0] == gt.xp.max(r[0])) * gt.xp.ones_like(r[0])
+        return (hit / hit.sum() * c,)
+
+    f = lambda x: gt.xp.max(x)
+    return vjp(gt, f, saving(f), bwd), (np.array([2.0, 0.3, 2.0]),)
+
+
+@right("a tie that goes to the first")
+def _(gt):
+    def bwd(r, c):
+        first = gt.xp.arange(3) == gt.xp.argmax(r[0])
+        return (gt.xp.where(first, c, 0.0 * r[0]),)
+
+    f = lambda x: gt.xp.max(x)
+    return vjp(gt, f, saving(f), bwd), (np.array([2.0, 0.3, 2.0]),)
+
+
+@right("numbers of very different size")
+def _(gt):
+    f = lambda x, y: x * y
+    bwd = lambda r, c: (r[1] * c, r[0] * c)
+    return vjp(gt, f, saving(f), bwd), (1e8 * X, 1e-7 * Y)
+
+
+@right("float32")
+def _(gt):
+    bwd = lambda r, c: (gt.xp.cos(r[0]) * c,)
+    return vjp(gt, gt.xp.sin, saving(gt.xp.sin), bwd), (X.astype(np.float32),)
+
+
+@right("one domain alone")
+def _(gt):
+    log = gt.xp.log
+    return vjp(gt, log, saving(log), lambda r, c: (c / r[0],)), (1e-3 * POSITIVE,)
+
+
+@right("an implicit function")
+def _(gt):
+    def root(x):  # y with y^3 + y = x
+        y = 0.0 * x
+        for _ in range(60):
+            y = y - (y**3 + y - x) / (3 * y**2 + 1)
+        return y
+
+    rule = gt.custom_rule(root)
+    rule.defjvp(lambda p, t: ((y := rule(p[0])), t[0] / (3 * y**2 + 1)))
+    return rule, (V,)
+
+
+@right("a host function with a double backward")
+def _(gt):
+    cube, back = (gt.host_function(f) for f in (lambda x: x**3, lambda x, c: 3 * x**2 * c))
+    twice = gt.host_function(
+        lambda x, c, v: (6 * x * c * v, 3 * x**2 * v), out=lambda x, c, v: (x, c)
+    )
+    cube.defvjp(lambda x: (cube(x), x), lambda x, c: (back(x, c),))
+    back.defvjp(lambda x, c: (back(x, c), (x, c)), lambda r, v: twice(*r, v))
+    return cube, (V,)
+
+
+@right("a vectorized host function")
+def _(gt):
+    exp = gt.host_function(np.exp, vectorized=True)
+    exp.defvjp(lambda x: ((y := exp(x)), y), lambda y, c: (y * c,))
+    return exp, (V,)
+
+
+@right("bwd through framework code and the rule itself")
+def _(gt):
+    sinh, cosh = gt.custom_rule(lambda x: gt.xp.sinh(x)), gt.custom_rule(lambda x: gt.xp.cosh(x))
+    sinh.defjvp(lambda p, t: (sinh(p[0]), cosh(p[0]) * t[0]))
+    cosh.defjvp(lambda p, t: (cosh(p[0]), sinh(p[0]) * t[0]))
+    return sinh, (V,)
+
+
+@right("rows of a matrix by an index")
+def _(gt):
+    f = lambda x, i: x[i]
+
+    def bwd(i, c):
+        hit = gt.xp.arange(3)[:, None, None] == i[None, :, None]
+        return gt.xp.where(hit, c[None], 0.0).sum(1), None
+
+    return vjp(gt, f, lambda x, i: (f(x, i), i), bwd), (X, np.array([2, 0, 2]))

@@ -1,0 +1,167 @@
+"""What a host function's kernel and rule are held to, and what a plain call of it does."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+X = np.float32([1.0, 2.0])
+
+
+@pytest.fixture
+def x(gt):
+    return gt.asarray(X)
+
+
+def plain(x):
+    return x.detach().numpy() if hasattr(x, "detach") else np.asarray(x)
+
+
+def host_sin(gt, back):
+    """sin on the host, whose backward pass is a kernel."""
+    sin, back = gt.host_function(np.sin), gt.host_function(back)
+    sin.defvjp(lambda x: (sin(x), x), lambda x, c: (back(x, c),))
+    return sin
+
+
+# --- what a kernel returns ----------------------------------------------------------------
+
+
+def filled(x):
+    np.sin(x, out=np.empty_like(x))
+
+
+RETURNS = {
+    "float64": (lambda x: x.astype(np.float64), r"dtype float64; .* y.astype\('float32'\)"),
+    "a float64 number": (lambda x: np.float64(1), r"shape \(\) and dtype float64; expected"),
+    "another shape": (lambda x: x[:1], r"shape \(1,\) .* out=Spec\(\(1,\), 'float32'\)"),
+    "a list": (lambda x: [x], "it returned the structure"),
+    "two": (lambda x: (x, x), "it returned the structure"),
+    "None": (filled, "it returned None, expected .*; a routine that fills an array must return"),
+    "a Python float": (lambda x: 1.0, "the Python float 1.0; expected shape"),
+}
+
+
+@pytest.mark.parametrize("which", RETURNS)
+def test_what_a_kernel_returns_is_held_to_out_and_the_message_says_where_it_is(gt, x, which):
+    kernel, says = RETURNS[which]
+    line = kernel.__code__.co_firstlineno
+    f = gt.host_function(kernel)
+    for _ in range(2):  # what was once refused is refused again
+        with pytest.raises(GradtoolsError, match=rf"host function '.*': .*{says}") as raised:
+            f(x)
+        assert str(raised.value).endswith(f"test_both_host_contract.py:{line}.")
+
+
+@pytest.mark.parametrize("which", RETURNS)
+def test_what_a_backward_kernel_returns_is_held_to_its_out(gt, x, which):
+    kernel, says = RETURNS[which]
+    f = host_sin(gt, lambda x, c: kernel(x))
+    with pytest.raises(GradtoolsError, match=says):
+        gt.grad(lambda x: f(x).sum())(x)
+
+
+def test_a_wrapped_kernel_is_found_too(gt, x):
+    def named(scale, x):
+        return (scale * x).astype(np.float64)
+
+    class Called:
+        def __call__(self, x):
+            return x.astype(np.float64)
+
+    for kernel in (functools.partial(named, 2), Called(), Called().__call__):
+        with pytest.raises(GradtoolsError, match=r"The kernel is at .*:\d+\.$"):
+            gt.host_function(kernel)(x)
+    with pytest.raises(GradtoolsError, match=r"'float32'\)?, or say out=Spec\(\(2,\), 'bool'\)\.$"):
+        gt.host_function(np.isnan)(x)
+
+
+def test_a_word_that_says_nothing_of_checks_is_refused(gt):
+    with pytest.raises(GradtoolsError, match=r"host_function: check is 'sometimes'"):
+        gt.host_function(np.sin, check="sometimes")
+
+
+# --- a plain call --------------------------------------------------------------------------
+
+
+def test_a_result_is_a_new_array_whatever_else_holds_it(gt, x):
+    workspace, kept = np.float32([5.0, 6.0]), []
+
+    def keeps(x):
+        kept.append(x + 1)
+        return kept[-1]
+
+    def views(x):
+        return np.float32([[1, 2], [3, 4]])[:, 0]
+
+    same = gt.host_function(lambda x: x)(x)
+    of_workspace = gt.host_function(lambda x: workspace)(x)
+    of_list = gt.host_function(keeps)(x)
+    of_view = gt.host_function(views)(x)
+    twice = gt.host_function(lambda x: (y := x * 2, y), out=lambda x: (x, x))(x)
+    workspace[:], kept[0][:] = -1, -1
+    if gt.__name__.endswith("torch"):
+        twice[0][0] = 100.0  # what is written in place is in one of them alone
+        assert same.data_ptr() != x.data_ptr() and float(twice[1][0]) == 2
+    assert plain(of_workspace).tolist() == [5, 6] and plain(of_list).tolist() == [2, 3]
+    assert plain(same).tolist() == [1, 2] and plain(of_view).tolist() == [1, 3]
+
+
+ORDERS = {
+    "big endian": lambda x: np.sin(x).astype(">f4"),
+    "Fortran": lambda x: np.asfortranarray(np.sin(x)),
+    "negative strides": lambda x: np.sin(x)[::-1][::-1],
+    "a subclass": lambda x: np.sin(x).view(np.matrix).view(type("Own", (np.ndarray,), {})),
+    "read-only": lambda x: np.broadcast_to(np.sin(x), x.shape),
+}
+
+
+@pytest.mark.parametrize("which", ORDERS)
+def test_whatever_lies_in_memory_is_read_right(gt, which):
+    matrix = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)
+    f, back = gt.host_function(ORDERS[which]), gt.host_function(np.sin)
+    for x in (gt.asarray(matrix), gt.xp.permute_dims(gt.asarray(matrix), (1, 0))):
+        assert np.array_equal(plain(f(x)), plain(back(x)))
+
+
+def test_arguments_are_read_only_in_c_order(gt):
+    def kernel(x):
+        assert not x.flags.writeable and x.flags.c_contiguous
+        with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+            x.flags.writeable = True
+        return x + 1
+
+    x = gt.xp.permute_dims(gt.asarray(np.ones((2, 3), np.float32)), (1, 0))
+    assert np.array_equal(plain(gt.host_function(kernel)(x)), np.full((3, 2), 2))
+
+
+def test_out_is_asked_once_for_a_signature_and_again_for_another(gt):
+    asked = []
+
+    def out(x, *n):
+        asked.append((x.shape, x.dtype))
+        return gt.Spec((x.shape[0] * sum(n, 1),), x.dtype)
+
+    f = gt.host_function(lambda x, *n: np.tile(x, sum(n, 1)), out=out)
+    for n in (2, 3):
+        for _ in range(3):
+            assert plain(f(gt.asarray(np.ones(n, np.float32)))).shape == (n,)
+    assert asked == [((2,), "float32"), ((3,), "float32")]
+    assert plain(f(gt.asarray(X), 2)).shape == (6,)  # a number belongs to the signature
+    g = gt.host_function(lambda x, n=2: np.tile(x, n), out=lambda x, n: gt.Spec((4,), x.dtype))
+    assert plain(g(gt.asarray(X))).shape == plain(g(gt.asarray(X), n=2)).shape == (4,)
+
+
+def test_pytrees_and_arrays_mix_in_a_plain_call(gt, x):
+    f = gt.host_function(
+        lambda pair, y: {"sum": pair[0] + y, "all": (pair[0] * y).sum()},
+        out=lambda pair, y: {"sum": y, "all": gt.Spec((), y.dtype)},
+    )
+    found = f((x, 3), X)
+    assert plain(found["sum"]).tolist() == [2, 4] and float(found["all"]) == 5
+    both = gt.host_function(lambda x, y: (x + y, x - y), out=lambda x, y: (x, y))(x, x)
+    assert isinstance(both, tuple) and plain(both[0]).tolist() == [2, 4]

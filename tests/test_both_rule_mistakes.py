@@ -1,0 +1,31 @@
+"""`check_rule` finds each planted mistake and says where it is; of right rules it says nothing."""
+
+from __future__ import annotations
+
+import pytest
+from rule_mistakes import MISTAKES, RIGHT
+
+from gradtools import GradtoolsError
+from gradtools.testing import check_rule
+
+
+def test_the_lists_are_long_enough():
+    assert len(MISTAKES) >= 40 and len(RIGHT) >= 20
+    assert len({m.name for m in [*MISTAKES, *RIGHT]}) == len(MISTAKES) + len(RIGHT)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_a_planted_mistake_is_found_and_named(mistake, gt, backend_name):
+    if mistake.only not in ("", backend_name):
+        pytest.skip(f"such a mistake can be made in {mistake.only} alone")
+    rule, args = mistake.make(gt)
+    with pytest.raises(GradtoolsError) as raised:
+        check_rule(rule, args, gt)
+    missing = [words for words in mistake.says if words not in str(raised.value)]
+    assert not missing, str(raised.value)
+
+
+@pytest.mark.parametrize("rule", RIGHT, ids=str)
+def test_a_right_rule_passes(rule, gt, backend_name):
+    made, args = rule.make(gt)
+    assert check_rule(made, args, gt)

@@ -23,8 +23,9 @@ from functools import cached_property
 from operator import is_
 from typing import Any, Literal
 
+from gradtools.arguments import Argument, arguments, takes
 from gradtools.backend import Array, Backend, Operators
-from gradtools.batches import Batch, shared_unless_named
+from gradtools.batches import Batch
 from gradtools.calls import as_array, describe, is_numeric, normalized_argnums, with_article
 from gradtools.errors import GradtoolsError
 
@@ -80,9 +81,11 @@ class Chunking(Operators):
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
                 examples along its entry of `out_axes`.
             chunk_size: How many examples at once; the last chunk may hold fewer.
-            in_axes: The batch axis of each positional argument, as in `vmap`; None where it is
-                shared. Keyword arguments are shared. An argument that is a list is a list of
-                examples: f gets slices of it.
+            in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
+                argument, or a dict from f's parameters to axes, however they are passed; None
+                shares one, and a tree of axes is for one that is a tree. What no entry names is
+                split on axis 0, keyword arguments too; arrays without axes and what is no array
+                are shared. An argument that is a list is a list of examples: f gets slices of it.
             out_axes: The axis along which outputs are joined: an integer, or a tree of them like
                 f's output. A list that f makes of a list is joined as lists are.
             key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
@@ -133,12 +136,14 @@ class Chunking(Operators):
                     "chunked: key_argnums and carry_argnums name the same argument; it is a key or "
                     "a carry."
                 )
-            batch = Batch(self._backend, "chunked", args, in_axes, {*keys, *carried}, lists=True)
+            given = arguments("chunked", f, args, kwargs, in_axes)
+            for i in (*keys, *carried):
+                given[i] = Argument(i, args[i])
+            batch = Batch(self._backend, "chunked", given, lists=True)
             chunks = Chunks(
                 self._backend,
                 f,
                 batch,
-                kwargs,
                 out_axes,
                 keys,
                 carried,
@@ -179,12 +184,12 @@ class Chunking(Operators):
             chunk_size: How many examples at once; the last chunk may hold fewer.
             argnums: Which positional arguments to differentiate; they are shared by all chunks.
             in_axes: As in `per_example_grad`: None means that the arguments in argnums are
-                shared and every array of the others is split on axis 0.
+                shared and every array of the others is split on axis 0, by keyword or not.
             reduction: Whether f returns the mean or the sum of its chunk.
             weights: For means that are not over examples: one weight for each example (such as
                 its number of tokens), cut with the batch, or a function of a chunk's arguments
-                that returns the chunk's weight. A chunk of weight 0 adds nothing, also where its
-                mean is 0/0.
+                (by keyword those that it names) that returns the chunk's weight. A chunk of
+                weight 0 adds nothing, also where its mean is 0/0.
             verify: As in `chunked`; here nothing is computed again, so there is nothing to do.
 
         Returns:
@@ -220,7 +225,8 @@ class Chunking(Operators):
         def value_and_grads(*args: Any, **kwargs: Any) -> Any:
             backend = self._backend
             positions = normalized_argnums("microbatched", argnums, len(args))
-            call = _Microbatches(backend, args, kwargs, positions, in_axes, weights)
+            given = arguments("microbatched", f, args, kwargs, in_axes, positions)
+            call = _Microbatches(backend, given, positions, weights)
             seen: list[Any] = []
 
             def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
@@ -230,7 +236,8 @@ class Chunking(Operators):
                 seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
                 if reduction == "sum":
                     return [call.wide(x) for x in found]
-                w = call.weight(chunk[: len(args)], given, call.wide(value), chunks.size_now)
+                w = call.weight(chunk[: len(args)], kwargs, given, chunks.size_now)
+                w = backend.cast(w, call.wide(value))
                 return [w, *[call.weighted(w, x) for x in map(call.wide, found)]]
 
             chunks = call.cut(terms, chunk_size)
@@ -366,7 +373,6 @@ class Chunks:
     backend: Backend
     f: Callable[..., Any]
     batch: Batch
-    kwargs: dict[str, Any]
     out_axes: Any
     keys: tuple[int, ...]
     carried: tuple[int, ...]
@@ -376,8 +382,7 @@ class Chunks:
     size_now: int = field(default=0, init=False)  # of the chunk that is called
 
     def __post_init__(self) -> None:
-        backend, batch = self.backend, self.batch
-        kwarg_leaves, self._kwarg_def = backend.flatten(self.kwargs)
+        batch = self.batch
         self.splits: list[tuple[Any, int]] = []
         self.shared: list[Any] = []
         self.carry: list[Any] = []
@@ -392,8 +397,6 @@ class Chunks:
                 target: list[Any] = getattr(self, "splits" if name == "split" else name)
                 self._places[i].append((name, len(target)))
                 target.append((leaf, axis) if name == "split" else leaf)
-        self._kwargs_at = len(self.shared)
-        self.shared += kwarg_leaves
         flat = [[self._slices(i, rows) for i in batch.lists] for rows in self.cut.rows]
         self.lists = [[leaf for leaves, _ in parts for leaf in leaves] for parts in flat]
         self._list_defs = [[(t, len(leaves)) for leaves, t in parts] for parts in flat]
@@ -405,12 +408,13 @@ class Chunks:
 
     def name_of(self, kind: str, k: int) -> str:
         """The name of leaf k among `splits`, `shared` or `carry`, for messages."""
-        for i, places in enumerate(self._places):
-            for j, place in enumerate(places):
-                if place == (kind, k):
-                    return f"argument {i}{self.backend.leaf_paths(self.batch.args[i])[j]}"
-        k -= self._kwargs_at
-        return f"keyword argument {self.backend.leaf_paths(self.kwargs)[k]}"
+        i, j = next(
+            (i, j)
+            for i, places in enumerate(self._places)
+            for j, place in enumerate(places)
+            if place == (kind, k)
+        )
+        return self.batch.name_of(i, j)
 
     def structure_of(self, number: int) -> tuple[Any, ...]:
         """Equal for chunks that look alike, but for the shapes of what `lists` holds."""
@@ -428,8 +432,8 @@ class Chunks:
         """
         empty = lambda x: None if self.backend.is_array(x) else x
         bare, batch = copy(self), copy(self.batch)
-        batch.args, batch.leaves = (), []
-        bare.batch, bare.kwargs = batch, {}
+        batch.args, batch.leaves, batch.arguments = (), [], []
+        bare.batch = batch
         bare.splits, bare.lists, bare.carry = [], [], []
         bare.shared = [empty(x) for x in self.shared]
         return bare
@@ -449,9 +453,9 @@ class Chunks:
             carry: As the attribute, after the chunks before.
         """
         self.size_now = len(self.cut.rows[number])
-        args = self._arguments(number, index, pieces, shared, carry)
-        kwargs = self.backend.unflatten(self._kwarg_def, shared[self._kwargs_at :])
-        containers = self._containers(args, kwargs)
+        values = self._values(number, index, pieces, shared, carry)
+        containers = self._containers(values)
+        args, kwargs = self.batch.parted(values)
         out, new_carry = self._parted(self.f(*args, **kwargs))
         self._check_containers(containers)
         carry_leaves = self._same("carry", new_carry, number)
@@ -469,11 +473,10 @@ class Chunks:
             leaves[k] = self._checked(leaf, axis, out, k)
         return leaves, carry_leaves
 
-    def _containers(self, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    def _containers(self, values: list[Any]) -> list[Any]:
         """The lists and dictionaries among shared arguments, with what they hold."""
-        shared = [x for i, x in enumerate(args) if self._is_shared(i)]
-        flatten = self.backend.flatten
-        return [(x, flatten(x)) for x in (*shared, kwargs) if type(x) in _CONTAINERS and x]
+        shared = [x for i, x in enumerate(values) if self._is_shared(i)]
+        return [(x, self.backend.flatten(x)) for x in shared if type(x) in _CONTAINERS and x]
 
     def _check_containers(self, before: list[Any]) -> None:
         """A list that f adds to is a copy: neither the next chunk nor the caller would see it."""
@@ -489,22 +492,22 @@ class Chunks:
     def _is_shared(self, i: int) -> bool:
         return i not in self.batch.lists and all(n == "shared" for n, _ in self._places[i])
 
-    def _arguments(self, number: int, index: Any, pieces: Any, shared: Any, carry: Any) -> list:
+    def _values(self, number: int, index: Any, pieces: Any, shared: Any, carry: Any) -> list:
         unflatten, sources = self.backend.unflatten, {"shared": shared, "carry": carry}
         of_lists = iter(pieces[len(self.splits) :])
         list_defs = iter(self._list_defs[number])
-        args = []
+        values = []
         for i, places in enumerate(self._places):
             if i in self.batch.lists:
                 treedef, count = next(list_defs)
-                args.append(unflatten(treedef, [next(of_lists) for _ in range(count)]))
+                values.append(unflatten(treedef, [next(of_lists) for _ in range(count)]))
                 continue
             leaves = [(pieces if n == "split" else sources[n])[k] for n, k in places]
             arg = unflatten(self.batch.treedefs[i], leaves)
             if i in self.keys and arg is not None:
                 arg = self.backend.fold_in(arg, index)
-            args.append(arg)
-        return args
+            values.append(arg)
+        return values
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
         if not self.carried:
@@ -589,28 +592,22 @@ class _Microbatches:
     def __init__(
         self,
         backend: Backend,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        given: list[Argument],
         positions: tuple[int, ...],
-        in_axes: Any,
         weights: Any,
     ) -> None:
-        self.backend, self.args, self.kwargs, self.positions = backend, args, kwargs, positions
+        self.backend, self.given = backend, given
         self.weigh = weights if callable(weights) else None
         self.weights = None
         if weights is not None and not callable(weights):
             self.weights = as_array(backend, "microbatched", weights, "weights")
-        axes = shared_unless_named(positions, len(args)) if in_axes is None else in_axes
-        if isinstance(axes, int):
-            axes = (axes,) * len(args)
         for i in positions:
-            if isinstance(axes, tuple | list) and len(axes) == len(args) and axes[i] is not None:
+            if given[i].axes is not None:
                 raise GradtoolsError(
                     f"microbatched: argument {i} is differentiated, so all chunks share it; "
-                    f"in_axes[{i}] is {axes[i]!r}, expected None. For gradients to the batch "
+                    f"in_axes says {given[i].axes!r}, expected None. For gradients to the batch "
                     "itself use chunked."
                 )
-        self.in_axes = axes
         if self.weights is not None and backend.is_complex(self.weights):
             raise GradtoolsError("microbatched: weights is complex; expected real numbers.")
         if self.weights is not None and len(self.weights.shape) != 1:
@@ -620,31 +617,28 @@ class _Microbatches:
             )
 
     def cut(self, terms: Callable[..., Any], chunk_size: int) -> Chunks:
-        """The arguments, and the weights behind them if there are any, cut into chunks."""
-        args, axes = self.args, self.in_axes
+        """The arguments, and the weights behind those by position, cut into chunks."""
+        given = list(self.given)
         if self.weights is not None:
-            args = (*args, self.weights)
-            axes = (*axes, 0) if isinstance(axes, tuple | list) else axes
-        batch = Batch(self.backend, "microbatched", args, axes, lists=True)
+            count = sum(isinstance(a.key, int) for a in given)
+            given.insert(count, Argument(count, self.weights, 0, named=True))
+        batch = Batch(self.backend, "microbatched", given, lists=True)
         cut = Cut(batch.size, chunk_size)
-        return Chunks(self.backend, terms, batch, self.kwargs, SUMMED, (), (), cut, Options(0))
+        return Chunks(self.backend, terms, batch, SUMMED, (), (), cut, Options(0))
 
-    def weight(self, args: tuple[Any, ...], given: Any, value: Array, size: int) -> Array:
-        """The weight of one chunk."""
-        if self.weigh is not None:
-            found = self.weigh(*args)
-            shape = tuple(getattr(found, "shape", ()))
-            if shape != () or not _is_real(self.backend, found):
-                came = describe(self.backend, found) if shape == () else f"shape {shape}"
-                raise GradtoolsError(
-                    f"microbatched: the function of weights returned {came}; expected one real "
-                    "number, the weight of its chunk."
-                )
-        elif given is not None:
-            found = given.sum()
-        else:
-            found = size
-        return self.backend.cast(found, value)
+    def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
+        """The weight of one chunk, of which these are the arguments."""
+        if self.weigh is None:
+            return size if given is None else given.sum()
+        found = self.weigh(*args, **takes(self.weigh, kwargs))
+        shape = tuple(getattr(found, "shape", ()))
+        if shape != () or not _is_real(self.backend, found):
+            came = describe(self.backend, found) if shape == () else f"shape {shape}"
+            raise GradtoolsError(
+                f"microbatched: the function of weights returned {came}; expected one real "
+                "number, the weight of its chunk."
+            )
+        return found
 
     def weighted(self, w: Array, x: Array) -> Array:
         """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from gradtools.arguments import Argument, arguments
 from gradtools.backend import Array, Backend, Evaluation, Fun, Operators
-from gradtools.batches import Batch, shared_unless_named
+from gradtools.batches import Batch
 from gradtools.blocks import blocks
 from gradtools.calls import Call, describe, normalized_argnums, with_article
 from gradtools.connection import Connection, refuse_cut
@@ -409,9 +410,11 @@ class Derivatives(Operators):
         Args:
             f: A real scalar function of one example, as in `grad`.
             argnums: Which positional arguments to differentiate.
-            in_axes: Which arguments are split, as in `vmap`: one entry for each argument, None
-                where it is shared. None altogether means: the arguments in argnums are shared,
-                every array of the others is split on axis 0.
+            in_axes: Which axes are split, as in `vmap`. None altogether: the arguments in argnums
+                are shared, unless there is no other batch, and every array of the others is split
+                on axis 0. Else an integer, one entry for each positional argument, or a dict from
+                f's parameters to axes, where None shares one. What no entry names is split on
+                axis 0, keyword arguments too; arrays without axes and what is no array are shared.
             chunk_size: How many examples at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 
@@ -433,11 +436,20 @@ class Derivatives(Operators):
 
         def per_example(*args: Any, **kwargs: Any) -> Any:
             positions = normalized_argnums("per_example_grad", argnums, len(args))
-            axes = shared_unless_named(positions, len(args)) if in_axes is None else in_axes
-            batch = Batch(self._backend, "per_example_grad", args, axes)
-            return batch.map(lambda *one: gradient(one, kwargs)[2], chunk_size)
+            given = arguments("per_example_grad", f, args, kwargs, in_axes, positions)
+            if in_axes is None and len(positions) == 1:
+                only = Argument(positions[0], args[positions[0]], 0)
+                if self._is_split([only]) and not self._is_split(given):
+                    given[positions[0]] = only
+            batch = Batch(self._backend, "per_example_grad", given)
+            return batch.map(lambda *one: gradient(*one)[2], chunk_size)
 
         return _named("per_example_grad", f, per_example)
+
+    def _is_split(self, given: list[Argument]) -> bool:
+        """Whether there are arrays with axes among the arguments that are to be split."""
+        leaves = [x for a in given if a.axes is not None for x in self._backend.flatten(a.value)[0]]
+        return any(getattr(x, "shape", ()) != () for x in leaves)
 
     def mixed_partial(
         self, f: Callable[..., Any], G: Callable[..., Any], y: Any, z: Any, u: Any

@@ -98,8 +98,8 @@ class Freezing(Operators):
         uses = self._backend.frozen_uses(memory_budget)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            batch = Batch(self._backend, "frozen", args, None, whole=True)
-            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), _ONE, options)
+            batch = Batch.whole(self._backend, "frozen", args, kwargs)
+            whole = Chunks(self._backend, G, batch, SUMMED, (), (), _ONE, options)
             return whole.result(self._backend.run_frozen(whole, uses), [])
 
         def frozen_G(*args: Any, **kwargs: Any) -> Any:

@@ -10,9 +10,12 @@ and the promises.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+from gradtools.arguments import arguments
 from gradtools.backend import Operators
+from gradtools.batches import Batch
 from gradtools.calls import with_article
 from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
@@ -218,11 +221,14 @@ class Models(Operators):
         """The function f, written for one example, mapped over a batch axis.
 
         The framework's own: ``torch.func.vmap`` (whose random operations then differ from
-        example to example) or ``jax.vmap``.
+        example to example) or ``jax.vmap``. Keyword arguments are examples in both, as in
+        ``jax.vmap``.
 
         Args:
             f: A function of pytrees of arrays.
-            in_axes: The batch axis of each positional argument, None for one that is shared.
+            in_axes: The batch axis of each positional argument, None for one that is shared, or
+                a dict from f's parameters to axes. What a dict does not name, and keyword
+                arguments, are mapped over axis 0, but for what is no array or has no axes.
             out_axes: The batch axis of each output.
 
         Returns:
@@ -237,7 +243,21 @@ class Models(Operators):
             array([3., 3.], dtype=float32)
         """
         _check_function("vmap", f)
-        return self._backend.vmap(f, in_axes, out_axes)
+        backend = self._backend
+        by_name = type(in_axes) is dict
+        native = f if by_name else backend.vmap(f, in_axes, out_axes)
+
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            batch = Batch(backend, "vmap", arguments("vmap", f, args, kwargs, in_axes))
+            one = lambda *example: f(*batch.at(example)[0], **batch.at(example)[1])
+            axes = tuple([axis for _, axis in batch.split])
+            return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
+
+        @wraps(native, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return mapped(*args, **kwargs) if kwargs or by_name else native(*args)
+
+        return call
 
     def checkpoint(self, f: Callable[..., Any], verify: bool | None = None) -> Callable:
         """The function f, whose intermediate results are computed again in the backward pass.

@@ -931,7 +931,7 @@ BAD = (
         lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes=(None,))(a(S), a(V)),
         (
             "per_example_grad: in_axes is (None,); expected one entry for each of the 2 positional "
-            "arguments."
+            "arguments, an integer, or a dictionary from f's parameters to axes."
         ),
     ),
     Bad(
@@ -939,7 +939,7 @@ BAD = (
         lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes="0")(a(S), a(V)),
         (
             "per_example_grad: in_axes is '0'; expected one entry for each of the 2 positional "
-            "arguments."
+            "arguments, an integer, or a dictionary from f's parameters to axes."
         ),
     ),
     Bad(
@@ -1124,7 +1124,7 @@ BAD = (
             a(V), a(V)
         ),
         (
-            "microbatched: argument 0 is differentiated, so all chunks share it; in_axes[0] is 0, "
+            "microbatched: argument 0 is differentiated, so all chunks share it; in_axes says 0, "
             "expected None. For gradients to the batch itself use chunked."
         ),
     ),

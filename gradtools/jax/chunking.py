@@ -208,7 +208,7 @@ class _Steps:
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        self.held = stateful(chunks.batch.asked, chunks.f, (chunks.batch.args, chunks.kwargs))
+        self.held = stateful(chunks.batch.asked, chunks.f, chunks.batch.parted(chunks.batch.args))
         self.chunks, chunks.f = chunks, self.held or chunks.f
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [[_as_leaf(x) for x in leaves] for leaves in chunks.lists]

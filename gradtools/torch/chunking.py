@@ -59,8 +59,8 @@ def checkpointed(
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not _is_differentiated(leaves):
         return f(*args, **kwargs)
-    batch = Batch(backend, "checkpoint", args, None, whole=True)
-    whole = Chunks(backend, f, batch, kwargs, SUMMED, (), (), Cut(1, 1), options)
+    batch = Batch.whole(backend, "checkpoint", args, kwargs)
+    whole = Chunks(backend, f, batch, SUMMED, (), (), Cut(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])
 
 

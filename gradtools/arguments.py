@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from typing import Any
 
 from gradtools.errors import GradtoolsError
@@ -127,7 +127,7 @@ def _places(
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:
     """f's parameters; those of a torch.nn.Module are its forward's."""
-    found: list[Parameter] = []
+    f, found = unwrap(f), list[Parameter]()
     for g in (f, getattr(f, "forward", None)):
         if not callable(g):
             continue

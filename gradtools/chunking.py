@@ -16,17 +16,24 @@ Here a call is read and cut; how the chunks run, and run again, stands in the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from typing import Any, Literal
 
 from gradtools.arguments import Argument, arguments, takes
 from gradtools.backend import Array, Backend, Operators
 from gradtools.batches import Batch
-from gradtools.calls import as_array, describe, is_numeric, normalized_argnums, with_article
+from gradtools.calls import (
+    as_array,
+    describe,
+    is_numeric,
+    like_function,
+    normalized_argnums,
+    with_article,
+)
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -50,6 +57,7 @@ class Chunking(Operators):
         memory_budget: int | None = None,
         verify: bool | None = None,
         progress: bool = False,
+        outputs: Callable[[Any], Any] | None = None,
     ) -> Callable[..., Any]:
         """f over a batch, chunk by chunk, at the memory of one chunk's graph.
 
@@ -108,13 +116,20 @@ class Chunking(Operators):
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
                 program that is lowered for another platform has none.
 
+            outputs: What of f's output is wanted, as a function of it; the rest is not kept. Such
+                as `lambda out: out.pooler_output` of a model that returns caches or a loss, too.
+
         Returns:
-            A function of f's arguments.
+            A function of f's arguments. A module stays one: in PyTorch a `torch.nn.Module` with
+            f's parameters, buffers, state_dict and attributes, which are f's own, under the same
+            names; of an `equinox` or `flax.nnx` module one that holds f as `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1; (on call) the batch is empty, its axes differ
                 in length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
-                the module that calls chunked instead), or f changes what cannot be replayed.
+                the module that calls chunked instead), f changes what cannot be replayed, or
+                returns what cannot be joined. None, and strings, flags and other constants that
+                are equal in all chunks, pass.
 
         Example:
             >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)
@@ -127,37 +142,40 @@ class Chunking(Operators):
         """
         options = Options(retain, memory_budget, verify, bool(progress))
         options.check(f, chunk_size)
+        if outputs is not None:
+            Options().check(outputs, 1, "chunked", "outputs")
+        axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
+        rest = chunk_size, axes, argnums, interleaved, options
+        return self._backend.like_module(f, partial(self._chunked_of, outputs, rest))
 
-        def chunked_f(*args: Any, **kwargs: Any) -> Any:
-            keys = _positions("key_argnums", key_argnums, len(args))
-            carried = _positions("carry_argnums", carry_argnums, len(args))
-            if set(keys) & set(carried):
-                raise GradtoolsError(
-                    "chunked: key_argnums and carry_argnums name the same argument; it is a key or "
-                    "a carry."
-                )
-            given = arguments("chunked", f, args, kwargs, in_axes)
-            for i in (*keys, *carried):
-                given[i] = Argument(i, args[i])
-            batch = Batch(self._backend, "chunked", given, lists=True)
-            chunks = Chunks(
-                self._backend,
-                f,
-                batch,
-                out_axes,
-                keys,
-                carried,
-                Cut(batch.size, chunk_size, interleaved),
-                options,
+    def _chunked_of(self, outputs: Any, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
+        selected = f
+        if outputs is not None:
+            selected = like_function("", f, partial(_selected, outputs, f))
+        return like_function("chunked_", f, partial(self._chunked, selected, rest))
+
+    def _chunked(self, f: Callable[..., Any], rest: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._backend.uncompiled(self._run_chunked, f, rest, args, kwargs)
+
+    def _run_chunked(
+        self, f: Callable[..., Any], rest: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        chunk_size, axes, argnums, interleaved, options = rest
+        keys = _positions("key_argnums", argnums[0], len(args))
+        carried = _positions("carry_argnums", argnums[1], len(args))
+        if set(keys) & set(carried):
+            raise GradtoolsError(
+                "chunked: key_argnums and carry_argnums name the same argument; it is a key or "
+                "a carry."
             )
-            outs, carry = self._backend.run_chunks(chunks)
-            return chunks.result(outs, carry)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._backend.uncompiled(chunked_f, *args, **kwargs)
-
-        call.__name__ = f"chunked_{getattr(f, '__name__', type(f).__name__)}"
-        return call
+        given = arguments("chunked", f, args, kwargs, axes[0])
+        for i in (*keys, *carried):
+            given[i] = Argument(i, args[i])
+        batch = Batch(self._backend, "chunked", given, lists=True)
+        cut = Cut(batch.size, chunk_size, interleaved)
+        chunks = Chunks(self._backend, f, batch, axes[1], keys, carried, cut, options)
+        outs, carry = self._backend.run_chunks(chunks)
+        return chunks.result(outs, carry)
 
     def microbatched(
         self,
@@ -311,11 +329,14 @@ class Options:
     progress: bool = False
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def check(self, f: Any, chunk_size: Any, asked: str = "chunked") -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "latest": {}}
+
+    def check(self, f: Any, chunk_size: Any, asked: str = "chunked", name: str = "f") -> None:
         """Raises unless all of it makes sense."""
         if not callable(f):
             raise GradtoolsError(
-                f"{asked}: f is {with_article(type(f).__name__)}; expected a function."
+                f"{asked}: {name} is {with_article(type(f).__name__)}; expected a function."
             )
         if self.verify not in (None, True, False):
             raise GradtoolsError(
@@ -401,6 +422,7 @@ class Chunks:
         self.lists = [[leaf for leaves, _ in parts for leaf in leaves] for parts in flat]
         self._list_defs = [[(t, len(leaves)) for leaves, t in parts] for parts in flat]
         self._treedefs: dict[str, Any] = {}
+        self._constants: dict[int, Any] = {}  # leaves of the output that are no arrays
         self._out_lists: list[list[Any]] = [[] for _ in self.cut.rows]
 
     def _slices(self, i: int, rows: range) -> Any:
@@ -467,11 +489,23 @@ class Chunks:
         if self.out_axes is SUMMED:
             self._check_numeric(leaves, out)
             return leaves, carry_leaves
+        is_array = [self.backend.is_array(leaf) for leaf in leaves]
+        if leaves and not any(is_array):
+            raise GradtoolsError(
+                f"chunked: f's output{self.backend.leaf_paths(out)[0]} is "
+                f"{describe(self.backend, leaves[0])}; expected an array with an entry for each "
+                "example."
+            )
         if self.axes is None:
-            self.axes = _axes_of(self.backend, self.out_axes, out)
-        for k, (leaf, axis) in enumerate(zip(leaves, self.axes, strict=True)):
-            leaves[k] = self._checked(leaf, axis, out, k)
-        return leaves, carry_leaves
+            axes = _axes_of(self.backend, self.out_axes, out)
+            self.axes = [axis for axis, there in zip(axes, is_array, strict=True) if there]
+        left = iter(self.axes)
+        for k, leaf in enumerate(leaves):
+            if is_array[k]:
+                self._check_array(leaf, next(left), out, k)
+            else:
+                self._note_constant(leaf, out, k, number)
+        return [x for x, there in zip(leaves, is_array, strict=True) if there], carry_leaves
 
     def _containers(self, values: list[Any]) -> list[Any]:
         """The lists and dictionaries among shared arguments, with what they hold."""
@@ -544,18 +578,44 @@ class Chunks:
                     f"output{self.backend.leaf_paths(out)[k]}, expected an array. Return arrays."
                 )
 
-    def _checked(self, leaf: Any, axis: int, out: Any, k: int) -> Array:
-        if not self.backend.is_array(leaf):
+    def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
+        """A leaf that is no array passes if it is a constant, the same for all chunks."""
+        name = f"f's output{self.backend.leaf_paths(out)[k]}"
+        if type(leaf).__hash__ in (None, object.__hash__):  # only an object with an identity
             raise GradtoolsError(
-                f"chunked: f's output{self.backend.leaf_paths(out)[k]} is "
-                f"{describe(self.backend, leaf)}; expected an array. Leave out what is none."
+                f"chunked: {name} is {describe(self.backend, leaf)}; expected an array with an "
+                f"entry for each example, or a constant. {self._how_to_leave_out(out)}."
             )
+        counts = isinstance(leaf, int) and not isinstance(leaf, bool) and leaf == self.size_now
+        if counts and self.cut.count > 1:
+            raise GradtoolsError(
+                f"chunked: {name} is {leaf}, the number of examples in its chunk, and so not what "
+                "the whole batch would give. Return an array with an entry for each example. "
+                f"{self._how_to_leave_out(out)}."
+            )
+        known = self._constants.setdefault(k, leaf)
+        if known is not leaf and not bool(known == leaf):
+            raise GradtoolsError(
+                f"chunked: {name} is {leaf!r} at chunk {number} and {known!r} before; what is no "
+                "array must be the same for all chunks. Return an array with an entry for each "
+                f"example. {self._how_to_leave_out(out)}."
+            )
+
+    def _how_to_leave_out(self, out: Any) -> str:
+        leaves, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
+        pairs = zip(leaves, paths, strict=True)
+        path = next((p for x, p in pairs if len(getattr(x, "shape", ())) > 0), "[0]")
+        return f"To leave it out: outputs=lambda out: out{path}"
+
+    def _check_array(self, leaf: Array, axis: int, out: Any, k: int) -> None:
         if not -len(leaf.shape) <= axis < len(leaf.shape):
+            several = len(self.backend.flatten(out)[0]) > 1
+            more = f" {self._how_to_leave_out(out)}." if several else ""
             raise GradtoolsError(
                 f"chunked: f's output{self.backend.leaf_paths(out)[k]} has shape "
                 f"{tuple(leaf.shape)}, which has no axis {axis} to join chunks on. f returns one "
                 "entry for each example; for a loss that is a mean or a sum over examples use "
-                "microbatched."
+                f"microbatched.{more}"
             )
         if self.cut.interleaved and leaf.shape[axis] != self.size_now:
             raise GradtoolsError(
@@ -563,7 +623,6 @@ class Chunks:
                 f"entries on axis {axis} for {self.size_now} examples; with interleaved=True the "
                 "order is restored, which needs one for each."
             )
-        return leaf
 
     # --- all of them
 
@@ -578,12 +637,17 @@ class Chunks:
                 order = [row for rows in self.cut.rows for row in rows]
                 out = [x for _, x in sorted(zip(order, out, strict=True), key=lambda pair: pair[0])]
         else:
-            out = backend.unflatten(self._treedefs["output"], outs)
+            out = backend.unflatten(self._treedefs["output"], self._with_constants(outs))
         if not self.carried:
             return out
         given = tuple(self.batch.args[i] for i in self.carried)
         treedef = backend.flatten(given if len(given) > 1 else given[0])[1]
         return out, backend.unflatten(treedef, carry)
+
+    def _with_constants(self, outs: list[Array]) -> list[Any]:
+        left = iter(outs)
+        places = range(len(outs) + len(self._constants))
+        return [self._constants[k] if k in self._constants else next(left) for k in places]
 
 
 class _Microbatches:
@@ -605,8 +669,8 @@ class _Microbatches:
             if given[i].axes is not None:
                 raise GradtoolsError(
                     f"microbatched: argument {i} is differentiated, so all chunks share it; "
-                    f"in_axes says {given[i].axes!r}, expected None. For gradients to the batch "
-                    "itself use chunked."
+                    f"in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to the "
+                    "batch itself use chunked."
                 )
         if self.weights is not None and backend.is_complex(self.weights):
             raise GradtoolsError("microbatched: weights is complex; expected real numbers.")
@@ -665,6 +729,12 @@ class _Microbatches:
         return self.backend.cast(x, "float32") if narrow else x
 
 
+def _selected(
+    outputs: Callable[[Any], Any], f: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return outputs(f(*args, **kwargs))
+
+
 def _is_real(backend: Backend, x: Any) -> bool:
     return is_numeric(backend, x) and not backend.is_complex(backend.asarray(x))
 
@@ -694,6 +764,8 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
         else:
             pairs = zip(axes, out, strict=True)
             return [a for one, part in pairs for a in _axes_of(backend, one, part)]
+    if isinstance(out, Mapping) and type(axes) is dict and axes.keys() == out.keys():
+        return [a for key in out for a in _axes_of(backend, axes[key], out[key])]
     raise GradtoolsError(
         f"chunked: out_axes holds {axes!r} for {describe(backend, out)}; expected an integer, or "
         "a tree of integers like f's output. An output that is the same for all chunks, or has no "

@@ -1075,7 +1075,7 @@ BAD = (
     Bad(
         "chunked, a string returned",
         lambda gt, a: gt.chunked(lambda x: "done", 1)(a(V)),
-        "chunked: f's output is a str; expected an array. Leave out what is none.",
+        "chunked: f's output is a str; expected an array with an entry for each example.",
     ),
     Bad(
         "microbatched by no size",
@@ -1124,7 +1124,7 @@ BAD = (
             a(V), a(V)
         ),
         (
-            "microbatched: argument 0 is differentiated, so all chunks share it; in_axes says 0, "
+            "microbatched: argument 0 is differentiated, so all chunks share it; in_axes[0] is 0, "
             "expected None. For gradients to the batch itself use chunked."
         ),
     ),

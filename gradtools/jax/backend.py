@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +23,10 @@ from gradtools.jax import (
     passes,
     seeing,
     shardings,
+    trees,
     vanishing,
     vocabulary,
+    wrapping,
 )
 from gradtools.jax.host import call_kernel
 from gradtools.jax.loops import map_batch
@@ -44,17 +46,10 @@ class JaxBackend:
 
     # --- pytrees
 
-    def flatten(self, tree: Any) -> tuple[list[Any], Any]:
-        return jax.tree.flatten(tree)
-
-    def unflatten(self, treedef: Any, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(treedef, leaves)
-
-    def leaf_paths(self, tree: Any) -> list[str]:
-        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-    def sketch(self, tree: Any) -> tuple[list[Any], Any]:
-        return jax.tree.flatten(tree)
+    flatten = staticmethod(trees.flatten)
+    unflatten = staticmethod(trees.unflatten)
+    leaf_paths = staticmethod(trees.leaf_paths)
+    sketch = staticmethod(trees.flatten)
 
     def from_sketch(self, structure: Any) -> Any:
         return structure
@@ -154,6 +149,8 @@ class JaxBackend:
         pass  # jit traces everything
 
     # --- the framework's own transforms
+
+    like_module = staticmethod(wrapping.like_module)
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)

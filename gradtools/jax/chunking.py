@@ -505,7 +505,8 @@ def _check_shapes(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]]) -> N
             raise GradtoolsError(
                 f"chunked: an output of f has shape {x.shape[1:]} for {cut.sizes[run.first]} "
                 f"examples and {known.shape[1:]} for {cut.sizes[first.first]}; they cannot be "
-                f"joined on axis {axis}. Only that axis may depend on the size of a chunk."
+                f"joined on axis {axis}. Only that axis may depend on the size of a chunk; "
+                "outputs=... leaves out what has another, such as a table of all pairs."
             )
 
 

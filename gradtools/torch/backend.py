@@ -27,6 +27,7 @@ from gradtools.torch import (
     vanishing,
     vocabulary,
     watching,
+    wrapping,
 )
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
@@ -209,6 +210,8 @@ class TorchBackend:
             return chunking.checkpointed(self, f, args, kwargs, options)
 
         return checkpointed
+
+    like_module = staticmethod(wrapping.like_module)
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return compiled(f, **options)

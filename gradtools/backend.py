@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gradtools.host import KernelCall
@@ -264,5 +265,18 @@ class Operators:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
+    def __reduce__(self) -> Any:  # what is pickled by name is the same object again
+        return operators_of, (self._backend.name,)
+
     def __repr__(self) -> str:
         return f"<gradtools for {self._backend.name}>"
+
+
+def operators_of(name: str) -> Any:
+    """The public operators of a wing."""
+    return import_module(f"gradtools.{name}")._api
+
+
+def backend_of(name: str) -> Any:
+    """A wing's backend."""
+    return operators_of(name)._backend

@@ -336,9 +336,9 @@ def is_numeric(backend: Backend, x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
 
 
-def like_function(prefix: str, f: Any, call: partial[Any]) -> Any:
-    """The call under f's name and with f's signature; it is pickled if f is."""
-    name = f"{prefix}{getattr(f, '__name__', type(f).__name__)}"
+def like_function(prefix: str, f: Any, call: partial[Any], suffix: str = "") -> Any:
+    """The call under a name like f's and with f's signature; it can be pickled if f can."""
+    name = f"{prefix}{getattr(f, '__name__', type(f).__name__)}{suffix}"
     call.__dict__.update(__name__=name, __qualname__=name, __wrapped__=f)
     return call
 

@@ -236,39 +236,50 @@ class Chunking(Operators):
                 "multiply by them inside f."
             )
 
-        both = self._scalar_gradient(  # type: ignore[attr-defined]
-            "microbatched", f, argnums, False, "raise"
-        )
+        call = partial(self._microbatched, f, chunk_size, argnums, in_axes, reduction, weights)
+        return like_function("microbatched_", f, call)
 
-        def value_and_grads(*args: Any, **kwargs: Any) -> Any:
-            backend = self._backend
-            positions = normalized_argnums("microbatched", argnums, len(args))
-            given = arguments("microbatched", f, args, kwargs, in_axes, positions)
-            call = _Microbatches(backend, given, positions, weights)
-            seen: list[Any] = []
+    def _microbatched(
+        self,
+        f: Callable[..., Any],
+        chunk_size: int,
+        argnums: Argnums,
+        in_axes: Any,
+        reduction: str,
+        weights: Any,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        backend = self._backend
+        positions = normalized_argnums("microbatched", argnums, len(args))
+        given = arguments("microbatched", f, args, kwargs, in_axes, positions)
+        call = _Microbatches(backend, given, positions, weights)
+        seen: list[Any] = []
 
-            def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
-                given = None if call.weights is None else chunk[-1]
-                value, _, grads = both(chunk[: len(args)], kwargs)
-                found, treedef = backend.flatten((value, grads))
-                seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
-                if reduction == "sum":
-                    return [call.wide(x) for x in found]
-                w = call.weight(chunk[: len(args)], kwargs, given, chunks.size_now)
-                w = backend.cast(w, call.wide(value))
-                return [w, *[call.weighted(w, x) for x in map(call.wide, found)]]
+        def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
+            own = None if call.weights is None else chunk[-1]
+            asked = "microbatched", f, argnums, False, "raise"
+            value, _, grads = self._scalar_gradient(  # type: ignore[attr-defined]
+                asked, chunk[: len(args)], kwargs
+            )
+            found, treedef = backend.flatten((value, grads))
+            seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
+            if reduction == "sum":
+                return [call.wide(x) for x in found]
+            w = call.weight(chunk[: len(args)], kwargs, own, chunks.size_now)
+            w = backend.cast(w, call.wide(value))
+            return [w, *[call.weighted(w, x) for x in map(call.wide, found)]]
 
-            chunks = call.cut(terms, chunk_size)
-            sums = backend.sum_chunks(chunks)
-            if reduction == "mean":
-                total, *sums = sums
-                call.check_total(total)
-                sums = [x / backend.real_scalar(total, x) for x in sums]
-            treedef, dtypes = seen
-            sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
-            return backend.unflatten(treedef, sums)
-
-        return value_and_grads
+        chunks = call.cut(terms, chunk_size)
+        sums = backend.sum_chunks(chunks)
+        if reduction == "mean":
+            total, *sums = sums
+            call.check_total(total)
+            sums = [x / backend.real_scalar(total, x) for x in sums]
+        treedef, dtypes = seen
+        sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
+        return backend.unflatten(treedef, sums)
 
     def gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """The rows of all processes (PyTorch) or devices (JAX), one after the other.

@@ -10,13 +10,13 @@ and the promises.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from gradtools.arguments import arguments
 from gradtools.backend import Operators
 from gradtools.batches import Batch
-from gradtools.calls import with_article
+from gradtools.calls import like_function, with_article
 from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
 
@@ -243,21 +243,20 @@ class Models(Operators):
             array([3., 3.], dtype=float32)
         """
         _check_function("vmap", f)
+        return like_function("", f, partial(self._mapped, f, in_axes, out_axes))
+
+    def _mapped(self, f: Any, in_axes: Any, out_axes: Any, /, *args: Any, **kwargs: Any) -> Any:
         backend = self._backend
-        by_name = type(in_axes) is dict
-        native = f if by_name else backend.vmap(f, in_axes, out_axes)
+        if not kwargs and type(in_axes) is not dict:
+            return backend.vmap(f, in_axes, out_axes)(*args)
+        batch = Batch(backend, "vmap", arguments("vmap", f, args, kwargs, in_axes))
 
-        def mapped(*args: Any, **kwargs: Any) -> Any:
-            batch = Batch(backend, "vmap", arguments("vmap", f, args, kwargs, in_axes))
-            one = lambda *example: f(*batch.at(example)[0], **batch.at(example)[1])
-            axes = tuple([axis for _, axis in batch.split])
-            return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
+        def one(*example: Any) -> Any:
+            args, kwargs = batch.at(example)
+            return f(*args, **kwargs)
 
-        @wraps(native, updated=())
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return mapped(*args, **kwargs) if kwargs or by_name else native(*args)
-
-        return call
+        axes = tuple([axis for _, axis in batch.split])
+        return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
 
     def checkpoint(self, f: Callable[..., Any], verify: bool | None = None) -> Callable:
         """The function f, whose intermediate results are computed again in the backward pass.
@@ -285,7 +284,10 @@ class Models(Operators):
             array([2., 2.], dtype=float32)
         """
         _check_function("checkpoint", f)
-        return self._backend.checkpoint(f, Options(0, verify=verify))
+        return self._backend.like_module(f, partial(self._checkpoint_of, Options(0, verify=verify)))
+
+    def _checkpoint_of(self, options: Options, f: Callable[..., Any]) -> Callable[..., Any]:
+        return like_function("checkpointed_", f, self._backend.checkpoint(f, options))
 
     def compile(self, f: Callable[..., Any], **options: Any) -> Callable:
         """The function f, compiled at its first call: ``torch.compile`` or ``jax.jit``.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.backend import Array
+from gradtools.backend import Array, backend_of
 from gradtools.chunking import Options
 from gradtools.jax import (
     accumulate,
@@ -43,6 +44,9 @@ class JaxBackend:
     hvp_mode = "forward_over_reverse"
     xp = jnp
     accumulation = accumulate
+
+    def __reduce__(self) -> Any:
+        return backend_of, (self.name,)
 
     # --- pytrees
 
@@ -162,7 +166,9 @@ class JaxBackend:
             return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
-        return checkpointed(f)  # what is computed again is the same program: nothing to verify
+        return partial(
+            checkpointed, f
+        )  # what is computed again is the same program: nothing to verify
 
     run_chunks = staticmethod(chunking.run_chunks)
     sum_chunks = staticmethod(chunking.sum_chunks)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from gradtools.backend import Array, Fun, Staged
+from gradtools.backend import Array, Fun, Staged, backend_of
 from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
@@ -55,6 +56,9 @@ class TorchBackend:
     @property
     def xp(self) -> Any:
         return arrays.xp()
+
+    def __reduce__(self) -> Any:
+        return backend_of, (self.name,)
 
     # --- pytrees
 
@@ -202,14 +206,7 @@ class TorchBackend:
             return list(mapped(*batch))
 
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
-                from torch.utils.checkpoint import checkpoint
-
-                return checkpoint(f, *args, use_reentrant=False, **kwargs)
-            return chunking.checkpointed(self, f, args, kwargs, options)
-
-        return checkpointed
+        return partial(_checkpointed, self, options, f)
 
     like_module = staticmethod(wrapping.like_module)
 
@@ -239,6 +236,16 @@ class TorchBackend:
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)
+
+
+def _checkpointed(
+    backend: TorchBackend, options: Options, f: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    if is_compiling():
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(f, *args, use_reentrant=False, **kwargs)
+    return chunking.checkpointed(backend, f, args, kwargs, options)
 
 
 class _Constant(torch.autograd.Function):

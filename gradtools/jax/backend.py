@@ -166,9 +166,8 @@ class JaxBackend:
             return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
-        return partial(
-            checkpointed, f
-        )  # what is computed again is the same program: nothing to verify
+        # what is computed again is the same program: nothing to verify
+        return partial(checkpointed, f)
 
     run_chunks = staticmethod(chunking.run_chunks)
     sum_chunks = staticmethod(chunking.sum_chunks)

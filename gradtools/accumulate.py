@@ -315,6 +315,15 @@ class GradientAccumulator:
         self._lock = Lock()
         self._state: _State | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {k: x for k, x in self.__dict__.items() if k not in ("_wing", "_trace", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._wing = self._backend.accumulation
+        self._trace, self._lock = self._wing.current_trace(), Lock()
+
     def add(self, grads: Any, weight: Any = 1) -> None:
         """Adds weight times grads. An error leaves the accumulator as it was.
 

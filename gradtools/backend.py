@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from gradtools.host import Kernel, KernelCall, Results
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Array = Any
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=Any)  # so bound, a lambda's own parameter may be anything for a checker
 Fun = Callable[..., tuple[list[Array], list[Array]]]
 
@@ -210,6 +212,9 @@ class Backend(Protocol):
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]: ...
     def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]: ...
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]: ...
+    def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
+        """`make(f)`, and where f is a module of the framework a module that calls it."""
+        ...
 
     # Chunks.
     def run_chunks(self, chunks: Any) -> tuple[list[Array], list[Array]]:
@@ -297,5 +302,18 @@ class Operators:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
+    def __reduce__(self) -> Any:  # what is pickled by name is the same object again
+        return operators_of, (self._backend.name,)
+
     def __repr__(self) -> str:
         return f"<gradtools for {self._backend.name}>"
+
+
+def operators_of(name: str) -> Any:
+    """The public operators of a wing."""
+    return import_module(f"gradtools.{name}")._api
+
+
+def backend_of(name: str) -> Any:
+    """A wing's backend."""
+    return operators_of(name)._backend

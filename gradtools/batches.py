@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from gradtools.arguments import Argument
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
@@ -15,145 +16,170 @@ class Batch:
     """Arguments with the axis on which each leaf is split; None where it is shared.
 
     An argument that is a list, and is to be split, is a list of examples, if `lists` says so.
-    With `whole` nothing is split, whatever `in_axes` says.
+    Arrays without axes are shared unless the user named an axis of theirs.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        asked: str,
-        args: Sequence[Any],
-        in_axes: Any,
-        shared: Iterable[int] = (),
-        lists: bool = False,
-        whole: bool = False,
+        self, backend: Backend, asked: str, arguments: Sequence[Argument], lists: bool = False
     ) -> None:
-        self.backend, self.asked, self.args = backend, asked, tuple(args)
-        self.whole = whole
-        entries = [None] * len(args) if whole else self._entries(in_axes, set(shared))
+        self._read(backend, asked, arguments)
         self.lists = [
             i
-            for i, axis in enumerate(entries)
-            if lists and type(args[i]) is list and isinstance(axis, int)
+            for i, a in enumerate(arguments)
+            if lists and type(a.value) is list and isinstance(a.axes, int)
         ]
-        flat = [backend.flatten(a) for a in args]
-        self.treedefs = [treedef for _, treedef in flat]
-        self.leaves = [[self._as_array(leaf) for leaf in leaves] for leaves, _ in flat]
+        self.leaves = [[self._as_array(leaf) for leaf in leaves] for leaves in self.leaves]
         self.axes = [
-            [None] * len(leaves) if whole or i in self.lists else self._leaf_axes(i, axes, leaves)
-            for i, (axes, leaves) in enumerate(zip(entries, self.leaves, strict=True))
+            [None] * len(leaves) if i in self.lists else self._leaf_axes(i, leaves)
+            for i, leaves in enumerate(self.leaves)
         ]
-        self.size = 1 if whole else self._checked_size(entries)
+        self.size = self._checked_size()
+
+    @classmethod
+    def whole(cls, backend: Backend, asked: str, args: Sequence[Any], kwargs: Any) -> Batch:
+        """Arguments of which nothing is split."""
+        batch = cls.__new__(cls)
+        shared = [Argument(key, x) for key, x in (*enumerate(args), *kwargs.items())]
+        batch._read(backend, asked, shared)
+        batch.lists, batch.size = [], 1
+        batch.axes = [[None] * len(leaves) for leaves in batch.leaves]
+        return batch
+
+    def _read(self, backend: Backend, asked: str, arguments: Sequence[Argument]) -> None:
+        self.backend, self.asked, self.arguments = backend, asked, arguments
+        self.args = tuple([a.value for a in arguments])
+        self.keywords = [a.key for a in arguments if isinstance(a.key, str)]
+        flat = [backend.flatten(x) for x in self.args]
+        self.treedefs = [treedef for _, treedef in flat]
+        self.leaves = [leaves for leaves, _ in flat]
+
+    def parted(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """One value for each argument as what `f(*args, **kwargs)` takes."""
+        count = len(values) - len(self.keywords)
+        return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 
     def _as_array(self, leaf: Any) -> Any:
         """NumPy's arrays are split as well; anything else that is no array is shared."""
-        split = isinstance(leaf, np.ndarray) and not self.whole
-        return self.backend.asarray(leaf) if split else leaf
+        return self.backend.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-    def _entries(self, in_axes: Any, shared: set[int]) -> list[Any]:
-        """The entry of in_axes for each argument; None for those that are shared anyway."""
-        count = len(self.args)
-        if isinstance(in_axes, int):
-            in_axes = (in_axes,) * count
-        if not isinstance(in_axes, tuple | list) or len(in_axes) != count:
-            raise GradtoolsError(
-                f"{self.asked}: in_axes is {in_axes!r}; expected one entry for each of the "
-                f"{count} positional arguments."
-            )
-        return [None if i in shared else axes for i, axes in enumerate(in_axes)]
-
-    def _leaf_axes(self, i: int, axes: Any, leaves: list[Any]) -> list[int | None]:
+    def _leaf_axes(self, i: int, leaves: list[Any]) -> list[int | None]:
+        argument = self.arguments[i]
+        axes = argument.axes
         if axes is None or isinstance(axes, int):
-            found = [axes if self.backend.is_array(leaf) else None for leaf in leaves]
+            least = 0 if argument.named else 1  # axes that an array must have to be split
+            arrays = [self.backend.is_array(leaf) and _rank(leaf) >= least for leaf in leaves]
+            found = [axes if there else None for there in arrays]
         else:
             try:
                 found = self.treedefs[i].flatten_up_to(axes)
             except (ValueError, TypeError) as error:
                 raise GradtoolsError(
-                    f"{self.asked}: in_axes[{i}] is {axes!r}; expected an integer, None, or a "
-                    f"tree of them like argument {i}, {self.treedefs[i]}."
+                    f"{self.asked}: in_axes[{argument.key!r}] is {axes!r}; expected an integer, "
+                    f"None, or a tree of them like {argument.name}, {self.treedefs[i]}."
                 ) from error
         return [
             axis + len(leaf.shape) if type(axis) is int and -_rank(leaf) <= axis < 0 else axis
             for axis, leaf in zip(found, leaves, strict=True)
         ]
 
-    def _checked_size(self, entries: list[Any]) -> int:
+    def _checked_size(self) -> int:
         """How many examples there are, the same in every split axis."""
-        sizes: dict[int, str] = {}
+        places: dict[int, list[tuple[int, int | None]]] = {}  # argument, leaf; a list has none
         for i in self.lists:
-            if entries[i] not in (0, -1):
+            argument = self.arguments[i]
+            if argument.axes not in (0, -1):
                 raise GradtoolsError(
-                    f"{self.asked}: argument {i} is a list of examples, which has only the axis 0; "
-                    f"in_axes says {entries[i]}."
+                    f"{self.asked}: {argument.name} is a list of examples, which has only the axis "
+                    f"0; in_axes says {argument.axes}."
                 )
-            sizes.setdefault(len(self.args[i]), f"argument {i}, a list")
+            places.setdefault(len(self.args[i]), []).append((i, None))
         for i, (leaves, axes) in enumerate(zip(self.leaves, self.axes, strict=True)):
             for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
                 if axis is not None:
-                    sizes.setdefault(self._size(i, k, leaf, axis), self._name(i, k))
-        if not sizes:
+                    places.setdefault(self._size(i, k, leaf, axis), []).append((i, k))
+        if not places:
+            self._refuse_numbers()
             raise GradtoolsError(
                 f"{self.asked}: no argument is split, so there are no examples. Pass the batch "
                 "as an array, and name its axis in in_axes."
             )
-        if len(sizes) > 1:
-            found = ", ".join(f"{size} in {name}" for size, name in sizes.items())
-            raise GradtoolsError(
-                f"{self.asked}: the batch sizes differ: {found}. Set in_axes so that every "
-                "split axis has one entry for each example; None shares an argument."
-            )
-        if 0 in sizes:
-            raise GradtoolsError(f"{self.asked}: the batch is empty ({sizes[0]} has size 0).")
-        return next(iter(sizes))
+        if len(places) > 1:
+            self._refuse_sizes(places)
+        if 0 in places:
+            name = self.name_of(*places[0][0])
+            raise GradtoolsError(f"{self.asked}: the batch is empty ({name} has size 0).")
+        return next(iter(places))
+
+    def _refuse_numbers(self) -> None:
+        """Names an array without axes that was to be split, if there is one."""
+        for i, (argument, leaves) in enumerate(zip(self.arguments, self.leaves, strict=True)):
+            for k, leaf in enumerate(leaves):
+                if isinstance(argument.axes, int) and self.backend.is_array(leaf):
+                    self._size(i, k, leaf, argument.axes)
+
+    def _refuse_sizes(self, places: dict[int, list[tuple[int, int | None]]]) -> None:
+        found = ", ".join(f"{n} in {self.name_of(*of_size[0])}" for n, of_size in places.items())
+        i, _ = min(reversed(places.values()), key=len)[0]
+        odd = self.arguments[i].key
+        how = f": in_axes={{{odd!r}: None}}" if isinstance(odd, str) else ""
+        raise GradtoolsError(
+            f"{self.asked}: the batch sizes differ: {found}. Set in_axes so that every split axis "
+            f"has one entry for each example; None shares an argument{how}."
+        )
 
     def _size(self, i: int, k: int, leaf: Any, axis: Any) -> int:
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise GradtoolsError(
-                f"{self.asked}: the entry of in_axes for {self._name(i, k)} is {axis!r}; expected "
-                "an integer or None."
+                f"{self.asked}: the entry of in_axes for {self.name_of(i, k)} is {axis!r}; "
+                "expected an integer or None."
             )
         if not self.backend.is_array(leaf):
             raise GradtoolsError(
-                f"{self.asked}: {self._name(i, k)} is a {type(leaf).__name__}, which has no axis "
+                f"{self.asked}: {self.name_of(i, k)} is a {type(leaf).__name__}, which has no axis "
                 "to split on. Set its entry of in_axes to None to share it."
             )
         if not 0 <= axis < len(leaf.shape):
             raise GradtoolsError(
-                f"{self.asked}: {self._name(i, k)} of shape {tuple(leaf.shape)} has no axis "
+                f"{self.asked}: {self.name_of(i, k)} of shape {tuple(leaf.shape)} has no axis "
                 f"{axis} to split on. Set its entry of in_axes to None to share it."
             )
         return leaf.shape[axis]
 
-    def _name(self, i: int, k: int) -> str:
-        return f"argument {i}{self.backend.leaf_paths(self.args[i])[k]}"
+    def name_of(self, i: int, k: int | None) -> str:
+        """What leaf k of argument i is called in messages, or a list of examples."""
+        path = ", a list" if k is None else self.backend.leaf_paths(self.args[i])[k]
+        return f"{self.arguments[i].name}{path}"
 
     def map(self, one: Callable[..., Any], chunk_size: int | None) -> Any:
-        """`one` at each example, stacked."""
+        """`one(args, kwargs)` at each example, stacked."""
         backend = self.backend
-        flat_axes = [a for axes in self.axes for a in axes]
-        flat = [leaf for leaves in self.leaves for leaf in leaves]
-        batch = [
-            axis_moved(backend, x, a, 0)
-            for x, a in zip(flat, flat_axes, strict=True)
-            if a is not None
-        ]
+        batch = [axis_moved(backend, x, axis, 0) for x, axis in self.split]
         treedef: list[Any] = []
 
         def on_flat(*example: Array) -> list[Array]:
-            left = iter(example)
-            full = [x if a is None else next(left) for x, a in zip(flat, flat_axes, strict=True)]
-            leaves, found = backend.flatten(one(*self._arguments(full)))
+            leaves, found = backend.flatten(one(*self.at(example)))
             treedef[:] = [found]
             return leaves
 
         found = backend.map_batches(on_flat, batch, chunk_size)
         return backend.unflatten(treedef[0], found)
 
-    def _arguments(self, flat: list[Any]) -> list[Any]:
-        left = iter(flat)
-        pairs = zip(self.treedefs, self.leaves, strict=True)
-        return [self.backend.unflatten(t, [next(left) for _ in leaves]) for t, leaves in pairs]
+    @property
+    def split(self) -> list[tuple[Array, int]]:
+        """The leaves that are split, with their axes."""
+        pairs = zip(self.leaves, self.axes, strict=True)
+        flat = [pair for leaves, axes in pairs for pair in zip(leaves, axes, strict=True)]
+        return [(leaf, axis) for leaf, axis in flat if axis is not None]
+
+    def at(self, example: Sequence[Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` with an example's arrays in place of the leaves that are split."""
+        left = iter(example)
+        values = []
+        for treedef, leaves, axes in zip(self.treedefs, self.leaves, self.axes, strict=True):
+            pairs = zip(leaves, axes, strict=True)
+            full = [leaf if axis is None else next(left) for leaf, axis in pairs]
+            values.append(self.backend.unflatten(treedef, full))
+        return self.parted(values)
 
 
 def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
@@ -162,11 +188,6 @@ def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
     order = [i for i in range(x.ndim) if i != source]
     order.insert(target, source)
     return backend.xp.permute_dims(x, tuple(order))
-
-
-def shared_unless_named(argnums: Sequence[int], count: int) -> tuple[int | None, ...]:
-    """in_axes by default: the arguments in argnums are shared, the others are split on axis 0."""
-    return tuple(None if i in argnums else 0 for i in range(count))
 
 
 def _rank(x: Any) -> int:

@@ -110,8 +110,9 @@ class Call:
 
     @property
     def _out_paths(self) -> list[str]:
-        numbered = self.backend.unflatten(self._out_def, range(self._out_count))
-        return [f"output{path}" for path in self.backend.leaf_paths(numbered)]
+        like = [self.backend.asarray(0.0)] * self._out_count
+        out = self.backend.unflatten(self._out_def, like)
+        return [f"output{path}" for path in self.backend.leaf_paths(out)]
 
     # --- back into trees
 
@@ -347,6 +348,13 @@ def is_numeric(backend: Backend, x: Any) -> bool:
     if backend.is_array(x) or isinstance(x, bool | int | float | complex):
         return True
     return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
+
+
+def like_function(prefix: str, f: Any, call: partial[Any], suffix: str = "") -> Any:
+    """The call under a name like f's and with f's signature; it can be pickled if f can."""
+    name = f"{prefix}{getattr(f, '__name__', type(f).__name__)}{suffix}"
+    call.__dict__.update(__name__=name, __qualname__=name, __wrapped__=f)
+    return call
 
 
 def with_article(name: str) -> str:

@@ -16,16 +16,24 @@ Here a call is read and cut; how the chunks run, and run again, stands in the wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from typing import Any, Literal
 
-from gradtools.backend import Array, Backend, Operators, P, R
-from gradtools.batches import Batch, shared_unless_named
-from gradtools.calls import as_array, describe, is_numeric, normalized_argnums, with_article
+from gradtools.arguments import Argument, arguments, takes
+from gradtools.backend import Array, Backend, F, Operators, P, R
+from gradtools.batches import Batch
+from gradtools.calls import (
+    as_array,
+    describe,
+    is_numeric,
+    like_function,
+    normalized_argnums,
+    with_article,
+)
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -38,7 +46,7 @@ class Chunking(Operators):
 
     def chunked(
         self,
-        f: Callable[P, R],
+        f: F,
         chunk_size: int,
         in_axes: Any = 0,
         out_axes: Any = 0,
@@ -49,7 +57,8 @@ class Chunking(Operators):
         memory_budget: int | None = None,
         verify: bool | None = None,
         progress: bool = False,
-    ) -> Callable[P, R]:
+        outputs: Callable[[Any], Any] | None = None,
+    ) -> F:
         """f over a batch, chunk by chunk, at the memory of one chunk's graph.
 
         The value is that of the loop `concat(f(chunk) for chunk in batch)`, and so is every
@@ -80,9 +89,11 @@ class Chunking(Operators):
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
                 examples along its entry of `out_axes`.
             chunk_size: How many examples at once; the last chunk may hold fewer.
-            in_axes: The batch axis of each positional argument, as in `vmap`; None where it is
-                shared. Keyword arguments are shared. An argument that is a list is a list of
-                examples: f gets slices of it.
+            in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
+                argument, or a dict from f's parameters to axes, however they are passed; None
+                shares one, and a tree of axes is for one that is a tree. What no entry names is
+                split on axis 0, keyword arguments too; arrays without axes and what is no array
+                are shared. An argument that is a list is a list of examples: f gets slices of it.
             out_axes: The axis along which outputs are joined: an integer, or a tree of them like
                 f's output. A list that f makes of a list is joined as lists are.
             key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
@@ -105,13 +116,20 @@ class Chunking(Operators):
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
                 program that is lowered for another platform has none.
 
+            outputs: What of f's output is wanted, as a function of it; the rest is not kept. Such
+                as `lambda out: out.pooler_output` of a model that returns caches or a loss, too.
+
         Returns:
-            A function of f's arguments.
+            A function of f's arguments. A module stays one: in PyTorch a `torch.nn.Module` with
+            f's parameters, buffers, state_dict and attributes, which are f's own, under the same
+            names; of an `equinox` or `flax.nnx` module one that holds f as `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1; (on call) the batch is empty, its axes differ
                 in length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
-                the module that calls chunked instead), or f changes what cannot be replayed.
+                the module that calls chunked instead), f changes what cannot be replayed, or
+                returns what cannot be joined. None, and strings, flags and other constants that
+                are equal in all chunks, pass.
 
         Example:
             >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)
@@ -124,35 +142,40 @@ class Chunking(Operators):
         """
         options = Options(retain, memory_budget, verify, bool(progress))
         options.check(f, chunk_size)
+        if outputs is not None:
+            Options().check(outputs, 1, "chunked", "outputs")
+        axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
+        rest = chunk_size, axes, argnums, interleaved, options
+        return self._backend.like_module(f, partial(self._chunked_of, outputs, rest))
 
-        def chunked_f(*args: Any, **kwargs: Any) -> Any:
-            keys = _positions("key_argnums", key_argnums, len(args))
-            carried = _positions("carry_argnums", carry_argnums, len(args))
-            if set(keys) & set(carried):
-                raise GradtoolsError(
-                    "chunked: key_argnums and carry_argnums name the same argument; it is a key or "
-                    "a carry."
-                )
-            batch = Batch(self._backend, "chunked", args, in_axes, {*keys, *carried}, lists=True)
-            chunks = Chunks(
-                self._backend,
-                f,
-                batch,
-                kwargs,
-                out_axes,
-                keys,
-                carried,
-                Cut(batch.size, chunk_size, interleaved),
-                options,
+    def _chunked_of(self, outputs: Any, rest: tuple[Any, ...], f: Callable[..., Any]) -> Any:
+        selected = f
+        if outputs is not None:
+            selected = like_function("", f, partial(_selected, outputs, f))
+        return like_function("chunked_", f, partial(self._chunked, selected, rest))
+
+    def _chunked(self, f: Callable[..., Any], rest: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._backend.uncompiled(self._run_chunked, f, rest, args, kwargs)
+
+    def _run_chunked(
+        self, f: Callable[..., Any], rest: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        chunk_size, axes, argnums, interleaved, options = rest
+        keys = _positions("key_argnums", argnums[0], len(args))
+        carried = _positions("carry_argnums", argnums[1], len(args))
+        if set(keys) & set(carried):
+            raise GradtoolsError(
+                "chunked: key_argnums and carry_argnums name the same argument; it is a key or "
+                "a carry."
             )
-            outs, carry = self._backend.run_chunks(chunks)
-            return chunks.result(outs, carry)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._backend.uncompiled(chunked_f, *args, **kwargs)
-
-        call.__name__ = f"chunked_{getattr(f, '__name__', type(f).__name__)}"
-        return call
+        given = arguments("chunked", f, args, kwargs, axes[0])
+        for i in (*keys, *carried):
+            given[i] = Argument(i, args[i])
+        batch = Batch(self._backend, "chunked", given, lists=True)
+        cut = Cut(batch.size, chunk_size, interleaved)
+        chunks = Chunks(self._backend, f, batch, axes[1], keys, carried, cut, options)
+        outs, carry = self._backend.run_chunks(chunks)
+        return chunks.result(outs, carry)
 
     def microbatched(
         self,
@@ -179,12 +202,12 @@ class Chunking(Operators):
             chunk_size: How many examples at once; the last chunk may hold fewer.
             argnums: Which positional arguments to differentiate; they are shared by all chunks.
             in_axes: As in `per_example_grad`: None means that the arguments in argnums are
-                shared and every array of the others is split on axis 0.
+                shared and every array of the others is split on axis 0, by keyword or not.
             reduction: Whether f returns the mean or the sum of its chunk.
             weights: For means that are not over examples: one weight for each example (such as
                 its number of tokens), cut with the batch, or a function of a chunk's arguments
-                that returns the chunk's weight. A chunk of weight 0 adds nothing, also where its
-                mean is 0/0.
+                (by keyword those that it names) that returns the chunk's weight. A chunk of
+                weight 0 adds nothing, also where its mean is 0/0.
             verify: As in `chunked`; here nothing is computed again, so there is nothing to do.
 
         Returns:
@@ -213,37 +236,50 @@ class Chunking(Operators):
                 "multiply by them inside f."
             )
 
-        both = self._scalar_gradient(  # type: ignore[attr-defined]
-            "microbatched", f, argnums, False, "raise"
-        )
+        call = partial(self._microbatched, f, chunk_size, argnums, in_axes, reduction, weights)
+        return like_function("microbatched_", f, call)
 
-        def value_and_grads(*args: Any, **kwargs: Any) -> Any:
-            backend = self._backend
-            positions = normalized_argnums("microbatched", argnums, len(args))
-            call = _Microbatches(backend, args, kwargs, positions, in_axes, weights)
-            seen: list[Any] = []
+    def _microbatched(
+        self,
+        f: Callable[..., Any],
+        chunk_size: int,
+        argnums: Argnums,
+        in_axes: Any,
+        reduction: str,
+        weights: Any,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        backend = self._backend
+        positions = normalized_argnums("microbatched", argnums, len(args))
+        given = arguments("microbatched", f, args, kwargs, in_axes, positions)
+        call = _Microbatches(backend, given, positions, weights)
+        seen: list[Any] = []
 
-            def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
-                given = None if call.weights is None else chunk[-1]
-                value, _, grads = both(chunk[: len(args)], kwargs)
-                found, treedef = backend.flatten((value, grads))
-                seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
-                if reduction == "sum":
-                    return [call.wide(x) for x in found]
-                w = call.weight(chunk[: len(args)], given, call.wide(value), chunks.size_now)
-                return [w, *[call.weighted(w, x) for x in map(call.wide, found)]]
+        def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
+            own = None if call.weights is None else chunk[-1]
+            asked = "microbatched", f, argnums, False, "raise"
+            value, _, grads = self._scalar_gradient(  # type: ignore[attr-defined]
+                asked, chunk[: len(args)], kwargs
+            )
+            found, treedef = backend.flatten((value, grads))
+            seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
+            if reduction == "sum":
+                return [call.wide(x) for x in found]
+            w = call.weight(chunk[: len(args)], kwargs, own, chunks.size_now)
+            w = backend.cast(w, call.wide(value))
+            return [w, *[call.weighted(w, x) for x in map(call.wide, found)]]
 
-            chunks = call.cut(terms, chunk_size)
-            sums = backend.sum_chunks(chunks)
-            if reduction == "mean":
-                total, *sums = sums
-                call.check_total(total)
-                sums = [x / backend.real_scalar(total, x) for x in sums]
-            treedef, dtypes = seen
-            sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
-            return backend.unflatten(treedef, sums)
-
-        return value_and_grads
+        chunks = call.cut(terms, chunk_size)
+        sums = backend.sum_chunks(chunks)
+        if reduction == "mean":
+            total, *sums = sums
+            call.check_total(total)
+            sums = [x / backend.real_scalar(total, x) for x in sums]
+        treedef, dtypes = seen
+        sums = [backend.cast(x, name) for x, name in zip(sums, dtypes, strict=True)]
+        return backend.unflatten(treedef, sums)
 
     def gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
         """The rows of all processes (PyTorch) or devices (JAX), one after the other.
@@ -304,11 +340,14 @@ class Options:
     progress: bool = False
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def check(self, f: Any, chunk_size: Any, asked: str = "chunked") -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "latest": {}}
+
+    def check(self, f: Any, chunk_size: Any, asked: str = "chunked", name: str = "f") -> None:
         """Raises unless all of it makes sense."""
         if not callable(f):
             raise GradtoolsError(
-                f"{asked}: f is {with_article(type(f).__name__)}; expected a function."
+                f"{asked}: {name} is {with_article(type(f).__name__)}; expected a function."
             )
         if self.verify not in (None, True, False):
             raise GradtoolsError(
@@ -366,7 +405,6 @@ class Chunks:
     backend: Backend
     f: Callable[..., Any]
     batch: Batch
-    kwargs: dict[str, Any]
     out_axes: Any
     keys: tuple[int, ...]
     carried: tuple[int, ...]
@@ -376,8 +414,7 @@ class Chunks:
     size_now: int = field(default=0, init=False)  # of the chunk that is called
 
     def __post_init__(self) -> None:
-        backend, batch = self.backend, self.batch
-        kwarg_leaves, self._kwarg_def = backend.flatten(self.kwargs)
+        batch = self.batch
         self.splits: list[tuple[Any, int]] = []
         self.shared: list[Any] = []
         self.carry: list[Any] = []
@@ -392,12 +429,11 @@ class Chunks:
                 target: list[Any] = getattr(self, "splits" if name == "split" else name)
                 self._places[i].append((name, len(target)))
                 target.append((leaf, axis) if name == "split" else leaf)
-        self._kwargs_at = len(self.shared)
-        self.shared += kwarg_leaves
         flat = [[self._slices(i, rows) for i in batch.lists] for rows in self.cut.rows]
         self.lists = [[leaf for leaves, _ in parts for leaf in leaves] for parts in flat]
         self._list_defs = [[(t, len(leaves)) for leaves, t in parts] for parts in flat]
         self._treedefs: dict[str, Any] = {}
+        self._constants: dict[int, Any] = {}  # leaves of the output that are no arrays
         self._out_lists: list[list[Any]] = [[] for _ in self.cut.rows]
 
     def _slices(self, i: int, rows: range) -> Any:
@@ -405,12 +441,13 @@ class Chunks:
 
     def name_of(self, kind: str, k: int) -> str:
         """The name of leaf k among `splits`, `shared` or `carry`, for messages."""
-        for i, places in enumerate(self._places):
-            for j, place in enumerate(places):
-                if place == (kind, k):
-                    return f"argument {i}{self.backend.leaf_paths(self.batch.args[i])[j]}"
-        k -= self._kwargs_at
-        return f"keyword argument {self.backend.leaf_paths(self.kwargs)[k]}"
+        i, j = next(
+            (i, j)
+            for i, places in enumerate(self._places)
+            for j, place in enumerate(places)
+            if place == (kind, k)
+        )
+        return self.batch.name_of(i, j)
 
     def structure_of(self, number: int) -> tuple[Any, ...]:
         """Equal for chunks that look alike, but for the shapes of what `lists` holds."""
@@ -428,8 +465,8 @@ class Chunks:
         """
         empty = lambda x: None if self.backend.is_array(x) else x
         bare, batch = copy(self), copy(self.batch)
-        batch.args, batch.leaves = (), []
-        bare.batch, bare.kwargs = batch, {}
+        batch.args, batch.leaves, batch.arguments = (), [], []
+        bare.batch = batch
         bare.splits, bare.lists, bare.carry = [], [], []
         bare.shared = [empty(x) for x in self.shared]
         return bare
@@ -449,9 +486,9 @@ class Chunks:
             carry: As the attribute, after the chunks before.
         """
         self.size_now = len(self.cut.rows[number])
-        args = self._arguments(number, index, pieces, shared, carry)
-        kwargs = self.backend.unflatten(self._kwarg_def, shared[self._kwargs_at :])
-        containers = self._containers(args, kwargs)
+        values = self._values(number, index, pieces, shared, carry)
+        containers = self._containers(values)
+        args, kwargs = self.batch.parted(values)
         out, new_carry = self._parted(self.f(*args, **kwargs))
         self._check_containers(containers)
         carry_leaves = self._same("carry", new_carry, number)
@@ -463,17 +500,28 @@ class Chunks:
         if self.out_axes is SUMMED:
             self._check_numeric(leaves, out)
             return leaves, carry_leaves
+        is_array = [self.backend.is_array(leaf) for leaf in leaves]
+        if leaves and not any(is_array):
+            raise GradtoolsError(
+                f"chunked: f's output{self.backend.leaf_paths(out)[0]} is "
+                f"{describe(self.backend, leaves[0])}; expected an array with an entry for each "
+                "example."
+            )
         if self.axes is None:
-            self.axes = _axes_of(self.backend, self.out_axes, out)
-        for k, (leaf, axis) in enumerate(zip(leaves, self.axes, strict=True)):
-            leaves[k] = self._checked(leaf, axis, out, k)
-        return leaves, carry_leaves
+            axes = _axes_of(self.backend, self.out_axes, out)
+            self.axes = [axis for axis, there in zip(axes, is_array, strict=True) if there]
+        left = iter(self.axes)
+        for k, leaf in enumerate(leaves):
+            if is_array[k]:
+                self._check_array(leaf, next(left), out, k)
+            else:
+                self._note_constant(leaf, out, k, number)
+        return [x for x, there in zip(leaves, is_array, strict=True) if there], carry_leaves
 
-    def _containers(self, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    def _containers(self, values: list[Any]) -> list[Any]:
         """The lists and dictionaries among shared arguments, with what they hold."""
-        shared = [x for i, x in enumerate(args) if self._is_shared(i)]
-        flatten = self.backend.flatten
-        return [(x, flatten(x)) for x in (*shared, kwargs) if type(x) in _CONTAINERS and x]
+        shared = [x for i, x in enumerate(values) if self._is_shared(i)]
+        return [(x, self.backend.flatten(x)) for x in shared if type(x) in _CONTAINERS and x]
 
     def _check_containers(self, before: list[Any]) -> None:
         """A list that f adds to is a copy: neither the next chunk nor the caller would see it."""
@@ -489,22 +537,22 @@ class Chunks:
     def _is_shared(self, i: int) -> bool:
         return i not in self.batch.lists and all(n == "shared" for n, _ in self._places[i])
 
-    def _arguments(self, number: int, index: Any, pieces: Any, shared: Any, carry: Any) -> list:
+    def _values(self, number: int, index: Any, pieces: Any, shared: Any, carry: Any) -> list:
         unflatten, sources = self.backend.unflatten, {"shared": shared, "carry": carry}
         of_lists = iter(pieces[len(self.splits) :])
         list_defs = iter(self._list_defs[number])
-        args = []
+        values = []
         for i, places in enumerate(self._places):
             if i in self.batch.lists:
                 treedef, count = next(list_defs)
-                args.append(unflatten(treedef, [next(of_lists) for _ in range(count)]))
+                values.append(unflatten(treedef, [next(of_lists) for _ in range(count)]))
                 continue
             leaves = [(pieces if n == "split" else sources[n])[k] for n, k in places]
             arg = unflatten(self.batch.treedefs[i], leaves)
             if i in self.keys and arg is not None:
                 arg = self.backend.fold_in(arg, index)
-            args.append(arg)
-        return args
+            values.append(arg)
+        return values
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
         if not self.carried:
@@ -541,18 +589,44 @@ class Chunks:
                     f"output{self.backend.leaf_paths(out)[k]}, expected an array. Return arrays."
                 )
 
-    def _checked(self, leaf: Any, axis: int, out: Any, k: int) -> Array:
-        if not self.backend.is_array(leaf):
+    def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
+        """A leaf that is no array passes if it is a constant, the same for all chunks."""
+        name = f"f's output{self.backend.leaf_paths(out)[k]}"
+        if type(leaf).__hash__ in (None, object.__hash__):  # only an object with an identity
             raise GradtoolsError(
-                f"chunked: f's output{self.backend.leaf_paths(out)[k]} is "
-                f"{describe(self.backend, leaf)}; expected an array. Leave out what is none."
+                f"chunked: {name} is {describe(self.backend, leaf)}; expected an array with an "
+                f"entry for each example, or a constant. {self._how_to_leave_out(out)}."
             )
+        counts = isinstance(leaf, int) and not isinstance(leaf, bool) and leaf == self.size_now
+        if counts and self.cut.count > 1:
+            raise GradtoolsError(
+                f"chunked: {name} is {leaf}, the number of examples in its chunk, and so not what "
+                "the whole batch would give. Return an array with an entry for each example. "
+                f"{self._how_to_leave_out(out)}."
+            )
+        known = self._constants.setdefault(k, leaf)
+        if known is not leaf and not bool(known == leaf):
+            raise GradtoolsError(
+                f"chunked: {name} is {leaf!r} at chunk {number} and {known!r} before; what is no "
+                "array must be the same for all chunks. Return an array with an entry for each "
+                f"example. {self._how_to_leave_out(out)}."
+            )
+
+    def _how_to_leave_out(self, out: Any) -> str:
+        leaves, paths = self.backend.flatten(out)[0], self.backend.leaf_paths(out)
+        pairs = zip(leaves, paths, strict=True)
+        path = next((p for x, p in pairs if len(getattr(x, "shape", ())) > 0), "[0]")
+        return f"To leave it out: outputs=lambda out: out{path}"
+
+    def _check_array(self, leaf: Array, axis: int, out: Any, k: int) -> None:
         if not -len(leaf.shape) <= axis < len(leaf.shape):
+            several = len(self.backend.flatten(out)[0]) > 1
+            more = f" {self._how_to_leave_out(out)}." if several else ""
             raise GradtoolsError(
                 f"chunked: f's output{self.backend.leaf_paths(out)[k]} has shape "
                 f"{tuple(leaf.shape)}, which has no axis {axis} to join chunks on. f returns one "
                 "entry for each example; for a loss that is a mean or a sum over examples use "
-                "microbatched."
+                f"microbatched.{more}"
             )
         if self.cut.interleaved and leaf.shape[axis] != self.size_now:
             raise GradtoolsError(
@@ -560,7 +634,6 @@ class Chunks:
                 f"entries on axis {axis} for {self.size_now} examples; with interleaved=True the "
                 "order is restored, which needs one for each."
             )
-        return leaf
 
     # --- all of them
 
@@ -575,12 +648,17 @@ class Chunks:
                 order = [row for rows in self.cut.rows for row in rows]
                 out = [x for _, x in sorted(zip(order, out, strict=True), key=lambda pair: pair[0])]
         else:
-            out = backend.unflatten(self._treedefs["output"], outs)
+            out = backend.unflatten(self._treedefs["output"], self._with_constants(outs))
         if not self.carried:
             return out
         given = tuple(self.batch.args[i] for i in self.carried)
         treedef = backend.flatten(given if len(given) > 1 else given[0])[1]
         return out, backend.unflatten(treedef, carry)
+
+    def _with_constants(self, outs: list[Array]) -> list[Any]:
+        left = iter(outs)
+        places = range(len(outs) + len(self._constants))
+        return [self._constants[k] if k in self._constants else next(left) for k in places]
 
 
 class _Microbatches:
@@ -589,28 +667,22 @@ class _Microbatches:
     def __init__(
         self,
         backend: Backend,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        given: list[Argument],
         positions: tuple[int, ...],
-        in_axes: Any,
         weights: Any,
     ) -> None:
-        self.backend, self.args, self.kwargs, self.positions = backend, args, kwargs, positions
+        self.backend, self.given = backend, given
         self.weigh = weights if callable(weights) else None
         self.weights = None
         if weights is not None and not callable(weights):
             self.weights = as_array(backend, "microbatched", weights, "weights")
-        axes = shared_unless_named(positions, len(args)) if in_axes is None else in_axes
-        if isinstance(axes, int):
-            axes = (axes,) * len(args)
         for i in positions:
-            if isinstance(axes, tuple | list) and len(axes) == len(args) and axes[i] is not None:
+            if given[i].axes is not None:
                 raise GradtoolsError(
                     f"microbatched: argument {i} is differentiated, so all chunks share it; "
-                    f"in_axes[{i}] is {axes[i]!r}, expected None. For gradients to the batch "
-                    "itself use chunked."
+                    f"in_axes[{i}] is {given[i].axes!r}, expected None. For gradients to the "
+                    "batch itself use chunked."
                 )
-        self.in_axes = axes
         if self.weights is not None and backend.is_complex(self.weights):
             raise GradtoolsError("microbatched: weights is complex; expected real numbers.")
         if self.weights is not None and len(self.weights.shape) != 1:
@@ -620,31 +692,28 @@ class _Microbatches:
             )
 
     def cut(self, terms: Callable[..., Any], chunk_size: int) -> Chunks:
-        """The arguments, and the weights behind them if there are any, cut into chunks."""
-        args, axes = self.args, self.in_axes
+        """The arguments, and the weights behind those by position, cut into chunks."""
+        given = list(self.given)
         if self.weights is not None:
-            args = (*args, self.weights)
-            axes = (*axes, 0) if isinstance(axes, tuple | list) else axes
-        batch = Batch(self.backend, "microbatched", args, axes, lists=True)
+            count = sum(isinstance(a.key, int) for a in given)
+            given.insert(count, Argument(count, self.weights, 0, named=True))
+        batch = Batch(self.backend, "microbatched", given, lists=True)
         cut = Cut(batch.size, chunk_size)
-        return Chunks(self.backend, terms, batch, self.kwargs, SUMMED, (), (), cut, Options(0))
+        return Chunks(self.backend, terms, batch, SUMMED, (), (), cut, Options(0))
 
-    def weight(self, args: tuple[Any, ...], given: Any, value: Array, size: int) -> Array:
-        """The weight of one chunk."""
-        if self.weigh is not None:
-            found = self.weigh(*args)
-            shape = tuple(getattr(found, "shape", ()))
-            if shape != () or not _is_real(self.backend, found):
-                came = describe(self.backend, found) if shape == () else f"shape {shape}"
-                raise GradtoolsError(
-                    f"microbatched: the function of weights returned {came}; expected one real "
-                    "number, the weight of its chunk."
-                )
-        elif given is not None:
-            found = given.sum()
-        else:
-            found = size
-        return self.backend.cast(found, value)
+    def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
+        """The weight of one chunk, of which these are the arguments."""
+        if self.weigh is None:
+            return size if given is None else given.sum()
+        found = self.weigh(*args, **takes(self.weigh, kwargs))
+        shape = tuple(getattr(found, "shape", ()))
+        if shape != () or not _is_real(self.backend, found):
+            came = describe(self.backend, found) if shape == () else f"shape {shape}"
+            raise GradtoolsError(
+                f"microbatched: the function of weights returned {came}; expected one real "
+                "number, the weight of its chunk."
+            )
+        return found
 
     def weighted(self, w: Array, x: Array) -> Array:
         """w times x; zero where w is zero, even if x, a mean over nothing, is 0/0."""
@@ -669,6 +738,12 @@ class _Microbatches:
         """In at least 32 bits, so that sums of narrow dtypes do not round at each chunk."""
         narrow = self.backend.dtype_name(x) in ("float16", "bfloat16")
         return self.backend.cast(x, "float32") if narrow else x
+
+
+def _selected(
+    outputs: Callable[[Any], Any], f: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return outputs(f(*args, **kwargs))
 
 
 def _is_real(backend: Backend, x: Any) -> bool:
@@ -700,6 +775,8 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
         else:
             pairs = zip(axes, out, strict=True)
             return [a for one, part in pairs for a in _axes_of(backend, one, part)]
+    if isinstance(out, Mapping) and type(axes) is dict and axes.keys() == out.keys():
+        return [a for key in out for a in _axes_of(backend, axes[key], out[key])]
     raise GradtoolsError(
         f"chunked: out_axes holds {axes!r} for {describe(backend, out)}; expected an integer, or "
         "a tree of integers like f's output. An output that is the same for all chunks, or has no "

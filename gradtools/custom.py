@@ -8,22 +8,22 @@ function (its static arguments, the structure of the others) there is one such R
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import numpy as np
 
-from gradtools.backend import Array, Backend, Operators
+from gradtools.backend import Array, Backend, F, Operators
 from gradtools.calls import describe
 from gradtools.contract import Contract, Look, Primal, checked_word
 from gradtools.errors import GradtoolsError
 from gradtools.host import told_apart
 from gradtools.rules import KEYS, Entries, Linearized, Rule
 
-F = TypeVar("F", bound=Callable[..., Any])
 _MOST_SHAPES = 256
 
 
@@ -96,6 +96,9 @@ class CustomRules(Operators):
 # --- the function ------------------------------------------------------------------------
 
 
+_KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
+
+
 class CustomRule:
     """A function and its rule; see `custom_rule`.
 
@@ -127,17 +130,36 @@ class CustomRule:
         self._backend = backend
         self.static_argnames = _static_names(static_argnames)
         self._parameters = Parameters.of(self.__name__, fun, self.static_argnames)
-        self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
-        self._by_key: dict[str, Shaped] = {}
-        self._forget()
-        self._key_of = backend.constant_result(self._key)
-        self._out_of = backend.constant_result(self._out)
+        self._begin()
 
     def __repr__(self) -> str:
         given = [name for name, rule in (("vjp", self.bwd), ("jvp", self.jvp)) if rule]
         return f"<{self._kind} {self.__name__}, rules: {' and '.join(given) or 'none'}>"
 
     _kind = "custom_rule"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        named: Any = sys.modules.get(self.__module__)
+        for name in self.__qualname__.split("."):
+            named = getattr(named, name, None)
+        if named is self:  # a decorated function is pickled by its name, as any function
+            return self.__qualname__
+        return super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is known of earlier calls."""
+        return {k: x for k, x in self.__dict__.items() if k not in _KNOWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._shapes: OrderedDict[Any, Shaped] = OrderedDict()
+        self._by_key: dict[str, Shaped] = {}
+        self._forget()
+        self._key_of = self._backend.constant_result(self._key)
+        self._out_of = self._backend.constant_result(self._out)
 
     def _forget(self) -> None:
         self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
@@ -619,7 +641,7 @@ class Shaped:
             cotangent,
             rerun=kept.rerun,
             pushing=len(saves) - len(kept.places),
-            key=(looks, out_def, kept, told_apart(kept.others)),
+            key=(tuple(like), out_def, kept, told_apart(kept.others)),
         )
 
     def _told(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:

@@ -11,17 +11,20 @@ J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
+from gradtools.arguments import Argument, arguments
 from gradtools.backend import Array, Backend, Evaluation, Fun, Operators, P, R, T
-from gradtools.batches import Batch, shared_unless_named
+from gradtools.batches import Batch
 from gradtools.blocks import blocks
-from gradtools.calls import Call, describe, normalized_argnums, with_article
+from gradtools.calls import Call, describe, like_function, normalized_argnums, with_article
 from gradtools.connection import Connection, refuse_cut
 from gradtools.errors import GradtoolsError
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]
+_Asked = tuple[str, Callable[..., Any], Argnums, bool, str]  # operator, f, argnums, aux, inputs
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
 JacobianMode = Literal["auto", "forward", "reverse"]
 HvpMode = Literal["auto", "forward_over_reverse", "reverse_over_reverse"]
@@ -93,13 +96,13 @@ class Derivatives(Operators):
             >>> gt.to_numpy(g["w"]).tolist()
             [2.0, 4.0]
         """
-        both = self._scalar_gradient("grad", f, argnums, has_aux, disconnected_inputs)
+        _check_scalar("grad", f, disconnected_inputs)
+        asked = "grad", f, argnums, has_aux, disconnected_inputs
+        return _named("grad", f, partial(self._gradient_at, asked))
 
-        def gradient(*args: Any, **kwargs: Any) -> Any:
-            _, aux, grads = both(args, kwargs)
-            return (grads, aux) if has_aux else grads
-
-        return _named("grad", f, gradient)
+    def _gradient_at(self, asked: _Asked, /, *args: Any, **kwargs: Any) -> Any:
+        _, aux, grads = self._scalar_gradient(asked, args, kwargs)
+        return (grads, aux) if asked[3] else grads
 
     @overload
     def value_and_grad(
@@ -152,13 +155,13 @@ class Derivatives(Operators):
             >>> float(value), float(g)
             (9.0, 6.0)
         """
-        both = self._scalar_gradient("value_and_grad", f, argnums, has_aux, disconnected_inputs)
+        _check_scalar("value_and_grad", f, disconnected_inputs)
+        asked = "value_and_grad", f, argnums, has_aux, disconnected_inputs
+        return _named("value_and_grad", f, partial(self._value_and_gradient_at, asked))
 
-        def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-            value, aux, grads = both(args, kwargs)
-            return ((value, aux) if has_aux else value), grads
-
-        return _named("value_and_grad", f, value_and_gradient)
+    def _value_and_gradient_at(self, asked: _Asked, /, *args: Any, **kwargs: Any) -> Any:
+        value, aux, grads = self._scalar_gradient(asked, args, kwargs)
+        return ((value, aux) if asked[3] else value), grads
 
     def minimax_value_and_grad(
         self, f: Callable[P, R], minimize: Argnums, maximize: Argnums
@@ -192,15 +195,16 @@ class Derivatives(Operators):
         pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
-        both = self._scalar_gradient("minimax_value_and_grad", f, (*down, *up), False, "raise")
+        _check_scalar("minimax_value_and_grad", f, "raise")
+        asked = "minimax_value_and_grad", f, (*down, *up), False, "raise"
+        call = partial(self._value_and_directions, asked, len(down))
+        return _named("minimax_value_and_grad", f, call)
 
-        def value_and_directions(*args: Any, **kwargs: Any) -> Any:
-            value, _, grads = both(args, kwargs)
-            signed = [g if i < len(down) else self._negated(g) for i, g in enumerate(grads)]
-            order = normalized_argnums("minimax_value_and_grad", (*down, *up), len(args))
-            return value, tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
-
-        return _named("minimax_value_and_grad", f, value_and_directions)
+    def _value_and_directions(self, asked: _Asked, count: int, /, *args: Any, **kwargs: Any) -> Any:
+        value, _, grads = self._scalar_gradient(asked, args, kwargs)
+        signed = [g if i < count else self._negated(g) for i, g in enumerate(grads)]
+        order = normalized_argnums("minimax_value_and_grad", asked[2], len(args))
+        return value, tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
 
     @overload
     def vjp(
@@ -386,10 +390,20 @@ class Derivatives(Operators):
         _one_of("jacobian", "mode", mode, _JACOBIAN_MODES)
         _check_chunk_size("jacobian", chunk_size)
 
-        def jacobian_of(*args: Any, **kwargs: Any) -> Any:
-            return self._jacobian("jacobian", f, argnums, mode, chunk_size, args, kwargs)
+        call = partial(self._jacobian_at, f, argnums, mode, chunk_size)
+        return _named("jacobian", f, call)
 
-        return _named("jacobian", f, jacobian_of)
+    def _jacobian_at(
+        self,
+        f: Any,
+        argnums: Argnums,
+        mode: str,
+        chunk_size: int | None,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return self._jacobian("jacobian", f, argnums, mode, chunk_size, args, kwargs)
 
     def hvp(
         self,
@@ -460,20 +474,19 @@ class Derivatives(Operators):
             >>> gt.to_numpy(gt.hessian(lambda x: (x ** 3).sum())(x)).tolist()
             [[6.0, 0.0], [0.0, 12.0]]
         """
+        return _named("hessian", f, partial(self._hessian_at, f, argnums))
 
-        def hessian_of(*args: Any, **kwargs: Any) -> Any:
-            positions = normalized_argnums("hessian", argnums, len(args))
-            call = Call(self._backend, "hessian", f, args, kwargs, positions)
-            _refuse_complex(self._backend, call)
-            mode, fun = self._second_order(call, "auto")
-            gradient = self._flat_gradient(call, fun)
-            found = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
-            rows = [call.to_trees(row) for row in found]
-            if isinstance(argnums, tuple | list):
-                return call.to_trees(rows)
-            return call.to_trees([row[0] for row in rows])[0]
-
-        return _named("hessian", f, hessian_of)
+    def _hessian_at(self, f: Any, argnums: Argnums, /, *args: Any, **kwargs: Any) -> Any:
+        positions = normalized_argnums("hessian", argnums, len(args))
+        call = Call(self._backend, "hessian", f, args, kwargs, positions)
+        _refuse_complex(self._backend, call)
+        mode, fun = self._second_order(call, "auto")
+        gradient = self._flat_gradient(call, fun)
+        found = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
+        rows = [call.to_trees(row) for row in found]
+        if isinstance(argnums, tuple | list):
+            return call.to_trees(rows)
+        return call.to_trees([row[0] for row in rows])[0]
 
     def per_example_grad(
         self,
@@ -487,9 +500,11 @@ class Derivatives(Operators):
         Args:
             f: A real scalar function of one example, as in `grad`.
             argnums: Which positional arguments to differentiate.
-            in_axes: Which arguments are split, as in `vmap`: one entry for each argument, None
-                where it is shared. None altogether means: the arguments in argnums are shared,
-                every array of the others is split on axis 0.
+            in_axes: Which axes are split, as in `vmap`. None altogether: the arguments in argnums
+                are shared, unless there is no other batch, and every array of the others is split
+                on axis 0. Else an integer, one entry for each positional argument, or a dict from
+                f's parameters to axes, where None shares one. What no entry names is split on
+                axis 0, keyword arguments too; arrays without axes and what is no array are shared.
             chunk_size: How many examples at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 
@@ -507,15 +522,27 @@ class Derivatives(Operators):
             [1.0, 9.0]
         """
         _check_chunk_size("per_example_grad", chunk_size)
-        gradient = self._scalar_gradient("per_example_grad", f, argnums, False, "raise")
+        _check_scalar("per_example_grad", f, "raise")
+        asked = "per_example_grad", f, argnums, False, "raise"
+        return _named("per_example_grad", f, partial(self._per_example, asked, in_axes, chunk_size))
 
-        def per_example(*args: Any, **kwargs: Any) -> Any:
-            positions = normalized_argnums("per_example_grad", argnums, len(args))
-            axes = shared_unless_named(positions, len(args)) if in_axes is None else in_axes
-            batch = Batch(self._backend, "per_example_grad", args, axes)
-            return batch.map(lambda *one: gradient(one, kwargs)[2], chunk_size)
+    def _per_example(
+        self, asked: _Asked, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        name, f, argnums, *_ = asked
+        positions = normalized_argnums(name, argnums, len(args))
+        given = arguments(name, f, args, kwargs, in_axes, positions)
+        if in_axes is None and len(positions) == 1:
+            only = Argument(positions[0], args[positions[0]], 0)
+            if self._is_split([only]) and not self._is_split(given):
+                given[positions[0]] = only
+        batch = Batch(self._backend, name, given)
+        return batch.map(lambda *one: self._scalar_gradient(asked, *one)[2], chunk_size)
 
-        return _named("per_example_grad", f, per_example)
+    def _is_split(self, given: list[Argument]) -> bool:
+        """Whether there are arrays with axes among the arguments that are to be split."""
+        leaves = [x for a in given if a.axes is not None for x in self._backend.flatten(a.value)[0]]
+        return any(getattr(x, "shape", ()) != () for x in leaves)
 
     def mixed_partial(
         self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
@@ -567,26 +594,19 @@ class Derivatives(Operators):
     # --- helpers that need the backend
 
     def _scalar_gradient(
-        self, asked: str, f: Any, argnums: Argnums, has_aux: bool, disconnected: str
-    ) -> Callable[[Sequence[Any], dict[str, Any]], tuple[Any, Any, Any]]:
-        """`(args, kwargs) -> (value, aux, grads)`."""
-        _one_of(asked, "disconnected_inputs", disconnected, _DISCONNECTED)
-        _callable(asked, f)
-
-        def run(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-            name = _PLAYERS if asked == "minimax_value_and_grad" else "argnums"
-            positions = normalized_argnums(asked, argnums, len(args), name)
-            call = Call(self._backend, asked, f, args, kwargs, positions, has_aux)
-            groups = {"zeros": None, "strict": [1] * len(call.leaves)}.get(
-                disconnected, call.counts
-            )
-            found = self._backend.vjp(call, call.leaves, groups=groups, once=True)
-            grads = self._gradient(call, found, disconnected)
-            value, aux = call.output(found.outs, found.extras)
-            trees = call.to_trees(grads)
-            return value, aux, trees if isinstance(argnums, tuple | list) else trees[0]
-
-        return run
+        self, of: _Asked, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any, Any]:
+        """`(value, aux, grads)`."""
+        asked, f, argnums, has_aux, disconnected = of
+        name = _PLAYERS if asked == "minimax_value_and_grad" else "argnums"
+        positions = normalized_argnums(asked, argnums, len(args), name)
+        call = Call(self._backend, asked, f, args, kwargs, positions, has_aux)
+        groups = {"zeros": None, "strict": [1] * len(call.leaves)}.get(disconnected, call.counts)
+        found = self._backend.vjp(call, call.leaves, groups=groups, once=True)
+        grads = self._gradient(call, found, disconnected)
+        value, aux = call.output(found.outs, found.extras)
+        trees = call.to_trees(grads)
+        return value, aux, trees if isinstance(argnums, tuple | list) else trees[0]
 
     def _gradient(self, call: Call, found: Evaluation, disconnected: str) -> list[Array]:
         grads = self._pulled(call, found)
@@ -730,12 +750,14 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
             )
 
 
-def _named(operator: str, f: Any, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+def _named(operator: str, f: Any, call: partial[Any]) -> Callable[..., Any]:
     _callable(operator, f)
-    name = getattr(f, "__name__", type(f).__name__)
-    wrapper.__name__ = f"{operator}({name})"
-    wrapper.__qualname__ = wrapper.__name__
-    return wrapper
+    return like_function(f"{operator}(", f, call, ")")
+
+
+def _check_scalar(asked: str, f: Any, disconnected: str) -> None:
+    _one_of(asked, "disconnected_inputs", disconnected, _DISCONNECTED)
+    _callable(asked, f)
 
 
 def _callable(asked: str, f: Any, name: str = "f") -> None:

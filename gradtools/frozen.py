@@ -16,12 +16,12 @@ place of a kernel that has none, stands in the wings' `frozen.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from gradtools.backend import Operators, P, R
+from gradtools.backend import F, Operators
 from gradtools.batches import Batch
-from gradtools.calls import with_article
+from gradtools.calls import like_function, with_article
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
 
@@ -33,10 +33,10 @@ class Freezing(Operators):
 
     def frozen(
         self,
-        G: Callable[P, R],
+        G: F,
         memory_budget: int | None = None,
         verify: bool | None = None,
-    ) -> Callable[P, R]:
+    ) -> F:
         """A drop-in for G whose second derivatives store no graph of G.
 
         For gradients with respect to many z_i through a large pretrained G that feed a further
@@ -97,13 +97,12 @@ class Freezing(Operators):
         options = Options(0, verify=verify)
         uses = self._backend.frozen_uses(memory_budget)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            batch = Batch(self._backend, "frozen", args, None, whole=True)
-            whole = Chunks(self._backend, G, batch, kwargs, SUMMED, (), (), _ONE, options)
-            return whole.result(self._backend.run_frozen(whole, uses), [])
+        return like_function("frozen_", G, partial(self._frozen, G, options, uses))
 
-        def frozen_G(*args: Any, **kwargs: Any) -> Any:
-            return self._backend.uncompiled(call, *args, **kwargs)
+    def _frozen(self, G: Any, options: Options, uses: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._backend.uncompiled(self._use, G, options, uses, args, kwargs)
 
-        frozen_G.__name__ = f"frozen_{getattr(G, '__name__', type(G).__name__)}"
-        return frozen_G
+    def _use(self, G: Any, options: Options, uses: Any, args: Any, kwargs: Any) -> Any:
+        batch = Batch.whole(self._backend, "frozen", args, kwargs)
+        whole = Chunks(self._backend, G, batch, SUMMED, (), (), _ONE, options)
+        return whole.result(self._backend.run_frozen(whole, uses), [])

@@ -10,12 +10,15 @@ and the promises.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradtools.backend import Operators, P, R
-from gradtools.calls import with_article
+from gradtools.arguments import arguments
+from gradtools.backend import F, Operators, P, R
+from gradtools.batches import Batch
+from gradtools.calls import like_function, with_article
 from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
 
@@ -220,11 +223,14 @@ class Models(Operators):
         """The function f, written for one example, mapped over a batch axis.
 
         The framework's own: ``torch.func.vmap`` (whose random operations then differ from
-        example to example) or ``jax.vmap``.
+        example to example) or ``jax.vmap``. Keyword arguments are examples in both, as in
+        ``jax.vmap``.
 
         Args:
             f: A function of pytrees of arrays.
-            in_axes: The batch axis of each positional argument, None for one that is shared.
+            in_axes: The batch axis of each positional argument, None for one that is shared, or
+                a dict from f's parameters to axes. What a dict does not name, and keyword
+                arguments, are mapped over axis 0, but for what is no array or has no axes.
             out_axes: The batch axis of each output.
 
         Returns:
@@ -239,9 +245,22 @@ class Models(Operators):
             array([3., 3.], dtype=float32)
         """
         _check_function("vmap", f)
-        return self._backend.vmap(f, in_axes, out_axes)
+        return like_function("", f, partial(self._mapped, f, in_axes, out_axes))
 
-    def checkpoint(self, f: Callable[P, R], verify: bool | None = None) -> Callable[P, R]:
+    def _mapped(self, f: Any, in_axes: Any, out_axes: Any, /, *args: Any, **kwargs: Any) -> Any:
+        backend = self._backend
+        if not kwargs and type(in_axes) is not dict:
+            return backend.vmap(f, in_axes, out_axes)(*args)
+        batch = Batch(backend, "vmap", arguments("vmap", f, args, kwargs, in_axes))
+
+        def one(*example: Any) -> Any:
+            args, kwargs = batch.at(example)
+            return f(*args, **kwargs)
+
+        axes = tuple([axis for _, axis in batch.split])
+        return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
+
+    def checkpoint(self, f: F, verify: bool | None = None) -> F:
         """The function f, whose intermediate results are computed again in the backward pass.
 
         It trades one more forward pass of f for the memory of its graph. PyTorch: f is computed
@@ -267,7 +286,10 @@ class Models(Operators):
             array([2., 2.], dtype=float32)
         """
         _check_function("checkpoint", f)
-        return self._backend.checkpoint(f, Options(0, verify=verify))
+        return self._backend.like_module(f, partial(self._checkpoint_of, Options(0, verify=verify)))
+
+    def _checkpoint_of(self, options: Options, f: Callable[..., Any]) -> Callable[..., Any]:
+        return like_function("checkpointed_", f, self._backend.checkpoint(f, options))
 
     def compile(self, f: Callable[P, R], **options: Any) -> Callable[P, R]:
         """The function f, compiled at its first call: ``torch.compile`` or ``jax.jit``.

@@ -931,7 +931,7 @@ BAD = (
         lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes=(None,))(a(S), a(V)),
         (
             "per_example_grad: in_axes is (None,); expected one entry for each of the 2 positional "
-            "arguments."
+            "arguments, an integer, or a dictionary from f's parameters to axes."
         ),
     ),
     Bad(
@@ -939,7 +939,7 @@ BAD = (
         lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes="0")(a(S), a(V)),
         (
             "per_example_grad: in_axes is '0'; expected one entry for each of the 2 positional "
-            "arguments."
+            "arguments, an integer, or a dictionary from f's parameters to axes."
         ),
     ),
     Bad(
@@ -1075,7 +1075,7 @@ BAD = (
     Bad(
         "chunked, a string returned",
         lambda gt, a: gt.chunked(lambda x: "done", 1)(a(V)),
-        "chunked: f's output is a str; expected an array. Leave out what is none.",
+        "chunked: f's output is a str; expected an array with an entry for each example.",
     ),
     Bad(
         "microbatched by no size",

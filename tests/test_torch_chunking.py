@@ -176,7 +176,8 @@ def test_gradients_to_the_batch_to_shared_arguments_and_keywords():
     w, b, x = W.detach().requires_grad_(), numbers(3).requires_grad_(), X.clone().requires_grad_()
     f = lambda c, w, *, shift: ((c["x"] @ w) * c["y"][0].T + shift["b"]).tanh()
     batch = lambda x: {"x": x.sin(), "y": (x.T * 2,)}
-    ours = gt.chunked(f, CHUNK, in_axes=({"x": 0, "y": (1,)}, None))
+    axes = {"c": {"x": 0, "y": (1,)}, "w": None, "shift": None}
+    ours = gt.chunked(f, CHUNK, in_axes=axes)
     out = ours(batch(x), w.cos(), shift={"b": b, "unused": 1})
     expected = f(batch(x), w.cos(), shift={"b": b})
     assert same(out, expected, 1e-15)

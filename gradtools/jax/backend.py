@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.backend import Array
+from gradtools.backend import Array, backend_of
 from gradtools.chunking import Options
 from gradtools.host import Kernel
 from gradtools.jax import (
@@ -24,8 +25,10 @@ from gradtools.jax import (
     passes,
     seeing,
     shardings,
+    trees,
     vanishing,
     vocabulary,
+    wrapping,
 )
 from gradtools.jax.host import call_kernel, call_now
 from gradtools.jax.loops import map_batch
@@ -43,19 +46,15 @@ class JaxBackend:
     xp = jnp
     accumulation = accumulate
 
+    def __reduce__(self) -> Any:
+        return backend_of, (self.name,)
+
     # --- pytrees
 
-    def flatten(self, tree: Any) -> tuple[list[Any], Any]:
-        return jax.tree.flatten(tree)
-
-    def unflatten(self, treedef: Any, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(treedef, leaves)
-
-    def leaf_paths(self, tree: Any) -> list[str]:
-        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-    def sketch(self, tree: Any) -> tuple[list[Any], Any]:
-        return jax.tree.flatten(tree)
+    flatten = staticmethod(trees.flatten)
+    unflatten = staticmethod(trees.unflatten)
+    leaf_paths = staticmethod(trees.leaf_paths)
+    sketch = staticmethod(trees.flatten)
 
     def from_sketch(self, structure: Any) -> Any:
         return structure
@@ -181,6 +180,8 @@ class JaxBackend:
 
     # --- the framework's own transforms
 
+    like_module = staticmethod(wrapping.like_module)
+
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)
 
@@ -191,7 +192,8 @@ class JaxBackend:
             return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
-        return checkpointed(f)  # what is computed again is the same program: nothing to verify
+        # what is computed again is the same program: nothing to verify
+        return partial(checkpointed, f)
 
     run_chunks = staticmethod(chunking.run_chunks)
     sum_chunks = staticmethod(chunking.sum_chunks)

@@ -208,7 +208,7 @@ class _Steps:
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        self.held = stateful(chunks.batch.asked, chunks.f, (chunks.batch.args, chunks.kwargs))
+        self.held = stateful(chunks.batch.asked, chunks.f, chunks.batch.parted(chunks.batch.args))
         self.chunks, chunks.f = chunks, self.held or chunks.f
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [[_as_leaf(x) for x in leaves] for leaves in chunks.lists]
@@ -505,7 +505,8 @@ def _check_shapes(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]]) -> N
             raise GradtoolsError(
                 f"chunked: an output of f has shape {x.shape[1:]} for {cut.sizes[run.first]} "
                 f"examples and {known.shape[1:]} for {cut.sizes[first.first]}; they cannot be "
-                f"joined on axis {axis}. Only that axis may depend on the size of a chunk."
+                f"joined on axis {axis}. Only that axis may depend on the size of a chunk; "
+                "outputs=... leaves out what has another, such as a table of all pairs."
             )
 
 

@@ -4,6 +4,7 @@ Forward it is the identity, backward it multiplies by -scale: what is behind it 
 that what is before it descends (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -34,3 +35,23 @@ class GradientReversal(eqx.Module):
         ``key`` is not used; ``eqx.nn.Sequential`` gives one to every layer.
         """
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
+
+
+class Transformed(eqx.Module):
+    """A module with another call, which `make` makes of the module.
+
+    It can be jitted as a function can: it is equal to itself alone.
+    """
+
+    module: Any
+    make: Callable[[Any], Callable[..., Any]] = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformed call."""
+        return self.make(self.module)(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other

@@ -41,7 +41,7 @@ def run_frozen(whole: Chunks, budget: int) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     xs = [whole.shared[k] for k in arrays]
-    held = stateful("frozen", whole.f, (whole.batch.args, whole.kwargs))
+    held = stateful("frozen", whole.f, whole.batch.parted(whole.batch.args))
     state = [] if held is None else [jax.lax.stop_gradient(x) for x in held.leaves]
     program = whole.without_arrays()  # a compiled program keeps the rule, and may keep no tracer
     program.f = held or whole.f

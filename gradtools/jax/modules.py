@@ -9,6 +9,7 @@ exist. ``gradtools.models`` documents the public name.
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,14 +60,15 @@ def _from_linen(module: Any, variables: Any, train: bool | None, rng_names: tupl
     mode = _linen_mode(module, train)
     layout = _layout(params)
 
-    def apply(params, state, *args, key=None, **kwargs):
-        _check_layout(params, layout)
-        rngs = None if key is None else _named_keys(key, rng_names)
-        call = {"rngs": rngs, "mutable": list(state), **mode, **kwargs}
-        out, updates = _linen_call(module, {"params": params, **state}, args, call, rng_names)
-        return out, {**state, **updates}
+    return partial(_apply_linen, module, mode, layout, rng_names), params, state
 
-    return apply, params, state
+
+def _apply_linen(module, mode, layout, rng_names, /, params, state, *args, key=None, **kwargs):
+    _check_layout(params, layout)
+    rngs = None if key is None else _named_keys(key, rng_names)
+    call = {"rngs": rngs, "mutable": list(state), **mode, **kwargs}
+    out, updates = _linen_call(module, {"params": params, **state}, args, call, rng_names)
+    return out, {**state, **updates}
 
 
 def _linen_call(module: Any, variables: dict, args: tuple, call: dict, rng_names: tuple) -> Any:
@@ -110,19 +112,21 @@ def _from_nnx(module: Any, variables: Any, train: bool | None) -> tuple:
     layout = _layout(params)
     known = set(nnx.to_flat_state(rest).paths)
 
-    def apply(params, state, *args, key=None, **kwargs):
-        _check_layout(params, layout)
-        model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
-        if train is not None:
-            model.train() if train else model.eval()
-        if key is not None:
-            _reseed(nnx, model, key)
-        out = model(*args, **kwargs)
-        streams, rest = nnx.state(model, nnx.RngState, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
-        rest = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(rest) if p in known])
-        return out, {"rngs": streams if key is None else state["rngs"], "variables": rest}
+    return partial(_apply_nnx, graph, layout, known, train), params, state
 
-    return apply, params, state
+
+def _apply_nnx(graph, layout, known, train, /, params, state, *args, key=None, **kwargs):
+    nnx = sys.modules["flax.nnx"]
+    _check_layout(params, layout)
+    model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
+    if train is not None:
+        model.train() if train else model.eval()
+    if key is not None:
+        _reseed(nnx, model, key)
+    out = model(*args, **kwargs)
+    streams, rest = nnx.state(model, nnx.RngState, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+    rest = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(rest) if p in known])
+    return out, {"rngs": streams if key is None else state["rngs"], "variables": rest}
 
 
 def _reseed(nnx: Any, model: Any, key: jax.Array) -> None:
@@ -151,19 +155,23 @@ def _from_equinox(module: Any, variables: Any, train: bool | None) -> tuple:
     layout, stateful = _layout(params), variables is not None
     takes_key = _takes(module, "key")
 
-    def apply(params, state, *args, key=None, **kwargs):
-        _check_layout(params, layout)
-        if key is not None:
-            check_key("apply", key)
-        if takes_key:
-            kwargs = {"key": key, **kwargs}
-        model = eqx.combine(params, static)
-        if not stateful:
-            return _equinox_call(model, args, kwargs), state
-        # equinox invalidates a State that is written to: hand over another one
-        return _equinox_call(model, (*args, _fresh(state)), kwargs)
-
+    apply = partial(_apply_equinox, static, layout, stateful, takes_key)
     return apply, params, variables if stateful else {}
+
+
+def _apply_equinox(
+    static, layout, stateful, takes_key, /, params, state, *args, key=None, **kwargs
+):
+    _check_layout(params, layout)
+    if key is not None:
+        check_key("apply", key)
+    if takes_key:
+        kwargs = {"key": key, **kwargs}
+    model = sys.modules["equinox"].combine(params, static)
+    if not stateful:
+        return _equinox_call(model, args, kwargs), state
+    # equinox invalidates a State that is written to: hand over another one
+    return _equinox_call(model, (*args, _fresh(state)), kwargs)
 
 
 def _equinox_call(model: Any, args: tuple, kwargs: dict) -> Any:

@@ -4,6 +4,7 @@ Forward it is the identity, backward it multiplies by -scale: what is behind it 
 that what is before it descends (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -31,3 +32,14 @@ class GradientReversal(nnx.Module):
     def __call__(self, x: Any, scale: Any = None) -> Any:
         """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own."""
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
+
+
+class Transformed(nnx.Module):
+    """A module with another call, which `make` makes of the module."""
+
+    def __init__(self, module: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
+        self.module, self.make = module, make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformed call."""
+        return self.make(self.module)(*args, **kwargs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -43,35 +43,32 @@ def again(f: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]
 
     All else that is computed again is the same program over the same arrays, so it is the same.
     """
-    kept = lambda primitive, *_, **__: primitive.name == "pure_callback"
-    return jax.checkpoint(f, prevent_cse=prevent_cse, policy=kept)
+    return jax.checkpoint(f, prevent_cse=prevent_cse, policy=_is_kept)
 
 
-def checkpointed(f: Callable[..., Any]) -> Callable[..., Any]:
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name == "pure_callback"
+
+
+def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """f, computed again in the backward pass; its modules stand afterwards as after one call."""
-    plain = again(f)
+    held = stateful("checkpoint", f, (args, kwargs))
+    if held is None:
+        try:
+            with explained_again("checkpoint"):
+                return again(f)(*args, **kwargs)
+        except KeyError:
+            refuse_to_repeat("checkpoint", jax.make_jaxpr(f)(*args, **kwargs))
+            raise
 
-    @wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        held = stateful("checkpoint", f, (args, kwargs))
-        if held is None:
-            try:
-                with explained_again("checkpoint"):
-                    return plain(*args, **kwargs)
-            except KeyError:
-                refuse_to_repeat("checkpoint", jax.make_jaxpr(f)(*args, **kwargs))
-                raise
+    def run(state: list[Array], args: Any, kwargs: Any) -> Any:
+        held.now = [jax.lax.stop_gradient(x) for x in state]
+        return held(*args, **kwargs), held.after
 
-        def run(state: list[Array], args: Any, kwargs: Any) -> Any:
-            held.now = [jax.lax.stop_gradient(x) for x in state]
-            return held(*args, **kwargs), held.after
-
-        with explained_again("checkpoint"):
-            out, after = again(run)(held.leaves, args, kwargs)
-        held.write(after)
-        return out
-
-    return call
+    with explained_again("checkpoint"):
+        out, after = again(run)(held.leaves, args, kwargs)
+    held.write(after)
+    return out
 
 
 def refuse_to_repeat(asked: str, closed: Any) -> None:

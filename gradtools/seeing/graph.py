@@ -105,8 +105,16 @@ Links = tuple[tuple[Dependence, ...], ...]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+class _Pickled:
+    """A record whose read-only views are pickled as dictionaries."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        views = {k: dict(x) for k, x in vars(self).items() if isinstance(x, MappingProxyType)}
+        return {**vars(self), **views}
+
+
 @dataclass(frozen=True, eq=False)
-class Node:
+class Node(_Pickled):
     """One operation of the program.
 
     Attributes:
@@ -167,7 +175,7 @@ class Edge:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class Graph(_Pickled):
     """One run of a program.
 
     Attributes:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gradtools
 from gradtools.backend import Operators, P, R
+from gradtools.calls import like_function
 from gradtools.errors import GradtoolsError, GradtoolsWarning, place_of
 from gradtools.seeing.doctor import diagnosed, differentiated, moved, unreached
 from gradtools.seeing.flow import dependence_matrix
@@ -157,20 +158,19 @@ class Seeing(Operators):
         """
         if not callable(f):
             raise GradtoolsError(f"guard_gradients: f is {f!r}; expected a function.")
-        first = [True]
+        return like_function("", f, partial(self._guarded, f, argnums, [True]))
 
-        @functools.wraps(f)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            failed = None
-            if first and self._backend.watchable():
-                first.clear()
-                failed = self._guard(f, args, kwargs, argnums)
-            out = f(*args, **kwargs)  # where f raises, the error is f's own
-            if failed is not None:
-                _warn(f"guard_gradients: nothing was checked. {failed}")
-            return out
-
-        return guarded
+    def _guarded(
+        self, f: Any, argnums: Any, first: list[bool], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        failed = None
+        if first and self._backend.watchable():
+            first.clear()
+            failed = self._guard(f, args, kwargs, argnums)
+        out = f(*args, **kwargs)  # where f raises, the error is f's own
+        if failed is not None:
+            _warn(f"guard_gradients: nothing was checked. {failed}")
+        return out
 
     def _guard(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> GradtoolsError | None:
         """Warns of what is lost. Returns why that is not known, if f raised where it was seen."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradtools.backend import Array, Fun, Staged
+from gradtools.backend import Array, Fun, Staged, backend_of
 from gradtools.chunking import Options
 from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
@@ -30,6 +30,7 @@ from gradtools.torch import (
     vanishing,
     vocabulary,
     watching,
+    wrapping,
 )
 from gradtools.torch.checking import sketch_values
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
@@ -61,6 +62,9 @@ class TorchBackend:
     @property
     def xp(self) -> Any:
         return arrays.xp()
+
+    def __reduce__(self) -> Any:
+        return backend_of, (self.name,)
 
     # --- pytrees
 
@@ -229,14 +233,9 @@ class TorchBackend:
             return list(mapped(*batch))
 
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
-                from torch.utils.checkpoint import checkpoint
+        return partial(_checkpointed, self, options, f)
 
-                return checkpoint(f, *args, use_reentrant=False, **kwargs)
-            return chunking.checkpointed(self, f, args, kwargs, options)
-
-        return checkpointed
+    like_module = staticmethod(wrapping.like_module)
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return compiled(f, **options)
@@ -264,6 +263,16 @@ class TorchBackend:
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)
+
+
+def _checkpointed(
+    backend: TorchBackend, options: Options, f: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    if is_compiling():
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(f, *args, use_reentrant=False, **kwargs)
+    return chunking.checkpointed(backend, f, args, kwargs, options)
 
 
 class _Constant(torch.autograd.Function):

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch._C._functorch import TransformType
-from torch.utils._pytree import tree_leaves
 
 from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
+from gradtools.errors import GradtoolsError
 from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
 from gradtools.torch.watching import is_plain, is_replaying, marked
 from gradtools.torch.wrappers import is_dual, unwrapped
@@ -56,11 +56,11 @@ def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
 ) -> Any:
     """f as a program of one chunk, which is computed again in the backward pass."""
-    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    leaves = [x for x in backend.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     if not _is_differentiated(leaves):
         return f(*args, **kwargs)
-    batch = Batch(backend, "checkpoint", args, None, whole=True)
-    whole = Chunks(backend, f, batch, kwargs, SUMMED, (), (), Cut(1, 1), options)
+    batch = Batch.whole(backend, "checkpoint", args, kwargs)
+    whole = Chunks(backend, f, batch, SUMMED, (), (), Cut(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])
 
 
@@ -89,13 +89,25 @@ def _joined(chunks: Chunks, rows: Rows) -> list[Tensor]:
     """The outputs of all chunks, joined; those of lists one after the other."""
     if chunks.axes is None:
         return flattened(rows)
-    found = [
-        torch.cat(column, axis)
-        for column, axis in zip(zip(*rows, strict=True), chunks.axes, strict=True)
-    ]
+    columns = zip(zip(*rows, strict=True), chunks.axes, strict=True)
+    found = [_concatenated(chunks, column, axis) for column, axis in columns]
     if not chunks.cut.interleaved:
         return found
     order = torch.tensor(flattened(chunks.cut.rows)).argsort()
     return [
         y.index_select(axis, order.to(y.device)) for y, axis in zip(found, chunks.axes, strict=True)
     ]
+
+
+def _concatenated(chunks: Chunks, column: tuple[Tensor, ...], axis: int) -> Tensor:
+    first = list(column[0].shape)
+    for i, x in enumerate(column):
+        first[axis] = x.shape[axis] if len(x.shape) == len(first) else -1
+        if list(x.shape) != first:
+            raise GradtoolsError(
+                f"chunked: an output of f has shape {tuple(x.shape)} for {chunks.cut.sizes[i]} "
+                f"examples and {tuple(column[0].shape)} for {chunks.cut.sizes[0]}; they cannot be "
+                f"joined on axis {axis}. Only that axis may depend on the size of a chunk; "
+                "outputs=... leaves out what has another, such as a table of all pairs."
+            )
+    return torch.cat(column, axis)

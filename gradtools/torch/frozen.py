@@ -62,6 +62,9 @@ class Uses:
         self.skipped: dict[tuple[str, int], int] = {}  # ways that failed, see `by_any_kernel`
         self._latest: Callable[[], _Use | None] = lambda: None
 
+    def __reduce__(self) -> Any:
+        return Uses, (self.budget,)
+
     def begin(self, use: _Use) -> None:
         """A new use: the graph of the one before goes, unless it is within the budget."""
         before = self._latest()

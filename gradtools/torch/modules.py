@@ -55,7 +55,7 @@ class Alive:
     never_changes = True
 
     def __init__(self, objects: tuple[Any, ...]) -> None:
-        self._objects = objects
+        self.objects = objects
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class Plan:
     nodes: tuple[Node, ...]
     places: dict[int, tuple[str, Any]]
     originals: Alive  # keeps what the ids in ``places`` stand for alive
+
+    def __reduce__(self) -> Any:  # an id is good in one process
+        scalars = [{k: v for k, v in n.shared.items() if type(v) in SCALARS} for n in self.nodes]
+        return _plan_again, (self.originals.objects[0][0], scalars)
 
 
 def functionalize(
@@ -85,16 +89,17 @@ def functionalize(
     shapes = {name: p.shape for name, p in params.items()}
     state_shapes = {name: b.shape for name, b in state.items()}
 
-    def apply(params, state, *args, key=None, **kwargs):
-        _check_tensors("params", params, shapes)
-        _check_tensors("state", state, state_shapes)
-        if key is not None:
-            return _seeded_call(plan, params, state, args, kwargs, key)
-        if torch.compiler.is_compiling():
-            return _traced_call(private, params, state, args, kwargs)
-        return _call(plan, params, state, args, kwargs)
+    return partial(_apply, plan, private, (shapes, state_shapes)), params, state
 
-    return apply, params, state
+
+def _apply(plan, private, shapes, /, params, state, *args, key=None, **kwargs):
+    _check_tensors("params", params, shapes[0])
+    _check_tensors("state", state, shapes[1])
+    if key is not None:
+        return _seeded_call(plan, params, state, args, kwargs, key)
+    if torch.compiler.is_compiling():
+        return _traced_call(private, params, state, args, kwargs)
+    return _call(plan, params, state, args, kwargs)
 
 
 def _call(plan: Plan, params: Mapping, state: Mapping, args: tuple, kwargs: dict) -> tuple:
@@ -128,6 +133,13 @@ def _plan(module: nn.Module) -> Plan:
     places |= {id(b): ("buffers", name) for name, b in buffers}
     nodes = tuple(_node(m, places) for m in modules)
     return Plan(nodes, places, Alive((modules, parameters, buffers)))
+
+
+def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> Plan:
+    plan = _plan(module)
+    pairs = zip(plan.nodes, scalars, strict=True)
+    nodes = [replace(node, shared=node.shared | own) for node, own in pairs]
+    return replace(plan, nodes=tuple(nodes))
 
 
 def _node(module: nn.Module, places: dict) -> Node:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree  # the registry that torch.func itself uses
 
+from gradtools.containers import Containers, OpenedTree
 from gradtools.errors import GradtoolsError
 
 
@@ -48,8 +50,8 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
-    """The leaves that are not None, and the structure."""
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves that are not None, and the structure: a `TreeDef`, or one with containers."""
     # The commonest trees first: PyTorch takes its time with any.
     if isinstance(tree, torch.Tensor):
         return [tree], _LEAF
@@ -59,13 +61,20 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
         return [], _NONE
     if type(tree) is dict and not tree:
         return [], _NO_KEYWORDS
+    found = _flattened(tree)
+    return found if torch.compiler.is_dynamo_compiling() else _CONTAINERS.opened(*found)
+
+
+def _flattened(tree: Any) -> tuple[list[Any], TreeDef]:
     leaves, spec = pytree.tree_flatten(tree)
     present = tuple([leaf is not None for leaf in leaves])
     return [leaf for leaf in leaves if leaf is not None], TreeDef(spec, present)
 
 
-def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
+def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
     """The tree with these leaves."""
+    if type(treedef) is OpenedTree:
+        return _CONTAINERS.closed(treedef, leaves)
     if treedef is _LEAF:
         return leaves[0]
     if treedef is _NO_KEYWORDS:
@@ -79,8 +88,19 @@ def unflatten(treedef: TreeDef, leaves: Sequence[Any]) -> Any:
 
 def leaf_paths(tree: Any) -> list[str]:
     """Where each leaf that is not None stands, such as `['w'][0]`."""
+    return _CONTAINERS.paths(tree)
+
+
+def _leaf_paths(tree: Any) -> list[str]:
     found = pytree.tree_flatten_with_path(tree)[0]
     return [pytree.keystr(path) for path, leaf in found if leaf is not None]
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, torch.Tensor | np.ndarray)
+
+
+_CONTAINERS = Containers(_flattened, unflatten, _leaf_paths, _is_array)
 
 
 def sketch(tree: Any) -> tuple[list[Any], Any]:
@@ -118,14 +138,14 @@ def sketch_of(treedef: TreeDef) -> Any:
 
 def draw(structure: Any, leaves: Sequence[Any]) -> Any:
     """The tree of this structure, a TreeDef or a sketch, with these leaves."""
-    if isinstance(structure, TreeDef):
+    if isinstance(structure, TreeDef | OpenedTree):
         return unflatten(structure, leaves)
     return _drawn(structure, list(leaves))
 
 
-def from_sketch(structure: Any) -> TreeDef:
+def from_sketch(structure: Any) -> Any:
     """The structure that `sketch` drew."""
-    if isinstance(structure, TreeDef):
+    if isinstance(structure, TreeDef | OpenedTree):
         return structure
     return flatten(_drawn(structure, [0] * str(structure).count("'leaf'") or [0]))[1]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,16 +104,18 @@ def _output(recorder: Recorder, y: Any) -> Ref:
 
 def _with_others(program: Program, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
     """What the program runs, with other arrays in place of those that it holds."""
+    return partial(_run_with_others, program, held)
+
+
+def _run_with_others(
+    program: Program, held: Sequence[Tensor], values: Sequence[Any]
+) -> Sequence[Any]:
     count = len(program.leaves)
-
-    def run(values: Sequence[Any]) -> Sequence[Any]:
-        place = {id(x): v for x, v in zip(held, values[count:], strict=True)}
-        kinds = {v.device.type for v in values if isinstance(v, Tensor)}
-        others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
-        with reading(place, wide=False), others.again():
-            return program.run(values[:count])
-
-    return run
+    place = {id(x): v for x, v in zip(held, values[count:], strict=True)}
+    kinds = {v.device.type for v in values if isinstance(v, Tensor)}
+    others = Modes.now(kinds).by_other_kernels()  # fused ones are differentiated once
+    with reading(place, wide=False), others.again():
+        return program.run(values[:count])
 
 
 @contextmanager

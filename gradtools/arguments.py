@@ -1,0 +1,165 @@
+"""The arguments of one call, and what `in_axes` says of each: one reading for all operators.
+
+As in `jax.vmap`, an integer or a tuple speaks of the arguments by position, and keyword arguments
+are split on axis 0; a dictionary speaks of f's parameters by name, however they are passed. What
+`in_axes` does not name is split where it can be: arrays without axes are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature, unwrap
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a call.
+
+    Attributes:
+        key: Its position, or its keyword.
+        value: What was passed.
+        axes: The axis that it is split on, None if it is shared, or a tree of these.
+        named: Whether the user named the axes.
+    """
+
+    key: int | str
+    value: Any
+    axes: Any = None
+    named: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        kind = "argument" if isinstance(self.key, int) else "keyword argument"
+        return f"{kind} {self.key}"
+
+
+def arguments(
+    asked: str,
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    in_axes: Any,
+    shared: Collection[int] | None = None,
+) -> list[Argument]:
+    """The arguments by position, then those by keyword, each with its axes.
+
+    shared: Positions of arguments that are shared unless in_axes names them; with these it may be
+        None, which names nothing.
+    """
+    found = [Argument(i, x, None if i in (shared or ()) else 0) for i, x in enumerate(args)]
+    found += [Argument(key, x, 0) for key, x in kwargs.items()]
+    if type(in_axes) is dict:
+        named = _named(asked, f, found, in_axes)
+        return [replace(a, axes=named[a.key], named=True) if a.key in named else a for a in found]
+    if in_axes is None and shared is not None:
+        return found
+    count = len(args)
+    if isinstance(in_axes, int):
+        return [replace(a, axes=in_axes) for a in found[:count]] + found[count:]
+    if not isinstance(in_axes, tuple | list) or len(in_axes) != count:
+        raise GradtoolsError(
+            f"{asked}: in_axes is {in_axes!r}; expected one entry for each of the {count} "
+            "positional arguments, an integer, or a dictionary from f's parameters to axes."
+        )
+    by_position = zip(found, in_axes, strict=False)
+    return [replace(a, axes=axes, named=True) for a, axes in by_position] + found[count:]
+
+
+def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that f has parameters for."""
+    known = _parameters(f)
+    if any(p.kind is Parameter.VAR_KEYWORD for p in known):
+        return kwargs
+    names = {p.name for p in known if p.kind is not Parameter.POSITIONAL_ONLY}
+    return {key: x for key, x in kwargs.items() if key in names}
+
+
+def _named(
+    asked: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
+) -> dict[int | str, Any]:
+    """The axes of the arguments that a dictionary names, by their keys."""
+    places, parameters = _places(f, given)
+    found: dict[int | str, Any] = {}
+    for name, axes in sorted(in_axes.items(), key=lambda item: item[0] in parameters):
+        if name not in places:
+            _refuse(asked, name, f, given)
+        if name in parameters:  # *args or **kwargs: what no other entry names
+            rest = [key for key in places[name] if key not in found]
+            found |= _spread(asked, name, axes, rest)
+        else:
+            found |= dict.fromkeys(places[name], axes)
+    return found
+
+
+def _places(
+    f: Callable[..., Any], given: list[Argument]
+) -> tuple[dict[Any, list[int | str]], set[str]]:
+    """The keys of the arguments that each of f's parameters gets; which of these are variadic."""
+    positions = [a.key for a in given if isinstance(a.key, int)]
+    keywords = [a.key for a in given if isinstance(a.key, str)]
+    places: dict[Any, list[int | str]] = {}
+    variadic = set()
+    for p in _parameters(f):
+        if p.kind is Parameter.VAR_POSITIONAL:
+            places[p.name], positions = list(positions), []
+        elif p.kind is Parameter.VAR_KEYWORD:
+            places[p.name] = [key for key in keywords if key not in places]
+        elif p.kind in _BY_POSITION and positions:
+            places[p.name] = [positions.pop(0)]
+        else:
+            places[p.name] = [p.name] if p.name in keywords else []
+        if p.kind in _VARIADIC:
+            variadic.add(p.name)
+    for key in keywords:
+        if key in variadic or key not in places:
+            places[key] = [key]
+            variadic.discard(key)
+    return places, variadic
+
+
+def _parameters(f: Callable[..., Any]) -> list[Parameter]:
+    """f's parameters; those of a torch.nn.Module are its forward's."""
+    f, found = unwrap(f), list[Parameter]()
+    for g in (f, getattr(f, "forward", None)):
+        if not callable(g):
+            continue
+        try:
+            found = list(signature(g).parameters.values())
+        except (TypeError, ValueError):
+            continue
+        if any(p.kind not in _VARIADIC for p in found):
+            break
+    return found
+
+
+def _spread(asked: str, name: str, axes: Any, keys: list[int | str]) -> dict[int | str, Any]:
+    """The axes of what a variadic parameter gets."""
+    if axes is None or isinstance(axes, int):
+        return dict.fromkeys(keys, axes)
+    if type(axes) is dict and axes.keys() <= set(keys):
+        return axes
+    if isinstance(axes, tuple | list) and len(axes) == len(keys):
+        return dict(zip(keys, axes, strict=True))
+    raise GradtoolsError(
+        f"{asked}: in_axes[{name!r}] is {axes!r} for {len(keys)} arguments; expected an integer, "
+        "None, or one entry for each of them."
+    )
+
+
+def _refuse(asked: str, name: Any, f: Callable[..., Any], given: list[Argument]) -> None:
+    known = [p.name for p in _parameters(f)]
+    known += [a.key for a in given if isinstance(a.key, str) and a.key not in known]
+    listed = f"Its parameters are {', '.join(known)}" if known else "It has no named parameters"
+    raise GradtoolsError(
+        f"{asked}: in_axes names {name!r}, which is no parameter of "
+        f"{getattr(f, '__name__', type(f).__name__)} and no keyword of this call. {listed}; "
+        "name one of them, or pass what you mean by keyword."
+    )

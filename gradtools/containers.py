@@ -1,0 +1,204 @@
+"""Mappings and dataclasses that hold arrays, as trees; no framework need know their class.
+
+A tokeniser's `BatchEncoding` is a `UserDict`, a model's output a dataclass: to the pytrees of a
+framework, in which nobody registered them, they are single leaves. A wing's `flatten` opens such
+leaves: the arrays in them are leaves of the tree, and the structure knows how they are made
+again. One that holds no array, such as a configuration, stays a leaf, and so does what can be
+called.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+
+
+@dataclass(frozen=True)
+class Node:
+    """A container that was opened.
+
+    Attributes:
+        kind: Its class.
+        keys: Its keys, or the names of its fields.
+        treedef: The structure of the list of its parts.
+        pattern: One like it without its parts; None where the class makes it of a dict.
+    """
+
+    kind: type
+    keys: tuple[Any, ...]
+    treedef: Any
+    pattern: Any = field(compare=False, repr=False)
+
+    def made(self, parts: Sequence[Any]) -> Any:
+        """The container of these parts."""
+        pairs = list(zip(self.keys, parts, strict=True))
+        if self.pattern is None:
+            return _constructed(self.kind, dict(pairs))
+        new = copy(self.pattern)
+        if isinstance(new, UserDict):
+            new.data = dict(pairs)
+        for key, part in pairs:
+            if isinstance(new, dict):
+                new[key] = part
+            elif not isinstance(new, UserDict):
+                object.__setattr__(new, key, part)
+        return new
+
+
+@dataclass(frozen=True)
+class OpenedTree:
+    """A tree's structure, some of whose leaves are opened containers.
+
+    Attributes:
+        treedef: The structure as the framework sees it.
+        nodes: The containers, by their places among its leaves.
+    """
+
+    treedef: Any
+    nodes: tuple[tuple[int, Node], ...]
+
+    @property
+    def num_leaves(self) -> int:
+        """How many leaves there are, those of the containers among them."""
+        inner = sum(node.treedef.num_leaves for _, node in self.nodes)
+        return self.treedef.num_leaves - len(self.nodes) + inner
+
+    def flatten_up_to(self, tree: Any) -> list[Any]:
+        """What stands in `tree` at this tree's leaves."""
+        nodes, found = dict(self.nodes), []
+        for place, x in enumerate(self.treedef.flatten_up_to(tree)):
+            node = nodes.get(place)
+            found += [x] if node is None else node.treedef.flatten_up_to(_parts_like(node, x))
+        return found
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{node.kind.__name__} of {list(node.keys)}" for _, node in self.nodes)
+        return f"{self.treedef} with {named}"
+
+
+@dataclass(frozen=True)
+class Containers:
+    """A framework's pytrees, with those containers opened.
+
+    Attributes:
+        flatten: The framework's own.
+        unflatten: The framework's own.
+        leaf_paths: The framework's own.
+        is_array: Whether a leaf is an array.
+    """
+
+    flatten: Callable[[Any], tuple[list[Any], Any]]
+    unflatten: Callable[[Any, Sequence[Any]], Any]
+    leaf_paths: Callable[[Any], list[str]]
+    is_array: Callable[[Any], bool]
+
+    def opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
+        """The leaves and structure of what the framework flattened to these."""
+        if not any(map(_KINDS.__getitem__, map(type, leaves))):
+            return leaves, treedef
+        found, nodes = [], []
+        for place, x in enumerate(leaves):
+            parts = _parts(x)
+            inner, inside = ([x], None) if parts is None else self._of_parts(parts)
+            if inside is not None and any(map(self.is_array, inner)):
+                nodes.append((place, Node(type(x), tuple(parts), inside, _pattern(x))))
+                found += inner
+            else:
+                found.append(x)
+        return found, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
+
+    def closed(self, tree: OpenedTree, leaves: Sequence[Any]) -> Any:
+        """The tree with these leaves."""
+        left, nodes = iter(leaves), dict(tree.nodes)
+        outer = []
+        for place in range(tree.treedef.num_leaves):
+            node = nodes.get(place)
+            if node is None:
+                outer.append(next(left))
+            else:
+                inner = [next(left) for _ in range(node.treedef.num_leaves)]
+                outer.append(node.made(self._unflatten(node.treedef, inner)))
+        return self.unflatten(tree.treedef, outer)
+
+    def paths(self, tree: Any) -> list[str]:
+        """Where each leaf stands."""
+        leaves, _ = self.flatten(tree)
+        found = []
+        for path, x in zip(self.leaf_paths(tree), leaves, strict=True):
+            parts = _parts(x)
+            if parts is None or not any(map(self.is_array, self._of_parts(parts)[0])):
+                found.append(path)
+                continue
+            for key, part in parts.items():
+                step = f"[{key!r}]" if isinstance(x, Mapping) else f".{key}"
+                found += [f"{path}{step}{rest}" for rest in self.paths(part)]
+        return found
+
+    def _of_parts(self, parts: dict[Any, Any]) -> tuple[list[Any], Any]:
+        return self.opened(*self.flatten(list(parts.values())))
+
+    def _unflatten(self, treedef: Any, leaves: Sequence[Any]) -> Any:
+        if type(treedef) is OpenedTree:
+            return self.closed(treedef, leaves)
+        return self.unflatten(treedef, leaves)
+
+
+class _Kinds(dict[type, bool]):
+    """Whether the instances of a class may be opened."""
+
+    def __missing__(self, cls: type) -> bool:
+        called = any("__call__" in base.__dict__ for base in cls.__mro__)
+        self[cls] = not called and (issubclass(cls, Mapping) or is_dataclass(cls))
+        return self[cls]
+
+
+_KINDS = _Kinds()
+
+
+def _parts(x: Any) -> dict[Any, Any] | None:
+    """What a container holds, by key or field; None if x is none."""
+    if not _KINDS[type(x)]:
+        return None
+    if isinstance(x, Mapping):
+        return {key: x[key] for key in x}
+    missing = object()
+    found = {f.name: getattr(x, f.name, missing) for f in fields(x)}
+    return {name: part for name, part in found.items() if part is not missing}
+
+
+def _parts_like(node: Node, x: Any) -> Any:
+    """The parts of something that stands where a container did, in its order."""
+    parts = _parts(x) if not isinstance(x, dict) else x
+    if parts is None or parts.keys() != set(node.keys):
+        raise ValueError(f"expected a {node.kind.__name__} of {list(node.keys)}, got {x!r}")
+    return [parts[key] for key in node.keys]
+
+
+def _pattern(x: Any) -> Any:
+    """x without its parts, so that nothing keeps them alive."""
+    if isinstance(x, Mapping) and not isinstance(x, dict | UserDict):
+        return None
+    new = copy(x)
+    if isinstance(new, UserDict):
+        new.data = {}
+    elif isinstance(new, dict):
+        dict.clear(new)
+    for name in (f.name for f in fields(new)) if is_dataclass(new) else ():
+        if hasattr(new, name):
+            object.__setattr__(new, name, None)
+    return new
+
+
+def _constructed(kind: type, parts: dict[Any, Any]) -> Any:
+    try:
+        return kind(parts)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise GradtoolsError(
+            f"a {kind.__name__} is a mapping that is not made of a dict, as {kind.__name__}(dict): "
+            f"{error}. Pass a dict instead."
+        ) from error

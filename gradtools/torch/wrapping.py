@@ -1,0 +1,84 @@
+"""A module whose call is transformed, and which else is the module that it was.
+
+As with `torch.nn.DataParallel` the result of a transformation of a module is a module; unlike
+there parameters keep their names, so that a `state_dict` does not tell whether it was saved with
+or without the transformation. Parameters, buffers and submodules are held in the module's own
+dictionaries, and what a module may define for itself is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
+    """`make(f)`, as a module if f is one."""
+    return Transformed(f, make(f)) if isinstance(f, torch.nn.Module) else make(f)
+
+
+class Transformed(torch.nn.Module):
+    """A module with another call."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        held = {name: module.__dict__[name] for name in _SHARED}
+        self.__dict__.update(held, _own=module, _call=call, __wrapped__=module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformed call."""
+        return self._call(*args, **kwargs)
+
+    @property
+    def training(self) -> bool:
+        """The module's own mode."""
+        return self._own.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_own" in self.__dict__:
+            self._own.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("_own")
+        return super().__getattr__(name) if own is None else getattr(own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_own" in self.__dict__ and name not in self.__dict__:
+            setattr(self._own, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"{self._call.__name__.partition('_')[0]}({self._own!r})"
+
+    # --- what a module may define for itself
+
+    def train(self, mode: bool = True) -> Transformed:
+        """Sets the module's mode."""
+        self._own.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> Transformed:  # type: ignore[override]
+        """Applies fn to the module and what it holds."""
+        self._own.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Transformed:  # to(), half(), cuda(), ...
+        self._own._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self._own.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self._own.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # where a parent loads
+        self._own._load_from_state_dict(*args, **kwargs)

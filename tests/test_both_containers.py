@@ -1,0 +1,377 @@
+"""What models take and return: mappings, dataclasses, constants; and modules that stay modules."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import enum
+import pickle
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import gradtools.jax as gj
+import gradtools.torch as gt_torch
+from gradtools import GradtoolsError
+
+X = np.random.default_rng(0).normal(size=(5, 2))
+MASK = np.array([1.0, 0.0, 1.0, 1.0, 0.0])
+
+
+@dataclasses.dataclass
+class Output:
+    x: object
+    mask: object = None
+    name: str = "encoder"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: object
+    mask: object
+
+
+class Encoding(collections.UserDict):
+    """As tokenisers give: a mapping with more than its items, which cannot be made of nothing."""
+
+    def __init__(self, data, encodings):
+        super().__init__(data)
+        self.encodings = encodings
+
+
+class Own(dict):
+    pass
+
+
+class Abstract(collections.abc.Mapping):
+    def __init__(self, data):
+        self._data = dict(data)
+
+    def __getitem__(self, key):
+        return self._data[key]
+
+    def __iter__(self):
+        return iter(self._data)
+
+    def __len__(self):
+        return len(self._data)
+
+
+Pair = collections.namedtuple("Pair", "x mask")
+
+
+class Level(enum.Enum):
+    HIGH = 1
+
+
+KINDS = {
+    "a dict": lambda x, m: {"x": x, "mask": m},
+    "an OrderedDict": lambda x, m: collections.OrderedDict(x=x, mask=m),
+    "a UserDict": lambda x, m: Encoding({"x": x, "mask": m}, ["tokens"]),
+    "a dict of one's own": lambda x, m: Own(x=x, mask=m),
+    "an abstract mapping": lambda x, m: Abstract({"x": x, "mask": m}),
+    "a proxy": lambda x, m: types.MappingProxyType({"x": x, "mask": m}),
+    "a dataclass": Output,
+    "a frozen dataclass with slots": Frozen,
+    "a named tuple": Pair,
+    "a dataclass in a UserDict in a list": lambda x, m: [Encoding({"y": Output(x, m)}, [])],
+}
+
+
+def inside(tree):
+    """(x, mask) of one of these."""
+    if isinstance(tree, list):
+        return inside(tree[0]["y"])
+    if isinstance(tree, collections.abc.Mapping):
+        return tree["x"], tree["mask"]
+    return tree.x, tree.mask
+
+
+def lists_of(tree):
+    """A list as an argument is a list of examples: a tuple is a tree."""
+    return tuple(tree) if type(tree) is list else tree
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_of_arrays_is_split_and_joined(gt, kind):
+    make = KINDS[kind]
+
+    def f(w, batch):
+        x, mask = inside(list(batch) if type(batch) is tuple and kind.endswith("list") else batch)
+        return make(x * w, gt.xp.sin(mask * w))
+
+    batch = lists_of(make(gt.asarray(X), gt.asarray(MASK)))
+    w = gt.asarray(np.float64(2.0))
+    out = gt.chunked(f, 2)(w, batch)
+    assert type(out) is type(make(None, None))
+    for found, wanted in zip(inside(out), (2 * X, np.sin(2 * MASK)), strict=True):
+        np.testing.assert_allclose(gt.to_numpy(found), wanted, rtol=1e-14)
+
+    def loss(w):
+        x, mask = inside(gt.chunked(f, 2)(w, batch))
+        return (x**2).sum() * (mask**2).sum()
+
+    found = gt.to_numpy(gt.grad(loss)(w))
+    a, b = (X**2).sum(), (np.sin(2 * MASK) ** 2).sum()
+    np.testing.assert_allclose(found, 4 * a * b + 4 * a * (MASK * np.sin(4 * MASK)).sum())
+
+
+@pytest.mark.parametrize("kind", ["a UserDict", "a frozen dataclass with slots"])
+def test_derivatives_come_in_the_container_that_the_argument_was(gt, kind):
+    make = KINDS[kind]
+    tree = make(gt.asarray(X), gt.asarray(MASK))
+    f = lambda p: (inside(p)[0] ** 2).sum() + (inside(p)[1] ** 3).sum()
+    found = gt.grad(f)(tree)
+    assert type(found) is type(tree)
+    x, mask = inside(found)
+    np.testing.assert_allclose(gt.to_numpy(x), 2 * X)
+    np.testing.assert_allclose(gt.to_numpy(mask), 3 * MASK**2)
+    value, tangent = gt.jvp(lambda p: make(inside(p)[0] ** 2, inside(p)[1]), (tree,), (tree,))
+    np.testing.assert_allclose(gt.to_numpy(inside(tangent)[0]), 2 * X**2)
+    assert type(value) is type(tangent) is type(tree)
+
+
+def test_what_a_mapping_has_besides_its_items_is_kept(gt):
+    seen = []
+    f = lambda batch: (seen.append(batch.encodings), Encoding(dict(batch), batch.encodings))[1]
+    given = Encoding({"x": gt.asarray(X)}, ["tokens"])
+    out = gt.chunked(f, 2)(given)
+    assert out.encodings == ["tokens"] and seen[0] == ["tokens"]
+    np.testing.assert_allclose(gt.to_numpy(given["x"]), X)
+
+
+def test_a_configuration_without_arrays_is_the_object_itself(gt):
+    settings = Output(None, None, "settings")
+    f = lambda x, settings_: x * (2.0 if settings_ is settings else np.nan)
+    np.testing.assert_allclose(gt.to_numpy(gt.chunked(f, 2)(gt.asarray(X), settings)), 2 * X)
+
+
+def test_a_tree_of_axes_may_name_what_a_container_holds(gt):
+    given = Encoding({"x": gt.asarray(X), "mask": gt.asarray(np.array([2.0, 3.0]))}, [])
+    ours = gt.chunked(lambda b: b["x"] * b["mask"], 2, in_axes=({"x": 0, "mask": None},))
+    np.testing.assert_allclose(gt.to_numpy(ours(given)), X * [2.0, 3.0])
+
+
+def test_none_and_constants_pass(gt):
+    constants = {"none": None, "name": "bert", "flag": True, "level": Level.HIGH, "layers": 12}
+    f = lambda x: {"x": x * 2, **constants}
+    out = gt.chunked(f, 2)(gt.asarray(X))
+    assert {k: v for k, v in out.items() if k != "x"} == constants
+    np.testing.assert_allclose(gt.to_numpy(out["x"]), 2 * X)
+    back = gt.grad(lambda x: (gt.chunked(f, 2)(x)["x"] ** 2).sum())(gt.asarray(X))
+    np.testing.assert_allclose(gt.to_numpy(back), 8 * X)
+
+
+class Cache:
+    def __init__(self, x):
+        self.keys = x
+
+
+REFUSED = {
+    "a cache": (
+        lambda x: (x, Cache(x)),
+        r"output\[1\] is a Cache; .* outputs=lambda out: out\[0\]",
+    ),
+    "a number of examples": (
+        lambda x: {"x": x, "n": len(x)},
+        r"output\['n'\] is 2, the number of examples in its chunk, .* outputs=lambda out: out",
+    ),
+    "what differs": (
+        lambda x: {"x": x, "name": f"{len(x)} rows"},
+        r"output\['name'\] is '1 rows' at chunk 2 and '2 rows' before",
+    ),
+    "a number": (lambda x: {"x": x, "loss": x.sum()}, r"To leave it out: outputs=lambda out: out"),
+    "a table of all pairs": (lambda x: x @ x.T, r"an output of f has shape \(1, 1\) for 1 ex"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_joined_is_refused_by_name(gt, kind):
+    f, words = REFUSED[kind]
+    with pytest.raises(GradtoolsError, match=f"^chunked: .*{words}"):
+        gt.chunked(f, 2)(gt.asarray(X))
+    with pytest.raises(GradtoolsError, match="chunked: outputs is an int; expected a function"):
+        gt.chunked(f, 2, outputs=0)
+
+
+def test_outputs_says_what_is_wanted(gt):
+    f = lambda x: {"x": x**2, "cache": Cache(x), "loss": x.sum()}
+    ours = gt.chunked(f, 2, outputs=lambda out: out["x"])
+    np.testing.assert_allclose(gt.to_numpy(ours(gt.asarray(X))), X**2)
+    found = gt.grad(lambda x: (ours(x) ** 2).sum())(gt.asarray(X))
+    np.testing.assert_allclose(gt.to_numpy(found), 4 * X**3)
+    stateful = gt.chunked(
+        lambda x, c: ((x * 2, "more"), c + 1), 2, in_axes=(0, None), carry_argnums=1,
+        outputs=lambda both: (both[0][0], both[1]),
+    )  # fmt: skip
+    out, carry = stateful(gt.asarray(X), gt.asarray(np.float64(0)))
+    np.testing.assert_allclose(gt.to_numpy(out), 2 * X)
+    assert float(carry) == 3
+
+
+# --- modules ------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.gain = 3.0
+
+    def forward(self, x, shift=None):
+        y = self.norm(self.linear(x)) * self.scale * self.gain
+        return y if shift is None else y + shift
+
+    def describe(self):
+        return "a net"
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@pytest.mark.filterwarnings("ignore:chunked. .* batch normalisation")
+def test_a_chunked_torch_module_has_what_the_module_has():
+    own = net()
+    ours = gt_torch.chunked(own, 2)
+    assert isinstance(ours, torch.nn.Module) and ours.describe() == "a net" and ours.gain == 3.0
+    pairs = zip(ours.named_parameters(), own.named_parameters(), strict=True)
+    assert all(a == b and p is q for (a, p), (b, q) in pairs)
+    assert [n for n, _ in ours.named_buffers()] == [n for n, _ in own.named_buffers()]
+    assert ours.state_dict().keys() == own.state_dict().keys()
+    assert "Net(" in repr(ours)
+    ours.eval()
+    assert not own.training and not own.norm.training and not ours.training
+    own.train()
+    assert ours.training
+    assert ours.float() is ours and own.linear.weight.dtype == torch.float32
+    ours.requires_grad_(False)
+    assert not own.linear.weight.requires_grad
+    ours.gain = 5.0
+    assert own.gain == 5.0
+    with pytest.raises(AttributeError):
+        _ = ours.nothing
+
+
+@pytest.mark.filterwarnings("ignore:chunked. .* batch normalisation")
+def test_a_chunked_torch_module_trains_as_a_submodule():
+    x = torch.tensor(X)
+    grads = []
+    for wrap in (lambda m: m, lambda m: gt_torch.chunked(m, 2)):
+        model = torch.nn.Sequential(wrap(net().eval()), torch.nn.Tanh())
+        model[0].linear.bias.data.fill_(0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        out = model(x)
+        torch.logsumexp(out @ out.T, 1).sum().backward()
+        optimizer.step()
+        grads.append({k: v.clone() for k, v in model.state_dict().items()})
+    assert grads[0].keys() == grads[1].keys()
+    for k, v in grads[0].items():
+        torch.testing.assert_close(grads[1][k], v, rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_dict_does_not_tell_whether_the_module_was_chunked():
+    plain, other = torch.nn.Sequential(net()), net()
+    torch.nn.init.ones_(other.linear.weight)
+    nested = torch.nn.Sequential(gt_torch.chunked(other, 2))
+    nested.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(other.linear.weight, plain[0].linear.weight)
+    gt_torch.chunked(other, 2).load_state_dict(net().state_dict())
+    plain.load_state_dict(nested.state_dict())
+
+
+def test_a_copy_of_a_chunked_module_is_a_module_of_its_own():
+    x = torch.tensor(X)
+    for again in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        own = net().eval()
+        ours = gt_torch.chunked(own, 2)
+        first = ours(x)
+        first.sum().backward()
+        other = again(ours)
+        torch.testing.assert_close(other(x), first)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        torch.testing.assert_close(ours(x), first)
+        assert other(x).detach().abs().max() < 1e-6
+
+
+def test_a_chunked_module_takes_hooks_and_names_of_parameters():
+    own, seen = net().eval(), []
+    ours = gt_torch.chunked(own, 2, in_axes={"shift": None})
+    ours.register_forward_hook(lambda m, a, out: seen.append(out.shape))
+    shift = torch.ones(3).double()
+    torch.testing.assert_close(ours(torch.tensor(X), shift), own(torch.tensor(X), shift))
+    twice = gt_torch.chunked(ours, 4, in_axes={"shift": None})
+    torch.testing.assert_close(twice(torch.tensor(X), shift=shift), own(torch.tensor(X), shift))
+    assert seen[0] == (5, 3)
+
+
+def test_a_chunked_equinox_module_is_a_tree_with_its_arrays():
+    eqx = pytest.importorskip("equinox")
+    import jax
+
+    class Two(eqx.Module):
+        encode: eqx.Module
+
+        def __call__(self, x):
+            return jax.numpy.tanh(self.encode(x))
+
+    linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+    rows = eqx.filter_vmap
+
+    class Rows(eqx.Module):
+        linear: eqx.Module
+
+        def __call__(self, x):
+            return jax.vmap(self.linear)(x)
+
+    loss = lambda m, x: jax.numpy.sum(m(x) @ m(x).T) ** 2
+    x = jax.numpy.asarray(X)
+    model = Two(gj.chunked(Rows(linear), 2))
+    found = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
+    wanted = eqx.filter_grad(loss)(Two(Rows(linear)), x)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-10)
+    np.testing.assert_allclose(jax.jit(gj.chunked(Rows(linear), 2))(x), Rows(linear)(x))
+    assert rows is not None
+
+
+def test_a_chunked_nnx_module_has_its_parameters():
+    nnx = pytest.importorskip("flax.nnx")
+    import jax
+
+    class Two(nnx.Module):
+        def __init__(self, encode):
+            self.encode = encode
+
+        def __call__(self, x):
+            return jax.numpy.tanh(self.encode(x))
+
+    linear = lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0), param_dtype=jax.numpy.float64)
+    loss = lambda m, x: jax.numpy.sum(m(x) @ m(x).T) ** 2
+    x = jax.numpy.asarray(X)
+    found = nnx.grad(loss)(Two(gj.chunked(linear(), 2)), x)
+    wanted = nnx.grad(loss)(Two(linear()), x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10)
+
+
+def test_flax_struct_dataclasses_are_split_and_joined():
+    struct = pytest.importorskip("flax.struct")
+
+    @struct.dataclass
+    class Batch:
+        x: object
+        name: str = struct.field(pytree_node=False, default="n")
+
+    out = gj.chunked(lambda b: b.replace(x=b.x * 2), 2)(Batch(gj.asarray(X)))
+    np.testing.assert_allclose(out.x, 2 * X)
+    assert out.name == "n"

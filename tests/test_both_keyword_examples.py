@@ -1,0 +1,255 @@
+"""Whatever is split is split by keyword as by position; expected values are NumPy's, by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+N = 5
+RNG = np.random.default_rng(0)
+W, X, MASK = RNG.normal(size=3), RNG.normal(size=(N, 3)), RNG.integers(0, 2, (N, 3)) * 1.0
+BIAS, SHARED = RNG.normal(size=N), RNG.normal(size=3)
+SIZES = (2, 7)
+
+
+def of_rows(gt):
+    """One number for each row; w and shared are no examples, scale and power are no arrays."""
+
+    def f(w, x, mask=1.0, more=None, shared=0.0, *, scale=1.0, power=1):
+        bias = 0.0 if more is None else more["bias"] + more["flag"]
+        return gt.xp.tanh((x * mask + shared) @ w) * scale + bias**power
+
+    return f
+
+
+def expected(x, mask=1.0, bias=0.0, shared=0.0, scale=1.0, power=1):
+    """f of all rows, and the derivative of each row's number to w."""
+    masked = x * mask + shared
+    t = np.tanh(masked @ W)
+    return t * scale + bias**power, scale * (1 - t**2)[:, None] * masked
+
+
+# How f is called behind w: by position, by keyword, what in_axes is, what is expected.
+ARRAYS = {"mask": MASK, "more": {"bias": BIAS, "flag": 1.0}}
+FULL = expected(X, MASK, BIAS + 1.0)
+WAYS = {
+    "all by position": (("x", "mask", "more"), (), [None, (None, 0, 0, {"bias": 0, "flag": None})]),
+    "one by keyword": (("x", "mask"), ("more",), [None, (None, 0, 0), {}]),
+    "all but one by keyword": (("x",), ("mask", "more"), [None, (None, 0), {"w": None}]),
+    "all by keyword": ((), ("x", "mask", "more"), [None, (None,), {"w": None, "x": 0}]),
+    "in another order": ((), ("more", "mask", "x"), [None, {"mask": 0, "x": 0, "w": None}]),
+}
+
+
+def data(gt, x):
+    if isinstance(x, dict):
+        return {k: data(gt, v) for k, v in x.items()}
+    return gt.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def loss_of(gt, out):
+    """A loss that is no sum over examples."""
+    return (out**2).sum() ** 1.5
+
+
+def slope(out, rows):
+    """d(loss)/dw by hand."""
+    return 3 * (out**2).sum() ** 0.5 * out @ rows
+
+
+def close(gt, found, wanted):
+    np.testing.assert_allclose(gt.to_numpy(found), wanted, rtol=1e-12, atol=1e-12)
+
+
+def check_chunked(gt, f, args, kwargs, axes, wanted, sizes=SIZES):
+    out, rows = wanted
+    for size in sizes:
+        ours = gt.chunked(f, size, in_axes=axes)
+        close(gt, ours(*args, **kwargs), out)
+        of_w = lambda w, ours=ours: loss_of(gt, ours(w, *args[1:], **kwargs))
+        close(gt, gt.grad(of_w)(args[0]), slope(out, rows))
+
+
+def check_microbatched(gt, f, args, kwargs, axes, wanted, sizes=SIZES):
+    out, rows = wanted
+    for size in sizes:
+        mean = functools.wraps(f)(lambda *a, **k: f(*a, **k).mean())
+        ours = gt.microbatched(mean, size, in_axes=axes)
+        value, grads = ours(*args, **kwargs)
+        close(gt, value, out.mean())
+        close(gt, grads, rows.mean(0))
+
+
+def check_per_example(gt, f, args, kwargs, axes, wanted, sizes=SIZES):
+    for size in (None, *sizes[:2]):
+        close(gt, gt.per_example_grad(f, in_axes=axes, chunk_size=size)(*args, **kwargs), wanted[1])
+
+
+def check_vmap(gt, f, args, kwargs, axes, wanted, sizes=SIZES):
+    close(gt, gt.vmap(f, in_axes=axes)(*args, **kwargs), wanted[0])
+
+
+CHECKS = {
+    "chunked": check_chunked,
+    "microbatched": check_microbatched,
+    "per_example_grad": check_per_example,
+    "vmap": check_vmap,
+}
+
+
+@pytest.fixture(params=list(CHECKS))
+def check(request):
+    """A check of one operator; the sizes are fewer in JAX, which compiles each."""
+    return CHECKS[request.param], request.param
+
+
+def default(operator, axes):
+    """in_axes where w is shared, for the operators that do not share it by themselves."""
+    return {"w": None} if axes is None and operator in ("chunked", "vmap") else axes
+
+
+def sizes_of(gt):
+    return SIZES if gt.__name__.endswith("torch") else (2,)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_examples_are_split_however_they_are_passed(gt, check, way):
+    run, operator = check
+    by_position, by_keyword, all_axes = WAYS[way]
+    values = data(gt, {"x": X, **ARRAYS})
+    f = of_rows(gt)
+    args = (gt.asarray(W), *(values[k] for k in by_position))
+    kwargs = {k: values[k] for k in by_keyword}
+    for axes in all_axes:
+        axes = default(operator, axes)
+        if axes == {} and operator in ("chunked", "vmap"):
+            axes = {"w": None}
+        run(gt, f, args, kwargs, axes, FULL, sizes_of(gt))
+
+
+@pytest.mark.parametrize("keyword", [True, False])
+def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
+    run, operator = check
+    axes = {"mask": 1, "shared": None, "w": None, "power": None}
+    mask, shared = gt.asarray(MASK.T.copy()), gt.asarray(SHARED)
+    f = lambda w, x, mask, shared, power: gt.xp.tanh((x * _rows(mask) + shared) @ w) ** power
+    # a chunk's mask is still (3, rows); one example's is (3,)
+    _rows = lambda mask: mask.T if mask.ndim == 2 else mask
+    w, x = gt.asarray(W), gt.asarray(X)
+    out, rows = expected(X, MASK, shared=SHARED)
+    wanted = out**2, 2 * out[:, None] * rows
+    if keyword:
+        args, kwargs = (w,), {"shared": shared, "x": x, "power": 2, "mask": mask}
+    else:
+        args, kwargs = (w, x, mask, shared, 2), {}
+    run(gt, f, args, kwargs, axes, wanted, sizes_of(gt))
+
+
+def test_arrays_without_axes_and_what_is_no_array_are_shared(gt, check):
+    run, operator = check
+    scale, names = gt.asarray(np.float64(2.0)), ("a", "b")
+    f = lambda w, x, scale, *, power, names, none: (
+        gt.xp.tanh(x @ w) * scale**power * len(names) * (1.0 if none is None else 0.0)
+    )
+    out, rows = expected(X, scale=8.0)
+    for args, kwargs in (
+        ((gt.asarray(W), gt.asarray(X), scale), {"power": 2, "names": names, "none": None}),
+        ((gt.asarray(W),), {"x": X, "scale": scale, "power": 2, "names": names, "none": None}),
+    ):
+        run(gt, f, args, kwargs, default(operator, None), (out, rows), sizes_of(gt))
+
+
+def test_a_batch_by_keywords_alone(gt):
+    batch = data(gt, {"x": X, "mask": MASK})
+    f = lambda x, mask: (x * mask).sum(-1) ** 2
+    close(gt, gt.chunked(f, 2)(**batch), ((X * MASK).sum(-1)) ** 2)
+    close(gt, gt.vmap(f)(**batch), ((X * MASK).sum(-1)) ** 2)
+    total = gt.grad(lambda x: (gt.chunked(f, 2)(x=x, mask=batch["mask"]) ** 2).sum())
+    close(gt, total(batch["x"]), 4 * ((X * MASK).sum(-1) ** 3)[:, None] * MASK)
+
+
+def test_keywords_that_go_to_no_parameter_by_name(gt):
+    f = lambda **batch: batch["x"] * batch["scale"] + batch["mask"]
+    given = data(gt, {"x": X, "mask": MASK, "scale": SHARED})
+    for axes in ({"scale": None}, {"scale": None, "batch": 0}, {"batch": {"scale": None}}):
+        close(gt, gt.chunked(f, 2, in_axes=axes)(**given), X * SHARED + MASK)
+
+
+def test_arguments_of_a_variadic_parameter(gt):
+    f = lambda x, *rest: x * rest[0] + rest[1]
+    x, mask, shared = gt.asarray(X), gt.asarray(MASK), gt.asarray(SHARED)
+    ours = gt.chunked(f, 2, in_axes={"rest": (0, None)})
+    close(gt, ours(x, mask, shared), X * MASK + SHARED)
+    close(gt, gt.chunked(f, 2, in_axes={"rest": None})(x, shared, shared), X * SHARED + SHARED)
+
+
+def test_a_list_by_keyword_is_a_list_of_examples(gt):
+    rows = [gt.asarray(row) for row in X]
+    f = lambda *, rows: gt.xp.stack([row.sum() for row in rows])
+    close(gt, gt.chunked(f, 2)(rows=rows), X.sum(1))
+
+
+def test_per_example_grad_of_one_argument_splits_it(gt):
+    f = lambda x, power=2: (x**power).sum()
+    for size in (None, 1, 2):
+        ours = gt.per_example_grad(f, chunk_size=size)
+        close(gt, ours(gt.asarray(X)), 2 * X)
+        close(gt, ours(gt.asarray(X), 3), 3 * X**2)
+        close(gt, ours(gt.asarray(X), power=3), 3 * X**2)
+    both = gt.per_example_grad(lambda p: (p["a"] * p["b"]).sum())
+    found = both(data(gt, {"a": X, "b": MASK}))
+    close(gt, found["a"], MASK)
+    close(gt, found["b"], X)
+
+
+def test_a_keyword_weight_is_given_to_the_function_of_weights(gt):
+    mean = lambda w, x, *, n: (gt.xp.tanh(x @ w) * n).sum() / n.sum()
+    n = np.array([3.0, 1.0, 0.0, 2.0, 4.0])
+    out, rows = expected(X)
+    for weights in (lambda w, x, n: n.sum(), lambda w, x, **more: more["n"].sum(), n):
+        value, grads = gt.microbatched(mean, 2, weights=weights)(
+            gt.asarray(W), gt.asarray(X), n=gt.asarray(n)
+        )
+        close(gt, value, (out * n).sum() / n.sum())
+        close(gt, grads, n @ rows / n.sum())
+    power = gt.microbatched(
+        lambda w, x, power: (gt.xp.tanh(x @ w) ** power).mean(), 2, weights=lambda w, x: x.shape[0]
+    )
+    close(gt, power(gt.asarray(W), gt.asarray(X), power=2)[0], (out**2).mean())
+
+
+WRONG = [
+    (
+        {"shift": {"b": SHARED}},
+        {},
+        r"the batch sizes differ: 5 in argument 1, 3 in keyword argument shift\['b'\]\. Set .* None "
+        r"shares an argument: in_axes=\{'shift': None\}\.",
+    ),
+    ({"mask": MASK[:, 0]}, {"mask": 1}, r"keyword argument mask of shape \(5,\) has no axis 1"),
+    ({"mask": MASK}, {"maks": None}, r"in_axes names 'maks', which is no parameter of <lambda>"),
+    ({"scale": np.array(2.0)}, {"scale": 0}, r"keyword argument scale of shape \(\) has no axis 0"),
+    ({"mask": MASK}, {"mask": "x"}, r"keyword argument mask is 'x'; expected an integer"),
+    ({"names": ["a", "b"]}, {}, "2 in keyword argument names, a list"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "axes", "words"), WRONG, ids=lambda v: str(v)[:20])
+def test_what_does_not_fit_is_refused_by_name(gt, check, kwargs, axes, words):
+    operator = check[1]
+    if operator in ("per_example_grad", "vmap") and "names" in kwargs:
+        pytest.skip("lists of examples are chunked's and microbatched's")
+    f = lambda w, x, shift=None, mask=None, scale=None, names=None: (x @ w).sum()
+    size = () if operator in ("per_example_grad", "vmap") else (2,)
+    ours = getattr(gt, operator)(f, *size, in_axes={"w": None, **axes})
+    with pytest.raises(GradtoolsError, match=f"^{operator}: .*{words}"):
+        ours(gt.asarray(W), gt.asarray(X), **data(gt, kwargs))
+
+
+def test_a_differentiated_argument_that_is_split_by_name_is_refused(gt):
+    ours = gt.microbatched(lambda w, x: (x @ w).mean(), 2, in_axes={"w": 0})
+    with pytest.raises(GradtoolsError, match="argument 0 is differentiated, so all chunks share"):
+        ours(gt.asarray(W), gt.asarray(X))

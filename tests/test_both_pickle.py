@@ -1,0 +1,201 @@
+"""Public functions and what they return survive pickle, deepcopy and another process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import pickle
+
+import numpy as np
+import pickled_programs as own
+import pytest
+import torch
+
+import gradtools
+import gradtools.jax as gj
+import gradtools.torch as gt_torch
+from gradtools.torch.nn import GradientReversal
+
+X = np.array([1.0, 2.0, 3.0])
+AGAIN = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
+
+
+@pytest.fixture(params=AGAIN)
+def again(request):
+    return AGAIN[request.param]
+
+
+@pytest.fixture
+def at(gt):
+    """(w, x)."""
+    return gt.asarray(np.float64(2.0)), gt.asarray(X)
+
+
+@pytest.mark.parametrize("name", [n for n in gt_torch.__all__ if n != "xp"])
+def test_every_public_name_is_itself_again(gt, again, name):
+    found = getattr(gt, name)
+    assert again(found) == found
+
+
+def made(gt, rule):
+    found = rule(own.square if rule is gt.custom_rule else own.kernel)
+    found.defvjp(own.forward, own.three_times)
+    return found
+
+
+# What an operator returns, and what it gives at (w, x).
+RETURNED = {
+    "grad": (lambda gt: gt.grad(own.loss, argnums=1), 4 * X),
+    "value_and_grad": (lambda gt: gt.value_and_grad(own.loss), (28.0, 14.0)),
+    "hessian": (lambda gt: gt.hessian(own.loss, 1), 4 * np.eye(3)),
+    "jacobian": (lambda gt: gt.jacobian(own.rows), X),
+    "minimax_value_and_grad": (
+        lambda gt: gt.minimax_value_and_grad(own.loss, 0, 1),
+        (28.0, (14.0, -4 * X)),
+    ),
+    "per_example_grad": (lambda gt: gt.per_example_grad(own.loss), X**2),
+    "microbatched": (lambda gt: gt.microbatched(own.loss, 2, reduction="sum"), (28.0, 14.0)),
+    "vmap": (lambda gt: gt.vmap(own.rows, in_axes={"w": None}), 2 * X),
+    "chunked": (lambda gt: gt.chunked(own.rows, 2, in_axes={"w": None}), 2 * X),
+    "frozen": (lambda gt: gt.frozen(own.rows), 2 * X),
+    "checkpoint": (lambda gt: gt.checkpoint(own.rows), 2 * X),
+    "guard_gradients": (lambda gt: gt.guard_gradients(own.loss), 28.0),
+    "straight_through": (lambda gt: gt.straight_through(own.rows, own.rows), 2 * X),
+    "grad of grad": (lambda gt: gt.grad(gt.grad(own.loss)), None),
+}
+
+
+def close(gt, found, wanted):
+    if isinstance(wanted, tuple):
+        for a, b in zip(found, wanted, strict=True):
+            close(gt, a, b)
+    else:
+        np.testing.assert_allclose(gt.to_numpy(found), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_an_operator_returns_computes_the_same_after_it(gt, again, at, name):
+    make, wanted = RETURNED[name]
+    found = again(make(gt))
+    if wanted is not None:
+        close(gt, found(*at), wanted)
+    assert found.__name__ == make(gt).__name__
+
+
+@pytest.mark.parametrize("which", ["custom_rule", "host_function"])
+def test_a_rule_is_kept(gt, again, which, at):
+    found = again(made(gt, getattr(gt, which)))
+    close(gt, found(at[1]), X**2)
+    close(gt, gt.grad(lambda x: found(x).sum())(at[1]), 3 * X)
+    assert found(at[1]) is not None
+
+
+def test_an_accumulator_goes_on(gt, again, at):
+    held = gt.GradientAccumulator()
+    held.add({"a": at[1]}, 2)
+    other = again(held)
+    other.add({"a": at[1]}, 1)
+    close(gt, other.sum()["a"], 3 * X)
+    close(gt, held.sum()["a"], 2 * X)
+
+
+def test_reports_say_the_same(gt, again, at):
+    graph = gt.gradient_graph(own.loss, *at)
+    assert again(graph).to_mermaid() == graph.to_mermaid()
+    reports = (
+        gt.why_zero(own.loss, *at),
+        gt.dependence(own.loss, *at),
+        gt.formula(own.loss, *at),
+        gt.graph_diff(graph, gt.gradient_graph(own.tower, *at)),
+        gt.Spec((2,), "float32"),
+    )
+    for report in reports:
+        assert str(again(report)) == str(report)
+
+
+def test_an_error_keeps_its_type_and_text(again):
+    for kind in (gradtools.GradtoolsError, gradtools.DisconnectedInputError):
+        error = again(kind("said"))
+        assert type(error) is kind and str(error) == "said"
+
+
+def test_a_spawned_worker_gets_them():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = [pool.apply(own.in_another_process, (own.Work(g),)) for g in (gt_torch, gj)]
+    assert found == [[4.0, 12.0]] * 2
+
+
+# --- models -------------------------------------------------------------------------------
+
+
+class Adversarial(torch.nn.Module):
+    """As one writes it: the edit is an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(3, 2).double()
+        self.reverse = gt_torch.reverse_gradient
+
+    def forward(self, x):
+        return self.reverse(self.linear(x))
+
+
+MODELS = {
+    "an edit as an attribute": Adversarial,
+    "GradientReversal": lambda: torch.nn.Sequential(Adversarial(), GradientReversal(0.5)),
+    "chunked": lambda: gt_torch.chunked(Adversarial(), 2),
+    "chunked in a Sequential": lambda: torch.nn.Sequential(gt_torch.chunked(Adversarial(), 2)),
+    "checkpoint": lambda: gt_torch.checkpoint(Adversarial()),
+    "frozen": lambda: gt_torch.frozen(Adversarial()),
+    "functionalize": lambda: gt_torch.functionalize(Adversarial())[0],
+}
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_torch_model_is_saved_and_loaded(kind):
+    x = torch.ones(5, 3, dtype=torch.float64, requires_grad=True)
+    model = MODELS[kind]()
+    given = (x,)
+    if kind == "functionalize":
+        given = (*gt_torch.functionalize(Adversarial())[1:], x)
+    for other in (saved(model), copy.deepcopy(model)):
+        found, wanted = (m(*given) for m in (other, model))
+        if kind == "functionalize":
+            found, wanted = found[0], wanted[0]
+        torch.testing.assert_close(found, wanted)
+        a, b = (torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted))
+        torch.testing.assert_close(a, b)
+
+
+def test_a_copy_of_a_frozen_module_has_parameters_of_its_own():
+    own_module = Adversarial()
+    first = gt_torch.frozen(own_module)
+    other = copy.deepcopy(first)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    before = other(x)
+    torch.nn.init.zeros_(own_module.linear.weight)
+    torch.testing.assert_close(other(x), before)
+
+
+def test_jax_models_are_pickled():
+    eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")
+    import jax
+
+    x = jax.numpy.ones((5, 3))
+    linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    for model in (linear, gj.chunked(linear, 2)):
+        np.testing.assert_allclose(AGAIN["pickle"](model)(x), linear(x), rtol=1e-6)
+    tree = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    applies = gj.functionalize(linear), gj.functionalize(tree)
+    for (apply, params, state), given in zip(applies, (x, x[0]), strict=True):
+        other = AGAIN["pickle"](apply)
+        np.testing.assert_allclose(other(params, state, given)[0], apply(params, state, given)[0])

@@ -27,18 +27,25 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.jet import jet_rules
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
 from gradtools.contract import Contract
-from gradtools.errors import GradtoolsError, GradtoolsWarning, is_of, refusal
+from gradtools.errors import (
+    GradtoolsError,
+    GradtoolsWarning,
+    NotImplementedRefusal,
+    is_of,
+    refusal,
+)
 from gradtools.jax import homogeneous, shardings, tracing
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
 from gradtools.jax.trees import conj, is_inexact, zeros_of
@@ -234,16 +241,17 @@ def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask
         return _present(dys)
 
     moving = _moving(rule, full_like, given)
-    zeros = [zeros_of(like) for like, m in zip(full_like, moving, strict=True) if m]
+    likes = [like for like, m in zip(full_like, moving, strict=True) if m]
     try:
-        closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], zeros)
+        closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], likes)
     except _READS_A_VALUE:
-        wrong = homogeneous.nonzero_at(push(xs, zeros)) if _known(xs) else None
+        known = _known(xs)
+        wrong = homogeneous.nonzero_at(push(xs, [*map(zeros_of, likes)])) if known else None
         if wrong is not None:
             raise contract.not_zero("tangent", places[wrong]) from None
         return
-    mask = [False] * len(xs) + [True] * len(zeros)
-    wrong = homogeneous.first_nonzero(closed, mask, [*xs, *zeros])
+    mask = [False] * len(xs) + [True] * len(likes)
+    wrong = homogeneous.first_nonzero(closed, mask, [*xs, *likes])
     if wrong is not None:
         raise contract.not_zero("tangent", places[wrong])
     lost = homogeneous.lost_input(closed, mask)
@@ -418,6 +426,8 @@ def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Lineariz
         pull = jax.linear_transpose(push, *map(_shape, like_xs))
         like_ys = _present(_likes(ys))
         hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
+    except _READS_A_VALUE:
+        raise
     except _NOT_LINEAR:
         return None  # forward mode needs no transpose; reverse mode will say why there is none
 
@@ -443,7 +453,8 @@ def _split(rule: Rule, xs: Sequence[Any], given: Mask | None = None) -> Lineariz
 
 
 def _shape(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    sharding = aval.sharding if any(shardings.entries(aval)) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
 def _filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
@@ -473,6 +484,8 @@ def _transpose(rule: Rule, which: str, linear: Any, examples: Any, values: Any) 
         if any(_varies(v) for v in values):
             return _transposed_by_vjp(linear, examples, values)
         return list(jax.linear_transpose(linear, *map(_shape, examples))(list(values)))
+    except _READS_A_VALUE:
+        raise
     except _NOT_LINEAR as error:
         if not is_of("jax", error):
             raise
@@ -565,6 +578,11 @@ def _arrays(xs: Sequence[Any]) -> list[Any]:
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
 
 
+def _promoting(rule: Rule) -> Any:
+    """An edit's own arithmetic, a real scale times a complex cotangent, however strict JAX is."""
+    return jax.numpy_dtype_promotion("standard") if rule.identity else nullcontext()
+
+
 def _primal(*xs: Any, rule: Rule) -> list[Any]:
     return list(rule.primal(*_arrays(xs)))
 
@@ -576,7 +594,8 @@ def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
 def _tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
     n, operands = len(operands) - sum(given), tuple(_arrays(operands))
     assert rule.tangent is not None
-    return rule.tangent(operands[:n], spread(operands[n:], given))
+    with _promoting(rule):
+        return rule.tangent(operands[:n], spread(operands[n:], given))
 
 
 def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any) -> Any:
@@ -584,7 +603,8 @@ def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, y
 
     def run(*operands: Any) -> list[Any]:
         assert rule.cotangent is not None
-        found = rule.cotangent(operands[:n], spread(operands[n:], given))
+        with _promoting(rule):
+            found = rule.cotangent(operands[:n], spread(operands[n:], given))
         return [ct for ct, w in zip(found, wanted, strict=True) if w]
 
     return run(*operands) if rule.flow is None else _without_the_rest(run, operands)
@@ -1018,8 +1038,10 @@ def _batch(primitive: Primitive) -> Any:
         axes = [None if d is None else 0 for d in dims]
         n = len(args) - sum(params["given"]) if "given" in params else 0
 
+        like = next(x for x, axis in zip(args, axes, strict=True) if axis == 0)
+
         def wide(avals: Any) -> Any:
-            return tuple([shardings.with_leading(a, size) for a in avals])
+            return tuple([shardings.with_leading(a, size, like) for a in avals])
 
         if primitive is primal_p:
             rule = _batched(rule, tuple(axes), None, size)
@@ -1028,7 +1050,7 @@ def _batch(primitive: Primitive) -> Any:
             everything = [*axes[:first], *axes[first:last], *axes[last:]]
             saved_axes = saved_from(rule.saves, everything[:first], everything[first:])
             args[first:last] = [
-                _spread(x, axis, size)
+                x if axis == 0 else shardings.spread(x, size, like)
                 for x, axis in zip(args[first:last], axes[first:last], strict=True)
             ]
             rule = _batched(rule, tuple(axes[:first]), saved_axes, size)
@@ -1038,7 +1060,7 @@ def _batch(primitive: Primitive) -> Any:
             params["ys"] = wide(params["ys"])
         else:
             cts = zip(args[n:], axes[n:], strict=True)
-            args[n:] = [_spread(x, a, size) for x, a in cts]
+            args[n:] = [x if a == 0 else shardings.spread(x, size, like) for x, a in cts]
             rule = _batched(rule, (0,) * len(params["wanted"]), tuple(axes[:n]), size)
             params["xs"], params["ys"] = wide(params["xs"]), wide(params["ys"])
         out = primitive.bind(*args, rule=rule, **params)
@@ -1047,16 +1069,27 @@ def _batch(primitive: Primitive) -> Any:
     return run
 
 
-def _spread(x: Any, axis: Any, size: int) -> Any:
-    return x if axis == 0 else jnp.broadcast_to(x, (size, *x.shape))
-
-
 def _to_front(x: Any, dim: int | None) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
 for _p in (primal_p, value_p, tangent_p, cotangent_p):
     batching.primitive_batchers[_p] = mortal(_batch(_p))
+
+
+def _no_series(primitive: Primitive) -> Callable[..., Any]:
+    def refuse(*_: Any, **params: Any) -> Any:
+        rule = params.get("rule")
+        raise NotImplementedRefusal(
+            f"jet: f holds the rule {rule.name if rule else primitive.name!r}, which gives first "
+            "derivatives and not series. Nest jvp or grad instead."
+        )
+
+    return refuse
+
+
+for _p in (primal_p, value_p, tangent_p, cotangent_p):
+    jet_rules[_p] = _no_series(_p)
 
 
 # --- rules without a tangent map ---------------------------------------------------------
@@ -1090,7 +1123,8 @@ def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
         return edited(*operands), operands
 
     def bwd(operands: Any, cts: Any) -> Any:
-        found = rule.cotangent(rule.saved(operands, []), [conj(ct) for ct in cts])
+        with _promoting(rule):
+            found = rule.cotangent(rule.saved(operands, []), [conj(ct) for ct in cts])
         return tuple(
             jnp.zeros_like(x) if ct is None else conj(jnp.asarray(ct, x.dtype))
             for ct, x in zip(found, operands, strict=True)

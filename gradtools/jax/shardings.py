@@ -88,9 +88,19 @@ def without_axis(aval: Any, axis: int) -> Any:
     return _with_axes(aval, lambda xs, _: (*xs[:axis], *xs[axis + 1 :]))
 
 
-def with_leading(aval: Any, size: int) -> Any:
-    """The type of many such arrays along a new axis 0, which is on all devices."""
-    return _with_axes(aval, lambda xs, new: (new, *xs), size)
+def with_leading(aval: Any, size: int, like: Any = None) -> Any:
+    """The type of many such arrays along a new axis 0: as like's, or on all devices."""
+    entry = None if like is None else entries(like)[0]
+    if entry is None:
+        return _with_axes(aval, lambda xs, new: (new, *xs), size)
+    spec = PartitionSpec(entry, *entries(aval))
+    sharding = NamedSharding(_aval(like).sharding.mesh, spec)
+    return aval.update(shape=(size, *aval.shape), sharding=sharding)
+
+
+def spread(x: Array, size: int, like: Array) -> Array:
+    """Many x along a new axis 0, which is sharded as like's."""
+    return placed(jax.numpy.broadcast_to(x, (size, *x.shape)), 0, entries(like)[0])
 
 
 def _aval(x: Any) -> Any:

@@ -51,6 +51,7 @@ class _Signature:
 
     def __post_init__(self) -> None:
         self.count = len(self.looks)
+        self.fwd: Any = self.shaped.of.fwd
         self.bwd = self.shaped.of.bwd
         self.function: Any = None
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
@@ -234,7 +235,7 @@ def _derived(signature: _Signature, args: tuple[Any, ...]) -> Any:
         signature.function = function_of(signature)
     out = signature.function.apply(*args)
     if type(out) is Tensor:
-        node = out.grad_fn
+        node: Any = out.grad_fn
         if node is not None and node.plan.single:
             return out
         outs: tuple[Tensor, ...] = (out,)
@@ -256,10 +257,10 @@ def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
     versions = [x._version for x in xs if x.requires_grad]
     with torch.enable_grad():
         plain = [x.detach() for x in xs]
-        if of.bwd is None:
+        if signature.bwd is None:
             out, res = of.fun(*plain), plain
         else:
-            found = of.fwd(*plain)
+            found = signature.fwd(*plain)
             if type(found) is not tuple or len(found) != 2:
                 found = signature.shaped.pair(found, "fwd", "(out, residuals)")
             out, res = found
@@ -274,7 +275,7 @@ def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
         kept, places = tuple, tuple([_place(x, known) for x in res])
     else:
         kept, places = Residuals, (-1,)
-    if -1 in places or (True in [torch._C._is_alias_of(x, out) for x in xs]):
+    if -1 in places or True in [rules.is_alias_of(x, out) for x in xs]:
         return _forward_of_any(ctx, signature, xs, plain, out, res, before)
     plan = signature.plans.get((kept, places))
     if plan is None:

@@ -263,13 +263,16 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of
+
+
 def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """The same, each in memory of its own, for dual numbers may be written in place."""
     held = [unwrapped(x) for xs in others for x in xs if x is not None and _is_strided(x)]
     own: list[Any] = []
     for y in found:
         inner = None if y is None or not _is_strided(y) else unwrapped(y)
-        if inner is not None and any(torch._C._is_alias_of(x, inner) for x in held):
+        if inner is not None and any(is_alias_of(x, inner) for x in held):
             y = y.clone()
         elif inner is not None:
             held.append(inner)
@@ -312,7 +315,7 @@ def _cloned(y: Tensor) -> Tensor:
 
 
 def _shares(x: Tensor, y: Tensor) -> bool:
-    return x is y or (torch._C._is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
+    return x is y or (is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
 
 
 def _view_like(x: Tensor, y: Tensor) -> Tensor:

@@ -249,7 +249,9 @@ def _held(x: Any, attributes: bool) -> list[Any]:
     return [h for h in held if h is not None]
 
 
-def batched(rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries, size: int) -> Rule:
+def batched(
+    rule: Rule, backend: Any, x_axes: Entries, saved_axes: Entries | None, size: int
+) -> Rule:
     """The rule of `vmap(rule)`.
 
     Args:

@@ -117,6 +117,7 @@ def test_the_examples_of_gradtools_itself_run():
 
 # Files that one wing has and its twin has not, each with its reason.
 ALONE = {
+    ("jax", "homogeneous.py"): "what a jaxpr proves of a rule; PyTorch computes it",
     ("torch", "compiling.py"): "jit needs no care; dynamo does",
     ("torch", "kernels.py"): "fused kernels without forward mode; JAX has none",
     ("torch", "nn.py"): "the reversal layer of torch.nn",

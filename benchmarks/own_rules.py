@@ -40,6 +40,22 @@ class _Exp(torch.autograd.Function):
         return ct * ctx.saved_tensors[0]
 
 
+class _ExpInTwoSteps(torch.autograd.Function):
+    """Reverse mode alone, as the manual recommends it: the context is set up apart."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> torch.Tensor:
+        return ct * ctx.saved_tensors[0]
+
+
 class _ExpBothModes(torch.autograd.Function):
     """With the abilities of an own rule: both modes, vmap, torch.func."""
 
@@ -116,6 +132,7 @@ def _custom_vjp(value: Callable[..., Any]) -> Any:
 def torch_functions() -> dict[str, Callable[..., Any]]:
     return {
         "by hand": _Exp.apply,
+        "by hand, setup_context": _ExpInTwoSteps.apply,
         "by hand, both modes and vmap": _ExpBothModes.apply,
         "custom_rule, vjp": _rule(gt, torch.exp),
         "custom_rule, jvp": _forward_rule(gt, torch.exp),

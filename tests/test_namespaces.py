@@ -118,6 +118,10 @@ def test_the_examples_of_gradtools_itself_run():
 # Files that one wing has and its twin has not, each with its reason.
 ALONE = {
     ("jax", "homogeneous.py"): "what a jaxpr proves of a rule; PyTorch computes it",
+    ("torch", "checking.py"): "what an author promises, told by numbers; JAX reads the jaxpr",
+    ("torch", "direct.py"): "eager calls without more ado; JAX's are traced",
+    ("torch", "transposing.py"): "the transpose of a map; JAX has linear_transpose",
+    ("torch", "wrappers.py"): "what torch.func wraps around a tensor; JAX has tracers",
     ("torch", "compiling.py"): "jit needs no care; dynamo does",
     ("torch", "kernels.py"): "fused kernels without forward mode; JAX has none",
     ("torch", "nn.py"): "the reversal layer of torch.nn",

@@ -230,8 +230,11 @@ def _evaluate(point: Point, xs: Sequence[Tensor]) -> list[Tensor]:
         found = rule.reading(xs, _undifferentiated(rule, xs))
     else:
         before = Randomness.now(xs) if rule.linearize and rule not in SAVES_NO_EXTRAS else None
+        versions = versions_of(xs)
         with torch.enable_grad():
             found = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
+        if versions != versions_of(xs):
+            raise written_error(rule)
         if (found.extras or found.rerun) and rule in SAVES_NO_EXTRAS:
             SAVES_NO_EXTRAS.discard(rule)
             return _evaluate(point, xs)
@@ -261,13 +264,16 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of
+
+
 def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """The same, each in memory of its own, for dual numbers may be written in place."""
     held = [unwrapped(x) for xs in others for x in xs if x is not None and _is_strided(x)]
     own: list[Any] = []
     for y in found:
         inner = None if y is None or not _is_strided(y) else unwrapped(y)
-        if inner is not None and any(torch._C._is_alias_of(x, inner) for x in held):
+        if inner is not None and any(is_alias_of(x, inner) for x in held):
             y = y.clone()
         elif inner is not None:
             held.append(inner)
@@ -310,7 +316,7 @@ def _cloned(y: Tensor) -> Tensor:
 
 
 def _shares(x: Tensor, y: Tensor) -> bool:
-    return x is y or (torch._C._is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
+    return x is y or (is_alias_of(x, y) and not (is_wrapped(x) or is_wrapped(y)))
 
 
 def _view_like(x: Tensor, y: Tensor) -> Tensor:
@@ -346,6 +352,20 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
 
 
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
+
+
+def versions_of(xs: Sequence[Tensor]) -> list[int]:
+    """How often each tensor that requires grad was written in place."""
+    return [x._version for x in xs if x.requires_grad and not is_wrapped(x)]
+
+
+def written_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule whose forward pass writes in its arguments."""
+    return GradtoolsError(
+        f"rule {rule.name!r} writes in place in an argument that is differentiated, of which "
+        "autograd would not know: a rule has no mark_dirty. Return a new tensor, and write it "
+        "into the old one where the rule is called."
+    )
 
 
 def closed_over_error(rule: Rule) -> GradtoolsError:

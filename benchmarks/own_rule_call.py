@@ -1,0 +1,68 @@
+"""What one eager call of an own rule costs in PyTorch, beside a bare torch.autograd.Function.
+
+8 x 8 numbers, so that all is overhead. Minima of many short rounds taken in turns, which a busy
+machine changes less than medians; `own_rules.py` has the larger sizes, and JAX.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from own_rules import torch_functions
+
+ROUNDS, CALLS = 150, 40
+
+
+def minima(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Microseconds a call."""
+    best = dict.fromkeys(variants, float("inf"))
+    for run in variants.values():
+        for _ in range(CALLS):
+            run()
+    for _ in range(ROUNDS):
+        for name, run in variants.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            best[name] = min(best[name], (time.perf_counter() - start) / CALLS * 1e6)
+    return best
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    x, ct = torch.randn(8, 8, requires_grad=True), torch.ones(8, 8)
+    constant = x.detach()
+    fs = torch_functions()
+    what = {
+        "value": {n: (lambda f=f: f(constant)) for n, f in fs.items()},
+        "value, to be differentiated": {n: (lambda f=f: f(x)) for n, f in fs.items()},
+        "value and gradient": {
+            n: (lambda f=f: torch.autograd.grad(f(x), x, ct)) for n, f in fs.items()
+        },
+    }
+    lines = [
+        f"# A call of an own rule, {datetime.date.today()}, Python {sys.version.split()[0]}, "
+        f"torch {torch.__version__}, one CPU thread",
+        "",
+        f"The rule of exp, 8 x 8, float32. Minima of {ROUNDS} rounds of {CALLS} calls, in turns.",
+        "",
+        "| what | variant | microseconds | times by hand |",
+        "|---|---|---|---|",
+    ]
+    for name, variants in what.items():
+        found = minima(variants)
+        for variant, us in found.items():
+            lines.append(f"| {name} | {variant} | {us:.1f} | {us / found['by hand']:.2f} |")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    (pathlib.Path(__file__).parent / "results" / "own_rule_call.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

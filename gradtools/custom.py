@@ -619,7 +619,7 @@ class Shaped:
             cotangent,
             rerun=kept.rerun,
             pushing=len(saves) - len(kept.places),
-            key=(looks, out_def, kept, told_apart(kept.others)),
+            key=(tuple(like), out_def, kept, told_apart(kept.others)),
         )
 
     def _told(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradtools.jax import shardings
+
 
 def is_inexact(x: Any) -> bool:
     """Whether x has a floating or complex dtype."""
@@ -23,8 +25,8 @@ def conj(x: Any) -> Any:
 
 
 def zeros_of(aval: Any) -> Any:
-    """Zeros like an abstract array, varying under shard_map over the same axes."""
-    zeros = jnp.zeros(aval.shape, aval.dtype)
+    """Zeros like an abstract array: sharded as it is, varying under shard_map as it does."""
+    zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
     axes = tuple(sorted(aval.manual_axis_type.varying))
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 

@@ -56,7 +56,7 @@ class Call:
         bare = copy(self)
         bare.leaves = [look(x) for x in self.leaves]
         bare.args = tuple([self._numbered(tree) for tree in self.args])
-        bare.f, bare.kwargs = None, {}
+        bare.f, bare.kwargs = _over, {}
         return bare
 
     def _numbered(self, tree: Any) -> Any:
@@ -352,3 +352,7 @@ def is_numeric(backend: Backend, x: Any) -> bool:
 def with_article(name: str) -> str:
     """The name of a type after "a" or "an"."""
     return f"{'an' if name[0].lower() in 'aeio' or name == 'ndarray' else 'a'} {name}"
+
+
+def _over(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the call is over")

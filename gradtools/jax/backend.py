@@ -133,7 +133,8 @@ class JaxBackend:
         look = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
         return call.without_values(look), [look(y) for y in outs]
 
-    linear_map = staticmethod(LinearMap)
+    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
+        return LinearMap(run, native)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         return x

@@ -241,16 +241,17 @@ def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask
         return _present(dys)
 
     moving = _moving(rule, full_like, given)
-    zeros = [zeros_of(like) for like, m in zip(full_like, moving, strict=True) if m]
+    likes = [like for like, m in zip(full_like, moving, strict=True) if m]
     try:
-        closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], zeros)
+        closed = jax.make_jaxpr(push)([jax.typeof(x) for x in xs], likes)
     except _READS_A_VALUE:
-        wrong = homogeneous.nonzero_at(push(xs, zeros)) if _known(xs) else None
+        known = _known(xs)
+        wrong = homogeneous.nonzero_at(push(xs, [*map(zeros_of, likes)])) if known else None
         if wrong is not None:
             raise contract.not_zero("tangent", places[wrong]) from None
         return
-    mask = [False] * len(xs) + [True] * len(zeros)
-    wrong = homogeneous.first_nonzero(closed, mask, [*xs, *zeros])
+    mask = [False] * len(xs) + [True] * len(likes)
+    wrong = homogeneous.first_nonzero(closed, mask, [*xs, *likes])
     if wrong is not None:
         raise contract.not_zero("tangent", places[wrong])
     lost = homogeneous.lost_input(closed, mask)

@@ -149,7 +149,8 @@ class TorchBackend:
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs
 
-    linear_map = staticmethod(partial)
+    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
+        return partial(run, native)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

@@ -21,8 +21,8 @@ from gradtools.custom import CustomRule, Residuals, Shaped
 from gradtools.rules import Linearized
 from gradtools.torch import rules
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.transposing import running
-from gradtools.torch.wrappers import is_inexact, like
+from gradtools.torch.transposing import EAGER, running, transposing
+from gradtools.torch.wrappers import filled, is_inexact, is_wrapped, like
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -253,6 +253,7 @@ def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
     of = signature.shaped.of
     sure = of.bwd is None or signature.shaped.rule in rules.SAVES_NO_EXTRAS
     before = None if sure else Randomness.now(xs)
+    versions = [x._version for x in xs if x.requires_grad]
     with torch.enable_grad():
         plain = [x.detach() for x in xs]
         if of.bwd is None:
@@ -262,6 +263,8 @@ def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
             if type(found) is not tuple or len(found) != 2:
                 found = signature.shaped.pair(found, "fwd", "(out, residuals)")
             out, res = found
+    if versions != [x._version for x in xs if x.requires_grad]:
+        raise rules.written_error(signature.shaped.rule)
     if type(out) is not Tensor or not out.dtype.is_floating_point or out.requires_grad:
         return _forward_of_any(ctx, signature, xs, plain, out, res, before)
     known = [*plain, out]
@@ -334,6 +337,8 @@ def _backward(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
         and not (plan.single and all(other is None for other in cts[1:]))
     ) or not (signature.pulled and type(ct) is Tensor and not torch.is_grad_enabled()):
         return _the_long_way(ctx, signature, cts)
+    if signature.bwd is None:
+        return _transposed(ctx, signature, ct) or _the_long_way(ctx, signature, cts)
     saved = ctx.saved_tensors
     if kept is Tensor:
         res = saved[0]
@@ -344,13 +349,25 @@ def _backward(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     found = signature.bwd(res, ct)
     if type(found) is tuple and len(found) == signature.count:
         for g, (shape, dtype, _) in zip(found, signature.looks, strict=True):
-            if g is not None and (
-                type(g) is not Tensor or g.dtype is not dtype or g.shape != shape
-            ):
+            if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
                 break
         else:
             return found
-    return tuple(signature.shaped.cotangents(found, signature.expected))
+    return tuple(filled(signature.shaped.cotangents(found, signature.expected), signature.likes))
+
+
+def _transposed(ctx: Any, signature: _Signature, ct: Tensor) -> Any:
+    """The transpose of a forward rule; None where this is not the way to it."""
+    shaped = signature.shaped
+    if is_wrapped(ct) or forward_ad._current_level >= 0:
+        return None
+    xs = [x.detach() for x in ctx.saved_tensors]
+    dxs = [torch.zeros_like(x, requires_grad=True) for x in xs]
+    with transposing(shaped.rule) as own, torch.enable_grad(), own.traced(EAGER):
+        dys = shaped.tangent(xs, dxs)
+    if len(dys) != 1 or dys[0] is None or not dys[0].requires_grad:
+        return None
+    return torch.autograd.grad(dys[0], dxs, ct, allow_unused=True)
 
 
 def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
@@ -362,7 +379,7 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
     ctx.like_ys = plan.likes or [like(ct) for ct in cts]
     found = rules.pulled_back(ctx, cts)
-    easy = shaped.of.bwd is not None and None not in signature.likes
+    easy = None not in signature.likes
     signature.pulled = signature.pulled or (easy and not torch.is_grad_enabled())
     return tuple(found)
 

@@ -229,8 +229,11 @@ def _evaluate(point: Point, xs: Sequence[Tensor]) -> list[Tensor]:
         found = rule.reading(xs, _undifferentiated(rule, xs))
     else:
         before = Randomness.now(xs) if rule.linearize and rule not in SAVES_NO_EXTRAS else None
+        versions = versions_of(xs)
         with torch.enable_grad():
             found = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
+        if versions != versions_of(xs):
+            raise written_error(rule)
         if (found.extras or found.rerun) and rule in SAVES_NO_EXTRAS:
             SAVES_NO_EXTRAS.discard(rule)
             return _evaluate(point, xs)
@@ -345,6 +348,20 @@ def _differentiated(xs: Sequence[Tensor]) -> bool:
 
 
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
+
+
+def versions_of(xs: Sequence[Tensor]) -> list[int]:
+    """How often each tensor that requires grad was written in place."""
+    return [x._version for x in xs if x.requires_grad and not is_wrapped(x)]
+
+
+def written_error(rule: Rule) -> GradtoolsError:
+    """The error of a rule whose forward pass writes in its arguments."""
+    return GradtoolsError(
+        f"rule {rule.name!r} writes in place in an argument that is differentiated, of which "
+        "autograd would not know: a rule has no mark_dirty. Return a new tensor, and write it "
+        "into the old one where the rule is called."
+    )
 
 
 def closed_over_error(rule: Rule) -> GradtoolsError:

@@ -54,7 +54,7 @@ def _by_backward(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -
     """For numbers alone, by autograd itself, which takes a third of the time of torch.func."""
     with transposing(rule) as own, torch.enable_grad():
         vs = [e.detach().requires_grad_() for e in examples]
-        with own.traced(_EAGER):
+        with own.traced(EAGER):
             outs = linear([x.detach() for x in at], vs)
         pairs = zip(outs, values, strict=True)
         kept = [(o, v) for o, v in pairs if o is not None and v is not None and o.requires_grad]
@@ -106,7 +106,7 @@ def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[A
 
 # --- a rule that is applied to the tangents of its own map --------------------------------
 
-_EAGER = -1  # beside the levels of torch.func
+EAGER = -1  # the level of autograd itself, beside the levels of torch.func
 
 
 @dataclass(eq=False)
@@ -177,7 +177,7 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
 
 
 def _is_tracked_at(levels: set[int | None], x: Tensor) -> bool:
-    if _EAGER in levels and x.requires_grad:
+    if EAGER in levels and x.requires_grad:
         return True
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):

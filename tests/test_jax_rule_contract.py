@@ -1,0 +1,581 @@
+"""What the author of a rule is held to in JAX, and what JAX's own rules can do and ours can too.
+
+Programs are data. `jax.custom_jvp` and `jax.custom_vjp` are the oracle where they take the same
+program; what they get wrong, or cannot do, is told by a closed form.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.experimental import jet
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+X = jnp.array([0.5, 1.5, 2.0])
+SLOPE = np.cos(np.array([0.5, 1.5, 2.0]))
+
+
+def by_jvp(rule, f=jnp.sin, make=gt.custom_rule, **options):
+    g = make(f, **options)
+    g.defjvp(rule)
+    return g
+
+
+def by_vjp(bwd, fwd=lambda x: (jnp.sin(x), x), f=jnp.sin, make=gt.custom_rule, **options):
+    g = make(f, **options)
+    g.defvjp(fwd, bwd)
+    return g
+
+
+def total(g):
+    return lambda *xs: g(*xs).sum()
+
+
+def same(found, expected, rtol=1e-6):
+    def one(a, b):
+        return np.testing.assert_allclose(a, b, rtol, 1e-6)
+
+    jax.tree.map(one, found, expected)
+
+
+# --- a map that is not zero at zero ------------------------------------------------------
+
+FORGOTTEN = {
+    "the tangent": lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0])),
+    "a constant added": lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0]) * t[0] + 1),
+    "a sum for a product": lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0]) + t[0]),
+    "in one branch": lambda p, t: (jnp.sin(p[0]), jnp.where(p[0] > 0, 1.0, t[0])),
+}
+FORGOTTEN_BWD = {
+    "the cotangent": lambda x, ct: (jnp.cos(x),),
+    "a constant added": lambda x, ct: (jnp.cos(x) * ct + 1,),
+    "a sum for a product": lambda x, ct: (jnp.cos(x) + ct,),
+}
+WAYS = {
+    "jvp": lambda g: gt.jvp(g, (X,), (X,)),
+    "grad": lambda g: gt.grad(total(g))(X),
+    "jax.grad": lambda g: jax.grad(total(g))(X),
+    "jit of jax.grad": lambda g: jax.jit(jax.grad(total(g)))(X),
+    "vmap of jax.grad": lambda g: jax.vmap(jax.grad(g))(X),
+    "grad of scan": lambda g: jax.grad(
+        lambda x: jax.lax.scan(lambda c, _: (g(c), None), x, None, length=2)[0].sum()
+    )(X),
+    "grad of checkpoint": lambda g: jax.grad(total(jax.checkpoint(g)))(X),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("rule", FORGOTTEN.values(), ids=FORGOTTEN)
+def test_a_forward_rule_that_is_not_zero_at_zero_is_refused_in_every_mode(rule, way):
+    g = by_jvp(rule)
+    for _ in range(2):  # and again: an error answers no question
+        with pytest.raises(GradtoolsError, match="forget to multiply by the tangent"):
+            way(g)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("bwd", FORGOTTEN_BWD.values(), ids=FORGOTTEN_BWD)
+def test_a_bwd_that_is_not_zero_at_zero_is_refused_in_every_mode(bwd, way):
+    with pytest.raises(GradtoolsError, match="forget to multiply by the cotangent"):
+        way(by_vjp(bwd))
+
+
+LINEAR = {
+    "a masked tangent": lambda p, t: (jnp.sin(p[0]), jnp.where(p[0] < 9, jnp.cos(p[0]) * t[0], 0)),
+    "a term that cancels": lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0]) * t[0] + (p[0] - p[0])),
+    "a loop": lambda p, t: (
+        jnp.sin(p[0]),
+        jax.lax.scan(lambda c, _: (c * 1.0, None), jnp.cos(p[0]) * t[0], None, length=2)[0],
+    ),
+    "jax.jvp": lambda p, t: jax.jvp(jnp.sin, p, t),
+    "a condition": lambda p, t: (
+        jnp.sin(p[0]),
+        jax.lax.cond(True, lambda t: jnp.cos(p[0]) * t, lambda t: 0 * t, t[0]),
+    ),
+    "jit": lambda p, t: (jnp.sin(p[0]), jax.jit(lambda t: jnp.cos(p[0]) * t)(t[0])),
+}
+
+
+@pytest.mark.parametrize("way", ["jax.grad", "jit of jax.grad"])
+@pytest.mark.parametrize("rule", LINEAR.values(), ids=LINEAR)
+def test_a_rule_that_is_zero_at_zero_passes_however_it_is_written(rule, way):
+    same(WAYS[way](by_jvp(rule)), SLOPE)
+
+
+def test_an_unchecked_map_stays_as_its_author_wrote_it_in_its_own_mode():
+    g = by_jvp(FORGOTTEN["the tangent"], check="never")
+    for run in (lambda x: jax.jvp(g, (x,), (x,)), jax.jit(lambda x: jax.jvp(g, (x,), (x,)))):
+        same(run(X)[1], SLOPE)
+    same(jax.grad(total(by_vjp(FORGOTTEN_BWD["the cotangent"], check="never")))(X), SLOPE)
+
+
+def test_a_bwd_that_is_not_linear_but_zero_at_zero_serves_reverse_mode():
+    g = by_vjp(lambda x, ct: (jnp.clip(jnp.cos(x) * ct, -0.1, 0.1),))
+    same(jax.grad(total(g))(X), np.clip(SLOPE, -0.1, 0.1))
+    with pytest.raises(GradtoolsError, match="linear in its cotangents"):
+        jax.jvp(g, (X,), (X,))
+
+
+def test_a_tangent_that_passes_through_an_integer_is_not_transposed():
+    g = by_jvp(lambda p, t: (p[0] * 2, t[0].astype(int).astype(t[0].dtype)), lambda x: x * 2)
+    same(jax.jvp(g, (X,), (jnp.ones(3),))[1], np.ones(3))
+    with pytest.raises(GradtoolsError, match="twice does not give it back"):
+        jax.grad(total(g))(X)
+
+
+def test_a_rule_is_looked_at_once_for_a_signature_and_always_if_asked():
+    calls = []
+
+    def run(check):
+        calls.clear()
+        g = by_vjp(lambda x, ct: (calls.append(1), (jnp.cos(x) * ct,))[1], check=check)
+        for _ in range(3):
+            jax.grad(total(g))(X)
+        return len(calls)
+
+    assert (run("never"), run("first"), run("always")) == (3, 4, 6)
+
+
+# --- what the forward pass returns -------------------------------------------------------
+
+RETURNS = {
+    "another shape": lambda x: jnp.sin(x)[None],
+    "another dtype": lambda x: jnp.sin(x).astype(jnp.float16),
+    "another structure": lambda x: (jnp.sin(x), x),
+}
+
+
+@pytest.mark.parametrize("way", ["jvp", "jax.grad", "jit of jax.grad"])
+@pytest.mark.parametrize("f", RETURNS.values(), ids=RETURNS)
+def test_what_fwd_and_the_forward_rule_return_is_held_to_the_function(f, way):
+    with pytest.raises(GradtoolsError, match=r"fwd returned .* but the function returns"):
+        WAYS[way](by_vjp(lambda x, ct: (jax.tree.leaves(ct)[0],), lambda x: (f(x), x)))
+    with pytest.raises(GradtoolsError, match=r"the forward rule returned .* but the function"):
+        WAYS[way](by_jvp(lambda p, t: (f(p[0]), f(t[0]))))
+
+
+# --- a rule that uses its own function ---------------------------------------------------
+
+
+def test_the_rule_of_a_linear_function_may_be_the_function():
+    twice = gt.custom_rule(lambda x: 2.0 * x)
+    twice.defjvp(lambda p, t: (twice(p[0]), twice(t[0])))
+    for g in (jax.grad(total(twice)), jax.jit(jax.grad(total(twice)))):
+        same(g(X), np.full(3, 2.0))
+    same(gt.jvp(twice, (X,), (X,)), (2 * X, 2 * X))
+    same(jax.hessian(lambda x: (twice(x) ** 2).sum())(X), 8 * np.eye(3))
+    same(jax.linear_transpose(twice, X)(X)[0], 2 * X)
+
+
+def test_the_rule_of_a_bilinear_function_may_be_the_function():
+    times = gt.custom_rule(lambda x, y: x * y)
+    times.defjvp(lambda p, t: (times(*p), times(t[0], p[1]) + times(p[0], t[1])))
+    same(jax.grad(total(times), (0, 1))(X, 2 * X), (2 * X, X))
+    same(jax.jvp(times, (X, 2 * X), (X, X))[1], 3 * X**2)
+    same(jax.hessian(times, (0, 1))(2.0, 3.0), ((0.0, 1.0), (1.0, 0.0)))
+
+
+# --- numbers -----------------------------------------------------------------------------
+
+
+def scaled(**options):
+    g = gt.custom_rule(lambda x, s: x * s, **options)
+    g.defjvp(lambda p, t: (p[0] * p[1], t[0] * p[1] + p[0] * t[1]))
+    return g
+
+
+def test_a_float_is_an_argument_with_a_tangent_of_zeros():
+    g = scaled()
+    same(jax.jvp(lambda x: g(x, 3.0), (X,), (X,))[1], 3 * X)
+    same(jax.grad(g, 1)(2.0, 3.0), 2.0)
+    same(jax.grad(jax.checkpoint(lambda x: g(x, 3.0)))(2.0), 3.0)
+    assert g(jnp.bfloat16(1), 3.0).dtype == jnp.bfloat16
+    assert jnp.iscomplexobj(g(X, 3.0 + 1j))
+
+
+def test_a_float64_of_numpy_needs_no_x64():
+    with jax.enable_x64(False):
+        same(jax.grad(lambda x: scaled()(x, np.float64(3.0)))(jnp.float32(2.0)), 3.0)
+
+
+def test_the_tangent_of_an_integer_is_none():
+    seen = []
+    g = gt.custom_rule(lambda x, n: x**n)
+    g.defjvp(lambda p, t: (seen.append(t[1]), (p[0] ** p[1], p[1] * p[0] * t[0]))[1])
+    same(jax.grad(lambda x: g(x, 2))(3.0), 6.0)
+    assert set(seen) == {None}
+
+
+# --- pullbacks are pytrees ---------------------------------------------------------------
+
+
+def swish(x):
+    return x * jnp.sin(x)
+
+
+SWISH = np.sin(np.asarray(X)) + np.asarray(X) * np.cos(np.asarray(X))
+
+
+def test_a_pullback_passes_through_jit_and_scan():
+    _, pull = jax.jit(lambda x: gt.vjp(swish, x))(X)
+    ones = jnp.ones(3)
+    same(pull(ones)[0], SWISH)
+    same(jax.jit(lambda pull, ct: pull(ct))(pull, ones)[0], SWISH)
+    same(jax.lax.scan(lambda c, _: (c, c(ones)[0]), pull, None, length=2)[1], [SWISH, SWISH])
+    _, push = jax.jit(lambda x: gt.linearize(swish, x))(X)
+    same(jax.vmap(push)(jnp.eye(3)), np.diag(SWISH))
+    with pytest.raises(GradtoolsError, match="cotangent has shape"):
+        pull(jnp.ones(2))
+
+
+def test_a_pullback_may_be_what_a_rule_saves():
+    g = gt.custom_rule(swish)
+    g.defvjp(lambda x: gt.vjp(swish, x), lambda pull, ct: pull(ct))
+    for run in (jax.grad(total(g)), gt.grad(total(g)), jax.jit(jax.grad(total(g)))):
+        same(run(X), SWISH)
+    same(jax.hessian(total(g))(X), jax.hessian(total(swish))(X))
+    same(jax.vmap(jax.grad(g))(X), SWISH)
+    same(jax.jvp(g, (X,), (X,))[1], SWISH * X)
+
+
+# --- what is not differentiated ----------------------------------------------------------
+
+
+def product(seen, **options):
+    """x y, saving for each argument only what is asked for."""
+
+    def fwd(x, y):
+        seen.append((x.perturbed, y.perturbed))
+        kept = (y.value if x.perturbed else None, x.value if y.perturbed else None)
+        return x.value * y.value, kept
+
+    def bwd(kept, ct):
+        return tuple(None if k is None else ct * k for k in kept)
+
+    g = gt.custom_rule(lambda x, y: x * y, **options)
+    g.defvjp(fwd, bwd, symbolic_zeros=True)
+    return g
+
+
+TRANSFORMS = {
+    "eager": lambda h: h,
+    "jit": jax.jit,
+    "vmap": lambda h: lambda x, y: jax.vmap(h)(x[None], y[None])[0],
+    "checkpoint": lambda h: lambda x, y: jax.checkpoint(h)(x, y),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_fwd_knows_what_is_differentiated_and_saves_that_alone(transform):
+    seen = []
+    g = product(seen)
+    same(jax.grad(lambda x: transform(lambda x, y: g(x, y).sum())(x, 2 * X))(X), 2 * X)
+    assert set(seen) == {(True, False)}
+
+
+def test_derivatives_of_several_levels_each_get_what_they_ask_for():
+    g = product([])
+    inner = lambda x, y: jax.grad(total(g), 0)(x, y).sum()
+    same(jax.grad(inner, 1)(X, X), np.ones(3))
+    same(jax.jvp(lambda y: jax.jvp(lambda x: g(x, y), (X,), (X,))[1], (X,), (X,))[1], X * X)
+    same(jax.jacfwd(lambda y: jax.jacrev(lambda x: g(x, y).sum())(X))(X), np.eye(3))
+    same(jax.hessian(g, (0, 1))(2.0, 3.0), ((0.0, 1.0), (1.0, 0.0)))
+
+
+def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent():
+    seen = []
+
+    def bwd(x, cts):
+        seen.append(tuple(ct is None for ct in cts))
+        first, second = cts
+        return (2 * first if second is None else 2 * first + 3 * second,)
+
+    g = gt.custom_rule(lambda x: (2 * x, 3 * x))
+    g.defvjp(lambda x: ((2 * x.value, 3 * x.value), None), bwd, symbolic_zeros=True)
+    same(jax.grad(lambda x: g(x)[0].sum())(X), np.full(3, 2.0))
+    same(jax.grad(lambda x: sum(g(x)).sum())(X), np.full(3, 5.0))
+    assert (False, True) in seen
+
+    tangents = []
+    h = gt.custom_rule(lambda x, y: x * y)
+
+    def sparse(p, t):
+        tangents.append(tuple(dx is None for dx in t))
+        parts = [dx * o for dx, o in zip(t, p[::-1], strict=True) if dx is not None]
+        return p[0] * p[1], sum(parts)
+
+    h.defjvp(sparse, symbolic_zeros=True)
+    same(jax.jvp(lambda x: h(x, 2 * X), (X,), (X,))[1], 2 * X * X)
+    same(jax.grad(lambda y: jax.grad(total(h))(X, y).sum())(X), np.ones(3))
+    assert (False, True) in tangents
+
+
+# --- everything else that JAX's own can do -----------------------------------------------
+
+
+def test_static_arguments_stand_beside_any_number_of_others():
+    @gt.custom_rule(static_argnames="how")
+    def f(how, x, *more, scale=1.0):
+        return how(x) * sum(more) * scale
+
+    def fwd(how, x, *rest):
+        *more, scale = rest
+        return how(x) * sum(more) * scale, (x, more, scale)
+
+    def bwd(how, kept, ct):
+        x, more, scale = kept
+        return (jnp.cos(x) * sum(more) * scale * ct, *[how(x) * scale * ct] * len(more), None)
+
+    f.defvjp(fwd, bwd)
+    found = jax.grad(lambda x, y, z: f(jnp.sin, x, y, z, scale=2.0), (0, 2))(0.5, 3.0, 4.0)
+    same(found, (14 * np.cos(0.5), 2 * np.sin(0.5)))
+
+
+def test_a_static_array_is_refused_with_the_mend():
+    g = scaled(static_argnames="s")
+    with pytest.raises(GradtoolsError, match=r"static argument 's' is an array .* selects no pro"):
+        g(X, X)
+
+
+def test_parts_of_a_forward_rule_may_be_given_for_each_argument():
+    g = gt.custom_rule(lambda x, y, n: x * jnp.exp(y))
+    g.defjvps(lambda t, out, x, y, n: t * jnp.exp(y), lambda t, out, x, y, n: t * out, None)
+    native = jax.custom_jvp(lambda x, y, n: x * jnp.exp(y))
+    native.defjvps(lambda t, out, x, y, n: t * jnp.exp(y), lambda t, out, x, y, n: t * out, None)
+    same(jax.grad(g, (0, 1))(2.0, 0.5, 1.0), jax.grad(native, (0, 1))(2.0, 0.5, 1.0))
+    same(jax.hessian(g, 1)(2.0, 0.5, 1.0), 2 * np.exp(0.5))
+    one = gt.custom_rule(lambda x, y, n: x)
+    one.defjvps(lambda t, out, *args: t)
+    with pytest.raises(GradtoolsError, match="1 rules for 3 arguments"):
+        jax.grad(one)(1.0, 2.0, 3.0)
+
+
+def test_a_rule_may_branch_on_values_where_they_are_known_and_is_told_where_not():
+    def rule(p, t):
+        return jnp.sin(p[0]), t[0] * 2 if p[0] > 0 else t[0] * 3
+
+    g, native = by_jvp(rule), by_jvp(rule, make=jax.custom_jvp)
+    for x in (1.0, -1.0):
+        same(jax.grad(g)(x), jax.grad(native)(x))
+    with pytest.raises(GradtoolsError, match="Python if or while") as caught:
+        jax.jit(jax.grad(g))(1.0)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_rule_that_closes_over_a_tracer_runs_where_nothing_is_differentiated():
+    def sample(key):
+        g = gt.custom_rule(lambda a: jax.random.gamma(key, a, shape=()))
+        g.defjvp(lambda p, t: (g(*p), t[0] * jax.lax.random_gamma_grad(p[0], g(*p))))
+        return g(np.float32(2.0))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    expected = jax.vmap(lambda key: jax.random.gamma(key, np.float32(2.0), shape=()))(keys)
+    same(jax.vmap(sample)(keys), expected)
+
+
+def test_a_rule_without_an_array_output_runs_under_vmap_and_its_pullback_too():
+    def bwd(kept, ct):
+        raise AssertionError("nothing to pull back")
+
+    g = gt.custom_rule(lambda x, y: None)
+    g.defvjp(lambda x, y: (None, y), bwd)
+
+    def body(xs, _):
+        mapped = lambda xs, y: jax.vmap(g, in_axes=(0, None), out_axes=None)(xs, y)
+        _, pull = jax.vjp(mapped, xs, jnp.zeros(1))
+        return pull(None)[0], None
+
+    same(jax.lax.scan(body, X, None, length=3)[0], np.zeros(3))
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_no_tracer_is_left_behind(kind):
+    g = by_jvp(LINEAR["jax.jvp"]) if kind == "jvp" else by_vjp(lambda x, c: (jnp.cos(x) * c,))
+    with jax.check_tracer_leaks():
+        for run in (jax.grad(total(g)), jax.jit(jax.grad(total(g))), jax.vmap(jax.grad(g))):
+            same(run(X), SLOPE)
+
+
+def test_rules_and_edits_work_under_strict_promotion():
+    twice = gt.custom_rule(lambda x: x * 2.0)
+    twice.defjvp(lambda p, t: (twice(p[0]), twice(t[0])))
+    with jax.numpy_dtype_promotion("strict"):
+        z = jax.lax.complex(X, X)
+        same(jax.grad(total(twice))(X), np.full(3, 2.0))
+        same(jax.linear_transpose(twice, X)(X)[0], 2 * X)
+        square = lambda z: jnp.sum(jnp.real(z * jnp.conj(z)))
+        for edit in (
+            gt.reverse_gradient,
+            lambda z: gt.scale_gradient(z, -1.0),
+            lambda z: -1.0 * gt.clip_gradient(gt.scale_gradient(z, 1.0), 1e9),
+        ):
+            found = gt.grad(lambda z: square(edit(z)))(z)
+            same(np.abs(found), np.abs(2 * np.asarray(z)))
+
+
+def test_series_are_refused_in_words():
+    with pytest.raises(GradtoolsError, match="gives first derivatives and not series"):
+        jet.jet(by_jvp(LINEAR["jax.jvp"]), (X,), ((jnp.ones(3), jnp.zeros(3)),))
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_a_program_with_rules_is_exported_with_symbolic_shapes(kind):
+    g = by_jvp(LINEAR["jax.jvp"]) if kind == "jvp" else by_vjp(lambda x, c: (jnp.cos(x) * c,))
+    shape = export.symbolic_shape("n")
+    exported = export.export(jax.jit(jax.grad(total(g))))(jax.ShapeDtypeStruct(shape, X.dtype))
+    same(exported.call(X), SLOPE)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+import gradtools.jax as gt
+from jax.sharding import AxisType, PartitionSpec as P
+mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Explicit,))
+x = jnp.arange(1.0, 5.0)
+for kind in ("jvp", "vjp"):
+    g = gt.custom_rule(jnp.sin)
+    if kind == "jvp":
+        g.defjvp(lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0]) * t[0]))
+    else:
+        g.defvjp(lambda x: (jnp.sin(x), x), lambda x, c: (jnp.cos(x) * c,))
+    with jax.set_mesh(mesh):
+        xs = jax.device_put(x, P("i"))
+        two = gt.custom_rule(lambda x, y: x * y)
+        two.defjvp(lambda p, t: (p[0] * p[1], t[0] * p[1] + p[0] * t[1]))
+        found = jax.vmap(jax.grad(two))(xs, xs)
+        np.testing.assert_allclose(found, np.asarray(x), 1e-6)
+        ways = (jax.vmap(jax.grad(g)), jax.grad(lambda x: jax.vmap(g)(x).sum()),
+                lambda x: jax.vmap(lambda x: jax.jvp(g, (x,), (1.0,))[1])(x))
+        for way in ways:
+            for run in (way, jax.jit(way)):
+                np.testing.assert_allclose(run(xs), np.cos(np.asarray(x)), 1e-6)
+        second = jax.jit(jax.vmap(jax.grad(jax.grad(g))))(xs)
+        np.testing.assert_allclose(second, -np.sin(np.asarray(x)), 1e-6)
+print("right")
+"""
+
+
+def test_derivatives_are_mapped_over_an_axis_of_an_explicit_mesh():
+    flags = "--xla_force_host_platform_device_count=4"
+    ran = subprocess.run(
+        [sys.executable, "-c", SHARDED],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )
+    assert ran.stdout.strip() == "right", ran.stderr[-2000:]
+
+
+# --- as JAX's own, program for program ---------------------------------------------------
+
+
+def _tree(p):
+    return {"s": jnp.sin(p["a"]) * p["b"][0], "n": p["a"].sum()}
+
+
+def _tree_jvp(p, t):
+    return jax.jvp(_tree, p, t)
+
+
+def _tree_fwd(p):
+    return _tree(p), p
+
+
+def _tree_bwd(p, ct):
+    return jax.vjp(_tree, p)[1](ct)
+
+
+JVPS = {
+    "sin": (jnp.sin, LINEAR["jax.jvp"], (X,)),
+    "a slope of its own": (jnp.sin, lambda p, t: (jnp.sin(p[0]), 3 * p[0] * t[0]), (X,)),
+    "a reduction": (
+        lambda x: (x * x).sum(),
+        lambda p, t: ((p[0] * p[0]).sum(), (2 * p[0] * t[0]).sum()),
+        (X,),
+    ),
+    "trees": (_tree, _tree_jvp, ({"a": X, "b": (2 * X,)},)),
+    "two arguments": (lambda x, y: x * y, lambda p, t: jax.jvp(jnp.multiply, p, t), (X, 2 * X)),
+    "a zero": (lambda x: x, lambda p, t: (p[0], jnp.zeros_like(t[0])), (X,)),
+}
+VJPS = {
+    "sin": (jnp.sin, lambda x: (jnp.sin(x), x), lambda x, c: (jnp.cos(x) * c,), (X,)),
+    "an intermediate": (
+        jnp.sinh,
+        lambda x: (jnp.sinh(x), jnp.exp(x)),
+        lambda e, c: (c * (e + 1 / e) / 2,),
+        (X,),
+    ),
+    "an output": (jnp.exp, lambda x: (jnp.exp(x),) * 2, lambda y, c: (y * c,), (X,)),
+    "trees": (_tree, _tree_fwd, _tree_bwd, ({"a": X, "b": (2 * X,)},)),
+    "none": (lambda x, y: x * y, lambda x, y: (x * y, y), lambda y, c: (y * c, None), (X, X)),
+    "clipped": (lambda x: x, lambda x: (x, None), lambda _, c: (jnp.clip(c, -1, 1),), (X,)),
+}
+
+
+def _summed(g):
+    return lambda *xs: sum(jnp.sum(y) for y in jax.tree.leaves(g(*xs)))
+
+
+def _scanned(g):
+    def run(*xs):
+        return jax.lax.scan(lambda _, x: (None, g(*x)), None, jax.tree.map(lambda x: x[None], xs))[
+            1
+        ]
+
+    return run
+
+
+REVERSE = {
+    "value": lambda g: lambda *xs: g(*xs),
+    "grad": lambda g: jax.grad(_summed(g)),
+    "jit grad": lambda g: jax.jit(jax.grad(_summed(g))),
+    "grad jit": lambda g: jax.grad(_summed(jax.jit(g))),
+    "vmap grad": lambda g: (
+        lambda *xs: jax.vmap(jax.grad(_summed(g)))(
+            *jax.tree.map(lambda x: jnp.stack([x, 2 * x]), xs)
+        )
+    ),
+    "grad vmap": lambda g: (
+        lambda *xs: jax.grad(_summed(jax.vmap(g)))(
+            *jax.tree.map(lambda x: jnp.stack([x, 2 * x]), xs)
+        )
+    ),
+    "grad scan": lambda g: jax.grad(_summed(_scanned(g))),
+    "grad checkpoint": lambda g: jax.grad(_summed(jax.checkpoint(g))),
+    "grad grad": lambda g: jax.grad(lambda *xs: _summed(jax.grad(_summed(g)))(*xs)),
+}
+FORWARD = {
+    "jvp": lambda g: lambda *xs: jax.jvp(g, xs, xs),
+    "linearize": lambda g: lambda *xs: jax.linearize(g, *xs)[1](*xs),
+    "jit jvp": lambda g: jax.jit(lambda *xs: jax.jvp(g, xs, xs)),
+    "vmap jvp": lambda g: (
+        lambda *xs: jax.vmap(lambda *xs: jax.jvp(g, xs, xs))(
+            *jax.tree.map(lambda x: jnp.stack([x, 2 * x]), xs)
+        )
+    ),
+    "jvp scan": lambda g: lambda *xs: jax.jvp(_scanned(g), xs, xs),
+    "jvp grad": lambda g: lambda *xs: jax.jvp(jax.grad(_summed(g)), xs, xs),
+}
+
+
+@pytest.mark.parametrize("way", (REVERSE | FORWARD).values(), ids=REVERSE | FORWARD)
+@pytest.mark.parametrize("program", JVPS.values(), ids=JVPS)
+def test_a_forward_rule_gives_what_custom_jvp_gives(program, way):
+    f, rule, at = program
+    same(way(by_jvp(rule, f))(*at), way(by_jvp(rule, f, make=jax.custom_jvp))(*at))
+
+
+@pytest.mark.parametrize("way", REVERSE.values(), ids=REVERSE)
+@pytest.mark.parametrize("program", VJPS.values(), ids=VJPS)
+def test_a_reverse_rule_gives_what_custom_vjp_gives(program, way):
+    f, fwd, bwd, at = program
+    same(way(by_vjp(bwd, fwd, f))(*at), way(by_vjp(bwd, fwd, f, make=jax.custom_vjp))(*at))

@@ -1,0 +1,716 @@
+"""What an own rule promises in PyTorch, against the documented behaviour of autograd.Function.
+
+Programs are data: a Function as the manual of `torch.autograd.Function` has it, the same formulas
+as a `custom_rule`, and what is done with either. The Function is the oracle. Where ours does
+otherwise, the program stands in EXCEPTIONS with the reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+D = torch.float64
+X = torch.tensor([[0.5, -1.2, 0.7], [2.0, 0.1, -0.3]], dtype=D)
+Y = torch.tensor([[1.5, 0.2, -0.7], [1.0, 1.1, 0.3]], dtype=D)
+
+
+def leaf(x=X):
+    return x.clone().requires_grad_()
+
+
+# --- Functions as the manual has them, and the same as rules --------------------------------
+
+
+class Cube(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 3 * ctx.saved_tensors[0] ** 2 * ct
+
+    @staticmethod
+    def jvp(ctx, dx):
+        return 3 * ctx.saved_tensors[0] ** 2 * dx
+
+
+class Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * ctx.saved_tensors[0]
+
+
+class Sinh(torch.autograd.Function):
+    """Saves an intermediate, so its double backward is wrong (torch#76185)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        e = x.exp()
+        ctx.save_for_backward(e)
+        return (e - 1 / e) / 2
+
+    @staticmethod
+    def backward(ctx, ct):
+        (e,) = ctx.saved_tensors
+        return ct * (e + 1 / e) / 2
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, ct):
+        x, y = ctx.saved_tensors
+        return ct * y, ct * x
+
+
+class SumAndProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x + y, x * y
+
+    @staticmethod
+    def backward(ctx, of_sum, of_product):
+        x, y = ctx.saved_tensors
+        return of_sum + of_product * y, of_sum + of_product * x
+
+
+class Sort(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        values, places = x.sort(-1)
+        ctx.save_for_backward(places)
+        ctx.mark_non_differentiable(places)
+        return values, places
+
+    @staticmethod
+    def backward(ctx, of_values, of_places):
+        (places,) = ctx.saved_tensors
+        return torch.zeros_like(of_values).scatter(-1, places, of_values)
+
+
+class Power(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, n, x):
+        ctx.n = n
+        ctx.save_for_backward(x)
+        return x**n
+
+    @staticmethod
+    def backward(ctx, ct):
+        return None, ct * ctx.n * ctx.saved_tensors[0] ** (ctx.n - 1)
+
+
+class Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x[0]
+
+    @staticmethod
+    def backward(ctx, ct):
+        return torch.stack([ct, torch.zeros_like(ct)])
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 2 * ct
+
+
+class Masked(torch.autograd.Function):
+    """No cotangent for its second argument."""
+
+    @staticmethod
+    def forward(ctx, x, mask):
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * ctx.saved_tensors[0], None
+
+
+class Gram(torch.autograd.Function):
+    """With a residual that is no array, and autocast as the manual has it."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.scale = 0.5
+        return ctx.scale * (x @ x.T)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, ct):
+        (x,) = ctx.saved_tensors
+        return ctx.scale * ((ct + ct.T) @ x)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, ct):
+        raise ZeroDivisionError("by the author")
+
+
+def reverse(f, fwd, bwd, **told):
+    rule = gt.custom_rule(f, **told)
+    rule.defvjp(fwd, bwd)
+    return rule
+
+
+def both(f, fwd, bwd, jvp):
+    rule = reverse(f, fwd, bwd)
+    rule.defjvp(jvp)
+    return rule
+
+
+def _sorted(x):
+    values, places = x.sort(-1)
+    return (values, places), places
+
+
+def _sinh(x):
+    e = x.exp()
+    return (e - 1 / e) / 2, e
+
+
+def _exp(x):
+    y = x.exp()
+    return y, y
+
+
+def _fails(_, ct):
+    raise ZeroDivisionError("by the author")
+
+
+cube = both(
+    lambda x: x**3,
+    lambda x: (x**3, x),
+    lambda x, ct: (3 * x**2 * ct,),
+    lambda p, t: (p[0] ** 3, 3 * p[0] ** 2 * t[0]),
+)
+exp = reverse(torch.exp, _exp, lambda y, ct: (ct * y,))
+sinh = reverse(lambda x: _sinh(x)[0], _sinh, lambda e, ct: (ct * (e + 1 / e) / 2,))
+product = reverse(
+    lambda x, y: x * y, lambda x, y: (x * y, (x, y)), lambda r, ct: (ct * r[1], ct * r[0])
+)
+sum_and_product = reverse(
+    lambda x, y: (x + y, x * y),
+    lambda x, y: ((x + y, x * y), (x, y)),
+    lambda r, cts: (cts[0] + cts[1] * r[1], cts[0] + cts[1] * r[0]),
+)
+sort = reverse(
+    lambda x: _sorted(x)[0],
+    _sorted,
+    lambda places, cts: (torch.zeros_like(cts[0]).scatter(-1, places, cts[0]),),
+)
+power = reverse(
+    lambda n, x: x**n,
+    lambda n, x: (x**n, x),
+    lambda n, x, ct: (ct * n * x ** (n - 1),),
+    static_argnames="n",
+)
+row = reverse(
+    lambda x: x[0],
+    lambda x: (x[0], None),
+    lambda _, ct: (torch.stack([ct, torch.zeros_like(ct)]),),
+)
+identity = reverse(lambda x: x.view_as(x), lambda x: (x.view_as(x), None), lambda _, ct: (2 * ct,))
+masked = reverse(
+    lambda x, mask: x * mask,
+    lambda x, mask: (x * mask, mask),
+    lambda mask, ct: (ct * mask, None),
+)
+gram = reverse(
+    torch.autocast("cpu", enabled=False)(lambda x: 0.5 * (x @ x.T)),
+    torch.autocast("cpu", enabled=False)(lambda x: (0.5 * (x @ x.T), (x, 0.5))),
+    lambda r, ct: (r[1] * ((ct + ct.T) @ r[0]),),
+)
+fails = reverse(lambda x: 2 * x, lambda x: (2 * x, None), _fails)
+
+PAIRS = {
+    "cube": (Cube.apply, cube),
+    "exp": (Exp.apply, exp),
+    "sinh": (Sinh.apply, sinh),
+    "product": (Product.apply, product),
+    "sum and product": (SumAndProduct.apply, sum_and_product),
+    "sort": (Sort.apply, sort),
+    "power": (Power.apply, power),
+    "row": (Row.apply, row),
+    "identity": (Identity.apply, identity),
+    "masked": (Masked.apply, masked),
+    "gram": (Gram.apply, gram),
+    "fails": (Fails.apply, fails),
+}
+
+
+# --- programs -------------------------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    name: str  # of the pair
+    run: object  # run(f) gives a tree of tensors and numbers, or raises
+
+
+def grads(f, *xs, **told):
+    return torch.autograd.grad(f(*xs).sum(), xs, **told)
+
+
+def twice(f):
+    x = leaf()
+    (g,) = grads(f, x, create_graph=True)
+    return torch.autograd.grad((g**2).sum(), x)
+
+
+def with_hooks(f):
+    x, seen = leaf(), []
+    y = f(x)
+    y.register_hook(lambda ct: seen.append(ct.clone()) or 2 * ct)
+    y.grad_fn.register_hook(lambda gs, cts: seen.append(gs[0].clone()))
+    y.sum().backward()
+    return x.grad, seen
+
+
+def saved_is_changed(f):
+    x = leaf()
+    z = x * 1
+    y = f(z)
+    z.add_(1)
+    y.sum().backward()
+
+
+def output_is_changed(f):
+    x = leaf()
+    y = f(x)
+    y.mul_(3)
+    return torch.autograd.grad(y.sum(), x)
+
+
+def freed(f):
+    x = leaf()
+    y = f(x).sum()
+    y.backward()
+    y.backward()
+
+
+def kept(f):
+    x = leaf()
+    y = f(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    return x.grad
+
+
+def in_a_module(f):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(Y.clone())
+
+        def forward(self, x):
+            return f(x, self.w)
+
+    layer = torch.nn.Sequential(Layer(), Layer())
+    layer(X).sum().backward()
+    return [p.grad for p in layer.parameters()]
+
+
+def in_threads(f):
+    xs = [leaf(X * (k + 1)) for k in range(4)]
+    threads = [threading.Thread(target=lambda x=x: f(x).sum().backward()) for x in xs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return [x.grad for x in xs]
+
+
+def forward_mode(f):
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(f(forward_ad.make_dual(X, Y))))
+
+
+def packed(f):
+    x = leaf()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(force=True), torch.tensor):
+        y = f(x)
+    return torch.autograd.grad(y.sum(), x)
+
+
+def autocast(f):
+    x = leaf(X.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = f(x)
+    return y, torch.autograd.grad(y.sum(), x)
+
+
+def batched_grads(f):
+    x = leaf()
+    basis = torch.eye(X.numel(), dtype=D).reshape(-1, *X.shape)
+    return torch.autograd.grad(f(x), x, basis, is_grads_batched=True)
+
+
+def in_anomaly_mode(f):
+    with torch.autograd.detect_anomaly():
+        return grads(f, leaf())
+
+
+PROGRAMS = {
+    "setup_context, save_for_backward": Program("cube", lambda f: grads(f, leaf())),
+    "saves its output": Program("exp", lambda f: grads(f, leaf())),
+    "saves an intermediate": Program("sinh", lambda f: grads(f, leaf())),
+    "two arguments": Program("product", lambda f: grads(f, leaf(), leaf(Y))),
+    "one of two requires grad": Program("product", lambda f: grads(lambda x: f(x, Y), leaf())),
+    "one tensor twice": Program("product", lambda f: grads(lambda x: f(x, x), leaf())),
+    "no tensor requires grad": Program("product", lambda f: (f(X, Y), f(X, Y).requires_grad)),
+    "no_grad": Program("cube", lambda f: torch.no_grad()(f)(leaf()).requires_grad),
+    "several outputs": Program(
+        "sum and product", lambda f: grads(lambda *a: f(*a)[0] * f(*a)[1], leaf(), leaf(Y))
+    ),
+    "an output unused": Program(
+        "sum and product", lambda f: grads(lambda *a: f(*a)[1], leaf(), leaf(Y))
+    ),
+    "several outputs, twice": Program("sum and product", lambda f: twice(lambda x: f(x, x)[1])),
+    "mark_non_differentiable": Program(
+        "sort",
+        lambda f: (f(leaf())[1], f(leaf())[1].requires_grad, grads(lambda x: f(x)[0] * Y, leaf())),
+    ),
+    "an argument that is no tensor": Program("power", lambda f: grads(lambda x: f(3, x), leaf())),
+    "None for an argument": Program("masked", lambda f: grads(lambda x: f(x, Y > 0), leaf())),
+    "None for what requires grad": Program(
+        "masked",
+        lambda f: torch.autograd.grad(
+            f(x := leaf(), y := leaf(Y)).sum(), (x, y), allow_unused=True
+        ),
+    ),
+    "a view": Program("row", lambda f: (f(leaf()), grads(f, leaf()))),
+    "an identity": Program("identity", lambda f: grads(f, leaf())),
+    "double backward": Program("cube", twice),
+    "double backward, saved output": Program("exp", twice),
+    "double backward, saved intermediate": Program("sinh", twice),
+    "hessian": Program(
+        "cube", lambda f: torch.autograd.functional.hessian(lambda x: f(x).sum(), X)
+    ),
+    "gradgradcheck": Program("cube", lambda f: torch.autograd.gradgradcheck(f, leaf())),
+    "hooks": Program("cube", with_hooks),
+    "a saved tensor written in place": Program("cube", saved_is_changed),
+    "an output written in place": Program("cube", output_is_changed),
+    "a saved output written in place": Program("exp", output_is_changed),
+    "a graph that was freed": Program("exp", freed),
+    "a graph that is kept": Program("exp", kept),
+    "in modules": Program("product", in_a_module),
+    "in threads": Program("exp", in_threads),
+    "jvp": Program("cube", forward_mode),
+    "generate_vmap_rule": Program(
+        "cube", lambda f: torch.vmap(torch.func.grad(lambda x: f(x).sum()))(X)
+    ),
+    "torch.func.grad": Program("cube", lambda f: torch.func.grad(lambda x: f(x).sum())(X)),
+    "saved_tensors_hooks": Program("cube", packed),
+    "autocast, custom_fwd and custom_bwd": Program("gram", autocast),
+    "checkpoint": Program(
+        "exp", lambda f: grads(lambda x: checkpoint(f, x, use_reentrant=False), leaf())
+    ),
+    "batched cotangents": Program("exp", batched_grads),
+    "an error of the author": Program("fails", lambda f: grads(f, leaf())),
+    "an empty tensor": Program("cube", lambda f: grads(f, leaf(X[:0]))),
+    "a scalar": Program("cube", lambda f: grads(f, leaf(X[0, 0]))),
+    "an expanded tensor": Program("cube", lambda f: grads(lambda x: f(x.expand(4, 3)), leaf(X[0]))),
+    "a transposed tensor": Program("exp", lambda f: grads(lambda x: f(x.T), leaf())),
+    "complex": Program("product", lambda f: grads(lambda z: f(z, z).real, leaf(X + 1j * Y))),
+    "float32": Program("exp", lambda f: grads(f, leaf(X.float()))),
+    "a parameter": Program("exp", lambda f: grads(f, torch.nn.Parameter(X.clone()))),
+    "anomaly mode": Program("exp", in_anomaly_mode),
+}
+
+EXCEPTIONS = {
+    "None for what requires grad": "None is a zero cotangent of what the output depends on",
+    "double backward, saved intermediate": "a Function differentiates it as a constant",
+}
+
+
+def outcome(program, f):
+    """What comes out, or what kind of error."""
+    try:
+        return program.run(f)
+    except (RuntimeError, ZeroDivisionError) as error:
+        return ZeroDivisionError if "by the author" in str(error) else RuntimeError
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in EXCEPTIONS])
+def test_a_rule_does_what_a_function_does(name):
+    program = PROGRAMS[name]
+    native, ours = PAIRS[program.name]
+    expected = outcome(program, native)
+    for _ in range(3):  # the first call, what it taught, and what that taught
+        found = outcome(program, ours)
+        if isinstance(expected, type):
+            assert found is expected
+        else:
+            torch.testing.assert_close(found, expected)
+
+
+def test_none_is_a_zero_cotangent():
+    for _ in range(3):
+        found = PROGRAMS["None for what requires grad"].run(masked)
+        torch.testing.assert_close(found, (Y, torch.zeros_like(Y)))
+
+
+def test_a_saved_intermediate_is_differentiated():
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        twice(Sinh.apply)
+    for _ in range(3):
+        torch.testing.assert_close(twice(sinh), twice(torch.sinh))
+
+
+# --- what ours does otherwise, by name ------------------------------------------------------
+
+
+def test_once_differentiable_is_not_needed():
+    class Once(Cube):
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, ct):
+            return 3 * ctx.saved_tensors[0] ** 2 * ct
+
+    with pytest.raises(RuntimeError):
+        twice(Once.apply)
+    torch.testing.assert_close(twice(cube), twice(lambda x: x**3))
+
+
+def test_needs_input_grad_is_asked_of_what_fwd_gets():
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            native.append(ctx.needs_input_grad)
+            ctx.save_for_backward(x, y)
+            return x * y
+
+        @staticmethod
+        def backward(ctx, ct):
+            x, y = ctx.saved_tensors
+            needs = ctx.needs_input_grad
+            return ct * y if needs[0] else None, ct * x if needs[1] else None
+
+    native, ours = [], []
+    rule = gt.custom_rule(lambda x, y: x * y)
+
+    def fwd(x, y):
+        ours.append((x.perturbed, y.perturbed))
+        return x.value * y.value, (
+            y.value if x.perturbed else None,
+            x.value if y.perturbed else None,
+        )
+
+    def bwd(res, ct):
+        return tuple(None if r is None else ct * r for r in res)
+
+    rule.defvjp(fwd, bwd, symbolic_zeros=True)
+    for xs in ((leaf(), leaf(Y)), (leaf(), Y), (X, leaf(Y))):
+        tracked = [x for x in xs if x.requires_grad]
+        expected = torch.autograd.grad(Function.apply(*xs).sum(), tracked)
+        torch.testing.assert_close(torch.autograd.grad(rule(*xs).sum(), tracked), expected)
+    assert ours == native
+
+
+def test_cotangents_are_zeros_as_materialized_or_none_if_asked():
+    seen = []
+
+    def bwd(r, cts):
+        seen.append([ct is None for ct in cts])
+        return cts[1] * r[1], cts[1] * r[0]
+
+    for told in ({}, {"symbolic_zeros": True}):
+        rule = gt.custom_rule(lambda x, y: (x + y, x * y), check="never")
+        fwd = lambda x, y: (
+            (getattr(x, "value", x) + getattr(y, "value", y), x.value * y.value)
+            if told
+            else (x + y, x * y),
+            (getattr(x, "value", x), getattr(y, "value", y)),
+        )
+        rule.defvjp(fwd, bwd, **told)
+        grads(lambda x, y: rule(x, y)[1], leaf(), leaf(Y))
+    assert seen == [[False, False], [True, False]]
+
+
+def test_what_is_written_in_an_argument_in_place_is_refused():
+    """mark_dirty has no counterpart: a rule's function is one of values."""
+    rule = reverse(lambda x: x.mul_(2), lambda x: (x.mul_(2), None), lambda _, ct: (2 * ct,))
+    for _ in range(3):
+        x = leaf() * 1
+        with pytest.raises(GradtoolsError, match="in place"):
+            rule(x)
+
+
+def test_arguments_may_have_names_and_trees():
+    rule = gt.custom_rule(lambda p, scale=1.0: {"y": p["a"] * p["b"] * scale})
+    rule.defvjp(
+        lambda p, scale: (rule(p, scale), (p, scale)),
+        lambda r, ct: (
+            {"a": ct["y"] * r[0]["b"] * r[1], "b": ct["y"] * r[0]["a"] * r[1]},
+            None,
+        ),
+    )
+    a, b = leaf(), leaf(Y)
+    y = rule({"a": a, "b": b}, scale=3.0)["y"]
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (a, b)), (3 * b, 3 * a))
+
+
+# --- a rule that is no rule -----------------------------------------------------------------
+
+AFFINE = {
+    "forgot the tangent": lambda x, t: torch.cos(x),
+    "with a constant": lambda x, t: 2 * x * t + 1,
+    "adds the tangent": lambda x, t: x + t,
+}
+MODES = {
+    "backward": lambda f: torch.autograd.grad(f(x := leaf()).sum(), x),
+    "gt.grad": lambda f: gt.grad(lambda x: f(x).sum())(X),
+    "gt.jvp": lambda f: gt.jvp(f, (X,), (Y,)),
+    "torch.func.grad": lambda f: torch.func.grad(lambda x: f(x).sum())(X),
+    "torch.func.jvp": lambda f: torch.func.jvp(f, (X,), (Y,)),
+    "vmap": lambda f: torch.vmap(gt.grad(lambda x: f(x).sum()))(X),
+    "compiled": lambda f: torch.compile(gt.grad(lambda x: f(x).sum()), backend="eager")(X),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", AFFINE)
+@pytest.mark.parametrize("given", ["tangent", "cotangent"])
+def test_an_affine_map_is_refused_in_every_mode(name, mode, given):
+    rule, line = gt.custom_rule(torch.sin), AFFINE[name]
+    if given == "tangent":
+        rule.defjvp(lambda p, t: (torch.sin(p[0]), line(p[0], t[0])))
+    else:
+        rule.defvjp(lambda x: (torch.sin(x), x), lambda x, ct: (line(x, ct),))
+    words = f"custom_rule sin: .* not zero where every {given} is zero"
+    with pytest.raises((GradtoolsError, torch._dynamo.exc.TorchRuntimeError), match=words):
+        MODES[mode](rule)
+
+
+def test_without_checks_the_authors_own_mode_keeps_the_authors_map():
+    rule = gt.custom_rule(torch.sin, check="never")
+    rule.defjvp(lambda p, t: (torch.sin(p[0]), torch.cos(p[0])))
+    assert gt.jvp(rule, (X,), (Y,))[1].equal(torch.cos(X))
+    rule = gt.custom_rule(torch.sin, check="never")
+    rule.defvjp(lambda x: (torch.sin(x), x), lambda x, ct: (torch.cos(x),))
+    assert gt.grad(lambda x: rule(x).sum())(X).equal(torch.cos(X))
+
+
+def test_a_map_is_checked_once_for_a_signature():
+    calls = []
+    rule = reverse(
+        torch.sin, lambda x: (torch.sin(x), x), lambda x, ct: (calls.append(0) or ct * x,)
+    )
+    for expected in (2, 3, 4):  # zero is asked once
+        torch.autograd.grad(rule(x := leaf()).sum(), x)
+        assert len(calls) == expected
+    torch.autograd.grad(rule(x := leaf(X[0])).sum(), x)
+    assert len(calls) == 6
+    always = reverse(torch.sin, rule.fwd, rule.bwd, check="always")
+    calls.clear()
+    for expected in (2, 4):
+        torch.autograd.grad(always(x := leaf()).sum(), x)
+        assert len(calls) == expected
+
+
+def test_a_check_neither_draws_random_numbers_nor_changes_what_is_saved():
+    def bwd(x, ct):
+        return (ct * x.mul_(1) * torch.rand(()),)
+
+    rule = reverse(torch.sin, lambda x: (torch.sin(x), x.clone()), bwd)
+    for _ in range(2):
+        torch.manual_seed(0)
+        found = torch.autograd.grad(rule(x := leaf()).sum(), x)[0]
+        torch.manual_seed(0)
+        torch.testing.assert_close(found, X * torch.rand(()))
+
+
+OTHER = {
+    "shape": (lambda x: x.sum(0), lambda x: x.sum(0, keepdim=True)),
+    "dtype": (lambda x: x * 2, lambda x: (x * 2).float()),
+    "structure": (lambda x: (x, x), lambda x: [x, x]),
+    "number": (lambda x: (x, x * 1), lambda x: (x, x * 1, x * 2)),
+    "reads numbers": (lambda x: x * float(x.sum()), lambda x: (x * float(x.sum())).float()),
+}
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in ("vmap", "compiled")])
+@pytest.mark.parametrize("given", ["fwd", "the forward rule"])
+@pytest.mark.parametrize("name", OTHER)
+def test_another_output_than_the_functions_is_refused(name, given, mode):
+    if name == "reads numbers" and mode.startswith("torch.func"):
+        pytest.skip("a transform of torch.func hides numbers")
+    f, other = OTHER[name]
+    rule = gt.custom_rule(f)
+    if given == "fwd":
+        rule.defvjp(lambda x: (other(x), None), lambda _, ct: (None,))
+    else:
+        rule.defjvp(lambda p, t: (other(p[0]), None))
+    total = lambda x: sum(y.sum() for y in torch.utils._pytree.tree_leaves(rule(x)))
+    with pytest.raises(GradtoolsError, match=f"{given} returned"):
+        MODES[mode](total if mode != "gt.jvp" else rule)
+
+
+WRONG = {
+    "too few": lambda ct: (),
+    "too many": lambda ct: (ct, ct),
+    "no tuple": lambda ct: ct,
+    "shape": lambda ct: (ct.sum(),),
+    "dtype": lambda ct: (ct.float(),),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_bwd_returns_is_held_to_the_arguments(name):
+    wrong = [False]
+    rule = reverse(
+        torch.sin,
+        lambda x: (torch.sin(x), x),
+        lambda x, ct: WRONG[name](ct) if wrong[0] else (ct * x,),
+    )
+    for first in (True, False):  # and after calls that were right
+        wrong[0] = first
+        for _ in range(2):
+            if not first:
+                torch.autograd.grad(rule(x := leaf()).sum(), x)
+    wrong[0] = True
+    with pytest.raises(GradtoolsError, match="bwd"):
+        torch.autograd.grad(rule(x := leaf()).sum(), x)

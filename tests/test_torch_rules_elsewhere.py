@@ -1,0 +1,318 @@
+"""Own rules where PyTorch is not plain eager: export, open lengths, threads, other tensors."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError, GradtoolsWarning
+
+D = torch.float64
+X = torch.tensor([0.5, -0.2, 0.1], dtype=D)
+KINDS = ("vjp", "jvp", "both")
+
+
+def expm1(kind):
+    f = gt.custom_rule(lambda x: torch.exp(x) - 1)
+    if kind != "jvp":
+        f.defvjp(lambda x: (torch.exp(x) - 1, torch.exp(x)), lambda e, ct: (ct * e,))
+    if kind != "vjp":
+        f.defjvp(lambda p, t: (torch.exp(p[0]) - 1, torch.exp(p[0]) * t[0]))
+    return f
+
+
+# --- torch.export -------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=D))
+        self.f = f
+
+    def forward(self, x):
+        return self.f(x * self.w) + 2 * x
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_program_has_the_values_and_says_that_it_has_no_rule(kind, strict):
+    model = Model(expm1(kind))
+    with pytest.warns(GradtoolsWarning, match=r"torch\.export: the program holds the values"):
+        program = torch.export.export(model, (X,), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    again = torch.export.load(file).module()
+    torch.testing.assert_close(again(2 * X), torch.expm1(2 * X * model.w) + 4 * X)
+    x = X.clone().requires_grad_()
+    # The rule's output is a constant to autograd; what else there is, is differentiated.
+    torch.testing.assert_close(
+        torch.autograd.grad(again(x).sum(), x)[0], torch.full((3,), 2.0, dtype=D)
+    )
+
+
+def test_an_edited_gradient_is_no_identity_in_an_exported_program():
+    with pytest.warns(GradtoolsWarning, match="no own derivative"):
+        program = torch.export.export(Model(gt.reverse_gradient), (X,)).module()
+    x = X.clone().requires_grad_()
+    torch.testing.assert_close(
+        torch.autograd.grad(program(x).sum(), x)[0], torch.full((3,), 2.0, dtype=D)
+    )
+
+
+def test_values_alone_are_exported_without_a_word():
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", GradtoolsWarning)
+        torch.export.export(Model(expm1("both")), (X,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rule_is_exported_with_open_lengths(kind):
+    class Plain(torch.nn.Module):
+        def forward(self, x):
+            return f(x)
+
+    f = expm1(kind)
+    program = torch.export.export(Plain(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    x = torch.linspace(-1, 1, 7, dtype=D)
+    torch.testing.assert_close(program.module()(x), torch.expm1(x))
+
+
+# --- torch.compile with open lengths --------------------------------------------------------
+
+
+def scaled(kind):
+    plain = lambda x, y: (torch.exp(x) * y, {"s": x.sum(0)})
+    f = gt.custom_rule(plain)
+    if kind != "jvp":
+        f.defvjp(
+            lambda x, y: (plain(x, y), (torch.exp(x), y, x.shape[0])),
+            lambda r, c: (c[0] * r[0] * r[1] + c[1]["s"].expand(r[2], -1), c[0] * r[0]),
+        )
+    if kind != "vjp":
+        f.defjvp(
+            lambda p, t: (
+                plain(*p),
+                (torch.exp(p[0]) * (p[1] * t[0] + t[1]), {"s": t[0].sum(0)}),
+            )
+        )
+    return f, plain
+
+
+def loss(f):
+    def run(x, y):
+        out, rest = f(x, y)
+        return (out**2).sum() + (rest["s"] ** 3).sum()
+
+    return run
+
+
+WAYS = {
+    "value": lambda f: f,
+    "gt.grad": lambda f: gt.grad(f, argnums=(0, 1)),
+    "torch.func.grad": lambda f: torch.func.grad(f, argnums=(0, 1)),
+    "gt.jvp": lambda f: lambda x, y: gt.jvp(f, (x, y), (y, x)),
+    "gt.hvp": lambda f: lambda x, y: gt.hvp(f, (x, y), (y, x)),
+}
+
+
+OPEN = [("vjp", way, "dynamic=True") for way in WAYS]
+OPEN += [("jvp", way, "dynamic=True") for way in ("torch.func.grad", "gt.hvp")]
+OPEN += [(kind, "gt.grad", "mark_dynamic") for kind in KINDS]
+
+
+@pytest.mark.parametrize(("kind", "way", "how"), OPEN)
+def test_one_program_serves_all_lengths(kind, way, how):
+    torch._dynamo.reset()
+    f, plain = scaled(kind)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    run = torch.compile(
+        WAYS[way](loss(f)),
+        backend=backend,
+        dynamic=True if how == "dynamic=True" else None,
+        fullgraph=True,
+    )
+    for n in (3, 5, 7):
+        x = torch.linspace(-1, 1, 2 * n, dtype=D).reshape(n, 2)
+        y = torch.linspace(1, 2, 2 * n, dtype=D).reshape(n, 2)
+        if how == "mark_dynamic":
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(y, 0)
+        torch.testing.assert_close(run(x, y), WAYS[way](loss(plain))(x, y))
+    assert len(graphs) == 1
+
+
+def test_a_rule_that_is_not_linear_is_refused_with_open_lengths():
+    f = gt.custom_rule(lambda x: 2 * x)
+    f.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct.relu(),))
+    run = torch.compile(lambda x: gt.jvp(f, (x,), (x,)), backend="eager", dynamic=True)
+    with pytest.raises(Exception, match="not linear in its cotangents"):
+        run(X)
+
+
+# --- threads, as those of DataParallel ------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_may_use_one_rule_at_first_and_with_other_shapes(kind):
+    """Outputs whose structure differs from shape to shape, while threads take turns."""
+    plain = lambda x: (torch.exp(x), x.sum(0)) if len(x) % 2 else {"a": torch.exp(x)}
+    f = gt.custom_rule(plain)
+    if kind != "jvp":
+        f.defvjp(
+            lambda x: (plain(x), (torch.exp(x), len(x))),
+            lambda r, c: (c[0] * r[0] + c[1].expand(r[1], -1) if r[1] % 2 else c["a"] * r[0],),
+        )
+    if kind != "vjp":
+
+        @f.defjvp
+        def rule(p, t):
+            (x,), (dx,) = p, t
+            e = torch.exp(x) * dx
+            return plain(x), (e, dx.sum(0)) if len(x) % 2 else {"a": e}
+
+    total = lambda f, x: sum((y**2).sum() for y in tree_leaves(f(x)))
+    wrong = []
+
+    def work(k):
+        try:
+            for i in range(12):
+                x = torch.linspace(-1, 1, 2 * (2 + (k + i) % 3), dtype=D).reshape(-1, 2)
+                x.requires_grad_()
+                found, expected = (torch.autograd.grad(total(g, x), x) for g in (f, plain))
+                torch.testing.assert_close(found, expected)
+                x = x.detach()
+                pushed = [gt.jvp(lambda x, g=g: total(g, x), (x,), (x,))[1] for g in (f, plain)]
+                torch.testing.assert_close(*pushed)
+        except Exception as error:
+            wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong, wrong[0]
+
+
+# --- tensors of other kinds -----------------------------------------------------------------
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that computes in __torch_dispatch__."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, x.shape, dtype=x.dtype, device=x.device, strides=x.stride()
+        )
+
+    def __init__(self, x):
+        self.wrapped = x
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = lambda x: x.wrapped if isinstance(x, Wrapper) else x
+        outer = lambda x: Wrapper(x) if isinstance(x, torch.Tensor) else x
+        kwargs = kwargs or {}
+        out = tree_map(outer, func(*tree_map(inner, args), **tree_map(inner, kwargs)))
+        return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+class Named(torch.Tensor):
+    """A subclass by __torch_function__."""
+
+
+class OwnParameter(torch.nn.Parameter):
+    pass
+
+
+SUBCLASSES = {
+    "__torch_dispatch__": lambda: Wrapper(X.clone()).requires_grad_(),
+    "__torch_function__": lambda: X.clone().as_subclass(Named).requires_grad_(),
+    "Parameter": lambda: torch.nn.Parameter(X.clone()),
+    "of Parameter": lambda: OwnParameter(X.clone()),
+}
+
+
+def numbers(x):
+    return getattr(x, "wrapped", x).detach().as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rule_takes_tensors_of_a_subclass(kind, name):
+    f = expm1(kind)
+    for _ in range(3):
+        x = SUBCLASSES[name]()
+        y = f(x)
+        (g,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad(g.sum(), x)
+        e = torch.exp(X)
+        assert type(y) is type(x + x)
+        torch.testing.assert_close(numbers(y), e - 1)
+        torch.testing.assert_close(numbers(g), 2 * (e - 1) * e)
+        torch.testing.assert_close(numbers(h), 2 * (2 * e - 1) * e)
+
+
+def matrix_product(kind):
+    f = gt.custom_rule(lambda A, x: A @ x)
+    if kind == "vjp":
+        f.defvjp(lambda A, x: (A @ x, A), lambda A, ct: (None, A.t() @ ct))
+    else:
+        f.defjvp(lambda p, t: (p[0] @ p[1], p[0] @ t[1]))
+    return f
+
+
+@pytest.mark.parametrize("kind", ["vjp", "jvp"])
+def test_a_sparse_constant_may_be_an_argument(kind):
+    f, A = matrix_product(kind), torch.diag(X).to_sparse()
+    x = X[:, None].clone().requires_grad_()
+    (g,) = torch.autograd.grad((f(A, x) ** 2).sum(), x, create_graph=True)
+    torch.testing.assert_close(g, 2 * X[:, None] ** 2 * x)
+    (h,) = torch.autograd.grad(g.sum(), x)
+    torch.testing.assert_close(h, 2 * X[:, None] ** 2)
+    torch.testing.assert_close(gt.jvp(lambda x: f(A, x), (h,), (h,))[1], X[:, None] * h)
+
+
+LAYOUTS = {
+    "sparse_csr": lambda: torch.diag(X).to_sparse_csr(),
+    "jagged": lambda: torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_in_which_no_map_is_transposed_is_refused_in_words(name):
+    f = gt.custom_rule(lambda x: x * 3)
+    f.defjvp(lambda p, t: (p[0] * 3, t[0] * 3))
+    x = LAYOUTS[name]().requires_grad_()
+    y = f(x)
+    with pytest.raises(GradtoolsError, match=f"takes strided tensors, and one is {name}"):
+        torch.autograd.grad(y, x, y.detach())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_nested_tensor_without_a_shape_is_refused_in_words():
+    f = expm1("both")
+    with pytest.raises(GradtoolsError, match=r"nested tensor of the strided layout.*jagged"):
+        f(torch.nested.nested_tensor([X, X[:2]]))

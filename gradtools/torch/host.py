@@ -59,7 +59,7 @@ def _is_followed() -> bool:
         return True
     batches = _C._vmapmode_increment_nesting() - 1  # of the vmap of before functorch
     _C._vmapmode_decrement_nesting()
-    return batches > 0 or torch.jit.is_tracing()
+    return batches > 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def _is_plain(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What an own rule, and a host function, adds to the same formulas written for one framework.
+"""What an own rule adds to the same formulas written for one framework.
 
 Each row times its variants in turns and gives the median of each, and the median of the paired
 ratios to the first variant. The rule is that of exp, which saves its output: so little is computed
@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from overhead import CALLS, ROUNDS, Variants, row
 
@@ -79,22 +78,9 @@ class _ExpBothModes(torch.autograd.Function):
         return dx * ctx.saved_tensors[0]
 
 
-class _HostExp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.from_numpy(np.exp(x.detach().numpy()))
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, ct: torch.Tensor) -> torch.Tensor:
-        (y,) = ctx.saved_tensors
-        return torch.from_numpy(ct.numpy() * y.numpy())
-
-
 def _rule(gt: Any, value: Callable[..., Any]) -> Any:
-    """The rule of exp around a value, or a host function."""
-    exp = value if hasattr(value, "defvjp") else gt.custom_rule(value)
+    """The rule of exp around a value."""
+    exp = gt.custom_rule(value)
 
     def fwd(x: Any) -> Any:
         y = value(x)
@@ -153,33 +139,6 @@ def torch_gradient(size: int) -> Variants:
     }
 
 
-def _host_in_torch() -> Any:
-    back = gt.host_function(np.multiply)
-    exp = gt.host_function(np.exp)
-
-    def fwd(x: torch.Tensor) -> Any:
-        y = exp(x)
-        return y, y
-
-    exp.defvjp(fwd, lambda y, ct: (back(y, ct),))
-    return exp
-
-
-def torch_host_value(size: int) -> Variants:
-    x = torch.randn(size, size)
-    ours = gt.host_function(np.exp)
-    return {"by hand": lambda: _HostExp.apply(x), "host_function": lambda: ours(x)}
-
-
-def torch_host_gradient(size: int) -> Variants:
-    x, ct = torch.randn(size, size, requires_grad=True), torch.ones(size, size)
-    ours = _host_in_torch()
-    return {
-        "by hand": lambda: torch.autograd.grad(_HostExp.apply(x), x, ct),
-        "host_function": lambda: torch.autograd.grad(ours(x), x, ct),
-    }
-
-
 # --- JAX ---------------------------------------------------------------------------------
 
 
@@ -222,36 +181,12 @@ def jax_gradient_jitted(size: int) -> Variants:
     }
 
 
-def _called_back(x: jax.Array) -> jax.Array:
-    return jax.pure_callback(np.exp, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-def jax_host_value(size: int) -> Variants:
-    x = _array(size)
-    return {
-        "by hand": _ready(jax.jit(_called_back), x),
-        "host_function": _ready(jax.jit(gj.host_function(np.exp)), x),
-    }
-
-
-def jax_host_gradient(size: int) -> Variants:
-    x = _array(size)
-    return {
-        "by hand": _ready(jax.jit(_of_sum(_custom_vjp(_called_back))), x),
-        "host_function": _ready(jax.jit(_of_sum(_rule(gj, gj.host_function(np.exp)))), x),
-    }
-
-
 WHAT = {
     "value, PyTorch": torch_value,
     "value and gradient, PyTorch": torch_gradient,
     "value, JAX eager": jax_value,
     "gradient, JAX eager": jax_gradient,
     "gradient, JAX jit": jax_gradient_jitted,
-    "value of np.exp, PyTorch": torch_host_value,
-    "value and gradient of np.exp, PyTorch": torch_host_gradient,
-    "value of np.exp, JAX jit": jax_host_value,
-    "gradient of np.exp, JAX jit": jax_host_gradient,
 }
 
 
@@ -262,8 +197,7 @@ def main() -> None:
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
         f"The rule of exp, float32. Medians of {ROUNDS} rounds of {CALLS} calls, taken in turns. "
-        "By hand: a torch.autograd.Function, one around .numpy(), jax.custom_vjp, "
-        "jax.pure_callback.",
+        "By hand: a torch.autograd.Function, jax.custom_vjp. Host functions: host_functions.md.",
         "",
         "| what | variant | microseconds | times by hand |",
         "|---|---|---|---|",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
+from gradtools.testing import AgreementError, check_rule
 
 X = np.float32([1.0, 2.0])
 
@@ -165,3 +166,55 @@ def test_pytrees_and_arrays_mix_in_a_plain_call(gt, x):
     assert plain(found["sum"]).tolist() == [2, 4] and float(found["all"]) == 5
     both = gt.host_function(lambda x, y: (x + y, x - y), out=lambda x, y: (x, y))(x, x)
     assert isinstance(both, tuple) and plain(both[0]).tolist() == [2, 4]
+
+
+# --- what a rule of kernels is held to ------------------------------------------------------
+
+AFFINE = {
+    "it ignores its cotangent": lambda x, c: np.cos(x),
+    "a constant is added": lambda x, c: np.cos(x) * c + 1,
+    "it adds instead of multiplying": lambda x, c: x + c,
+}
+
+
+@pytest.mark.parametrize("which", AFFINE)
+def test_a_backward_kernel_that_is_not_linear_is_refused_where_it_is_transposed(gt, x, which):
+    """A kernel runs where it is asked for, and nowhere else: its own mode keeps what it says."""
+    f = host_sin(gt, AFFINE[which])
+    found = plain(gt.grad(lambda x: f(x).sum())(x))
+    np.testing.assert_allclose(found, AFFINE[which](X, np.ones(2)), rtol=1e-6)
+    with pytest.raises(GradtoolsError, match="cotangent map"):
+        gt.jvp(f, (x,), (x,))
+
+
+@pytest.mark.parametrize("which", AFFINE)
+def test_check_rule_finds_a_kernel_that_is_not_linear(gt, which):
+    with pytest.raises(AgreementError, match="not linear in the cotangent"):
+        check_rule(host_sin(gt, AFFINE[which]), (np.float64(X),), gt)
+
+
+def test_a_rule_that_is_never_checked_gives_what_its_author_wrote(gt, x):
+    sin = gt.host_function(np.sin, check="never")
+    back = gt.host_function(lambda x, c: np.cos(x), check="never")
+    sin.defvjp(lambda x: (sin(x), x), lambda x, c: (back(x, c),))
+    found = plain(gt.grad(lambda x: 3 * sin(x).sum())(x))
+    np.testing.assert_allclose(found, np.cos(X), rtol=1e-6)
+
+
+def test_the_output_of_fwd_is_held_to_the_kernels(gt, x):
+    sin = gt.host_function(np.sin)
+    sin.defvjp(lambda x: (sin(x)[:1], x), lambda x, c: (gt.xp.cos(x) * c,))
+    with pytest.raises(GradtoolsError, match=r"host function sin: fwd returned float32\[1\]"):
+        gt.grad(lambda x: sin(x).sum())(x)
+
+
+def test_what_a_backward_rule_returns_is_held_to_its_arguments(gt, x):
+    for bwd, says in (
+        (lambda x, c: gt.xp.cos(x) * c, "bwd returned an array .* expected a tuple of 1"),
+        (lambda x, c: ((gt.xp.cos(x) * c)[:1],), r"has shape \(1,\) and dtype float32, expected"),
+        (lambda x, c: ([c],), "bwd's entry 0 has the structure"),
+    ):
+        sin = gt.host_function(np.sin)
+        sin.defvjp(lambda x, sin=sin: (sin(x), x), bwd)
+        with pytest.raises(GradtoolsError, match=f"host function sin: .*{says}"):
+            gt.grad(lambda x, sin=sin: sin(x).sum())(x)

@@ -324,7 +324,7 @@ class RuleCheck:
         moving = [k for k, x in enumerate(leaves) if self.values._differentiable(x)]
         if len(given) != len(leaves):
             given = self._without_integers(i, given, leaves, moving)
-        found = []
+        found: list[Any] = []
         for k in moving:
             x, g = leaves[k], given[k]
             if g is not None and tuple(g.shape) != tuple(x.shape):

@@ -51,7 +51,7 @@ class Batch:
         self.keywords = [a.key for a in arguments if isinstance(a.key, str)]
         flat = [backend.flatten(x) for x in self.args]
         self.treedefs = [treedef for _, treedef in flat]
-        self.leaves = [leaves for leaves, _ in flat]
+        self.leaves: list[list[Any]] = [leaves for leaves, _ in flat]
 
     def parted(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One value for each argument as what `f(*args, **kwargs)` takes."""

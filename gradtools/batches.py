@@ -19,6 +19,11 @@ class Batch:
     Arrays without axes are shared unless the user named an axis of theirs.
     """
 
+    leaves: list[list[Any]]
+    lists: list[int]
+    axes: list[list[Any]]
+    size: int
+
     def __init__(
         self, backend: Backend, asked: str, arguments: Sequence[Argument], lists: bool = False
     ) -> None:
@@ -51,7 +56,7 @@ class Batch:
         self.keywords = [a.key for a in arguments if isinstance(a.key, str)]
         flat = [backend.flatten(x) for x in self.args]
         self.treedefs = [treedef for _, treedef in flat]
-        self.leaves: list[list[Any]] = [leaves for leaves, _ in flat]
+        self.leaves = [leaves for leaves, _ in flat]
 
     def parted(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One value for each argument as what `f(*args, **kwargs)` takes."""

@@ -103,6 +103,8 @@ class CustomRule:
         static_argnames: The names of the static arguments.
     """
 
+    __qualname__: str
+
     def __init__(self, backend: Backend, fun: Callable[..., Any], static_argnames: Any) -> None:
         update_wrapper(self, fun)
         self.__name__ = _name(fun)

@@ -8,9 +8,8 @@ are split on axis 0; a dictionary speaks of f's parameters by name, however they
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from inspect import Parameter, signature, unwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradtools.errors import GradtoolsError
 
@@ -18,8 +17,7 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(NamedTuple):
     """One argument of a call.
 
     Attributes:
@@ -58,19 +56,19 @@ def arguments(
     found += [Argument(key, x, 0) for key, x in kwargs.items()]
     if type(in_axes) is dict:
         named = _named(asked, f, found, in_axes)
-        return [replace(a, axes=named[a.key], named=True) if a.key in named else a for a in found]
+        return [a._replace(axes=named[a.key], named=True) if a.key in named else a for a in found]
     if in_axes is None and shared is not None:
         return found
     count = len(args)
     if isinstance(in_axes, int):
-        return [replace(a, axes=in_axes) for a in found[:count]] + found[count:]
+        return [a._replace(axes=in_axes) for a in found[:count]] + found[count:]
     if not isinstance(in_axes, tuple | list) or len(in_axes) != count:
         raise GradtoolsError(
             f"{asked}: in_axes is {in_axes!r}; expected one entry for each of the {count} "
             "positional arguments, an integer, or a dictionary from f's parameters to axes."
         )
     by_position = zip(found, in_axes, strict=False)
-    return [replace(a, axes=axes, named=True) for a, axes in by_position] + found[count:]
+    return [a._replace(axes=axes, named=True) for a, axes in by_position] + found[count:]
 
 
 def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:

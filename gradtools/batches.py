@@ -19,6 +19,11 @@ class Batch:
     Arrays without axes are shared unless the user named an axis of theirs.
     """
 
+    leaves: list[list[Any]]
+    lists: list[int]
+    axes: list[list[Any]]
+    size: int
+
     def __init__(
         self, backend: Backend, asked: str, arguments: Sequence[Argument], lists: bool = False
     ) -> None:

@@ -350,10 +350,13 @@ def is_numeric(backend: Backend, x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
 
 
-def like_function(prefix: str, f: Any, call: partial[Any], suffix: str = "") -> Any:
+def like_function(prefix: str, f: Any, call: Any, suffix: str = "") -> Any:
     """The call under a name like f's and with f's signature; it can be pickled if f can."""
     name = f"{prefix}{getattr(f, '__name__', type(f).__name__)}{suffix}"
-    call.__dict__.update(__name__=name, __qualname__=name, __wrapped__=f)
+    try:  # noqa: SIM105 (compiled code does not know contextlib.suppress)
+        call.__dict__.update(__name__=name, __qualname__=name, __wrapped__=f)
+    except AttributeError:  # dynamo's stand-in for a partial has no attributes
+        pass
     return call
 
 

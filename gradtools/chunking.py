@@ -38,6 +38,7 @@ from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
 _CONTAINERS = (list, dict, tuple)
+_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
 SUMMED = object()  # in place of the axes of outputs that are added up and not joined
 
 
@@ -592,7 +593,7 @@ class Chunks:
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """A leaf that is no array passes if it is a constant, the same for all chunks."""
         name = f"f's output{self.backend.leaf_paths(out)[k]}"
-        if type(leaf).__hash__ in (None, object.__hash__):  # only an object with an identity
+        if type(leaf).__hash__ in _BY_IDENTITY:  # only an object with an identity
             raise GradtoolsError(
                 f"chunked: {name} is {describe(self.backend, leaf)}; expected an array with an "
                 f"entry for each example, or a constant. {self._how_to_leave_out(out)}."

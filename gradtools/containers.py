@@ -70,7 +70,8 @@ class OpenedTree:
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
         """What stands in `tree` at this tree's leaves."""
-        nodes, found = dict(self.nodes), []
+        nodes = dict(self.nodes)
+        found: list[Any] = []
         for place, x in enumerate(self.treedef.flatten_up_to(tree)):
             node = nodes.get(place)
             found += [x] if node is None else node.treedef.flatten_up_to(_parts_like(node, x))
@@ -101,11 +102,12 @@ class Containers:
         """The leaves and structure of what the framework flattened to these."""
         if not any(map(_KINDS.__getitem__, map(type, leaves))):
             return leaves, treedef
-        found, nodes = [], []
+        found: list[Any] = []
+        nodes: list[tuple[int, Node]] = []
         for place, x in enumerate(leaves):
             parts = _parts(x)
             inner, inside = ([x], None) if parts is None else self._of_parts(parts)
-            if inside is not None and any(map(self.is_array, inner)):
+            if parts is not None and any(map(self.is_array, inner)):
                 nodes.append((place, Node(type(x), tuple(parts), inside, _pattern(x))))
                 found += inner
             else:

@@ -112,6 +112,8 @@ class CustomRule:
         symbolic: Which maps have symbolic zeros: any of "tangent" and "cotangent".
     """
 
+    __qualname__: str
+
     def __init__(
         self,
         backend: Backend,

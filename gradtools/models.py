@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments import arguments
-from gradtools.backend import F, Operators, P, R
+from gradtools.backend import Backend, F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
 from gradtools.chunking import Options
@@ -245,12 +245,15 @@ class Models(Operators):
             array([3., 3.], dtype=float32)
         """
         _check_function("vmap", f)
-        return like_function("", f, partial(self._mapped, f, in_axes, out_axes))
+        native = _Native(self._backend, f, in_axes, out_axes)
+        return like_function("", f, partial(self._mapped, f, in_axes, out_axes, native))
 
-    def _mapped(self, f: Any, in_axes: Any, out_axes: Any, /, *args: Any, **kwargs: Any) -> Any:
-        backend = self._backend
+    def _mapped(
+        self, f: Any, in_axes: Any, out_axes: Any, native: _Native, /, *args: Any, **kwargs: Any
+    ) -> Any:
         if not kwargs and type(in_axes) is not dict:
-            return backend.vmap(f, in_axes, out_axes)(*args)
+            return native.call(*args)
+        backend = self._backend
         batch = Batch(backend, "vmap", arguments("vmap", f, args, kwargs, in_axes))
 
         def one(*example: Any) -> Any:
@@ -311,6 +314,17 @@ class Models(Operators):
         """
         _check_function("compile", f)
         return self._backend.compile(f, **options)
+
+
+class _Native:
+    """A function that the framework's own vmap made, which is made again after pickling."""
+
+    def __init__(self, backend: Backend, f: Any, in_axes: Any, out_axes: Any) -> None:
+        self._of = backend, f, in_axes, out_axes
+        self.call = f if type(in_axes) is dict else backend.vmap(f, in_axes, out_axes)
+
+    def __reduce__(self) -> Any:
+        return _Native, self._of
 
 
 def _check_function(asked: str, f: Any) -> None:

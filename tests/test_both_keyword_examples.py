@@ -133,7 +133,7 @@ def test_examples_are_split_however_they_are_passed(gt, check, way):
 
 @pytest.mark.parametrize("keyword", [True, False])
 def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
-    run, operator = check
+    run, _ = check
     axes = {"mask": 1, "shared": None, "w": None, "power": None}
     mask, shared = gt.asarray(MASK.T.copy()), gt.asarray(SHARED)
     f = lambda w, x, mask, shared, power: gt.xp.tanh((x * _rows(mask) + shared) @ w) ** power
@@ -226,8 +226,8 @@ WRONG = [
     (
         {"shift": {"b": SHARED}},
         {},
-        r"the batch sizes differ: 5 in argument 1, 3 in keyword argument shift\['b'\]\. Set .* None "
-        r"shares an argument: in_axes=\{'shift': None\}\.",
+        r"the batch sizes differ: 5 in argument 1, 3 in keyword argument shift\['b'\]\. Set .* "
+        r"None shares an argument: in_axes=\{'shift': None\}\.",
     ),
     ({"mask": MASK[:, 0]}, {"mask": 1}, r"keyword argument mask of shape \(5,\) has no axis 1"),
     ({"mask": MASK}, {"maks": None}, r"in_axes names 'maks', which is no parameter of <lambda>"),

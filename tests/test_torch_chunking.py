@@ -1671,7 +1671,7 @@ BAD = {
     ),
     "output is .*float.*; expected an array": lambda f: gt.chunked(lambda c: 1.0, 2)(X),
     r"output\['n'\] is .*; expected an array": lambda f: gt.chunked(
-        lambda c: {"y": c, "n": "text"}, 2
+        lambda c: {"y": c, "n": object()}, 2
     )(X),
     "structure .* must be the same for all chunks": lambda f: gt.chunked(
         lambda c: (c,) * len(c), 2

@@ -56,10 +56,10 @@ def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
 ) -> Any:
     """f as a program of one chunk, which is computed again in the backward pass."""
-    leaves = [x for x in backend.flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    batch = Batch.whole(backend, "checkpoint", args, kwargs)
+    leaves = [x for xs in batch.leaves for x in xs if isinstance(x, Tensor)]
     if not _is_differentiated(leaves):
         return f(*args, **kwargs)
-    batch = Batch.whole(backend, "checkpoint", args, kwargs)
     whole = Chunks(backend, f, batch, SUMMED, (), (), Cut(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])
 

@@ -17,8 +17,9 @@ _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, as a module if f is one."""
-    return Transformed(f, make(f)) if isinstance(f, torch.nn.Module) else make(f)
+    """`make(f)`, as a module if f is one of Python's; a ScriptModule holds nothing itself."""
+    plain = isinstance(f, torch.nn.Module) and all(name in f.__dict__ for name in _SHARED)
+    return Transformed(f, make(f)) if plain else make(f)
 
 
 class Transformed(torch.nn.Module):
@@ -28,6 +29,12 @@ class Transformed(torch.nn.Module):
         super().__init__()
         held = {name: module.__dict__[name] for name in _SHARED}
         self.__dict__.update(held, _own=module, _call=call, __wrapped__=module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformed call; hooks of every module see the user's modules alone."""
+        own = self._forward_hooks, self._forward_pre_hooks
+        own += self._backward_hooks, self._backward_pre_hooks
+        return super().__call__(*args, **kwargs) if any(own) else self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformed call."""

@@ -210,12 +210,12 @@ def _io(chunked: Any, ordered: bool, **options: Any) -> Any:
     return found, note.calls
 
 
-@program(refused="chunked: f holds a host callback with effects")
+@program(refused="chunked: f holds an operation with effects")
 def an_io_callback(chunked: Any) -> Any:
     return _io(chunked, ordered=False)
 
 
-@program(refused="chunked: f holds a host callback with effects")
+@program(refused="chunked: f holds an operation with effects")
 def an_ordered_io_callback(chunked: Any) -> Any:
     return _io(chunked, ordered=True)
 
@@ -755,7 +755,7 @@ def a_mutable_array_in_checkpoint(checkpoint: Any) -> Any:
     return both(lambda w: checkpoint(_with_ref)(w, X), W)
 
 
-@program(refused="checkpoint: f holds a host callback with effects", operator="checkpoint")
+@program(refused="checkpoint: f holds an operation with effects", operator="checkpoint")
 def an_io_callback_in_checkpoint(checkpoint: Any) -> Any:
     from jax.experimental import io_callback
 

@@ -28,7 +28,7 @@ def test_a_linear_rule_in_16_bits_is_transposed_whatever_cancels(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_rule_in_16_bits_that_is_not_linear_is_refused(dtype):
     for pull in (torch.relu, lambda ct: ct.clamp(-10, 10), lambda ct: ct + 0.01):
-        with pytest.raises(GradtoolsError, match="not linear in (its|the) cotangents"):
+        with pytest.raises(GradtoolsError, match=r"not linear in (its|the) cotangents"):
             _push(pull, dtype)
 
 

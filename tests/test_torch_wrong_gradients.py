@@ -158,3 +158,57 @@ def test_plain_pytorch_still_passes_a_gradient_through_logical_not_in_place():
     x = X.clone().requires_grad_()
     (found,) = torch.autograd.grad((1 * x).logical_not_().sum(), x)
     assert torch.equal(found, torch.ones_like(x))
+
+
+INDICES = torch.tensor([[0, 1, 2, 0], [1, 0, 2, 1]])  # one place comes twice
+
+
+def _sparse(values):
+    return torch.sparse_coo_tensor(INDICES, values, (3, 3))
+
+
+def _dense(values):
+    return torch.zeros(3, 3, dtype=values.dtype).index_put(tuple(INDICES), values, accumulate=True)
+
+
+def _four(x):
+    return torch.cat((x**2, x[:1]))
+
+
+SPARSE = {
+    "to_dense": lambda m, x: (m.to_dense() if m.is_sparse else m).pow(2).sum(),
+    "a product with a dense matrix": lambda m, x: ((m @ torch.outer(x, x)) ** 2).sum(),
+    "a sum of two": lambda m, x: ((m + m) @ x[:, None] ** 2).sum(),
+    "values": lambda m, x: (m.coalesce().values() if m.is_sparse else m[m != 0]).pow(2).sum(),
+}
+TWICE = {
+    "hvp": lambda f: _along(gt.hvp(f, (X,), (T,), mode="reverse_over_reverse")[1][0], T),
+    "grad of grad": lambda f: _along(gt.grad(lambda x: (gt.grad(f)(x) * T).sum())(X), T),
+    "hvp of checkpoint": lambda f: _along(gt.hvp(gt.checkpoint(f), (X,), (T,))[1][0], T),
+}
+
+
+@pytest.mark.parametrize("way", TWICE)
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_second_derivative_through_a_sparse_tensor_that_is_made_is_right(name, way):
+    """PyTorch looks the entries of the cotangent up without a graph."""
+    use = SPARSE[name]
+    found = TWICE[way](lambda x: use(_sparse(_four(x)), x))
+    assert found == pytest.approx(TWICE[way](lambda x: use(_dense(_four(x)), x)), rel=1e-9)
+
+
+def test_linearize_of_a_sparse_tensor_that_is_made_is_right():
+    f = lambda x: SPARSE["a product with a dense matrix"](_sparse(_four(x)), x)
+    assert float(gt.linearize(f, X)[1](T)) == pytest.approx(_along(gt.grad(f)(X), T), rel=1e-9)
+
+
+def test_entries_that_a_sparse_cotangent_lacks_are_zero():
+    """Of rows of numbers, one of which is not looked at."""
+
+    def f(x):
+        values = torch.stack((x, x**2))
+        m = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (4, 3))
+        return (m.coalesce().values()[:1] ** 3).sum()
+
+    found = gt.hvp(f, (X,), (T,), mode="reverse_over_reverse")[1][0]
+    assert torch.allclose(found, 6 * X * T)

@@ -63,7 +63,8 @@ def _given(bug: Bug | WrongGradient) -> tuple[str, str]:
     expected = _slope(f, x, t) if first else _slope(_along(f, t), x, t)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain, ours = (_told(ways[bug.wrong], f, x, t, expected) for ways in (_PLAIN, _OURS))
+        wrong = _TWICE if isinstance(bug, WrongGradient) and not first else bug.wrong
+        plain, ours = (_told(ways[wrong], f, x, t, expected) for ways in (_PLAIN, _OURS))
     return plain, ours
 
 
@@ -103,6 +104,11 @@ def _tangent(f, x, t):
     return torch.zeros((), dtype=x.dtype) if found is None else found
 
 
+def _pulled(f, x, t):
+    (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+    return (g * t).sum()
+
+
 def _gradient_of(tangent):
     def way(f, x, t):
         x = x.requires_grad_()
@@ -128,7 +134,9 @@ def _pulled_twice(f, x, t):
     return (torch.autograd.grad(pushed, x)[0] * t).sum()
 
 
+_TWICE = "reverse over reverse"
 _PLAIN = {
+    _TWICE: _gradient_of(_pulled),
     GRADIENT: lambda f, x, t: _along(f, t)(x),
     TANGENT: _tangent,
     TANGENT_AGAIN: _gradient_of(_tangent),
@@ -136,6 +144,7 @@ _PLAIN = {
     GRADIENT_AGAIN: _pulled_twice,
 }
 _OURS = {
+    _TWICE: lambda f, x, t: (gt.hvp(f, (x,), (t,), "reverse_over_reverse")[1][0] * t).sum(),
     GRADIENT: lambda f, x, t: (gt.grad(f)(x) * t).sum(),
     TANGENT: lambda f, x, t: gt.jvp(f, (x,), (t,))[1],
     TANGENT_AGAIN: lambda f, x, t: (gt.grad(lambda x: gt.jvp(f, (x,), (t,))[1])(x) * t).sum(),

@@ -94,9 +94,10 @@ def explained_again(asked: str) -> Iterator[None]:
         if "Effects not supported in partial-eval of `checkpoint`" not in said_by("jax", error):
             raise
         raise GradtoolsError(
-            f"{asked}: f holds a host callback with effects (jax.experimental.io_callback), which "
-            "jax.checkpoint does not compute again. Use jax.pure_callback, whose results are kept, "
-            "or jax.debug.callback for what is only looked at; in chunked also retain=n, for all "
+            f"{asked}: f holds an operation with effects (jax.experimental.io_callback, or "
+            "jax.lax.dce_sink), which jax.checkpoint does not compute again. Use "
+            "jax.pure_callback, whose results are kept, or jax.debug.callback for what is only "
+            "looked at; in chunked also retain=n, for all "
             f"chunks to be kept. JAX says: {error}"
         ) from error
     except jax.errors.UnexpectedTracerError as error:

@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.torch.checking import value_of
+from gradtools.torch.gates import beside
 from gradtools.torch.trials import Trial, Untried, standing_in, told
 from gradtools.torch.wrong_gradients import WRONG, is_wrong, rightly
 
@@ -256,62 +257,6 @@ def note_taken(
                     each.entered.discard(i)
 
 
-# --- nodes beside a gradient -------------------------------------------------------------
-
-
-class _Beside(torch.autograd.Function):
-    """The first tensors as they are, in a graph that leads to the others as well."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(count: int, *tensors: Tensor) -> Any:
-        return tuple([x.view_as(x) for x in tensors[:count]])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.left = len(inputs) - 1 - inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *cts: Tensor) -> Any:
-        return None, *cts, *([None] * ctx.left)
-
-    @staticmethod
-    def jvp(ctx: Any, count: None, *tangents: Any) -> Any:
-        found = tangents[: len(tangents) - ctx.left]
-        return tuple([t if t is None else t.view_as(t) for t in found])
-
-
-class _Gate(torch.autograd.Function):
-    """A number that nobody reads; who differentiates on to the sources asks first."""
-
-    @staticmethod
-    def forward(ask: Callable[[], None], *sources: Tensor) -> Tensor:
-        return sources[0].new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ask, ctx.count = inputs[0], len(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Any:
-        ctx.ask()
-        return (None,) * ctx.count
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return torch.zeros(())
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, ask: Any, *sources: Tensor) -> Any:
-        return _Gate.apply(ask, *sources), None
-
-
-def beside(xs: Sequence[Tensor], ask: Callable[[], None], sources: Sequence[Tensor]) -> Any:
-    """xs in a graph that leads to the sources as well; who goes there asks, which may raise."""
-    return list(_Beside.apply(len(xs), *xs, _Gate.apply(ask, *sources)))
-
-
 # --- gates at custom code ----------------------------------------------------------------
 
 
@@ -423,7 +368,7 @@ class _Gating(NamedTuple):
                 return None
             for which, sources in (("cotangents", behind), ("inputs", inputs)):
                 if sources:
-                    there = beside(there, partial(self.ask, which), sources)
+                    there = list(beside(there, sources, partial(self.ask, which)))
             left = iter(there)
             return tuple([next(left) if isinstance(g, Tensor) else g for g in given])
 

@@ -7,7 +7,7 @@ put beside the results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,34 +20,51 @@ Tensor = torch.Tensor
 def gated(
     xs: Sequence[Tensor], sources: Sequence[Tensor], message: str, transposed: bool = False
 ) -> tuple[Tensor, ...]:
-    """xs; who asks for a derivative of any along one of the sources is told why there is none.
+    """xs; who asks for a derivative of any along one of the sources is told why there is none."""
+
+    def refuse() -> None:
+        raise GradtoolsError(message)
+
+    return beside(xs, sources, refuse, transposed)
+
+
+def beside(
+    xs: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    ask: Callable[[], None],
+    transposed: bool = False,
+) -> tuple[Tensor, ...]:
+    """xs; who asks for a derivative of any along one of the sources asks first, which may raise.
 
     transposed: Whether that holds of xs' own pullback as well, as it does where xs is a linear
         map's value: its transpose depends on the sources as the map does.
     """
-    return _Beside.apply(len(xs), transposed, *xs, _Refused.apply(message, *sources))
+    return _Beside.apply(len(xs), transposed, *xs, _Gate.apply(ask, *sources))
 
 
-class _Refused(torch.autograd.Function):
+class _Gate(torch.autograd.Function):
     """The sources, behind a number that nobody reads."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(message: str, *sources: Tensor) -> Tensor:
+    def forward(ask: Callable[[], None], *sources: Tensor) -> Tensor:
         return sources[0].new_zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.message = inputs[0]
+        ctx.ask, ctx.count = inputs[0], len(inputs)
 
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> Any:
-        raise GradtoolsError(ctx.message)
+        ctx.ask()
+        return (None,) * ctx.count
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> None:
-        return None
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return torch.zeros(())
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, ask: Any, *sources: Tensor) -> Any:
+        return _Gate.apply(ask, *sources), None
 
 
 class _Beside(torch.autograd.Function):

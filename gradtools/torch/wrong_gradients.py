@@ -72,6 +72,30 @@ def _logcumsumexp(node: Any, given: Given, cts: Given) -> Any:
     return torch.func.vjp(lambda x: formulas.logcumsumexp(x, dim), x)[1](cts[0])
 
 
+def _sparse(node: Any, given: Given, cts: Given) -> Any:
+    """The cotangent's entries where the values stand, which PyTorch looks up without a graph."""
+    if not torch.is_grad_enabled():
+        return None
+    at, ct = node._saved_result.detach()._indices(), cts[0]
+    places = [k for k, g in enumerate(given) if g is not None]
+    found = ct[tuple(at)] if ct.layout is torch.strided else _looked_up(ct, at)
+    return tuple([found if k in places else g for k, g in enumerate(given)])
+
+
+def _looked_up(x: Tensor, at: Tensor) -> Tensor:
+    """The entries of a sparse tensor at these indices, by bisection among its own."""
+    x = x.coalesce()
+    sizes = torch.tensor(x.shape[: at.shape[0]], device=at.device)
+    steps = torch.cat((sizes.flip(0).cumprod(0).flip(0)[1:], sizes.new_ones(1)))[:, None]
+    own, wanted = ((indices * steps).sum(0) for indices in (x.indices(), at))
+    entries = x.values()
+    if not len(own):
+        return entries.new_zeros((len(wanted), *entries.shape[1:]))
+    k = torch.searchsorted(own, wanted).clamp(max=len(own) - 1)
+    there = (own[k] == wanted).reshape(-1, *[1] * (entries.dim() - 1))
+    return entries[k].masked_fill(~there, 0.0)
+
+
 def _layer_norm(node: Any, given: Given, cts: Given) -> Any:
     """Of one without weight the gradient of the bias has no derivative: it is a sum."""
     *others, bias = given
@@ -107,7 +131,18 @@ WRONG_GRADIENTS = (
         "torch#196705",
         _logcumsumexp,
         lambda node: True,
-        "(torch.logcumsumexp(x, 0)[2] ** 2).sum()",
+        "(0 * x * torch.logcumsumexp(x, 0) + x**3).sum()",
+    ),
+    WrongGradient(
+        "sparse_coo_tensor",
+        "SparseCooTensorWithDimsAndTensorsBackward0",
+        GRADIENT_AGAIN,
+        "another number, or an error",
+        "",
+        _sparse,
+        lambda node: True,
+        "(torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 0, 2]]), x[0] ** 2, (3, 3))"
+        ".to_dense() ** 2).sum()",
     ),
     WrongGradient(
         "nn.functional.layer_norm",

@@ -114,15 +114,16 @@ LEDGER: tuple[Known, ...] = (
         Known("lax.dce_sink", way, RAISED, _SINK, whole=True)
         for way in ("jacobian, forward", "jacobian, reverse over forward", "hessian")
     ),
-    Known("lax.dce_sink", "checkpoint*", RAISED, "jax.checkpoint takes no effects", whole=True),
+    Known("lax.dce_sink", "checkpoint*", REFUSED, "jax.checkpoint takes no effects", whole=True),
     Known("lax.while_loop", "*vjp", RAISED, _LOOP),
     *(x for x in _second("lax.while_loop", _LOOP) if "second order" not in x.way),
     Known("lax.while_loop", "frozen, second order", LEFT_OUT, _ALONE),
+    Known("lax.while_loop", "checkpoint, second order", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "chunked", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),
     Known("lax.scatter_mul", "*", RAISED, "no derivative where an index comes twice", whole=True),
-    Known("*.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
+    Known("numpy.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
     Known("lax.sort*", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
     Known("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
 )

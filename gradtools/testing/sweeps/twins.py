@@ -460,7 +460,7 @@ LEDGER: tuple[Known, ...] = (
         *(("value",), DIFFERS, _HERMITIAN),
         dtype="complex128",
     ),
-    *_lines("numpy.linalg.svd", _REVERSE, RAISED, _PHASE, dtype="complex128"),
+    *_lines("numpy.linalg.svd", _REVERSE, REFUSED, _PHASE, dtype="complex128"),
     *_lines("numpy.linalg.svd", ("jvp",), DIFFERS, _PHASE, dtype="complex128"),
     *_lines(
         "lax.scatter_mul numpy.nan_to_num nn.silu nn.swish",

@@ -1,6 +1,7 @@
 """What is computed again: programs that PyTorch's own checkpoint runs, against the plain call."""
 
 import collections
+import itertools
 import time
 import weakref
 
@@ -10,6 +11,7 @@ import torch
 import gradtools.torch as gt
 from gradtools.errors import GradtoolsError
 from gradtools.torch.state import Snapshot
+from gradtools.torch.verifying import Verification
 
 Tensor = torch.Tensor
 
@@ -149,7 +151,13 @@ def _the_time_is_an_output(remade, x, h):
     )(x)[0].sum()
 
 
+def _a_method_of_it_in_c(remade, x, h):
+    times, add = h.matmul, h.T.add
+    return remade(lambda x: add(times(x.T)))(x).cos().sum() + remade(h.matmul)(x.T).sin().sum()
+
+
 CASES = (
+    _a_method_of_it_in_c,
     _in_a_checkpoint_inside,
     _given_to_a_checkpoint_inside,
     _into_a_function_of_custom_code,
@@ -214,3 +222,34 @@ def test_a_subclass_is_computed_again_as_one(cast):
     expected = torch.linspace(0, 1, 3).requires_grad_()
     (expected.sin() * expected).sum().backward()
     torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), expected.grad)
+
+
+def test_a_replay_under_another_vmap_is_no_verification(monkeypatch):
+    ticks, w = itertools.count(1), _numbers(3)
+    f = lambda x: x * w * next(ticks)  # an iterator cannot be put back
+    x = _numbers(2, 3).requires_grad_()
+    keep = Verification.keep
+    with monkeypatch.context() as patched:
+        in_a_batch = lambda self, i, outs, modules, batches: keep(
+            self, i, outs, modules, ((4, ""),)
+        )
+        patched.setattr(Verification, "keep", in_a_batch)
+        gt.chunked(f, 2, retain=0)(x).sum().backward()  # nothing can be compared
+    with pytest.raises(GradtoolsError, match="chunk 0 gives other numbers"):
+        gt.chunked(f, 2, retain=0)(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:chunked. norm is a batch norm")
+def test_who_asks_whether_f_is_replayed_may_count_by_that():
+    norm = torch.nn.BatchNorm1d(3).double()
+    seen = torch.zeros(3)
+    norm.register_buffer("seen", seen)
+
+    def f(x):
+        if not gt.is_replaying():
+            norm.seen += 1
+        return norm(x)
+
+    gt.chunked(f, 2, retain=0)(_numbers(6, 3)).sum().backward()
+    assert seen.tolist() == [3, 3, 3]
+    assert norm.num_batches_tracked == 3

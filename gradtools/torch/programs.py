@@ -28,7 +28,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
 from gradtools.torch.customcode import gated_calls
-from gradtools.torch.modes import Modes, without_cached_weights
+from gradtools.torch.modes import Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
@@ -44,6 +44,7 @@ from gradtools.torch.watching import (
     check_cached,
     check_modules,
     edge_error,
+    has_asked,
     is_recorded,
     is_replaying,
     is_wrapped,
@@ -141,6 +142,7 @@ class Forward(Program):
         self.verification = Verification.of(self, chunks.options.verify)
         self.is_again = False  # whether chunks are computed again
         self.standing = self.start  # then: what stands for everyone else
+        self.ends: dict[int, tuple[dict[str, int], list[int]]] = {}  # see `_check_end`
         self.hooked = False  # whether hooks on gradients were set in f
         self.versions: list[tuple[Tensor, int, str]] = []
         self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
@@ -229,6 +231,8 @@ class Forward(Program):
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry]
+        if self.is_again:
+            self._check_end(i + 1)
         if self.is_again and i + 1 < self.count:
             self.drawn = self.start.streams.again()
         return outs, []
@@ -307,12 +311,15 @@ class Forward(Program):
         began: list[int] = []
         for i in steps(self.chunks, self.count):
             began.append(_get_sequence_nr())
+            if i and i == self.count - kept:
+                self._note_end(i)
             xs = enter(rows[i])
             if grad and kept and self.asked == "chunked":
                 _refuse_others(self.reading, *xs, *(own if i == 0 else ()))
             measured = i == 0 and kept > 0 and budget is not None
             with bytes_saved(self) if measured else nullcontext([0]) as size:
                 outs = self._one_keeping_originals(i, xs, own)
+            self._check_modes()
             if measured and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
             if grad:
@@ -333,7 +340,57 @@ class Forward(Program):
         if grad and self.captured:
             self._let_go_of_unused(own[len(self.moving_shared) :])
         self.start = self.start.without_unused_streams()
+        self._note_end(self.count)
         return found
+
+    def _check_modes(self) -> None:
+        """Raises if f leaves a mode switched, in which the next chunk would run."""
+        grad, device = torch.is_grad_enabled() != self.modes.grad, default_device()
+        grad = grad and self.asked != "frozen"  # whose use is one call
+        if grad or device != self.modes.device:
+            what = "whether gradients are taken" if grad else f"the default device (to {device})"
+            how = "torch.no_grad()" if grad else "torch.device(...)"
+            raise GradtoolsError(
+                f"{self.asked}: f switches {what} and leaves it so. Switch it before the call, or "
+                f"inside of f by `with {how}:`."
+            )
+
+    def _note_end(self, count: int) -> None:
+        """Where streams and buffers stand when so many chunks have run first."""
+        if self._verifies and not self.beneath:
+            self.ends[count] = self.start.streams.marks(), self.start.reached.contents_versions()
+
+    @property
+    def _verifies(self) -> bool:
+        return self.chunks.options.verify is not False
+
+    def _check_end(self, count: int) -> None:
+        """Raises if they stand elsewhere when so many chunks have run again.
+
+        f then draws more or less than it did, or another thread draws, or calls f's modules.
+        """
+        if count not in self.ends or self.batches:
+            return
+        marks, versions = self.ends[count]
+        streams = self.start.streams.marks()
+        moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
+        if moved:
+            raise GradtoolsError(
+                f"{self.asked}: {moved[0]} stands elsewhere after f was computed again than after "
+                "it was computed first. f draws from it only once (what it keeps in a cache, say), "
+                "or another thread draws from it meanwhile, whose numbers would come twice: give "
+                "that thread a generator of its own."
+            )
+        now = self.start.reached.contents_versions()
+        if self.compares_bits and now != versions and not has_asked():
+            k = next(k for k, (a, b) in enumerate(zip(now, versions, strict=True)) if a != b)
+            name = self.start.name_of(lambda x: x is self.start.reached.owned[k]) or "a buffer"
+            raise GradtoolsError(
+                f"{self.asked}: {name} is not changed as often when f is computed again as when it "
+                "was computed first. f changes it by a way of its own each time, or another "
+                "thread calls the same module meanwhile, whose changes would be lost: let one "
+                "wait for the other."
+            )
 
     def _let_go_of_kept(self) -> None:
         """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
@@ -519,7 +576,16 @@ class Forward(Program):
         What hooks on gradients do then is not done again, and stays.
         """
         if not (self.is_again and self.hooked):
+            reached = self.start.reached
+            before = reached.contents_versions() if self.compares_bits else []
             yield
+            if before and reached.contents_versions() != before and self._verifies:
+                raise GradtoolsError(
+                    f"{self.asked}: a module's buffers change in the backward pass of a chunk: "
+                    "torch.utils.checkpoint inside of f computes it once more, and by itself would "
+                    "count twice. Use gradtools' checkpoint in its place, which counts once; so "
+                    "does verify=False here."
+                )
             return
         state = self.start.now()
         self.standing.restore()

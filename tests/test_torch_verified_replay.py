@@ -1,6 +1,7 @@
 """What is computed again: programs that PyTorch's own checkpoint runs, against the plain call."""
 
 import collections
+import functools
 import itertools
 import time
 import weakref
@@ -253,3 +254,44 @@ def test_who_asks_whether_f_is_replayed_may_count_by_that():
     gt.chunked(f, 2, retain=0)(_numbers(6, 3)).sum().backward()
     assert seen.tolist() == [3, 3, 3]
     assert norm.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(0.0, "its graph does not reach w"), (1.0, "through other operations")]
+)
+def test_a_graph_that_reaches_less_is_refused_though_its_numbers_are_the_same(part, said):
+    w, calls = _numbers(3).requires_grad_(), itertools.count()
+
+    def f(x):
+        again = next(calls) >= 2  # out of reach, as in a cache
+        return x * (part * w if part else 1) * (w.detach() if again else w)
+
+    with pytest.raises(GradtoolsError, match=said):
+        gt.chunked(f, 2, retain=0)(_numbers(4, 3)).sum().backward()
+    assert w.grad is None
+
+
+def _plain_closure(step):
+    net, mask = step
+    return lambda x: net(x) * mask
+
+
+def _method_of_a_module(step):
+    return step[0].forward
+
+
+def _partial(step):
+    return functools.partial(lambda net, x: net(x), step[0])
+
+
+@pytest.mark.parametrize("make", [_plain_closure, _method_of_a_module, _partial])
+def test_a_function_that_is_made_anew_is_verified_once(make, monkeypatch):
+    seen, compare, net = [], Verification.compare, torch.nn.Linear(3, 3).double()
+    noted = lambda self, i, *more: seen.append(i) or compare(self, i, *more)
+    monkeypatch.setattr(Verification, "compare", noted)
+    for k in range(3):
+        gt.checkpoint(make((net, _numbers(3, seed=k))))(_numbers(2, 3)).sum().backward()
+    assert len(seen) == 1
+    other = torch.nn.Linear(3, 3).double()
+    gt.checkpoint(make((other, _numbers(3))))(_numbers(2, 3)).sum().backward()
+    assert len(seen) == 2

@@ -409,9 +409,9 @@ class _FrozenBackward(Backward):
             pulled, width = _product(us, [g for g, _ in self.pulled_first])
             pushed, other = _product(along, cts)
         use: Any = self.of
-        casts = [dtype for _, on, dtype in use.modes.autocast if on]
-        eps = max(torch.finfo(dtype).eps for dtype in (*casts, *(x.dtype for x in given)))
-        off = max(eps**0.5, _ROUNDED) * max(width, other)
+        casts = any(kind.startswith("ToCopyBackward") for kind in use.verification.kinds[0])
+        dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
+        off = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5 * max(width, other)
         if math.isfinite(off) and abs(pulled - pushed) > off:
             raise GradtoolsError(
                 "frozen: G's pullback belongs to another function than G computed again: "
@@ -420,9 +420,6 @@ class _FrozenBackward(Backward):
                 "a changed copy instead. Or a derivative in G is wrong: a rule of your own, or "
                 "PyTorch's (that of batch norm on the CPU where weights are not contiguous)."
             )
-
-
-_ROUNDED = 1e-2  # what a part of G in lower precision may make of a product
 
 
 def _product(xs: Entries, ys: Entries) -> tuple[float, float]:

@@ -295,3 +295,19 @@ def test_a_function_that_is_made_anew_is_verified_once(make, monkeypatch):
     other = torch.nn.Linear(3, 3).double()
     gt.checkpoint(make((other, _numbers(3))))(_numbers(2, 3)).sum().backward()
     assert len(seen) == 2
+
+
+class _Batch:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen])
+def test_an_object_that_was_an_argument_is_let_go_of_with_the_call(remade):
+    net = torch.nn.Linear(3, 3).double()
+    run = remade(lambda z, batch: net(z * batch.x))
+    batch, z = _Batch(_numbers(3)), _numbers(2, 3).requires_grad_()
+    torch.autograd.grad(run(z, batch).sum(), z)
+    held = weakref.ref(batch)
+    del batch
+    assert held() is None

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
-from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
+from gradtools.torch.programs import Forward, Rows, flattened, node_of, pieces_of, untracked
 from gradtools.torch.rules import is_dual, unwrapped
+from gradtools.torch.summing import Sums
 from gradtools.torch.watching import is_plain, is_replaying, marked
 
 Tensor = torch.Tensor

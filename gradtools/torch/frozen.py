@@ -35,7 +35,6 @@ from gradtools.torch.programs import (
     Forward,
     Pushed,
     Rows,
-    Sums,
     _primal,
     alias_of,
     flattened,
@@ -47,6 +46,7 @@ from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import is_dual, is_inexact
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
+from gradtools.torch.summing import Sums
 from gradtools.torch.watching import bytes_saved, is_plain, marked, own_wrapper
 from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
 
@@ -108,7 +108,7 @@ class _Use(Forward):
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
         if not beneath:
-            uses.state = self.start
+            uses.state = self.start if self.start.reached.lasts else None
 
     def _check_modules(self) -> None:
         """A module sees whole arguments, as in a plain call, and its parameters are constants."""

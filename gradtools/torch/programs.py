@@ -33,6 +33,7 @@ from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import _alive, apply_rule, is_dual, is_inexact, reverse_only_at
 from gradtools.torch.state import Snapshot
+from gradtools.torch.summing import Sums, adding_leaves
 from gradtools.torch.terms import guarded_gradients
 from gradtools.torch.verifying import Verification, hook_count, kinds_of, register_own_hook
 from gradtools.torch.watching import (
@@ -57,7 +58,6 @@ from gradtools.torch.watching import (
 Tensor = torch.Tensor
 Entries = Sequence[Any]  # tensors, or None
 Rows = list[list[Any]]  # one for each chunk
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class Program:
@@ -645,6 +645,7 @@ class _Derived(Program):
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
+        self.sums: Sums | None = None  # while it is evaluated, chunk after chunk
 
     @property
     def forward(self) -> Forward:
@@ -716,13 +717,21 @@ class _Derived(Program):
             had = self.from_retained(rows, shared, found, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
-                with self.forward.replaying():
+                self.sums = None if self.forward.beneath else sums
+                with self._summing(), self.forward.replaying():
                     for i in steps(self.forward.chunks, again[-1] + 1):
                         if i in again:
                             self._add(found, sums, i, rows[i], shared)
                         else:
                             self.pass_by(i, rows[i], shared)
         return found, sums.total or self.nothing_summed()
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.sums = None
 
     def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
         found[i], terms = self.one(i, xs, shared)
@@ -769,9 +778,16 @@ class Backward(_Derived):
         xs, shared, cts, shared_cts = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
         cts += shared_cts if terms else []
-        own = len(xs) + len(shared)
-        with self.forward.going_back(), self.explained():
-            grads = self.pulled([*ys, *terms], inputs, cts, own, create, create)
+        own, outs = len(xs) + len(shared), [*ys, *terms]
+        adding: AbstractContextManager[Any] = nullcontext()
+        single = not (create or self.forward.batches or any(self.vectors_only))
+        if single and self.sums is not None and self.sums.has_any:
+            adding = adding_leaves(self.sums, len(shared), self.leaves, outs)
+        with self.forward.going_back(), self.explained(), adding as added:
+            roots, taken = added or (outs, ())
+            grads = self.pulled(roots, inputs, cts, own, create, create)
+        for k in taken:
+            grads[own + k] = None
         return grads[: len(xs)], grads[len(xs) :]
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
@@ -870,40 +886,6 @@ def pulled_back(
 def _dummy(y: Any) -> Tensor | None:
     tracked = isinstance(y, Tensor) and y.requires_grad
     return torch.zeros_like(y, requires_grad=True) if tracked else None
-
-
-class Sums:
-    """Terms that add up, narrow ones in float32, in place where nobody else sees it."""
-
-    def __init__(self) -> None:
-        self._sums: list[Any] = []
-        self._dtypes: list[Any] = []
-        self._owned: list[bool] = []
-
-    def add(self, terms: Sequence[Any]) -> None:
-        """One more of each; None is zero."""
-        if not self._sums:
-            self._sums, self._dtypes = [None] * len(terms), [None] * len(terms)
-            self._owned = [False] * len(terms)
-        for k, term in enumerate(terms):
-            if term is not None:
-                self._add(k, term)
-
-    def _add(self, k: int, term: Tensor) -> None:
-        total = self._sums[k]
-        if total is None:
-            self._sums[k], self._dtypes[k] = term, term.dtype
-        elif self._owned[k] and not (total.requires_grad or term.requires_grad):
-            total += term
-        else:
-            wide = total.float() if total.dtype in _NARROW else total
-            self._sums[k], self._owned[k] = wide + term, True
-
-    @property
-    def total(self) -> list[Any]:
-        """The sums, in the terms' dtypes."""
-        pairs = zip(self._sums, self._dtypes, strict=True)
-        return [s if s is None or s.dtype == dtype else s.to(dtype) for s, dtype in pairs]
 
 
 # --- a program as one node of autograd's graph --------------------------------------------

@@ -297,8 +297,12 @@ class Reached:
 
     @cached_property
     def lasts(self) -> bool:
-        """Whether the next call may find the same; else it is let go of, with the graphs in it."""
-        return all(x.grad_fn is None for x, _ in self.watched)
+        """Whether the next call may find the same; else it is let go of, with the graphs in it.
+
+        So are objects that were arguments, a batch of a class of its own for one.
+        """
+        again = all(isinstance(x, torch.nn.Module) for x in self.roots[1:])
+        return again and all(x.grad_fn is None for x, _ in self.watched)
 
     @cached_property
     def _parts(self) -> tuple[Any, ...]:

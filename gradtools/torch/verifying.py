@@ -230,10 +230,10 @@ def _differentiated(outs: Sequence[Any]) -> list[int]:
     return found or list(range(len(outs)))
 
 
-def register_own_hook(x: Tensor, hook: Callable[[Tensor], None]) -> None:
+def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """As x.register_hook, that is not counted."""
-    x.register_hook(hook)
     _OWN_HOOKS[0] += 1
+    return x.register_hook(hook)
 
 
 def hook_count() -> int:

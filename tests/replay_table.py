@@ -40,14 +40,16 @@ def table() -> str:
         # How many threads there are is the machine's.
         if PLACES.match(program.name) and "number of threads" not in program.name:
             found[kind_of(program)].append(_place(program.name))
-    rows = [f"| {kind} | {len(names)} | {'; '.join(names)} |" for kind, names in found.items()]
+    rows = [
+        f"| {kind} | {len(names)} | {'; '.join(names)} |" for kind, names in found.items() if names
+    ]
     return "\n".join(["| what becomes of it | | where the state is |", "|---|---|---|", *rows, ""])
 
 
 def _place(name: str) -> str:
     place = PLACES.sub("", name).removesuffix(", and computes by it")
     if name.startswith("f switches gradients"):
-        return "gradients that f leaves off (each call has the caller's)"
+        return "gradients that f leaves off"
     return f"the switch for {place}" if name.startswith("f switches ") else place
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from replay_fails_today import FAILS_TODAY
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
@@ -145,11 +144,6 @@ class Program:
     def expected(self, way: Way) -> str:
         """What is expected of an operator."""
         return self.expect.get(way.kind, RIGHT) if isinstance(self.expect, dict) else self.expect
-
-    def fails_today(self, way: Way) -> str:
-        """Why it does not hold today, if it does not."""
-        ways, _, reason = FAILS_TODAY.get(self.name, "").partition(": ")
-        return reason if way.name in ways.split(" | ") else ""
 
 
 PROGRAMS: list[Program] = []

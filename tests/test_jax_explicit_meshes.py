@@ -42,7 +42,14 @@ def ruled(w, x):
     return rule(x) * w.sum()
 
 
+def hosted(w, x):
+    rule = gt.custom_rule(gt.host_function(np.sin))
+    rule.defvjp(lambda x: (rule(x), x), lambda x, c: (c * jnp.cos(x),))
+    return rule(x) * w.sum()
+
+
 PROGRAMS = {
+    "host": hosted,
     "chunked": chunked(4), "uneven": chunked(5, retain=0),
     "interleaved": chunked(4, interleaved=True),
     "uneven and interleaved": chunked(5, interleaved=True), "one chunk": chunked(16),

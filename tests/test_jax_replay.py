@@ -131,3 +131,24 @@ def test_no_warning_is_raised_by_a_module_without_state() -> None:
         warnings.simplefilter("error")
         run = lambda x: gt.chunked(linear, 2)(x).sum()
         assert jax.jit(jax.grad(run))(jnp.ones((4, 3))).shape == (4, 3)
+
+
+def _first_slope_and_second(remade: Any, x: Any, write: bool) -> Any:
+    """Of a function over NumPy's arrays, which are written to before each backward pass."""
+    a, b = (np.linspace(start, 3.0, 6).astype(x.dtype) for start in (1.0, 2.0))
+    run = remade(lambda x, b: jnp.sin(x * a) * b)
+    slope = lambda x: jax.vjp(lambda x: run(x, b), x)[1](jnp.ones_like(x))[0]
+    pulls = jax.vjp(lambda x: run(x, b), x)[1], jax.vjp(slope, x)[1]
+    if write:
+        a[:], b[:] = 100.0, 100.0
+    return [pull(jnp.cos(x))[0] for pull in pulls]
+
+
+@pytest.mark.parametrize(
+    "remade", [gt.checkpoint, gt.frozen, lambda f: gt.chunked(f, 2, (0, None))]
+)
+def test_what_is_written_to_numpys_arrays_later_changes_no_derivative(remade: Any) -> None:
+    x = jnp.linspace(0.0, 1.0, 24).reshape(4, 6)
+    expected = _first_slope_and_second(lambda f: f, x, False)
+    for found, right in zip(_first_slope_and_second(remade, x, True), expected, strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-6)

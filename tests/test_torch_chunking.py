@@ -1243,7 +1243,9 @@ def test_checkpoint_inside_and_around(reentrant):
         if around is None:
             out = plain(f, x)
         else:
-            out = again(gt.chunked(f, CHUNK, retain=2), x) if around else gt.chunked(f, CHUNK)(x)
+            verify = False if inside else None  # buffers that count twice are refused otherwise
+            chunked = gt.chunked(f, CHUNK, retain=2 if around else 1, verify=verify)
+            out = again(chunked, x) if around else chunked(x)
         contrast(out).backward()
         return [out, x.grad, *(p.grad for p in model.parameters())], streams()
 

@@ -614,8 +614,9 @@ ONE_TANGENT = {
     "layer norm": lambda z: nn.functional.layer_norm(z * 3, (4,), W[:, 0], W[:, 1]),
     "layer norm without weight": lambda z: nn.functional.layer_norm(z * 3, (2, 4)),
     "layer norm with a tracked weight": lambda z: nn.functional.layer_norm(z * 3, (4,), z[0]),
+    # contiguous, for PyTorch's backward pass takes a column's neighbours for its entries
     "batch norm": lambda z: nn.functional.batch_norm(
-        z, W[:, 0], W[:, 1].exp(), W[:, 2], W[:, 0], eps=0.1
+        z, W.T[0].clone(), W.T[1].exp().clone(), W.T[2].clone(), W[:, 0], eps=0.1
     ),
     "softmax": lambda z: (3 * z).softmax(0) + torch.softmax(z, 1) * nn.functional.softmax(z, -1),
     "softmax in another dtype": lambda z: torch.softmax(z.float(), 1, torch.float64) * z,

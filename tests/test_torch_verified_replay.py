@@ -1,6 +1,8 @@
 """What is computed again: programs that PyTorch's own checkpoint runs, against the plain call."""
 
 import collections
+import functools
+import itertools
 import time
 import weakref
 
@@ -10,6 +12,7 @@ import torch
 import gradtools.torch as gt
 from gradtools.errors import GradtoolsError
 from gradtools.torch.state import Snapshot
+from gradtools.torch.verifying import Verification
 
 Tensor = torch.Tensor
 
@@ -149,7 +152,13 @@ def _the_time_is_an_output(remade, x, h):
     )(x)[0].sum()
 
 
+def _a_method_of_it_in_c(remade, x, h):
+    times, add = h.matmul, h.T.add
+    return remade(lambda x: add(times(x.T)))(x).cos().sum() + remade(h.matmul)(x.T).sin().sum()
+
+
 CASES = (
+    _a_method_of_it_in_c,
     _in_a_checkpoint_inside,
     _given_to_a_checkpoint_inside,
     _into_a_function_of_custom_code,
@@ -214,3 +223,91 @@ def test_a_subclass_is_computed_again_as_one(cast):
     expected = torch.linspace(0, 1, 3).requires_grad_()
     (expected.sin() * expected).sum().backward()
     torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), expected.grad)
+
+
+def test_a_replay_under_another_vmap_is_no_verification(monkeypatch):
+    ticks, w = itertools.count(1), _numbers(3)
+    f = lambda x: x * w * next(ticks)  # an iterator cannot be put back
+    x = _numbers(2, 3).requires_grad_()
+    keep = Verification.keep
+    with monkeypatch.context() as patched:
+        in_a_batch = lambda self, i, outs, modules, batches: keep(
+            self, i, outs, modules, ((4, ""),)
+        )
+        patched.setattr(Verification, "keep", in_a_batch)
+        gt.chunked(f, 2, retain=0)(x).sum().backward()  # nothing can be compared
+    with pytest.raises(GradtoolsError, match="chunk 0 gives other numbers"):
+        gt.chunked(f, 2, retain=0)(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:chunked. norm is a batch norm")
+def test_who_asks_whether_f_is_replayed_may_count_by_that():
+    norm = torch.nn.BatchNorm1d(3).double()
+    seen = torch.zeros(3)
+    norm.register_buffer("seen", seen)
+
+    def f(x):
+        if not gt.is_replaying():
+            norm.seen += 1
+        return norm(x)
+
+    gt.chunked(f, 2, retain=0)(_numbers(6, 3)).sum().backward()
+    assert seen.tolist() == [3, 3, 3]
+    assert norm.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(0.0, "its graph does not reach w"), (1.0, "through other operations")]
+)
+def test_a_graph_that_reaches_less_is_refused_though_its_numbers_are_the_same(part, said):
+    w, calls = _numbers(3).requires_grad_(), itertools.count()
+
+    def f(x):
+        again = next(calls) >= 2  # out of reach, as in a cache
+        return x * (part * w if part else 1) * (w.detach() if again else w)
+
+    with pytest.raises(GradtoolsError, match=said):
+        gt.chunked(f, 2, retain=0)(_numbers(4, 3)).sum().backward()
+    assert w.grad is None
+
+
+def _plain_closure(step):
+    net, mask = step
+    return lambda x: net(x) * mask
+
+
+def _method_of_a_module(step):
+    return step[0].forward
+
+
+def _partial(step):
+    return functools.partial(lambda net, x: net(x), step[0])
+
+
+@pytest.mark.parametrize("make", [_plain_closure, _method_of_a_module, _partial])
+def test_a_function_that_is_made_anew_is_verified_once(make, monkeypatch):
+    seen, compare, net = [], Verification.compare, torch.nn.Linear(3, 3).double()
+    noted = lambda self, i, *more: seen.append(i) or compare(self, i, *more)
+    monkeypatch.setattr(Verification, "compare", noted)
+    for k in range(3):
+        gt.checkpoint(make((net, _numbers(3, seed=k))))(_numbers(2, 3)).sum().backward()
+    assert len(seen) == 1
+    other = torch.nn.Linear(3, 3).double()
+    gt.checkpoint(make((other, _numbers(3))))(_numbers(2, 3)).sum().backward()
+    assert len(seen) == 2
+
+
+class _Batch:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen])
+def test_an_object_that_was_an_argument_is_let_go_of_with_the_call(remade):
+    net = torch.nn.Linear(3, 3).double()
+    run = remade(lambda z, batch: net(z * batch.x))
+    batch, z = _Batch(_numbers(3)), _numbers(2, 3).requires_grad_()
+    torch.autograd.grad(run(z, batch).sum(), z)
+    held = weakref.ref(batch)
+    del batch
+    assert held() is None

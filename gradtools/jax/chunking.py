@@ -28,7 +28,14 @@ from gradtools.chunking import Chunks, Cut, progress_bar
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.jax import shardings, tracing
 from gradtools.jax.arrays import asarray
-from gradtools.jax.stateful import again, explained, explained_again, refuse_to_repeat, stateful
+from gradtools.jax.stateful import (
+    again,
+    explained,
+    explained_again,
+    owning,
+    refuse_to_repeat,
+    stateful,
+)
 from gradtools.jax.trees import is_inexact
 
 
@@ -238,10 +245,7 @@ class _Steps:
         closed, found = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
         _warn_of_batch_norm(self.chunks.f, closed)
         outs, count = closed.out_avals, len(found[0])
-        # NumPy's arrays are the caller's, who may write to them before the backward pass
-        consts = [jnp.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
-        closed = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
-        step = _Step(closed, jax.tree.structure(found), outs[:count], outs[count:])
+        step = _Step(owning(closed), jax.tree.structure(found), outs[:count], outs[count:])
         if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
             step = self.traced(kind, step.widened(carry))
         self._traced[key] = step

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -83,7 +84,10 @@ class _Traced:
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
-        self.fun, self.closed = fun, jax.make_jaxpr(fun)(*xs)
+        closed = jax.make_jaxpr(fun)(*xs)
+        # NumPy's arrays are the caller's, who may write to them before the second derivative
+        consts = [np.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        self.fun, self.closed = fun, jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
         self.avals = [_strong(aval) for aval in self.closed.in_avals]
 
     def __call__(self, *xs: Array) -> list[Array]:

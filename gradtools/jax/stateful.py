@@ -21,6 +21,9 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
 
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, said_by
@@ -54,21 +57,38 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """f, computed again in the backward pass; its modules stand afterwards as after one call."""
     held = stateful("checkpoint", f, (args, kwargs))
     if held is None:
-        try:
-            with explained_again("checkpoint"):
-                return again(f)(*args, **kwargs)
-        except KeyError:
-            refuse_to_repeat("checkpoint", jax.make_jaxpr(f)(*args, **kwargs))
-            raise
+        return _run_again(f, args, kwargs)
 
     def run(state: list[Array], args: Any, kwargs: Any) -> Any:
         held.now = [jax.lax.stop_gradient(x) for x in state]
         return held(*args, **kwargs), held.after
 
-    with explained_again("checkpoint"):
-        out, after = again(run)(held.leaves, args, kwargs)
+    out, after = _run_again(run, (held.leaves, args, kwargs), {})
     held.write(after)
     return out
+
+
+def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """f once, computed again in the backward pass from arrays that nobody writes to."""
+    with explained_again("checkpoint"):
+        args, kwargs = jax.tree.map(_own, (args, kwargs))
+        closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
+        closed = owning(closed)
+        refuse_to_repeat("checkpoint", closed)
+        run = again(lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
+        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves((args, kwargs))))
+
+
+def owning(closed: Any) -> Any:
+    """A program with arrays of its own in the place of NumPy's that it captured.
+
+    They are the caller's, who may write to them before the backward pass.
+    """
+    return jax.extend.core.ClosedJaxpr(closed.jaxpr, [_own(c) for c in closed.consts])
+
+
+def _own(x: Any) -> Any:
+    return jnp.array(x) if isinstance(x, np.ndarray) else x
 
 
 def refuse_to_repeat(asked: str, closed: Any) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.containers import Containers, OpenedTree
+from gradtools.jax import shardings
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -41,8 +42,6 @@ def _is_array(x: Any) -> bool:
 
 
 _CONTAINERS = Containers(jax.tree.flatten, jax.tree.unflatten, _leaf_paths, _is_array)
-
-from gradtools.jax import shardings
 
 
 def is_inexact(x: Any) -> bool:

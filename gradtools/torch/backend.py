@@ -245,7 +245,7 @@ class TorchBackend:
 
     run_chunks = staticmethod(chunking.run_chunks)
     sum_chunks = staticmethod(chunking.sum_chunks)
-    is_replaying = staticmethod(watching.is_replaying)
+    is_replaying = staticmethod(watching.asks_is_replaying)
     gather = staticmethod(gathering.gather)
     frozen_uses = staticmethod(frozen.Uses)
     run_frozen = staticmethod(frozen.run_frozen)

@@ -17,7 +17,8 @@ from torch._C._functorch import TransformType
 from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
-from gradtools.torch.programs import Forward, Rows, Sums, flattened, node_of, pieces_of, untracked
+from gradtools.torch.programs import Forward, Rows, flattened, node_of, pieces_of, untracked
+from gradtools.torch.summing import Sums
 from gradtools.torch.watching import is_plain, is_replaying, marked
 from gradtools.torch.wrappers import is_dual, unwrapped
 

@@ -38,6 +38,7 @@ _IN_PYTHON = (
     "gradtools.torch.programs",
     "gradtools.torch.watching",
     "gradtools.torch.state",
+    "gradtools.torch.summing",
     "gradtools.torch.verifying",
 )
 

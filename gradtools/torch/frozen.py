@@ -9,6 +9,7 @@ asked for that.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 import weakref
@@ -34,7 +35,7 @@ from gradtools.torch.programs import (
     Forward,
     Pushed,
     Rows,
-    Sums,
+    _primal,
     alias_of,
     flattened,
     node_of,
@@ -44,6 +45,7 @@ from gradtools.torch.programs import (
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
+from gradtools.torch.summing import Sums
 from gradtools.torch.watching import bytes_saved, is_plain, marked, own_wrapper
 from gradtools.torch.wrappers import is_dual, is_inexact
 from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
@@ -109,7 +111,7 @@ class _Use(Forward):
         self.constants: list[Tensor] = self.leaves
         self.leaves = []
         if not beneath:
-            uses.state = self.start
+            uses.state = self.start if self.start.reached.lasts else None
 
     def _check_modules(self) -> None:
         """A module sees whole arguments, as in a plain call, and its parameters are constants."""
@@ -184,6 +186,9 @@ class _Use(Forward):
         if not (torch.is_grad_enabled() or any(map(is_dual, (*cts, *zs)))):
             return [*flattened(known[0]), *known[1]]
         back.arguments = zs
+        if self.verification is not None:
+            first = [None if g is None else g.detach() for g in known[1]]  # in no graph of its own
+            back.pulled_first = [(g, 0 if g is None else g._version) for g in first]
         asked = _Asked.apply(back, tuple(cts), *zs)
         _, grads = node_of(back, rows, asked, known)
         return self.guarded(grads)
@@ -313,6 +318,7 @@ class _FrozenBackward(Backward):
     arguments: list[Any] | None = None
     graph: tuple[list[Any], list[Any], list[Any]] | None = None  # within the budget
     is_linear = False  # seen to be so, where hooks might make it another map
+    pulled_first: Sequence[tuple[Any, int]] = ()  # the first pullback's result, to compare
 
     def batched(self, size: int, on: list[list[bool]], randomness: str, whole: bool) -> Any:
         found, wanted = super().batched(size, on, randomness, whole)
@@ -389,9 +395,48 @@ class _FrozenBackward(Backward):
         given = [[], [u is not None for u in us]]
         pushed = use.push([0], count, given, [[]], [*zs, *(u for u in us if u is not None)])
         along = [dy for dy, t in zip(pushed, self.there[0], strict=False) if t]
+        if self.pulled_first and use.shows_numbers():
+            self._compare_transposes(us, along, cts)
         if self.arguments is not None:
             return [*along, *us]  # `_Asked` makes of us what is asked
         return [*along, *_along_arguments(self, zs, us, cts)]
+
+    def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:
+        """Raises if the pushforward is not the transposed of the pullback: <u, J^H v> = <Ju, v>.
+
+        What G changes only while it runs, and puts back, is another thing in a backward pass.
+        """
+        stand = all(g is None or g._version == version for g, version in self.pulled_first)
+        given = [x for x in (*us, *along, *cts) if x is not None]
+        if not stand or any(x.layout is not torch.strided for x in given):
+            return
+        with torch.no_grad():
+            pulled, width = _product(us, [g for g, _ in self.pulled_first])
+            pushed, other = _product(along, cts)
+        use: Any = self.of
+        casts = any(kind.startswith("ToCopyBackward") for kind in use.verification.kinds[0])
+        dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
+        off = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5 * max(width, other)
+        if math.isfinite(off) and abs(pulled - pushed) > off:
+            raise GradtoolsError(
+                "frozen: G's pullback belongs to another function than G computed again: "
+                f"<u, J^H v> is {pulled:.6g} and <J u, v> is {pushed:.6g}. G reads something that "
+                "it changes through .data and puts back, or that is not what it was: compute with "
+                "a changed copy instead. Or a derivative in G is wrong: a rule of your own, or "
+                "PyTorch's (that of batch norm on the CPU where weights are not contiguous)."
+            )
+
+
+def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
+    """The real inner product of two lists of tensors, and the product of their norms."""
+    total, a, b = 0.0, 0.0, 0.0
+    for x, y in zip(xs, ys, strict=True):
+        if x is not None and y is not None:
+            x, y = (_primal(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
+            x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
+            x, y = x.reshape(-1), y.reshape(-1)
+            total, a, b = total + float(x @ y), a + float(x @ x), b + float(y @ y)
+    return total, (a * b) ** 0.5
 
 
 def _is_users(function: Any) -> bool:

@@ -120,7 +120,7 @@ class Modes:
             _casts(sorted({"cpu", *kinds} - {"meta"})),
             torch.is_autocast_cache_enabled(),
             torch.is_grad_enabled(),
-            _default_device(),
+            default_device(),
         )
 
     def by_other_kernels(self) -> Modes:
@@ -167,7 +167,7 @@ class Modes:
         """What is entered and left besides, which mostly is nothing."""
         casts = _casts([kind for kind, _, _ in self.autocast])
         cast_as_here = casts == self.autocast and not any(on for _, on, _ in casts)
-        device_as_here = _default_device() == self.device
+        device_as_here = default_device() == self.device
         if cast_as_here and device_as_here and not torch.is_inference_mode_enabled():
             return nullcontext()
         return self._entered(not device_as_here, not cast_as_here)
@@ -187,7 +187,7 @@ class Modes:
             yield
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
     """PyTorch's, which imports and searches at every call even where nothing was set."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     if context is None and torch._C._len_torch_function_stack() == 0:

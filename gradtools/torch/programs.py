@@ -28,11 +28,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
 from gradtools.torch.customcode import gated_calls
-from gradtools.torch.modes import Modes, without_cached_weights
+from gradtools.torch.modes import Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import apply_rule, reverse_only_at
 from gradtools.torch.state import Snapshot
+from gradtools.torch.summing import Sums, adding_leaves
 from gradtools.torch.terms import guarded_gradients
 from gradtools.torch.verifying import Verification, hook_count, kinds_of, register_own_hook
 from gradtools.torch.watching import (
@@ -44,6 +45,7 @@ from gradtools.torch.watching import (
     check_cached,
     check_modules,
     edge_error,
+    has_asked,
     is_recorded,
     is_replaying,
     is_wrapped,
@@ -58,7 +60,6 @@ from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 Tensor = torch.Tensor
 Entries = Sequence[Any]  # tensors, or None
 Rows = list[list[Any]]  # one for each chunk
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class Program:
@@ -143,6 +144,7 @@ class Forward(Program):
         self.verification = Verification.of(self, chunks.options.verify)
         self.is_again = False  # whether chunks are computed again
         self.standing = self.start  # then: what stands for everyone else
+        self.ends: dict[int, tuple[dict[str, int], list[int]]] = {}  # see `_check_end`
         self.hooked = False  # whether hooks on gradients were set in f
         self.versions: list[tuple[Tensor, int, str]] = []
         self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
@@ -231,6 +233,8 @@ class Forward(Program):
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry]
+        if self.is_again:
+            self._check_end(i + 1)
         if self.is_again and i + 1 < self.count:
             self.drawn = self.start.streams.again()
         return outs, []
@@ -309,12 +313,15 @@ class Forward(Program):
         began: list[int] = []
         for i in steps(self.chunks, self.count):
             began.append(_get_sequence_nr())
+            if i and i == self.count - kept:
+                self._note_end(i)
             xs = enter(rows[i])
             if grad and kept and self.asked == "chunked":
                 _refuse_others(self.reading, *xs, *(own if i == 0 else ()))
             measured = i == 0 and kept > 0 and budget is not None
             with bytes_saved(self) if measured else nullcontext([0]) as size:
                 outs = self._one_keeping_originals(i, xs, own)
+            self._check_modes()
             if measured and budget is not None:
                 kept = min(budget // max(size[0], 1), self.count)
             if grad:
@@ -335,7 +342,57 @@ class Forward(Program):
         if grad and self.captured:
             self._let_go_of_unused(own[len(self.moving_shared) :])
         self.start = self.start.without_unused_streams()
+        self._note_end(self.count)
         return found
+
+    def _check_modes(self) -> None:
+        """Raises if f leaves a mode switched, in which the next chunk would run."""
+        grad, device = torch.is_grad_enabled() != self.modes.grad, default_device()
+        grad = grad and self.asked != "frozen"  # whose use is one call
+        if grad or device != self.modes.device:
+            what = "whether gradients are taken" if grad else f"the default device (to {device})"
+            how = "torch.no_grad()" if grad else "torch.device(...)"
+            raise GradtoolsError(
+                f"{self.asked}: f switches {what} and leaves it so. Switch it before the call, or "
+                f"inside of f by `with {how}:`."
+            )
+
+    def _note_end(self, count: int) -> None:
+        """Where streams and buffers stand when so many chunks have run first."""
+        if self._verifies and not self.beneath:
+            self.ends[count] = self.start.streams.marks(), self.start.reached.contents_versions()
+
+    @property
+    def _verifies(self) -> bool:
+        return self.chunks.options.verify is not False
+
+    def _check_end(self, count: int) -> None:
+        """Raises if they stand elsewhere when so many chunks have run again.
+
+        f then draws more or less than it did, or another thread draws, or calls f's modules.
+        """
+        if count not in self.ends or self.batches:
+            return
+        marks, versions = self.ends[count]
+        streams = self.start.streams.marks()
+        moved = [stream for stream, stands in streams.items() if stands != marks[stream]]
+        if moved:
+            raise GradtoolsError(
+                f"{self.asked}: {moved[0]} stands elsewhere after f was computed again than after "
+                "it was computed first. f draws from it only once (what it keeps in a cache, say), "
+                "or another thread draws from it meanwhile, whose numbers would come twice: give "
+                "that thread a generator of its own."
+            )
+        now = self.start.reached.contents_versions()
+        if self.compares_bits and now != versions and not has_asked():
+            k = next(k for k, (a, b) in enumerate(zip(now, versions, strict=True)) if a != b)
+            name = self.start.name_of(lambda x: x is self.start.reached.owned[k]) or "a buffer"
+            raise GradtoolsError(
+                f"{self.asked}: {name} is not changed as often when f is computed again as when it "
+                "was computed first. f changes it by a way of its own each time, or another "
+                "thread calls the same module meanwhile, whose changes would be lost: let one "
+                "wait for the other."
+            )
 
     def _let_go_of_kept(self) -> None:
         """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
@@ -521,7 +578,16 @@ class Forward(Program):
         What hooks on gradients do then is not done again, and stays.
         """
         if not (self.is_again and self.hooked):
+            reached = self.start.reached
+            before = reached.contents_versions() if self.compares_bits else []
             yield
+            if before and reached.contents_versions() != before and self._verifies:
+                raise GradtoolsError(
+                    f"{self.asked}: a module's buffers change in the backward pass of a chunk: "
+                    "torch.utils.checkpoint inside of f computes it once more, and by itself would "
+                    "count twice. Use gradtools' checkpoint in its place, which counts once; so "
+                    "does verify=False here."
+                )
             return
         state = self.start.now()
         self.standing.restore()
@@ -581,6 +647,7 @@ class _Derived(Program):
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
         self.vectors_only: tuple[bool, ...] = ()
+        self.sums: Sums | None = None  # while it is evaluated, chunk after chunk
 
     @property
     def forward(self) -> Forward:
@@ -652,13 +719,21 @@ class _Derived(Program):
             had = self.from_retained(rows, shared, found, sums)
             again = [i for i in range(count) if self.needs(i) and i not in had]
             if again:
-                with self.forward.replaying():
+                self.sums = None if self.forward.beneath else sums
+                with self._summing(), self.forward.replaying():
                     for i in steps(self.forward.chunks, again[-1] + 1):
                         if i in again:
                             self._add(found, sums, i, rows[i], shared)
                         else:
                             self.pass_by(i, rows[i], shared)
         return found, sums.total or self.nothing_summed()
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.sums = None
 
     def _add(self, found: Rows, sums: Sums, i: int, xs: Entries, shared: Entries) -> None:
         found[i], terms = self.one(i, xs, shared)
@@ -705,9 +780,16 @@ class Backward(_Derived):
         xs, shared, cts, shared_cts = self.split(i, xs, shared)
         inputs, ys, terms = self._within(i, xs, shared)
         cts += shared_cts if terms else []
-        own = len(xs) + len(shared)
-        with self.forward.going_back(), self.explained():
-            grads = self.pulled([*ys, *terms], inputs, cts, own, create, create)
+        own, outs = len(xs) + len(shared), [*ys, *terms]
+        adding: AbstractContextManager[Any] = nullcontext()
+        single = not (create or self.forward.batches or any(self.vectors_only))
+        if single and self.sums is not None and self.sums.has_any:
+            adding = adding_leaves(self.sums, len(shared), self.leaves, outs)
+        with self.forward.going_back(), self.explained(), adding as added:
+            roots, taken = added or (outs, ())
+            grads = self.pulled(roots, inputs, cts, own, create, create)
+        for k in taken:
+            grads[own + k] = None
         return grads[: len(xs)], grads[len(xs) :]
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
@@ -807,40 +889,6 @@ def pulled_back(
 def _dummy(y: Any) -> Tensor | None:
     tracked = isinstance(y, Tensor) and y.requires_grad
     return torch.zeros_like(y, requires_grad=True) if tracked else None
-
-
-class Sums:
-    """Terms that add up, narrow ones in float32, in place where nobody else sees it."""
-
-    def __init__(self) -> None:
-        self._sums: list[Any] = []
-        self._dtypes: list[Any] = []
-        self._owned: list[bool] = []
-
-    def add(self, terms: Sequence[Any]) -> None:
-        """One more of each; None is zero."""
-        if not self._sums:
-            self._sums, self._dtypes = [None] * len(terms), [None] * len(terms)
-            self._owned = [False] * len(terms)
-        for k, term in enumerate(terms):
-            if term is not None:
-                self._add(k, term)
-
-    def _add(self, k: int, term: Tensor) -> None:
-        total = self._sums[k]
-        if total is None:
-            self._sums[k], self._dtypes[k] = term, term.dtype
-        elif self._owned[k] and not (total.requires_grad or term.requires_grad):
-            total += term
-        else:
-            wide = total.float() if total.dtype in _NARROW else total
-            self._sums[k], self._owned[k] = wide + term, True
-
-    @property
-    def total(self) -> list[Any]:
-        """The sums, in the terms' dtypes."""
-        pairs = zip(self._sums, self._dtypes, strict=True)
-        return [s if s is None or s.dtype == dtype else s.to(dtype) for s, dtype in pairs]
 
 
 # --- a program as one node of autograd's graph --------------------------------------------

@@ -81,6 +81,15 @@ class Randomness:
         # With no number left over from before, whatever is drawn moves these.
         return bool(known == _numpy_memory(bits).raw)
 
+    def marks(self) -> dict[str, int]:
+        """Where the generators stand, by their names: equal where they stand alike."""
+        found = {f"PyTorch's random stream on {d}": hash(_state(d)[1]) for d in self.states}
+        if self.python is not None:
+            found["Python's random stream"] = hash(random.getstate())
+        if self.numpy is not None:
+            found["NumPy's random stream"] = hash(_bits_of(numpy_state(legacy=False)))
+        return found
+
     def restore(self) -> None:
         """Puts the generators where they stood."""
         for device, (state, _) in self.states.items():
@@ -163,6 +172,13 @@ def _numpy_state() -> Any:
         return state, b""
     inner = state["state"]
     return state, inner["key"].tobytes() + inner["pos"].to_bytes(4, sys.byteorder)
+
+
+def _bits_of(state: Any) -> Any:
+    """A state of a NumPy generator, a dict of arrays and numbers, as what has a hash."""
+    if isinstance(state, dict):
+        return tuple([_bits_of(x) for x in state.values()])
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _same_numpy(a: Any, b: Any) -> bool:

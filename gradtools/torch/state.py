@@ -23,6 +23,7 @@ from functools import cache, cached_property, partial
 from itertools import chain
 from operator import attrgetter, getitem, is_
 from types import (
+    BuiltinMethodType,
     CellType,
     CodeType,
     FunctionType,
@@ -283,6 +284,10 @@ class Reached:
         """The versions of the watched tensors, as they are now."""
         return [x._version for x, _ in self.watched]
 
+    def contents_versions(self) -> list[int]:
+        """Those of the tensors whose contents count."""
+        return [0 if x.is_inference() else x._version for x in self.owned]
+
     def holders(self) -> list[Any]:
         """The objects to begin from, so that all that was taken is taken again."""
         held: list[Any] = [*self.roots]
@@ -292,8 +297,12 @@ class Reached:
 
     @cached_property
     def lasts(self) -> bool:
-        """Whether the next call may find the same; else it is let go of, with the graphs in it."""
-        return all(x.grad_fn is None for x, _ in self.watched)
+        """Whether the next call may find the same; else it is let go of, with the graphs in it.
+
+        So are objects that were arguments, a batch of a class of its own for one.
+        """
+        again = all(isinstance(x, torch.nn.Module) for x in self.roots[1:])
+        return again and all(x.grad_fn is None for x, _ in self.watched)
 
     @cached_property
     def _parts(self) -> tuple[Any, ...]:
@@ -462,6 +471,8 @@ class _Walk:
             self._attributes(x, name, owned)
         elif isinstance(x, FunctionType):
             self._function(x, owned)
+        elif isinstance(x, BuiltinMethodType) and isinstance(x.__self__, Tensor):
+            self.visit(x.__self__, name, owned)  # a method of a tensor's, as `h.matmul` is
         elif isinstance(x, MethodType):
             self.visit(x.__func__, name, owned)
             self.visit(x.__self__, name, owned)
@@ -573,7 +584,7 @@ class _Walk:
             self.visit(value, key, owned)
         self.visit(x.__defaults__, f"{x.__name__}'s default", owned)
         self.visit(x.__kwdefaults__, f"{x.__name__}'s default", owned)
-        if (x.__module__ or "").partition(".")[0] in _FOREIGN:
+        if (x.__module__ or "").partition(".")[0] in (*_FOREIGN, "gradtools"):
             return
         self._attributes(x, x.__name__, owned)
         self._names.update(_names(x.__code__))

@@ -15,6 +15,8 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import trees
 from gradtools.torch.compiling import nodes_of
+from gradtools.torch.state import _contents_of
 from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
 
@@ -40,6 +43,7 @@ _KEEPS = (
 )
 _OWN_HOOKS = [0]  # how many were set, for whoever counts the user's
 _WAYS = 256  # of one function that are remembered, where each batch has another shape
+_DEPTH = 3  # of functions that functions close over, by which they are known
 _SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
 
 
@@ -52,7 +56,7 @@ class Verification:
 
     def __init__(self, forward: Forward, way: Any, exact: bool) -> None:
         self.asked, self.reached = forward.asked, forward.start.reached
-        self.way, self.exact, self.f = way, exact, forward.chunks.f
+        self.way, self.exact = way, exact
         self.is_compiled = _is_compiled(forward)  # and would be compiled anew for a hook
         self.places: dict[int, list[int]] = {}  # among a chunk's outputs, of what is compared
         self.outs: dict[int, list[Figures]] = {}
@@ -60,6 +64,7 @@ class Verification:
         self.leaves: dict[int, dict[int, Tensor]] = {}
         self.kinds: dict[int, Counter[str]] = {}  # of the nodes of each chunk's graph
         self.batches: Any = ()
+        self.compared = False  # whether anything was
 
     @classmethod
     def of(cls, forward: Forward, exact: bool | None) -> Verification | None:
@@ -68,19 +73,21 @@ class Verification:
             return None
         if exact:
             return cls(forward, None, forward.compares_bits)
-        way, known = _way(forward), _verified(forward.chunks.f)
+        f, parts = _looks(forward.chunks.f)
+        way, known = (*_way(forward), parts), _verified(f)
         if known.get(way, _none)() is not None:
             return None
         if len(known) >= _WAYS:
             known.clear()
-        found = cls(forward, way, False)
+        found = cls(forward, (f, way), False)
         known[way] = weakref.ref(found)  # while it waits for its backward pass, none else needs to
         return found
 
     def done(self) -> None:
         """Notes that a backward pass in this way was seen to be right."""
-        if self.way is not None:
-            _verified(self.f)[self.way] = _seen
+        if self.way is not None and self.compared:
+            f, way = self.way
+            _verified(f)[way] = _seen
 
     @contextmanager
     def watching(self, i: int) -> Iterator[list[tuple[torch.nn.Module, list[Figures]]]]:
@@ -116,7 +123,9 @@ class Verification:
         """
         if batches != self.batches:
             return  # a batch is computed where one was alone before
-        if not self._same(self.outs[i], self._figures([outs[k] for k in self.places[i]])):
+        found = self._figures([outs[k] for k in self.places[i]])
+        self.compared |= list(map(len, found)) == list(map(len, self.outs[i]))
+        if not self._same(self.outs[i], found):
             raise self._other(i, self._where(i, modules))
         if self.exact and not self._same_modules(self.modules[i], modules):
             raise self._other(i, self._where(i, modules))
@@ -221,10 +230,10 @@ def _differentiated(outs: Sequence[Any]) -> list[int]:
     return found or list(range(len(outs)))
 
 
-def register_own_hook(x: Tensor, hook: Callable[[Tensor], None]) -> None:
+def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """As x.register_hook, that is not counted."""
-    x.register_hook(hook)
     _OWN_HOOKS[0] += 1
+    return x.register_hook(hook)
 
 
 def hook_count() -> int:
@@ -258,6 +267,61 @@ def _way(forward: Forward) -> Any:
     training = tuple([m.training for m, _ in forward.start.reached.modules.values()])
     modes = forward.modes
     return forward.asked, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
+
+
+class _Same:
+    """An object, equal to itself alone, which is not kept alive."""
+
+    def __init__(self, x: Any) -> None:
+        self.of, self.number = weakref.ref(x), id(x)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.of() is other.of() is not None
+
+
+def _looks(f: Any) -> tuple[Any, Any]:
+    """Whom it is remembered for that f is right, and what of f must be the same.
+
+    A function that is made anew at each step, a lambda or a method, is known by its code and by
+    what it closes over: of tensors, numbers and containers the kind, of all else the very object.
+    """
+    if isinstance(f, MethodType):
+        of, parts = _looks(f.__func__)
+        return of, (parts, _part(f.__self__, 0))
+    if isinstance(f, partial):
+        of, parts = _looks(f.func)
+        given = (*f.args, *f.keywords.values())
+        return of, (parts, tuple(f.keywords), *[_part(x, 0) for x in given])
+    if type(f) is not FunctionType:
+        return f, None
+    return f.__code__, _parts(f, 0)
+
+
+def _parts(f: FunctionType, depth: int) -> tuple[Any, ...]:
+    cells = [_contents_of(cell) for cell in f.__closure__ or ()]
+    held = (*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
+    return (id(f.__globals__), *[_part(x, depth + 1) for x in held])
+
+
+def _part(x: Any, depth: int) -> Any:
+    kind = type(x)
+    if kind in (bool, str, type(None)):
+        return x
+    if isinstance(x, Tensor):
+        return kind, x.shape, x.dtype, x.requires_grad
+    if depth < _DEPTH and kind is FunctionType:
+        return x.__code__, _parts(x, depth)
+    if depth < _DEPTH and kind is MethodType:
+        return _part(x.__func__, depth + 1), _part(x.__self__, depth + 1)
+    if kind in (int, float, complex, list, dict, tuple, set):
+        return kind
+    try:
+        return _Same(x)
+    except TypeError:  # it cannot be referred to weakly
+        return kind
 
 
 def _verified(f: Callable[..., Any]) -> dict[Any, Callable[[], Any]]:

@@ -57,6 +57,19 @@ def is_replaying() -> bool:
 def set_replaying(on: bool) -> None:
     """Notes whether this thread does so."""
     _here.replaying = on
+    if on:
+        _here.asked = False
+
+
+def asks_is_replaying() -> bool:
+    """As `is_replaying`, where the user's code asks, which then may do something else."""
+    _here.asked = True
+    return is_replaying()
+
+
+def has_asked() -> bool:
+    """Whether the user's code has asked since this thread began to compute a chunk again."""
+    return getattr(_here, "asked", False)
 
 
 @contextmanager

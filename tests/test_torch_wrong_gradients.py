@@ -33,6 +33,26 @@ def _weighed(x):
     return ((x - 2) * torch.stack(rows)).sum()
 
 
+POINTS = torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]], dtype=torch.float64)
+TURNED = torch.tensor([[0.3, -0.2, 0.5], [1.0, 0.4, -0.7]], dtype=torch.float64)
+SCALE, VARIANCE = torch.tensor([[1.0, 0.5], [2.0, 1.5], [3.0, 0.7]], dtype=torch.float64).T
+
+
+def _normalised(x):
+    """By running statistics of which the scale is every other number in memory."""
+    mean = torch.zeros(3, dtype=torch.float64)
+    return (F.batch_norm(x**2, mean, VARIANCE, SCALE, eps=0.0) * x).sum()
+
+
+def _standardised(x):
+    return (F.batch_norm(x**2, None, None, SCALE, training=True, eps=0.25) * x).sum()
+
+
+def _standardised_by_hand(x):
+    y = x**2
+    return ((y - y.mean(0)) / (y.var(0, correction=0) + 0.25).sqrt() * SCALE * x).sum()
+
+
 # By name: what PyTorch has wrong, the same by plain operations, a point and a direction.
 PROGRAMS = {
     "ldexp": (lambda x: (torch.ldexp(x, EXPONENTS) ** 2).sum(), _scaled, X, T),
@@ -44,6 +64,13 @@ PROGRAMS = {
         X,
         T,
     ),
+    "batch_norm": (
+        _normalised,
+        lambda x: (x**3 / VARIANCE.sqrt() * SCALE).sum(),
+        POINTS,
+        TURNED,
+    ),
+    "batch_norm in training": (_standardised, _standardised_by_hand, POINTS, TURNED),
 }
 
 

@@ -217,9 +217,10 @@ compiled before gradtools differentiates it.
 version 0.10, as that of a real sign (no report was found), so that a gradient through it lacks a
 term. gradtools refuses a derivative that goes through one, wherever it sees the jaxpr: in all
 operators where the arguments are complex; where real ones become complex on the way, in `grad`,
-`value_and_grad`, `hvp`, `hessian`, and `jacobian` of no given mode. Of real arguments `jvp`, `vjp`,
-`linearize` and `grad` with `disconnected_inputs="zeros"` do not see it, nor does what stands in a
-rule or a `frozen` function of yours: there it is JAX's number. Write `z / jnp.abs(z)`.
+`value_and_grad`, `hessian`, and `hvp` and `jacobian` of no given mode. Of real arguments `jvp`,
+`vjp`, `linearize`, the two of a given mode, and `grad` with `disconnected_inputs="zeros"` do not
+see it, nor does what stands in a rule or a `frozen` function of yours: there it is JAX's
+number. Write `z / jnp.abs(z)`.
 
 **betaln** of two equal arguments has a wrong second derivative (jax#34353): whether they are equal
 is not known while a program is traced, so it is JAX's number in gradtools too.

@@ -102,6 +102,26 @@ def _layer_norm(node: Any, given: Given, cts: Given) -> Any:
     return None if bias is None else (*others, cts[0].sum_to_size(bias.shape))
 
 
+def _batch_norm(node: Any, given: Given, cts: Given) -> Any:
+    """The kernel's own gradient at compact copies of what it reads as if it were compact."""
+    wanted = [g is not None for g in given]
+    found = torch.ops.aten.native_batch_norm_backward(
+        cts[0],
+        node._saved_input,
+        *[None if x is None else x.contiguous() for x in _statistics(node)],
+        node._saved_result1,
+        node._saved_result2,
+        node._saved_training,
+        node._saved_eps,
+        wanted,
+    )
+    return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
+
+
+def _statistics(node: Any) -> tuple[Any, Any, Any]:
+    return node._saved_weight, node._saved_running_mean, node._saved_running_var
+
+
 WRONG_GRADIENTS = (
     WrongGradient(
         "ldexp",
@@ -143,6 +163,17 @@ WRONG_GRADIENTS = (
         lambda node: True,
         "(torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 0, 2]]), x[0] ** 2, (3, 3))"
         ".to_dense() ** 2).sum()",
+    ),
+    WrongGradient(
+        "nn.functional.batch_norm",
+        "NativeBatchNormBackward0",
+        GRADIENT,
+        "another number",
+        "",
+        _batch_norm,
+        lambda node: not all(x is None or x.is_contiguous() for x in _statistics(node)),
+        "torch.nn.functional.batch_norm(x**2, None, None, torch.arange(6).to(x)[::2], None, True)"
+        ".mul(x).sum()",
     ),
     WrongGradient(
         "nn.functional.layer_norm",

@@ -28,7 +28,7 @@ def show(gt, backend):
             *map(gt.asarray, (W, I, b))
         )
     )
-    gO = gt.to_numpy(gt.grad(loss)(gt.asarray(W @ I + b), gt.asarray(wanted)))
+    gO = gt.to_numpy(gt.grad(loss)(gt.asarray(affine(W, I, b)), gt.asarray(wanted)))
     for name, mine, theirs in [
         ("dL/dI = W^H dL/dO", W.conj().T @ gO, gI),
         ("dL/dW = dL/dO I^H", gO @ I.conj().T, gW),

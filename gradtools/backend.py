@@ -299,6 +299,8 @@ class Backend(Protocol):
 class Operators:
     """Public operators, bound to one backend."""
 
+    never_changes = True  # what f holds of them is no state that a second run of f would meet
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 

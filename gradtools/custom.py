@@ -389,7 +389,7 @@ def _static_names(given: Any) -> tuple[str, ...]:
 
 def _signature(fun: Any) -> inspect.Signature | None:
     """None for what takes its arguments by position: a builtin, one of NumPy's ufuncs."""
-    if isinstance(fun, np.ufunc):
+    if isinstance(inspect.unwrap(fun), np.ufunc):
         return None
     try:
         found = inspect.signature(fun)

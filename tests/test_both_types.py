@@ -32,7 +32,7 @@ def mypy(files: list[Path], cache: Path) -> Findings:
     options += ["--config-file=", "--no-error-summary", f"--cache-dir={cache}"]
     said = _said([sys.executable, "-m", "mypy", *options, *map(str, files)])
     found = re.findall(r"^(.+?):(\d+): error: (.*)$", said, re.MULTILINE)
-    return {(Path(file).resolve(), int(line), text) for file, line, text in found}
+    return {((HERE / file).resolve(), int(line), text) for file, line, text in found}
 
 
 def pyright(files: list[Path], cache: Path) -> Findings:
@@ -40,7 +40,7 @@ def pyright(files: list[Path], cache: Path) -> Findings:
     options = ["--outputjson", "--pythonpath", sys.executable]
     said = json.loads(_said([sys.executable, "-m", "pyright", *options, *map(str, files)]))
     return {
-        (Path(one["file"]).resolve(), one["range"]["start"]["line"] + 1, one["message"])
+        ((HERE / one["file"]).resolve(), one["range"]["start"]["line"] + 1, one["message"])
         for one in said["generalDiagnostics"]
         if one["severity"] == "error"
     }

@@ -572,3 +572,9 @@ def test_check_rule_names_a_residual_whose_derivative_is_lost(gt, backend_name):
     f.defvjp(fwd, lambda r, ct: (ct * (r[0] + r[1]) / 2,))
     with pytest.raises(GradtoolsError, match=r"residual \[0\]"):
         check_rule(f, (X,), backend_name)
+
+
+def test_a_rule_of_a_host_function_of_a_ufunc_takes_its_arguments_by_position(gt, x):
+    f = gt.custom_rule(gt.host_function(np.sin))
+    f.defvjp(lambda x: (f(x), x), lambda x, c: (c * gt.xp.cos(x),))
+    same(gradients(gt, f, x)[0], np.cos(X))

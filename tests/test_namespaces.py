@@ -120,6 +120,7 @@ ALONE = {
     ("jax", "homogeneous.py"): "what a jaxpr proves of a rule; PyTorch computes it",
     ("torch", "checking.py"): "what an author promises, told by numbers; JAX reads the jaxpr",
     ("torch", "direct.py"): "eager calls without more ado; JAX's are traced",
+    ("torch", "summing.py"): "gradients of chunks are added as they come; JAX does it in a scan",
     ("torch", "transposing.py"): "the transpose of a map; JAX has linear_transpose",
     ("torch", "wrappers.py"): "what torch.func wraps around a tensor; JAX has tracers",
     ("torch", "compiling.py"): "jit needs no care; dynamo does",

@@ -416,7 +416,9 @@ class _FrozenBackward(Backward):
         use: Any = self.of
         casts = any(kind.startswith("ToCopyBackward") for kind in use.verification.kinds[0])
         dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
-        off = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5 * max(width, other)
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        noise = 64 * eps * (_product(us, us)[0] * _product(cts, cts)[0]) ** 0.5
+        off = eps**0.5 * max(width, other) + noise
         if math.isfinite(off) and abs(pulled - pushed) > off:
             raise GradtoolsError(
                 "frozen: G's pullback belongs to another function than G computed again: "

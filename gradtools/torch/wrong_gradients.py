@@ -57,6 +57,11 @@ def _ldexp(node: Any, given: Given, cts: Given) -> Any:
     return ((cts[0] * scale).sum_to_size(x.shape).to(x.dtype), *others)
 
 
+def _by_integers(node: Any) -> bool:
+    other = node._saved_other  # None where nothing needs it
+    return other is not None and not (other.is_floating_point() or other.is_complex())
+
+
 def _silu(node: Any, given: Given, cts: Given) -> Any:
     x = node._saved_self
     s = torch.sigmoid(x)
@@ -130,7 +135,7 @@ WRONG_GRADIENTS = (
         "zero",
         "torch#186556",
         _ldexp,
-        lambda node: not (node._saved_other.is_floating_point() or node._saved_other.is_complex()),
+        _by_integers,
         "torch.ldexp(x, torch.tensor([-1, -1, -2])).sum()",
     ),
     WrongGradient(

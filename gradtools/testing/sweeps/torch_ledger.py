@@ -195,6 +195,12 @@ CONVENTIONS = (
         "several entries are written to one place: which one stays is not determined",
     ),
     *_lines(
+        ("nn.functional.max_unpool?d", "as_strided_scatter"),
+        ("frozen, second order",),
+        REFUSED,
+        "the same: reverse mode is not the transpose of forward mode, and frozen compares them",
+    ),
+    *_lines(
         ("nn.functional.max_unpool1d", "nn.functional.max_unpool2d"),
         ("*",),
         DIFFERS,

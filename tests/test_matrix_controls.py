@@ -460,8 +460,7 @@ def buffers_are_counted_once(gt, backend):
         try:
             loss.backward()
         except GradtoolsError as error:
-            assert "num_batches_tracked is not changed as often" in str(error)
-            return False
+            return "num_batches_tracked is not changed as often" not in str(error)
     return int(model.num_batches_tracked) == 3
 
 

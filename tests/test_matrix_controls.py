@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -325,22 +326,34 @@ def no_surrogate(patch, gt):
 
 @mutant("a residual is of an earlier point", "custom_rule", "host_function")
 def stale_residual(patch, gt):
-    whole = gradtools.custom._Residuals.restored
+    whole = gradtools.custom.Residuals.restored
 
     def stale(self, backend, saved):
         return each_leaf(lambda x: 0.9 * x, whole(self, backend, saved))
 
-    patch.setattr(gradtools.custom._Residuals, "restored", stale)
+    patch.setattr(gradtools.custom.Residuals, "restored", stale)
+    if gt._api._backend.name == "torch":  # plain eager calls go another way
+        import gradtools.torch.direct as direct
+
+        backward = direct._backward
+
+        def directly(ctx, signature, cts):
+            saved = [0.9 * x for x in ctx.saved_tensors]
+            return backward(SimpleNamespace(plan=ctx.plan, saved_tensors=saved), signature, cts)
+
+        patch.setattr(direct, "_backward", directly)
 
 
 @mutant("a forward rule is transposed with the wrong sign", "custom_rule, transposed")
 def transposed_rule(patch, gt):
     minus = lambda xs: [None if x is None else -x for x in xs]
     if gt._api._backend.name == "torch":
+        import gradtools.torch.direct as direct
         import gradtools.torch.rules as rules
 
-        whole = rules._transpose
-        patch.setattr(rules, "_transpose", lambda *args: minus(whole(*args)))
+        whole, directly = rules.transposed, direct._transposed
+        patch.setattr(rules, "transposed", lambda *args: minus(whole(*args)))
+        patch.setattr(direct, "_transposed", lambda *args: minus(directly(*args) or []))
         return
     import gradtools.jax.rules as rules
 

@@ -1445,8 +1445,9 @@ BAD = (
         "fwd returns another shape",
         lambda gt, a: pulled(gt, a, lambda x: (gt.xp.sum(x), x), lambda r, c: (c,)),
         (
-            "vjp: cotangent has shape (2,) and dtype float64, expected () and float64, those of "
-            "output. Reshape or cast it."
+            "custom_rule <lambda>: fwd returned float64[] for output 0, but the function returns "
+            "float64[2]. Its first result must be the function's own output at the same arguments: "
+            "fwd(*args) returns (f(*args), residuals); is there a cast, or an axis too many."
         ),
     ),
     Bad(

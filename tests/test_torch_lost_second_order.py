@@ -641,3 +641,17 @@ def test_what_a_class_loses_that_writes_in_place_is_refused():
 
     with pytest.raises(GradtoolsError, match="Function Squared, whose backward gives a gradient"):
         gt.grad(gt.grad(lambda x: Squared.apply(x * 1)))(_x())
+
+
+WITHOUT_JVP = [case for case in CASES if case.name in ("nested", "adjoint")]
+
+
+@pytest.mark.parametrize("case", WITHOUT_JVP, ids=str)
+def test_a_frozen_pullback_that_loses_its_cotangents_is_refused_at_each_use(case):
+    G, x = gt.frozen(case.a), _x()[None]
+    slope = lambda y: gt.grad(lambda z: (y * G(z)).sum())(x).sum()
+    for _ in range(2):  # what was verified once is not compared again
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(GradtoolsError, match=case.lost):
+                raise AssertionError(gt.grad(slope)(x))

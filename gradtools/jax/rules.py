@@ -1210,9 +1210,9 @@ def _lift_maps(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
 
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
     moving = [
-        is_inexact(x) and i not in rule.passive and isinstance(x, jax.core.Tracer)
+        is_inexact(x) and i not in rule.passive and (rule.reverse_only or not _known([x]))
         for i, x in enumerate(xs)
-    ]  # nothing is ever differentiated with respect to what is known
+    ]  # with respect to what is known nothing is differentiated; an edit shows what it cuts
     flow = primal if rule.flow is rule.primal else lift(rule.flow, *xs)
     if not any(moving):
         return (rule, []) if not consts else _lifted(rule, n, consts, primal, flow)

@@ -185,7 +185,7 @@ def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     with _disable_current_modes(), torch.no_grad():
         mode = detect_fake_mode([unwrapped(x) for x in xs])
         try:
-            with mode or FakeTensorMode(allow_non_fake_inputs=True):
+            with mode or _passing_mode():
                 fun(*[_empty_like(x) for x in xs])
             return
         except Exception:
@@ -197,6 +197,13 @@ def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
                 fun(*[x.clone() for x in values])
             except Exception:  # a function that does not run says nothing of its rule
                 return
+
+
+def _passing_mode() -> FakeTensorMode:
+    """One that leaves nothing in PyTorch's cache, which would keep each kernel's key for good."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
 
 
 def _empty_like(x: Tensor) -> Tensor:

@@ -408,7 +408,7 @@ class _FrozenBackward(Backward):
         """
         stand = all(g is None or g._version == version for g, version in self.pulled_first)
         given = [x for x in (*us, *along, *cts) if x is not None]
-        if not stand or any(x.layout is not torch.strided for x in given):
+        if not stand or any(x.layout is not torch.strided or x.is_meta for x in given):
             return
         with torch.no_grad():
             pulled, width = _product(us, [g for g, _ in self.pulled_first])

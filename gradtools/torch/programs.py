@@ -639,6 +639,8 @@ class _Derived(Program):
     Its inputs are the other's, followed by vectors: those for which `there` says so.
     """
 
+    transposes = False  # whether it differentiates the other's pullback along its cotangents
+
     def __init__(
         self, of: Program, widths: list[int], shared_width: int, there: list[list[bool]]
     ) -> None:
@@ -751,7 +753,9 @@ class _Derived(Program):
         """The other program's inputs, outputs and sums, with a graph between them."""
         create = torch.is_grad_enabled()
         a, b = (_views(xs), _views(shared)) if create else (_aliases(xs), _aliases(shared))
-        gates = gated_calls(self.forward.asked, [*a, *b]) if create else nullcontext()
+        # A pullback that is transposed gates what runs in it by itself.
+        twice = create or (self.transposes and not isinstance(self.of, _Derived))
+        gates = gated_calls(self.forward.asked, [*a, *b]) if twice else nullcontext()
         with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
@@ -834,6 +838,8 @@ def _refuse_edits(outs: Entries) -> None:
 
 class Pushed(_Derived):
     """The pushforward, as the transpose of the pullback: dual levels do not nest."""
+
+    transposes = True
 
     def nothing(self, i: int) -> list[Any]:
         """Outputs with no tangent have no place."""

@@ -43,6 +43,7 @@ _KEEPS = (
 )
 _OWN_HOOKS = [0]  # how many were set, for whoever counts the user's
 _WAYS = 256  # of one function that are remembered, where each batch has another shape
+_PARTS = 64  # of a list or tuple that are looked at
 _DEPTH = 3  # of functions that functions close over, by which they are known
 _SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
 
@@ -77,6 +78,9 @@ class Verification:
         way, known = (*_way(forward), parts), _verified(f)
         if known.get(way, _none)() is not None:
             return None
+        for old, value in list(known.items()):
+            if value() is None or _is_gone(old):
+                known.pop(old, None)
         if len(known) >= _WAYS:
             known.clear()
         found = cls(forward, (f, way), False)
@@ -282,11 +286,19 @@ class _Same:
         return isinstance(other, _Same) and self.of() is other.of() is not None
 
 
+def _is_gone(part: Any) -> bool:
+    """Whether part of a way is an object that died, so that no call can go this way again."""
+    if isinstance(part, tuple):
+        return any(map(_is_gone, part))
+    return isinstance(part, _Same) and part.of() is None
+
+
 def _looks(f: Any) -> tuple[Any, Any]:
     """Whom it is remembered for that f is right, and what of f must be the same.
 
     A function that is made anew at each step, a lambda or a method, is known by its code and by
-    what it closes over: of tensors, numbers and containers the kind, of all else the very object.
+    what it closes over: of tensors and numbers the kind, of lists and tuples the parts, of all else
+    the very object.
     """
     if isinstance(f, MethodType):
         of, parts = _looks(f.__func__)
@@ -316,6 +328,8 @@ def _part(x: Any, depth: int) -> Any:
         return x.__code__, _parts(x, depth)
     if depth < _DEPTH and kind is MethodType:
         return _part(x.__func__, depth + 1), _part(x.__self__, depth + 1)
+    if kind in (list, tuple) and depth < _DEPTH and len(x) <= _PARTS:
+        return kind, tuple([_part(y, depth + 1) for y in x])
     if kind in (int, float, complex, list, dict, tuple, set):
         return kind
     try:

@@ -112,18 +112,20 @@ class Point:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if any(x.is_nested and _is_strided(x) for x in xs):
-        raise GradtoolsError(
-            f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of which "
-            "PyTorch knows no shape. Make it with layout=torch.jagged, or pass its buffer "
-            "(x.values()) and what says its lengths."
-        )
+    for x in xs:
+        if x.is_nested and _is_strided(x):
+            raise GradtoolsError(
+                f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of "
+                "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its buffer "
+                "(x.values()) and what says its lengths."
+            )
     if torch.compiler.is_exporting() and torch._C._functorch.peek_interpreter_stack() is None:
         return _exported(rule, xs)
-    if rule.written and not _differentiated(xs):
-        return _undifferentiated(rule, xs)
-    if in_own_transpose(rule, xs):
-        return rule.primal(*xs)
+    if rule.written:
+        if not _differentiated(xs):
+            return _undifferentiated(rule, xs)
+        if in_own_transpose(rule, xs):
+            return rule.primal(*xs)
     if rule.captures and _closes_over_tracked(rule):
         raise closed_over_error(rule)
     if rule.joint is not None and _forward_mode_alone(xs):

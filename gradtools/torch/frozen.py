@@ -418,6 +418,7 @@ class _FrozenBackward(Backward):
         dtypes = {x.dtype for x in given} | ({torch.bfloat16} if casts else set())
         off = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5 * max(width, other)
         if math.isfinite(off) and abs(pulled - pushed) > off:
+            use.verification.wrong()
             raise GradtoolsError(
                 "frozen: G's pullback belongs to another function than G computed again: "
                 f"<u, J^H v> is {pulled:.6g} and <J u, v> is {pushed:.6g}. G reads something that "

@@ -152,3 +152,18 @@ def test_what_is_written_to_numpys_arrays_later_changes_no_derivative(remade: An
     expected = _first_slope_and_second(lambda f: f, x, False)
     for found, right in zip(_first_slope_and_second(remade, x, True), expected, strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen, lambda f: gt.chunked(f, 2)])
+def test_what_f_closes_over_is_read_anew_at_each_call(remade: Any) -> None:
+    factor = [1.0]
+
+    def f(x: Any) -> Any:
+        return factor[0] * jnp.sin(x)
+
+    run, x = remade(f), jnp.array([0.5, 2.0])
+    for c in (1.0, 2.0):
+        factor[0] = c
+        np.testing.assert_allclose(run(x), c * np.sin(x), rtol=1e-6)
+        slope = gt.grad(lambda x: run(x).sum())(x)
+        np.testing.assert_allclose(slope, c * np.cos(x), rtol=1e-6)

@@ -11,6 +11,7 @@ import torch
 
 import gradtools.torch as gt
 from gradtools.errors import GradtoolsError
+from gradtools.torch import verifying
 from gradtools.torch.state import Snapshot
 from gradtools.torch.verifying import Verification
 
@@ -311,3 +312,37 @@ def test_an_object_that_was_an_argument_is_let_go_of_with_the_call(remade):
     held = weakref.ref(batch)
     del batch
     assert held() is None
+
+
+def test_a_pullback_of_another_function_is_refused_each_time():
+    w, x, y = _numbers(3), _numbers(2, 3, seed=1), _numbers(2, 3, seed=2)
+
+    def doubled(z):
+        w.data.mul_(2)
+        out = z * w
+        w.data.div_(2)  # before the pullback reads it
+        return out
+
+    G = gt.frozen(doubled)
+    for _ in range(2):
+        with pytest.raises(GradtoolsError, match="belongs to another function"):
+            gt.grad(lambda y: gt.grad(lambda z: (y * G(z)).sum())(x).sum())(y)
+
+
+def test_functions_of_other_lists_are_verified_each(monkeypatch):
+    seen, compare = [], Verification.compare
+    noted = lambda self, i, *more: seen.append(i) or compare(self, i, *more)
+    monkeypatch.setattr(Verification, "compare", noted)
+    made = lambda layers: lambda x: [x := layer(x) for layer in layers][-1]
+    layers = [torch.nn.Linear(3, 3).double() for _ in range(3)]
+    for part in (layers, layers[:2], layers[::-1], list(layers), layers[:2]):
+        gt.checkpoint(made(part))(_numbers(2, 3)).sum().backward()
+    assert len(seen) == 3
+
+
+def test_what_was_verified_of_objects_that_died_is_forgotten():
+    made = lambda net: lambda x: net(x)
+    for _ in range(5):
+        run = made(torch.nn.Linear(3, 3).double())
+        gt.checkpoint(run)(_numbers(2, 3)).sum().backward()
+    assert len(verifying._verified(run.__code__)) == 1

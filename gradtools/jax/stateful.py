@@ -72,7 +72,8 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """f once, computed again in the backward pass from arrays that nobody writes to."""
     with explained_again("checkpoint"):
         args, kwargs = jax.tree.map(_own, (args, kwargs))
-        closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
+        fresh = partial(f)  # JAX keeps traces of a function, as many as were made, and stale ones
+        closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
         run = again(lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))

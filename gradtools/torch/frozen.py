@@ -420,6 +420,7 @@ class _FrozenBackward(Backward):
         noise = 64 * eps * (_product(us, us)[0] * _product(cts, cts)[0]) ** 0.5
         off = eps**0.5 * max(width, other) + noise
         if math.isfinite(off) and abs(pulled - pushed) > off:
+            use.verification.wrong()
             raise GradtoolsError(
                 "frozen: G's pullback belongs to another function than G computed again: "
                 f"<u, J^H v> is {pulled:.6g} and <J u, v> is {pushed:.6g}. G reads something that "

@@ -93,6 +93,12 @@ class Verification:
             f, way = self.way
             _verified(f)[way] = _seen
 
+    def wrong(self) -> None:
+        """Notes that this way is to be looked at again."""
+        if self.way is not None:
+            f, way = self.way
+            _verified(f).pop(way, None)
+
     @contextmanager
     def watching(self, i: int) -> Iterator[list[tuple[torch.nn.Module, list[Figures]]]]:
         """What modules give inside, in their order."""

@@ -181,13 +181,36 @@ _IS_TRACED = (
 
 def _evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
     """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
-    with _within(_local_list("linearizing"), rule.contract or rule):
-        given = given if rule.symbolic else None
-        _hold(rule, xs, given)
+    given, found = given if rule.symbolic else None, []
+
+    def evaluate(*xs: Any) -> list[Any]:
         made = _maps_at(rule, xs, given)
+        found[:] = [_without_arrays(made)]
+        return _outputs_of(made)
+
+    with _within(_local_list("linearizing"), rule.contract or rule):
+        _hold(rule, xs, given)
+        out = _under_the_trace(evaluate, xs)
     again = lambda *xs: _outputs_of(_maps_at(rule, xs, given))
-    maps = _for_given(rule, rule.linearized(_without_arrays(made), again), given)
-    return _outputs_of(made), maps
+    return out, _for_given(rule, rule.linearized(found[0], again), given)
+
+
+def _under_the_trace(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
+    """`fun(*xs)` of numbers, outside of the linearization that is under way.
+
+    Of each jitted function that is called within a trace JAX keeps an entry for that trace, when
+    it is long over. To a `custom_jvp` it hands what it knows under the trace, where nothing is
+    differentiated with respect to xs.
+    """
+    if isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # a program is being traced
+        return fun(*xs)
+    under = jax.custom_jvp(fun)
+    under.defjvp(lambda xs, _: _differs(fun(*xs)))
+    return under(*xs)
+
+
+def _differs(ys: list[Any]) -> Any:
+    raise AssertionError(f"{len(ys)} values of numbers are differentiated")
 
 
 def _outputs_of(made: Linearized) -> list[Any]:

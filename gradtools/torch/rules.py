@@ -116,8 +116,8 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if x.is_nested and _is_strided(x):
             raise GradtoolsError(
                 f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of "
-                "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its buffer "
-                "(x.values()) and what says its lengths."
+                "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its "
+                "buffer (x.values()) and what says its lengths."
             )
     if torch.compiler.is_exporting() and torch._C._functorch.peek_interpreter_stack() is None:
         return _exported(rule, xs)

@@ -13,9 +13,11 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gradtools.errors import GradtoolsError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,12 @@ class _Kinds(dict[type, bool]):
 
 
 _KINDS = _Kinds()
+
+
+def whole(cls: type[T]) -> type[T]:
+    """A class whose instances are leaves, also where an array stands in them for a length."""
+    _KINDS[cls] = False
+    return cls
 
 
 def _parts(x: Any) -> dict[Any, Any] | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
 
 Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
@@ -36,6 +37,7 @@ _SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array"}
 
 
+@whole
 @dataclass(frozen=True)
 class Spec:
     """What an array looks like: its shape, and its dtype by name.

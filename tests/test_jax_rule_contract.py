@@ -579,3 +579,12 @@ def test_a_forward_rule_gives_what_custom_jvp_gives(program, way):
 def test_a_reverse_rule_gives_what_custom_vjp_gives(program, way):
     f, fwd, bwd, at = program
     same(way(by_vjp(bwd, fwd, f))(*at), way(by_vjp(bwd, fwd, f, make=jax.custom_vjp))(*at))
+
+
+def test_the_forward_pass_of_numbers_sees_the_axis_that_is_mapped_over():
+    f = gt.custom_rule(lambda x: x * jax.lax.axis_index("i"))
+    f.defvjp(lambda x: (x * jax.lax.axis_index("i"), None), lambda r, c: (c + 0.0,))
+    one = lambda _: gt.value_and_grad(f)(jnp.float32(3.0))
+    value, g = jax.vmap(one, axis_name="i")(jnp.arange(2.0))
+    assert value.tolist() == [0.0, 3.0]
+    assert g.tolist() == [1.0, 1.0]

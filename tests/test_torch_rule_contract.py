@@ -714,3 +714,20 @@ def test_what_bwd_returns_is_held_to_the_arguments(name):
     wrong[0] = True
     with pytest.raises(GradtoolsError, match="bwd"):
         torch.autograd.grad(rule(x := leaf()).sum(), x)
+
+
+def test_what_a_map_raises_where_it_is_asked_reaches_the_user_once_it_is_not_raised_again():
+    calls = iter(range(100))
+
+    def bwd(x, c):
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("the first time")
+        return (torch.cos(x) * c,)
+
+    f = gt.custom_rule(torch.sin)
+    f.defvjp(lambda x: (torch.sin(x), x), bwd)
+    x = torch.tensor(0.5, dtype=torch.float64)
+    with pytest.raises(torch.OutOfMemoryError, match="the first time") as caught:
+        gt.grad(f)(x)
+    assert "check='never'" in caught.value.__notes__[0]
+    assert float(gt.grad(f)(x)) == pytest.approx(0.8775825618903728, rel=1e-15)

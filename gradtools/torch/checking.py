@@ -27,6 +27,7 @@ from gradtools.linearity import is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.transposing import in_eager
 from gradtools.torch.wrappers import filled, unwrapped
 
 Tensor = torch.Tensor
@@ -86,16 +87,26 @@ def hold_zero(asked: Question) -> None:
 
 
 def _is_zero(asked: Question) -> bool:
-    """False where it cannot be told, as where the map raises; the same may be said of real ones."""
+    """False where it cannot be told, as where the map raises at values that are made up.
+
+    What it raises in plain eager code is the user's: a map that fails once need not do so again.
+    """
+    contract = asked.rule.contract
+    assert contract is not None
     try:
         wrong = _first_not_zero(asked)
     except KernelMet:
         return True
-    except Exception:
-        return False
+    except Exception as error:
+        if not in_eager() or any(value_of(x) is None for x in asked.at):
+            return False
+        error.add_note(
+            f"{contract.name}: raised where every {asked.which} is zero, which its map was asked "
+            "first. If that alone fails, custom_rule(f, check='never') leaves the question out."
+        )
+        raise
     if wrong is not None:
-        assert asked.rule.contract is not None
-        raise asked.rule.contract.not_zero(asked.which, wrong)
+        raise contract.not_zero(asked.which, wrong)
     return True
 
 

@@ -808,10 +808,12 @@ class Backward(_Derived):
         cts = [ct for i in retained for ct in self.split(i, rows[i], shared)[2]]
         # In one pass, for what they share (a cast weight, a cached parametrization) stands once.
         inputs += own
-        reading = self.forward.reading
+        forward = self.forward
+        reading = forward.reading
         reading[0] = True
+        once = nullcontext() if forward.hooked else forward.going_back()
         try:
-            with self.explained():
+            with self.explained(), once:
                 grads = self.pulled(outs, [*inputs, *self.leaves], cts, len(inputs), keep, False)
         finally:
             reading[0] = False

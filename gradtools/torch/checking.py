@@ -196,7 +196,7 @@ def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     with _disable_current_modes(), torch.no_grad():
         mode = detect_fake_mode([unwrapped(x) for x in xs])
         try:
-            with mode or _fake_mode():
+            with mode or FakeTensorMode(allow_non_fake_inputs=True):
                 fun(*[_empty_like(x) for x in xs])
             return
         except Exception:
@@ -208,13 +208,6 @@ def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
                 fun(*[x.clone() for x in values])
             except Exception:  # a function that does not run says nothing of its rule
                 return
-
-
-def _fake_mode() -> FakeTensorMode:
-    """One that remembers no operation: the key of a host kernel is another for each function."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
-    return mode
 
 
 def _empty_like(x: Tensor) -> Tensor:

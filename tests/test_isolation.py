@@ -205,3 +205,17 @@ def test_a_wing_without_its_framework_says_what_to_install(backend: str, title: 
         f"gradtools.{backend} needs {title}, which is not installed. Mend: "
         f'pip install "gradtools[{backend}]". {backend}'
     )
+
+
+@needs("torch")
+def test_a_first_call_of_a_rule_does_not_import_the_compiler() -> None:
+    program = """
+        import sys, torch
+        import gradtools.torch as gt
+        f = gt.custom_rule(lambda x: x * x)
+        f.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
+        f(torch.ones(3, requires_grad=True)).sum().backward()
+        gt.grad(lambda x: f(x).sum())(torch.ones(3))
+        print(sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules)))
+    """
+    assert run(program) == "[]"

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtools.errors import GradtoolsError, GradtoolsWarning
@@ -192,29 +191,30 @@ def hold_linear(asked: Question) -> None:
 
 
 def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun on fake tensors like xs; on copies of xs, if it reads numbers."""
+    """Runs fun on copies of xs, or as it is being compiled on fake tensors like them.
+
+    A mode of our own for fake tensors would import PyTorch's whole compiler, and leave tensors
+    without numbers in what fun keeps for later calls.
+    """
     with _disable_current_modes(), torch.no_grad():
         mode = detect_fake_mode([unwrapped(x) for x in xs])
+        values = [value_of(x) for x in xs]
         try:
-            with mode or _passing_mode():
-                fun(*[_empty_like(x) for x in xs])
+            if mode is not None:
+                with mode:
+                    fun(*[_empty_like(x) for x in xs])
+            elif not any(x is None for x in values):
+                _run_on_copies(fun, values)
+        except Exception:  # a function that does not run says nothing of its rule
             return
-        except Exception:
-            values = [value_of(x) for x in xs]
-        if mode is not None or any(x is None for x in values):
-            return
-        with restored(Randomness.everywhere({x.device.type for x in xs})):
-            try:
-                fun(*[x.clone() for x in values])
-            except Exception:  # a function that does not run says nothing of its rule
-                return
 
 
-def _passing_mode() -> FakeTensorMode:
-    """One that leaves nothing in PyTorch's cache, which would keep each kernel's key for good."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
-    return mode
+def _run_on_copies(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor]) -> None:
+    try:
+        with restored(Randomness.everywhere({x.device.type for x in xs})), _kernels_refused():
+            fun(*[x.clone() for x in xs])
+    except KernelMet:  # a kernel says by its `out` what it returns
+        fun(*[torch.empty_like(x, device="meta") for x in xs])
 
 
 def _empty_like(x: Tensor) -> Tensor:

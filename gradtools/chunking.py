@@ -335,6 +335,8 @@ class Options:
     latest: What a wing knows of the latest call of the same function.
     """
 
+    never_changes = True  # for a walk over what f holds: it is no state of the user's
+
     retain: int = 1
     memory_budget: int | None = None
     verify: bool | None = None

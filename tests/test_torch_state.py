@@ -192,3 +192,23 @@ def test_another_numpy_generator_is_no_generator_that_stands():
         assert known.used().numpy is not None
     finally:
         np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("transform", ["frozen", "checkpoint", "chunked", "grad", "custom_rule"])
+def test_what_gradtools_knows_of_a_function_is_no_state_of_the_user(transform: str) -> None:
+    """A snapshot that stands in it holds whole modules' globals, which would be walked."""
+    import gradtools.torch as gt
+
+    model = nn.Linear(2, 2).requires_grad_(False)
+    inner = (
+        (lambda x: model(x).sum() * SCALE) if transform == "grad" else lambda x: model(x) * SCALE
+    )
+    more = {"chunk_size": 1} if transform == "chunked" else {}
+    f = getattr(gt, transform)(inner, **more)
+    if transform == "custom_rule":
+        f.defvjp(lambda x: (x, x), lambda x, c: (c,))
+    x = torch.ones(2, 2, requires_grad=True)
+    (f(x) ** 2).sum().backward()
+    reached = Snapshot.of([f], []).reached
+    assert len(reached.maps) < 40
+    assert not any(items is globals() for items, _ in reached.maps)

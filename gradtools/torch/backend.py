@@ -55,6 +55,8 @@ _REAL = {
 class TorchBackend:
     """What `gradtools.backend.Backend` asks, by PyTorch."""
 
+    never_changes = True  # for a walk over what a function holds
+
     name = "torch"
     hvp_mode = "reverse_over_reverse"
     accumulation = accumulate

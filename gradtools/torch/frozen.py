@@ -56,6 +56,8 @@ Tensor = torch.Tensor
 class Uses:
     """What the uses of one frozen function know of each other."""
 
+    never_changes = True  # for a walk over what f holds: it is no state of the user's
+
     def __init__(self, budget: int | None) -> None:
         self.budget, self.held, self.size = budget or 0, 0, 0
         self.is_complex = False  # whether complex numbers were seen in G's derivatives

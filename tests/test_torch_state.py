@@ -200,9 +200,8 @@ def test_what_gradtools_knows_of_a_function_is_no_state_of_the_user(transform: s
     import gradtools.torch as gt
 
     model = nn.Linear(2, 2).requires_grad_(False)
-    inner = (
-        (lambda x: model(x).sum() * SCALE) if transform == "grad" else lambda x: model(x) * SCALE
-    )
+    loss, each = lambda x: (model(x) ** 2).sum() * SCALE, lambda x: model(x) * SCALE
+    inner = loss if transform == "grad" else each
     more = {"chunk_size": 1} if transform == "chunked" else {}
     f = getattr(gt, transform)(inner, **more)
     if transform == "custom_rule":

@@ -14,6 +14,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ import state_of_process
 from gradtools.testing import plugin
 from gradtools.testing.devices import placed
 from gradtools.testing.plugin import BACKENDS, wanted_backends
+
+GENERATORS = pytest.StashKey[list]()
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -114,6 +117,26 @@ def quick_by_hand(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
         import xla_defaults
 
         monkeypatch.setattr(xla_defaults, "DEFAULTS", {})
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The generators that test modules and their tables keep, each in the state of its import."""
+    session.config.stash[GENERATORS] = [
+        (value.bit_generator, value.bit_generator.state)
+        for module in list(sys.modules.values())
+        if (getattr(module, "__file__", None) or "").startswith(str(Path(__file__).parent))
+        for value in vars(module).values()
+        if isinstance(value, np.random.Generator)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_in_any_order(request: pytest.FixtureRequest) -> None:
+    """A test draws the same numbers whichever tests ran before it in its process."""
+    for generator, state in request.config.stash[GENERATORS]:
+        generator.state = state
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(20261121)
 
 
 @pytest.fixture

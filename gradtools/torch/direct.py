@@ -66,6 +66,10 @@ class _Signature:
         if self.bwd is None:
             self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f
 
+    def out_def(self) -> Any:
+        """The structure that came out of such arguments at last, whatever other threads call."""
+        return self.shaped.outs[self.question[1]]
+
     def is_ready(self) -> bool:
         """Whether the long way was gone once, and the forward pass is held to f."""
         self.ready = self.ready or self.question in self.shaped.contract.asked
@@ -124,7 +128,7 @@ class DirectCalls:
         else:
             shaped = signature.shaped
             ys = shaped.outputs(args, out, "it")
-            out = self.of._backend.unflatten(shaped.newest, ys)
+            out = self.of._backend.unflatten(signature.out_def(), ys)
             signature.valued = True
         for y in ys:
             if y.requires_grad and not tracked:
@@ -246,8 +250,7 @@ def _derived(signature: _Signature, args: tuple[Any, ...]) -> Any:
         outs = out
     node = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
     if node is None:  # integers, of which no node tells
-        shaped = signature.shaped
-        return shaped.backend.unflatten(shaped.newest, outs)
+        return signature.shaped.backend.unflatten(signature.out_def(), outs)
     if node.plan.single:
         return outs[0]
     return signature.shaped.backend.unflatten(node.plan.out_def, outs[: node.plan.count])
@@ -311,7 +314,7 @@ def _forward_of_any(
         ys = [out]
     else:
         ys = shaped.outputs(plain, out, "it" if signature.bwd is None else "fwd")
-        plan.out_def = shaped.newest
+        plan.out_def = signature.out_def()
     plan.kept, extras = Residuals.of(shaped.backend, tuple(res) if res is plain else res, plain, ys)
     for y in (*ys, *extras):
         if y.requires_grad:

@@ -207,6 +207,14 @@ def test_a_kernel_is_asked_with_numbers_at_hand_and_not_while_a_program_is_trace
         gt.grad(lambda x: f(x).sum())(gt.asarray(X))
 
 
+def test_the_first_use_of_a_kernel_may_be_in_a_hessian(gt, x):
+    f = gt.host_function(lambda x, c: x * c)
+    f.defvjp(lambda x, c: (f(x, c), (x, c)), lambda r, c: (f(r[1], c), f(r[0], c)))
+    two = gt.asarray(np.full(2, 2.0, np.float32))
+    found = plain(gt.hessian(lambda x: (f(x, two) ** 2).sum())(x))
+    np.testing.assert_allclose(found, 8 * np.eye(2))
+
+
 def test_a_backward_kernel_that_clips_serves_reverse_mode(gt, x):
     f = host_sin(gt, lambda x, c: np.clip(c, -0.5, 0.5))
     assert plain(gt.grad(lambda x: f(x).sum())(x)).tolist() == [0.5, 0.5]

@@ -146,9 +146,13 @@ def first_nonzero(
 
 
 def nonzero_at(ys: Sequence[Any]) -> int | None:
-    """The first array with a number that is not zero; NaN says nothing."""
-    found = (i for i, y in enumerate(map(np.asarray, ys)) if np.any((y != 0) & (y == y)))
-    return next(found, None)
+    """The first array with a number that is not zero; NaN says nothing, nor what is traced."""
+    for i, y in enumerate(ys):
+        if not isinstance(y, jax.core.Tracer):
+            y = np.asarray(y)
+            if np.any((y != 0) & (y == y)):
+                return i
+    return None
 
 
 def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:

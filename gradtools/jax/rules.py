@@ -271,11 +271,14 @@ def _hold_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequen
     saved = saved_from(maps.saves, xs, out)
     zeros = [*map(zeros_of, _present(_likes(out[: len(out) - len(maps.extras)])))]
 
-    def check() -> None:
+    def check() -> bool:
         pulled = _under_the_trace(lambda *saved: cotangent(saved, zeros), saved)
+        if not _known(pulled):  # mapped over, though the arguments are not
+            return False
         wrong = homogeneous.nonzero_at([np.zeros(()) if x is None else x for x in pulled])
         if wrong is not None:
             raise contract.not_zero("cotangent", wrong)
+        return True
 
     contract.ask("cotangent", _looks(xs), of=check)
 

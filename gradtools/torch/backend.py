@@ -10,7 +10,6 @@ import torch
 
 from gradtools.backend import Array, Fun, Staged, backend_of
 from gradtools.chunking import Options
-from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel
 from gradtools.rules import Rule
@@ -153,7 +152,7 @@ class TorchBackend:
     sketch_values = staticmethod(sketch_values)
 
     def direct_calls(self, of: Any) -> Any:
-        return DirectCalls(of) if type(of) is CustomRule and of.check != "always" else None
+        return DirectCalls(of) if of.check != "always" else None
 
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs

@@ -212,6 +212,23 @@ class Backend(Protocol):
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]: ...
     def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]: ...
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]: ...
+    def opened(
+        self,
+        asked: str,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        argnums: Sequence[int],
+    ) -> Any:
+        """The call as one of pytrees of arrays, if an argument is or holds a module; else None.
+
+        Its `args` take the arguments' place, and it f's; `effects()` are arrays that a call hands
+        out besides f's results, and `settle(extras)` writes them to the caller's modules.
+        """
+
+    def part_of(self, tree: Any) -> Any:
+        """The tree with the part that is differentiated in the place of each module."""
+
     def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
         """`make(f)`, and where f is a module of the framework a module that calls it."""
         ...

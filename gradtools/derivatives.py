@@ -448,10 +448,12 @@ class Derivatives(Operators):
         mode, fun = self._second_order(call, mode)
         gradient = self._flat_gradient(call, fun)
         if mode == "forward_over_reverse":
-            grads, _, products = self._backend.jvp(gradient, call.leaves, moving)
+            grads, extras, products = self._backend.jvp(gradient, call.leaves, moving)
         else:
             found = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
+            extras = found.extras
             grads, products = found.outs, self._filled(call, found.pullback(moving))
+        call.settle(extras)
         return call.to_trees(grads), call.to_trees(products)
 
     def hessian(self, f: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
@@ -483,6 +485,7 @@ class Derivatives(Operators):
         mode, fun = self._second_order(call, "auto")
         gradient = self._flat_gradient(call, fun)
         found = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
+        call.refuse_effects()
         rows = [call.to_trees(row) for row in found]
         if isinstance(argnums, tuple | list):
             return call.to_trees(rows)
@@ -604,6 +607,8 @@ class Derivatives(Operators):
         groups = {"zeros": None, "strict": [1] * len(call.leaves)}.get(disconnected, call.counts)
         found = self._backend.vjp(call, call.leaves, groups=groups, once=True)
         grads = self._gradient(call, found, disconnected)
+        if asked == "per_example_grad":
+            call.refuse_effects()
         value, aux = call.output(found.outs, found.extras)
         trees = call.to_trees(grads)
         return value, aux, trees if isinstance(argnums, tuple | list) else trees[0]
@@ -630,7 +635,7 @@ class Derivatives(Operators):
             found = self._backend.vjp(fun, list(leaves), groups=None, once=True)
             grads = self._pulled(call, found)
             refuse_cut(call, found.cut(grads))
-            return self._filled(call, grads), []
+            return self._filled(call, grads), found.extras if call.opened is not None else []
 
         gradient.asked = call.asked  # type: ignore[attr-defined]
         return gradient
@@ -665,6 +670,7 @@ class Derivatives(Operators):
             by_g = _partial_of(self, call, fun, 1)
             evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=len(many) == 1)
             rows = [self._zero_where_none(call, evaluation.pullback(moving)) for moving in many]
+        call.refuse_effects()
         return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
 
     def _constants_of(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
@@ -714,6 +720,7 @@ class Derivatives(Operators):
             refuse_cut(call, staged.cut())
             mode, fun = staged.jacobian_mode, staged.run
         found = blocks(self._backend, fun, call.leaves, mode, chunk_size)
+        call.refuse_effects()
         rows = [call.to_trees(row) for row in found]
         if not isinstance(argnums, tuple | list):
             rows = [row[0] for row in rows]

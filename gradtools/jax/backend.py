@@ -22,6 +22,7 @@ from gradtools.jax import (
     gathering,
     measures,
     modules,
+    parts,
     passes,
     seeing,
     shardings,
@@ -182,6 +183,8 @@ class JaxBackend:
     # --- the framework's own transforms
 
     like_module = staticmethod(wrapping.like_module)
+    opened = staticmethod(parts.opened)
+    part_of = staticmethod(parts.part_of)
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)

@@ -166,16 +166,10 @@ class Call:
         if self.opened is not None:
             self.opened.settle(extras)
 
-    def refuse_effects(self) -> None:
+    def refuse_changes(self) -> None:
         """Raises if f changes a module that it is given, and nothing can hand that on here."""
-        if self.opened is not None and self.opened.changed:
-            names = [".".join(map(str, path[1:])) for path in self.opened.changed]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise GradtoolsError(
-                f"{self.asked}: f changes a module that it is given ({names[0]}{more}), which "
-                f"{self.asked} does not hand on. Set the module to evaluation (module.eval()), or "
-                "use functionalize, and the state with has_aux=True."
-            )
+        if self.opened is not None:
+            self.opened.refuse_changes()
 
     def tangent_output(self, tangents: Sequence[Array]) -> Any:
         """The tree of f's output with tangents; None where the output is no float."""

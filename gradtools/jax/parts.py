@@ -97,6 +97,7 @@ class Opened:
         argnums: Sequence[int],
     ) -> None:
         self.asked, self._f = asked, f
+        self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.changed: list[Any] = []
         self._kinds = _kinds()
         self._effects: list[Array] = []
@@ -112,7 +113,9 @@ class Opened:
         graphs = self._graphs
         rests, args = self._rests, tuple(args)
         if graphs is None:
-            return self._f(*[self._whole(rests.get(i), x, {}) for i, x in enumerate(args)], **kwargs)
+            return self._f(
+                *[self._whole(rests.get(i), x, {}) for i, x in enumerate(args)], **kwargs
+            )
         states = {k: s for i, rest in rests.items() for k, s in self._states(rest, args[i])}
         copies = graphs.merged(states)
         whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
@@ -133,6 +136,22 @@ class Opened:
             count = sum(form.num_leaves for form in self._forms)
             with explained(self.asked):
                 self._graphs.write(self.changed, self._forms, list(extras)[-count:])
+
+    def refuse_changes(self) -> None:
+        """Raises if the latest call changed a module: nothing can hand that on here."""
+        if self.changed:
+            names = [".".join(map(str, path[1:])) for path in self.changed]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise GradtoolsError(
+                f"{self.asked}: f changes a module that it is given ({names[0]}{more}), which "
+                f"{self.asked} does not hand on here. Set the module to evaluation "
+                "(module.eval()), or use functionalize, and the state with has_aux=True."
+            )
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether a differentiated module holds one parameter at several places."""
+        return self._graphs is not None and self._graphs.is_tied
 
     # --- parts and wholes
 
@@ -217,6 +236,12 @@ class _Graphs:
         self._graph, params, self._rest = nnx.split(self._nodes, self._moving, ...)
         self.params = [params.get(k, nnx.State({})) for k in range(count)]
         self._known = dict(nnx.to_flat_state(self._rest))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether a differentiated module holds one parameter at several places."""
+        moving = jax.tree.leaves([self._nodes[k] for k in range(len(self.params))])
+        return len({id(x) for x in moving}) < len(moving)
 
     def has(self, x: Any) -> bool:
         """Whether x is one of the modules."""

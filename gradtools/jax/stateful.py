@@ -73,7 +73,11 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with explained_again("checkpoint"):
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # what else a module holds, such as functions and strings, is no input of a program
-        xs = {i: _own(x) for i, x in enumerate(leaves) if isinstance(x, bool | int | float | complex) or hasattr(x, "dtype")}
+        xs = {
+            i: _own(x)
+            for i, x in enumerate(leaves)
+            if isinstance(x, bool | int | float | complex) or hasattr(x, "dtype")
+        }
 
         def fresh(*xs_now: Any) -> Any:  # JAX keeps traces of a function, stale ones as well
             moving = dict(zip(xs, xs_now, strict=True))

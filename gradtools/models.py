@@ -64,9 +64,10 @@ class Models(Operators):
 
         What each library gives and takes:
 
-        - ``torch.nn``: params maps each parameter's name to a detached alias of it (one storage,
-          ``requires_grad=False``: a training step builds no second graph); state maps each
-          buffer's name to a copy. Tied parameters appear once, under their first name. Each
+        - ``torch.nn``: params maps the name of each parameter that requires grad to a detached
+          alias of it (one storage, ``requires_grad=False``: a training step builds no second
+          graph); state maps each buffer's name to a copy, and the name of each frozen parameter
+          to an alias, for which no gradient is computed. Tied parameters appear once, under their first name. Each
           call works on a structural copy of the module tree; hooks are kept; a number that
           forward assigns to an attribute stays on that copy. What forward changes inside a
           shared list or dictionary, and what it writes into its parameters, is not caught. With

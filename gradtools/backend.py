@@ -26,6 +26,7 @@ from gradtools.seeing.recording import Recording, Run, Vanished
 if TYPE_CHECKING:
     from gradtools.chunking import Options
     from gradtools.seeing.program import Program
+    from gradtools.seeing.training import Held, Optimised
 
 Array = Any
 P = ParamSpec("P")
@@ -263,12 +264,38 @@ class Backend(Protocol):
         """One run of a function of flat leaves, as a graph. Its effects are undone."""
         ...
 
-    def vanishing(self, run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | None:
+    def vanishing(
+        self, run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
+    ) -> list[Vanished] | None:
         """Where the cotangent of a connected leaf becomes zero; None if its gradient is not zero.
 
         The cotangents of the inexact outputs are random, that of a single number is one.
         """
         ...
+
+    def repeatable(self, asked: str, f: Any) -> Any:
+        """f, which leaves the modules that it holds as they are, where the wing sees to that."""
+
+    def is_model(self, x: Any) -> bool:
+        """Whether x is a module of a library."""
+        ...
+
+    def model_of(self, f: Any) -> Any:
+        """The model that f is, or holds if the wing looks for one; None if there is none."""
+
+    def held(self, asked: str, model: Any) -> list[Held]:
+        """The arrays of a model, or of a tree of models and arrays."""
+
+    def optimised(self, asked: str, optimizer: Any, model: Any, held: Sequence[Held]) -> Optimised:
+        """What an optimiser changes."""
+
+    def lifted(
+        self, asked: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
+    ) -> Callable[[list[Any]], Any] | None:
+        """`f(*args, **kwargs)` as a function of arrays that f reads from outside.
+
+        None where the wing tells by a recording what is read.
+        """
 
     def watchable(self) -> bool:
         """Whether `record` may be called here: not inside a transform that it cannot see into."""

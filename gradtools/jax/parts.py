@@ -32,7 +32,7 @@ def opened(
     argnums: Sequence[int],
 ) -> Opened | None:
     """The call as one of pytrees of arrays; None if no argument holds a module."""
-    kinds = _kinds()
+    kinds = module_kinds()
     if not kinds:
         return None
     trees = {**dict(enumerate(args)), **kwargs}
@@ -46,7 +46,7 @@ def opened(
 
 def part_of(tree: Any) -> Any:
     """The tree with the part that is differentiated in the place of each module."""
-    kinds = _kinds()
+    kinds = module_kinds()
     if not kinds or not _modules(kinds, tree):
         return tree
     return jax.tree.map(
@@ -62,7 +62,12 @@ def _part(module: Any) -> Any:
     return equinox.filter(module, equinox.is_inexact_array)
 
 
-def _kinds() -> tuple[type, ...]:
+def is_module(x: Any) -> bool:
+    """Whether x is a module of a library that the program has imported."""
+    return isinstance(x, module_kinds())
+
+
+def module_kinds() -> tuple[type, ...]:
     """The classes of modules, of the libraries that the program has imported."""
     equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
     found = [equinox.Module] if equinox is not None else []
@@ -99,7 +104,7 @@ class Opened:
         self.asked, self._f = asked, f
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.changed: list[Any] = []
-        self._kinds = _kinds()
+        self._kinds = module_kinds()
         self._effects: list[Array] = []
         self._forms: list[Any] = []
         trees = [args[i] for i in argnums]

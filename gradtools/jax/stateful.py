@@ -224,7 +224,12 @@ def explained(asked: str) -> Iterator[None]:
 
 
 def _modules(nnx: Any, x: Any) -> list[Any]:
-    """The modules in a function or a container, each once."""
+    """The nnx modules in a function or a container, each once."""
+    return held_in(x, (nnx.Pytree, nnx.Variable))
+
+
+def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """What of these classes a function or a container holds, each once."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [x]
@@ -233,7 +238,7 @@ def _modules(nnx: Any, x: Any) -> list[Any]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, (nnx.Pytree, nnx.Variable)):
+        if isinstance(x, kinds):
             found[id(x)] = x
         else:
             todo += _parts(x)

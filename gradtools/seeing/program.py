@@ -47,8 +47,10 @@ class Program:
             raise GradtoolsError(f"{asked}: f is {f!r}; expected a function.")
         self.backend, self.asked, self.f = backend, asked, f
         self.argnums = normalized_argnums(asked, wrt, len(args), name) if wrt != () else ()
-        self._strict, self._called = strict, f
-        opened = backend.opened(asked, f, args, kwargs, self.argnums) if self.argnums else None
+        self._strict, self._called = strict, backend.repeatable(asked, f)
+        opened = None
+        if self.argnums:
+            opened = backend.opened(asked, self._called, args, kwargs, self.argnums)
         if opened is not None:
             self._called, args = opened, opened.args
         self.out_names: list[str] = []

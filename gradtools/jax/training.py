@@ -19,7 +19,7 @@ from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.jax.parts import module_kinds, opened, part_of
 from gradtools.jax.seeing import trace
-from gradtools.jax.stateful import held_in, stateful
+from gradtools.jax.stateful import explained, held_in, stateful
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.training import PARAMETER, TABLE, Held, Optimised
 
@@ -34,10 +34,7 @@ def lifted(
             "trained: model=, a module or a pytree of parameters that f reads."
         )
     if not callable(f):
-        raise GradtoolsError(
-            f"{asked}: f is {with_article(type(f).__name__)}, which in JAX knows nothing of how it "
-            "was computed. Give a closure that computes the loss: lambda: loss(model, batch)."
-        )
+        raise GradtoolsError(f"{asked}: f is {with_article(type(f).__name__)}; expected a loss.")
     whole = opened(asked, f, args, kwargs, ())
     if whole is not None:
         f, args = whole, whole.args
@@ -45,7 +42,9 @@ def lifted(
     places = {id(x): k for k, x in enumerate(arrays)}
 
     def outputs(_: Any) -> list[Any]:
-        return [x for x in jax.tree.leaves(run(*args, **kwargs)) if hasattr(x, "dtype")]
+        with explained(asked):
+            out = run(*args, **kwargs)
+        return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
 
     def at(xs: list[Any]) -> list[Any]:
         closed = trace(outputs, []).closed
@@ -150,7 +149,7 @@ def _is_an_optimizer(x: Any) -> bool:
 def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     """Whether a step with gradients of one moves an array."""
     leaves, treedef = jax.tree.flatten(part)
-    strangers = _strangers(state, jax.eval_shape(tx.init, part))
+    strangers = _strangers(state, tx.init(part))
     if strangers:
         return Optimised(lambda one: None, strangers)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])

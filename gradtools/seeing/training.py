@@ -13,9 +13,9 @@ from typing import Any
 
 from gradtools.backend import Backend
 from gradtools.seeing.doctor import (
-    _from_values,
-    _of_modules_in_use,
-    _refused,
+    from_values,
+    of_modules_in_use,
+    refused,
     from_losses,
     overwriting,
     source_of,
@@ -122,15 +122,21 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> Diagnosis:
             f"{loop.asked}: f is a loss that was computed already, which does not say what is "
             "trained. Name it: model=, or give a closure that computes the loss."
         )
-    if not getattr(loss, "requires_grad", True):
+    if not hasattr(loss, "requires_grad"):
+        raise GradtoolsError(
+            f"{loop.asked}: f is an array, which here knows nothing of how it was computed. Give a "
+            "closure that computes the loss: lambda: loss(model, batch)."
+        )
+    if not loss.requires_grad:
         return Diagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
     found = trained(backend, replace(loop, f=lambda: loss), record, values=False)
     for held in backend.held(loop.asked, loop.model):
         grad = getattr(held.array, "grad", None)
         is_told = any(finding.argument == held.name for finding in found.findings)
-        if held.role == PARAMETER and grad is not None and not is_told:
-            if not backend.to_numpy(grad.detach()).any():
-                found.findings.append(Finding(held.name, "zero_gradient", "backward"))
+        if held.role != PARAMETER or grad is None or is_told:
+            continue
+        if not backend.to_numpy(grad.detach()).any():
+            found.findings.append(Finding(held.name, "zero_gradient", "backward"))
     return found
 
 
@@ -171,13 +177,13 @@ class _Run:
         """What f itself holds and asks for a gradient."""
         recording = self.recording
         arrays = dict(zip([name for name, _ in recording.parameters], recording.held, strict=True))
-        named = _of_modules_in_use(recording.parameters)
+        named = of_modules_in_use(recording.parameters)
         return [Held(name, arrays[name]) for name, _ in named]
 
     def look(self, found: Diagnosis, values: bool) -> None:
         """Adds what the run says of each array."""
         if self.recording.refusal is not None:
-            lost = _refused(self.program, self.recording.refusal)
+            lost = refused(self.program, self.recording.refusal)
             found.findings += [_of(lost, name) for name in found.names or ["the loss"]]
             return
         graph = self.recording.graph
@@ -224,7 +230,7 @@ class _Run:
         except RuntimeError:  # of a graph that a backward pass has freed
             self._spent = True
             return []
-        return [] if found is None else _from_values(self.held[k].name, found)
+        return [] if found is None else from_values(self.held[k].name, found)
 
     def _note_what_is_read(self, found: Diagnosis, matters: Any) -> None:
         """Notes arrays that the loss would give a gradient, and that ask for none."""

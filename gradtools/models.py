@@ -90,14 +90,21 @@ class Models(Operators):
           ``key=`` if the module's ``__call__`` takes it; splitting it over a batch, and the
           ``axis_name`` that batch normalisation needs, are the caller's.
 
+        - haiku: what ``hk.transform`` or ``hk.transform_with_state`` gave; ``variables`` is what its
+          ``init`` returned, params or ``(params, state)``. The key is handed over as ``rng``.
+        - Keras 3, on its backend of this namespace: params maps the paths of the trainable
+          variables to arrays, state those of all others, the seeds of its random streams among
+          them. ``train`` is its ``training``.
+
         Conventions differ: PyTorch's running variance is unbiased and its momentum m is
         ``1 - m`` elsewhere; flax's and equinox's is biased, and equinox, in evaluation, divides its
         statistics by ``1 - m^calls``.
 
         Args:
-            module: A ``torch.nn.Module``, or a ``flax.linen``, ``flax.nnx`` or ``equinox`` module.
-            variables: For flax.linen what ``module.init`` returned; for equinox a State, or None;
-                else None.
+            module: A ``torch.nn.Module``, a ``flax.linen``, ``flax.nnx`` or ``equinox`` module, what
+                haiku's transform gave, or a built Keras model.
+            variables: For flax.linen and haiku what ``init`` returned; for equinox a State, or
+                None; else None.
             train: True or False sets the mode of the copy; None keeps the module's.
             rng_names: flax.linen's names of the streams that a key is split over.
 

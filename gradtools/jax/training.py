@@ -21,7 +21,7 @@ from gradtools.jax.parts import module_kinds, opened, part_of
 from gradtools.jax.seeing import trace
 from gradtools.jax.stateful import explained, held_in, stateful
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.training import PARAMETER, TABLE, Held, Optimised
+from gradtools.seeing.training import TABLE, Held, Optimised
 
 
 def lifted(

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradtools.backend import Backend
+from gradtools.errors import GradtoolsError
 from gradtools.seeing.doctor import (
+    from_losses,
     from_values,
     of_modules_in_use,
-    refused,
-    from_losses,
     overwriting,
+    refused,
     source_of,
 )
-from gradtools.errors import GradtoolsError
 from gradtools.seeing.findings import Finding
 from gradtools.seeing.flow import backward, losses_of
 from gradtools.seeing.graph import Dependence

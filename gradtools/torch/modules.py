@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradtools import keras_layers
 from gradtools.errors import GradtoolsError, GradtoolsWarning
-from gradtools.torch.arrays import seed_of
+from gradtools.keras_layers import is_keras
+from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
 
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
@@ -83,6 +85,8 @@ def functionalize(
 
     frozen_too: Parameters that ask for no gradient are among params as well.
     """
+    if is_keras(module):
+        return keras_layers.functionalize(module, variables, train, _KERAS)
     _check_module(module, variables)
     all_params = {name: p.detach() for name, p in module.named_parameters()}
     free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
@@ -426,3 +430,19 @@ def _generator(device: torch.device) -> torch.Generator:
     if hasattr(backend, "default_generators"):
         return backend.default_generators[device.index or 0]
     return backend._get_default_mps_generator()  # MPS has one device and no public name for it
+
+
+# Keras
+
+
+def _keras_seeds(key: Any, count: int) -> list[Tensor]:
+    """A pair of integers of 31 bits for each random stream."""
+    return [k.abs() % (1 << 31) for k in split(key, count)] if count else []
+
+
+def _keras_drawing(key: Any, arrays: Any) -> Any:
+    """Its dropout draws from PyTorch's own stream."""
+    return _seeded(_seed(key), _devices(arrays))
+
+
+_KERAS = keras_layers.Wing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)

@@ -202,7 +202,8 @@ def nothing(kind):
 
 PLANTED = {
     "nnx: a layer that is not used": Planted(
-        lambda: of_graph(Spare(), optax.sgd(0.1)), {"spare.kernel": "unread", "spare.bias": "unread"}
+        lambda: of_graph(Spare(), optax.sgd(0.1)),
+        {"spare.kernel": "unread", "spare.bias": "unread"},
     ),
     "nnx: stopped features": Planted(lambda: of_graph(Stopped()), nothing("detached")),
     "nnx: stopped, and a call changes the model": Planted(
@@ -258,9 +259,7 @@ def still(loop, steps=2):
     for _ in range(steps):
         updates, state = tx.update(jax.grad(merged)(now), state, now)
         now = optax.apply_updates(now, updates)
-    pairs = zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves_with_path(now), strict=True
-    )
+    pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves_with_path(now), strict=True)
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
     return {name(path) for (path, a), (_, b) in pairs if bool((a == b).all())}
 

@@ -67,6 +67,7 @@ def diagnosed(backend: Backend, program: Program, recording: Recording) -> list[
 
 
 def refused(program: Program, refusal: Refusal) -> Finding:
+    """The finding for what the framework refused."""
     names = [program.names[index] for index in program.wrt]
     name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
     return Finding(
@@ -151,6 +152,7 @@ def overwriting(name: str, graph: Graph, value: int) -> list[Finding]:
 
 
 def from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
+    """One finding for each place at which a cotangent became zero at these values."""
     if not vanished:
         return [Finding(name, "cancelled", "add", detail="where is not known")]
     return _without_repeats(

@@ -6,7 +6,6 @@ Both are plain data with a text; colour is put on by whoever prints to a termina
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -168,10 +167,20 @@ def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
     for findings in alike.values():
         names = list(dict.fromkeys(f.operation for f in findings))
         more = ", ..." if len(names) > _OPERATIONS else ""
-        scope = os.path.commonprefix([f.scope for f in findings])
+        scope = _common([f.scope for f in findings])
         operation = ", ".join(names[:_OPERATIONS]) + more
-        merged.append(replace(findings[0], operation=operation, scope=tuple(scope)))
+        merged.append(replace(findings[0], operation=operation, scope=scope))
     return merged
+
+
+def _common(scopes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What all scopes begin with."""
+    common: list[str] = []
+    for steps in zip(*scopes, strict=False):
+        if len(set(steps)) > 1:
+            break
+        common.append(steps[0])
+    return tuple(common)
 
 
 _OPERATIONS = 3  # of a group's that are listed

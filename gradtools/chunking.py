@@ -278,7 +278,7 @@ class Chunking(Operators):
         terms.__name__ = getattr(f, "__name__", type(f).__name__)
         chunks = call.cut(terms, chunk_size)
         sums = backend.sum_chunks(chunks)
-        if f is opened:
+        if opened is not None and f is opened:
             opened.refuse_changes()
         if reduction == "mean":
             total, *sums = sums

@@ -24,6 +24,7 @@ from gradtools.torch import (
     kernels,
     measures,
     modules,
+    parts,
     passes,
     seeing,
     trees,
@@ -240,11 +241,8 @@ class TorchBackend:
 
     like_module = staticmethod(wrapping.like_module)
 
-    def opened(self, asked: str, f: Any, args: Any, kwargs: Any, argnums: Any) -> Any:
-        return None  # a module comes through functionalize
-
-    def part_of(self, tree: Any) -> Any:
-        return tree
+    opened = staticmethod(parts.opened)
+    part_of = staticmethod(parts.part_of)
 
     def repeatable(self, asked: str, f: Any) -> Any:
         return f  # a recorded run is put back

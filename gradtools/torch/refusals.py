@@ -51,6 +51,17 @@ _NO_VMAP = (
     "chunk_size=1, a plain loop."
 )
 _MENDS = {
+    "aten::_scaled_dot_product": (
+        "of fused attention PyTorch has first derivatives alone. Others gradtools takes by plain "
+        "operations where it takes them itself and the kernel draws no dropout: in f use gt.grad, "
+        "not torch.func.grad or torch.autograd.grad, and linearize, not jvp, of a pullback. "
+        "Elsewhere use sdpa_kernel(SDPBackend.MATH)."
+    ),
+    "FlexAttention does not support backward on CPU": (
+        "f holds flex_attention, which PyTorch differentiates on CUDA devices alone. Use "
+        "scaled_dot_product_attention, with the score's change as attn_mask."
+    ),
+    "Batching rule not implemented for": _NO_VMAP,
     " is not implemented": (
         "f holds an operation whose backward pass has no derivative in PyTorch, and that one is "
         "asked for. Write it by plain operations, or for a second derivative push forward: "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.chunking import Chunks
-from gradtools.errors import GradtoolsError, GradtoolsWarning, refusal
+from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch.customcode import gated_calls, surveyed
 from gradtools.torch.engines import _unshared
@@ -584,8 +583,4 @@ def _tell(kernel: str, again: bool) -> None:
         if again
         else "that pass takes double backward, and keeps a graph of G while it runs."
     )
-    warnings.warn(
-        f"frozen: {kernel} lacks the derivative that forward over reverse needs; {done}",
-        GradtoolsWarning,
-        stacklevel=2,
-    )
+    warn(f"frozen: {kernel} lacks the derivative that forward over reverse needs; {done}")

@@ -39,6 +39,10 @@ class TypeRefusal(GradtoolsError, TypeError):
     """The same, where a framework takes it for an error of types."""
 
 
+class ValueRefusal(GradtoolsError, ValueError):
+    """The same, where a framework takes it for an error of values."""
+
+
 class GradtoolsWarning(UserWarning):
     """Something the user should know, said once, in plain words."""
 
@@ -89,6 +93,7 @@ _REFUSALS: dict[type[Exception], type[GradtoolsError]] = {
     NotImplementedError: NotImplementedRefusal,  # before what it is a kind of
     RuntimeError: RuntimeRefusal,
     TypeError: TypeRefusal,
+    ValueError: ValueRefusal,
 }
 
 

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 def encoder(folder):
     """A SentenceTransformer of random weights, over a vocabulary of its own."""
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *[f"w{i}" for i in range(55)]]
@@ -22,7 +23,7 @@ def encoder(folder):
     bert().save_pretrained(folder)
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     with quiet():
-        parts = st.models.Transformer(str(folder)), st.models.Pooling(16)
+        parts = Transformer(str(folder)), Pooling(16)
         return st.SentenceTransformer(modules=parts, device="cpu")
 
 
@@ -55,11 +56,13 @@ def test_a_sentence_encoder_in_chunks_has_the_gradients_of_the_loop(tmp_path):
 
 
 def test_its_own_cached_loss_says_the_same_without_dropout(tmp_path):
+    from sentence_transformers.sentence_transformer import losses
+
     model = encoder(tmp_path)
     model.eval()
     features = [batch(1), batch(2)]
     with quiet():
-        cached = st.losses.CachedMultipleNegativesRankingLoss(model, scale=20.0, mini_batch_size=4)
+        cached = losses.CachedMultipleNegativesRankingLoss(model, scale=20.0, mini_batch_size=4)
         loss = cached([dict(x) for x in features], torch.zeros(10))
         loss.backward()
     expected = {**gradients(model), "loss": loss.detach()}

@@ -115,6 +115,18 @@ def instance_norm(
     return _scaled(_normalised(input, tuple(range(2, input.dim())), eps), *reshaped)
 
 
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """The operation itself, of an input that lies in its own order."""
+    return torch.group_norm(input.contiguous(), num_groups, weight, bias, eps, cudnn_enabled)
+
+
 def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     centred = x - x.mean(dims, keepdim=True)
     variance = (centred * centred).mean(dims, keepdim=True)

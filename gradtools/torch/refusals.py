@@ -62,6 +62,7 @@ _MENDS = {
         "scaled_dot_product_attention, with the score's change as attn_mask."
     ),
     "Batching rule not implemented for": _NO_VMAP,
+    "querying is_contiguous inside of vmap": _NO_VMAP,
     "c++ API of custom Function": (
         "f holds a torch::autograd::Function that is written in C++, which has no forward mode. "
         "Use linearize(f, *primals)[1], which transposes reverse mode, or wrap it in "
@@ -101,6 +102,7 @@ _MENDS = {
     "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": _NO_VMAP,
     "Sparse CSR tensors do not have is_contiguous": _NO_VMAP,
     "Batching rule not implemented for": _NO_VMAP,
+    "querying is_contiguous inside of vmap": _NO_VMAP,
     "Cannot access data pointer of Tensor that doesn't have storage": (
         "f holds an operation that reads the numbers of a tensor (lengths, places to split), which "
         "torch.func's transforms hide, and gradtools transposes a pullback through them. Pass them "

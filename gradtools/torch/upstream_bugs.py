@@ -105,6 +105,10 @@ def _has_options(*args: Any, **kwargs: Any) -> bool:
     return kwargs.get("options") is not None
 
 
+def _lies_otherwise(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return not input.is_contiguous()
+
+
 # --- the table ---------------------------------------------------------------------------------
 
 _SPD = "x @ x.mT + torch.eye(3, dtype=x.dtype)"
@@ -283,6 +287,15 @@ BUGS = (
             ("norm", ""),
         )
     ],
+    Bug(
+        "nn.functional.group_norm",
+        TANGENT,
+        "an error",
+        "",
+        formulas.group_norm,
+        _lies_otherwise,
+        "torch.nn.functional.group_norm(x.mT[None], 1).pow(3).sum()",
+    ),
     Bug(
         "nn.functional.scaled_dot_product_attention",
         TANGENT_AGAIN,

@@ -14,7 +14,7 @@ def bert(**options):
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    sizes = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    sizes = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(intermediate_size=32, max_position_embeddings=32, **sizes, **options)
     return BertModel(config)
 

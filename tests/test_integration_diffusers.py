@@ -12,7 +12,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed"
 from integration_models import agree
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
-SIZE = dict(block_out_channels=(8,), norm_num_groups=2)
+SIZE = {"block_out_channels": (8,), "norm_num_groups": 2}
 
 
 def vae():

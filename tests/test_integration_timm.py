@@ -78,7 +78,14 @@ from integration_models import agree, gradients
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
-VIT = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3)
+VIT = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 3,
+}
 MODELS = {
     "a vision transformer": lambda: timm.models.VisionTransformer(drop_rate=0.2, **VIT),
     "a residual network": lambda: timm.models.ResNet(
@@ -87,8 +94,9 @@ MODELS = {
     "a mixer": lambda: timm.models.MlpMixer(
         img_size=32, patch_size=8, embed_dim=16, num_blocks=2, num_classes=3
     ),
-    "a convnext": lambda: timm.models.ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 8, 8, 8),
-                                               num_classes=3, drop_path_rate=0.2),  # fmt: skip
+    "a convnext": lambda: timm.models.ConvNeXt(
+        depths=(1, 1, 1, 1), dims=(8, 8, 8, 8), num_classes=3, drop_path_rate=0.2
+    ),
 }
 
 

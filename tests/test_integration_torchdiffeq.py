@@ -86,15 +86,9 @@ def test_one_gradient_for_each_start():
         agree({k: g[i] for k, g in found.items()}, gt.grad(loss)(params, start))
 
 
-def test_a_second_derivative_through_the_adjoint_is_right_or_refused():
-    """Its backward is a Function's own; what autograd would lose of it is not lost in silence."""
+def test_a_second_derivative_through_the_adjoint_is_refused_by_name():
+    """Its backward calls the solver where autograd does not look."""
     field = Field().requires_grad_(False)
     f = lambda y: misfit(torchdiffeq.odeint_adjoint, field, y).sum()
-    g = lambda y: misfit(torchdiffeq.odeint, field, y).sum()
-    try:
-        (found,) = gt.hvp(f, (STARTS,), (STARTS.flip(0),))[1]
-    except GradtoolsError as error:
-        assert "OdeintAdjointMethod" in str(error)
-    else:
-        (expected,) = gt.hvp(g, (STARTS,), (STARTS.flip(0),))[1]
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    with pytest.raises(GradtoolsError, match="OdeintAdjointMethod"):
+        gt.hvp(f, (STARTS,), (STARTS.flip(0),))

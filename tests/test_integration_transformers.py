@@ -145,9 +145,7 @@ def test_a_hessian_product_of_a_bert_is_what_differences_of_its_gradient_say(imp
         return apply(params, state, ids, attention_mask=mask)[0].last_hidden_state.sin().mean()
 
     generator = torch.Generator().manual_seed(5)
-    along = {
-        k: torch.randn(p.shape, generator=generator, dtype=p.dtype) for k, p in params.items()
-    }
+    along = {k: torch.randn(p.shape, generator=generator, dtype=p.dtype) for k, p in params.items()}
     dot = lambda us, vs: sum((us[k] * vs[k]).sum() for k in us)
     moved = lambda h: {k: p + h * along[k] for k, p in params.items()}
     slope = lambda h: dot(gt.grad(loss, disconnected_inputs="zeros")(moved(h)), along)

@@ -33,6 +33,14 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
         pluginmanager.register(plugin, plugin.__name__)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests with other packages are collected where they are asked for: by mark, or by file."""
+    if not collection_path.name.startswith("test_integration_"):
+        return None
+    named = any(Path(arg.partition("::")[0]).name == collection_path.name for arg in config.args)
+    return None if named or config.option.markexpr == "integration" else True
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A twentieth of the time went into looking for garbage, of which there is little: what needs
     # a collection asks for one.

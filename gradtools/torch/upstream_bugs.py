@@ -294,7 +294,8 @@ BUGS = (
         "",
         formulas.group_norm,
         _lies_otherwise,
-        "torch.nn.functional.group_norm(x.mT[None], 1).pow(3).sum()",
+        "torch.nn.functional.group_norm(torch.stack((x, x**2))[None]"
+        ".to(memory_format=torch.channels_last), 1).pow(3).sum()",
     ),
     Bug(
         "nn.functional.scaled_dot_product_attention",

@@ -26,7 +26,6 @@ and `outs` what comes out.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,13 +42,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from gradtools.contract import Contract
-from gradtools.errors import (
-    GradtoolsError,
-    GradtoolsWarning,
-    NotImplementedRefusal,
-    is_of,
-    refusal,
-)
+from gradtools.errors import GradtoolsError, NotImplementedRefusal, is_of, refusal, warn
 from gradtools.jax import homogeneous, shardings, tracing
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
 from gradtools.jax.trees import conj, is_inexact, zeros_of
@@ -1043,11 +1036,9 @@ def _check_linear(rule: Rule, xs: Sequence[Any], moving: Mask) -> None:
     except Exception as error:
         if not made_up:
             raise
-        warnings.warn(
+        warn(
             f"{rule.name} is transposed, and whether it is linear could not be checked, for at "
-            f"made-up values it raises {type(error).__name__}: {error}",
-            GradtoolsWarning,
-            stacklevel=2,
+            f"made-up values it raises {type(error).__name__}: {error}"
         )
         same = True
     if not same:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch
 from torch._guards import TracingContext, detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, warn
 from gradtools.linearity import is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling
@@ -169,12 +168,10 @@ def hold_linear(asked: Question) -> None:
         except Exception as error:
             if not made_up:
                 raise
-            warnings.warn(
+            warn(
                 f"rule {rule.name!r}: the other mode follows by transposing its {which} map, and "
                 "whether that map is linear could not be checked, for at made-up values it "
-                f"raises {type(error).__name__}: {error}",
-                GradtoolsWarning,
-                stacklevel=2,
+                f"raises {type(error).__name__}: {error}"
             )
             same = True
     if not same:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.connection import refuse_cut
@@ -368,12 +369,13 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     def paired(*xs: Tensor) -> Any:
         asked = groups if groups is not None and is_compiling() else ()
         if is_compiling():
-            with RightGradients():
+            with _twice_in_trace(bool(_open_derivatives())), RightGradients():
                 outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
             nested[:] = [inside]
         else:
             again = _is_differentiated_again(1)
-            with opened(xs) as inside, calls_guarded(asked_of(fun)) if again else nullcontext():
+            guarding = calls_guarded(asked_of(fun)) if again else nullcontext()
+            with opened(xs) as inside, guarding, _pushed_from_outside():
                 outs, extras = fun(*xs)
             entered[:], wrong[:] = [inside], [first_of(WRONG_IN_BATCHES, outs)]
             survey = surveyed(outs)
@@ -441,7 +443,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
 
     def paired(*xs: Tensor) -> Any:
         if is_compiling():
-            with RightTangents():
+            with _twice_in_trace(True), RightTangents():
                 outs, extras = fun(*xs)
         else:
             with torch.enable_grad(), Stops(False, True, asked_of(fun)):
@@ -478,11 +480,25 @@ def _is_pushed_again() -> bool:
     return is_compiling() or pushes or forward_ad._current_level >= 0
 
 
+def _twice_in_trace(again: bool) -> AbstractContextManager[Any]:
+    """Around what dynamo traces: if it is differentiated again, attention by plain operations."""
+    return sdpa_kernel(SDPBackend.MATH) if again else nullcontext()
+
+
+def _pushed_from_outside() -> AbstractContextManager[Any]:
+    """Around a function that is pulled back inside of the framework's own `torch.func.jvp`."""
+    if not _is_pushed_again():
+        return nullcontext()
+    modes = torch.overrides._get_current_function_mode_stack()
+    return nullcontext() if any(isinstance(m, Stops) for m in modes) else Stops(False, True)
+
+
 @contextmanager
 def _looked_at_twice(asked: str) -> Iterator[None]:
-    """Around a function whose backward pass is differentiated; dynamo sees none of it."""
+    """Around a function whose backward pass is differentiated; dynamo sees one kernel of it."""
     if is_compiling():
-        yield
+        with _twice_in_trace(True):
+            yield
         return
     with calls_guarded(asked), TwiceByPlainOperations():
         yield

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.chunking import Chunks
-from gradtools.errors import GradtoolsError, GradtoolsWarning, refusal
+from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch.customcode import (
     gate_compiled,
@@ -454,8 +453,8 @@ def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
         if x is not None and y is not None:
             x, y = (_primal(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
             x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
-            x, y = x.reshape(-1), y.reshape(-1)
-            total, a, b = (t + float((v @ w).detach()) for t, v, w in ((total, x, y), (a, x, x), (b, y, y)))
+            x, y = x.reshape(-1).detach(), y.reshape(-1).detach()
+            total, a, b = total + float(x @ y), a + float(x @ x), b + float(y @ y)
     return total, (a * b) ** 0.5
 
 
@@ -599,8 +598,4 @@ def _tell(kernel: str, again: bool) -> None:
         if again
         else "that pass takes double backward, and keeps a graph of G while it runs."
     )
-    warnings.warn(
-        f"frozen: {kernel} lacks the derivative that forward over reverse needs; {done}",
-        GradtoolsWarning,
-        stacklevel=2,
-    )
+    warn(f"frozen: {kernel} lacks the derivative that forward over reverse needs; {done}")

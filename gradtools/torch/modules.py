@@ -13,7 +13,6 @@ private copy that no other code sees. ``gradtools.models`` documents the public 
 
 import threading
 import types
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtools import keras_layers
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, warn
 from gradtools.keras_layers import is_keras
 from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
@@ -231,11 +230,9 @@ def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
             )
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     if any(_closes_over(hook, places) for hook in hooks):
-        warnings.warn(
+        warn(
             f"functionalize: a forward hook of {kind} closes over the module; it sees the "
-            "original module's tensors. Use the hook's first argument instead.",
-            GradtoolsWarning,
-            stacklevel=5,
+            "original module's tensors. Use the hook's first argument instead."
         )
 
 

@@ -107,6 +107,10 @@ def _has_options(*args: Any, **kwargs: Any) -> bool:
     return kwargs.get("options") is not None
 
 
+def _lies_otherwise(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return not input.is_contiguous()
+
+
 # --- the table ---------------------------------------------------------------------------------
 
 _SPD = "x @ x.mT + torch.eye(3, dtype=x.dtype)"
@@ -285,6 +289,16 @@ BUGS = (
             ("norm", ""),
         )
     ],
+    Bug(
+        "nn.functional.group_norm",
+        TANGENT,
+        "an error",
+        "",
+        formulas.group_norm,
+        _lies_otherwise,
+        "torch.nn.functional.group_norm(torch.stack((x, x**2))[None]"
+        ".to(memory_format=torch.channels_last), 1).pow(3).sum()",
+    ),
     Bug(
         "nn.functional.scaled_dot_product_attention",
         TANGENT_AGAIN,

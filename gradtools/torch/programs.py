@@ -581,12 +581,12 @@ class Forward(Program):
             self.verification.done()
 
     @contextmanager
-    def going_back(self) -> Iterator[None]:
+    def going_back(self, again: bool = False) -> Iterator[None]:
         """Inside, a chunk that was computed again is differentiated.
 
-        What hooks on gradients do then is not done again, and stays.
+        What hooks on gradients do then stays. again: For a second derivative; they did it before.
         """
-        if not (self.is_again and self.hooked):
+        if again or not (self.is_again and self.hooked):
             reached = self.start.reached
             before = reached.contents_versions() if self.compares_bits else []
             yield
@@ -802,7 +802,7 @@ class Backward(_Derived):
         cts += shared_cts if terms else []
         own, outs = len(xs) + len(shared), [*ys, *terms]
         sums = None if create else self.sums
-        with self.forward.going_back(), self.explained():
+        with self.forward.going_back(create), self.explained():
             grads = self._pulled_adding(sums, outs, inputs, cts, own, create, create)
         return grads[: len(xs)], grads[len(xs) :]
 

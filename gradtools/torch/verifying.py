@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import trees
 from gradtools.torch.compiling import nodes_of
-from gradtools.torch.state import _contents_of
+from gradtools.torch.reaching import contents_of
 from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
 
@@ -319,7 +319,7 @@ def _looks(f: Any) -> tuple[Any, Any]:
 
 
 def _parts(f: FunctionType, depth: int) -> tuple[Any, ...]:
-    cells = [_contents_of(cell) for cell in f.__closure__ or ()]
+    cells = [contents_of(cell) for cell in f.__closure__ or ()]
     held = (*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
     return (id(f.__globals__), *[_part(x, depth + 1) for x in held])
 

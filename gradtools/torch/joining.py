@@ -39,6 +39,8 @@ class Joint:
 
     def handed(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """What earlier nodes gave for these leaves, which is the caller's from now on."""
+        if not self.sums:
+            return [None] * len(leaves)
         with _LOCK:
             found = [self.sums.pop(id(x), None) for x in leaves]
         return [None if entry is None else _here(*entry) for entry in found]

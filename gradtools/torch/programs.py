@@ -728,8 +728,9 @@ class _Derived(Program):
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         count, sums = len(rows), Sums()
-        if self.joint is not None:
-            sums.add([*[None] * self.shared_width, *self.joint.handed(self.leaves)])
+        handed = self.joint.handed(self.leaves) if self.joint is not None else []
+        if any(x is not None for x in handed):
+            sums.add([*[None] * self.shared_width, *handed])
         rows, shared = [[_primal(x) for x in xs] for xs in rows], [_primal(x) for x in shared]
         found: Rows = [self.nothing(i) for i in range(count)]
         self.forward.check_storages()

@@ -64,25 +64,30 @@ _JOINTS = weakref.WeakValueDictionary()
 
 
 def join(node: Any, leaves: Sequence[Tensor]) -> None:
-    """Has a node take part. The nodes that wait hold what they share, so that it goes with them."""
+    """Has a node take part. The nodes that wait hold what they share, so that it goes with them.
+
+    leaves: Its last inputs.
+    """
     node.leaves, node.joint = leaves, None
-    with _LOCK:
-        _NODES.add(node)
+    if leaves and all(x.requires_grad for x in leaves):  # else autograd takes nothing for some
+        with _LOCK:
+            _NODES.add(node)
 
 
 def joint_of(node: Any) -> Joint | None:
     """What the nodes of this backward pass share; None where gradients are differentiated, say."""
     plain = torch._C._functorch.peek_interpreter_stack() is None and not batchings()
-    if torch.is_grad_enabled() or not plain or not node.leaves:
+    task = _task()  # none where a node is called by hand
+    if task < 0 or torch.is_grad_enabled() or not plain or node not in _NODES:
         return None
     with _LOCK:
-        found = _JOINTS.get(_task())
+        found = _JOINTS.get(task)
         if found is None:
-            nodes = [other for other in _NODES if other.leaves and _will_run(other)]
+            nodes = [other for other in _NODES if _will_run(other)]
             found = Joint(nodes)
             for other in nodes:
                 other.joint = found
-            _JOINTS[_task()] = found
+            _JOINTS[task] = found
         node.joint = None
         return found
 

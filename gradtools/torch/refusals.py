@@ -48,9 +48,19 @@ _NO_GRAPH = (
 )
 _NO_VMAP = (
     "f holds an operation that PyTorch's vmap cannot map. per_example_grad and jacobian take "
-    "chunk_size=1, a plain loop."
+    "chunk_size=1, a plain loop; for a Hessian take gt.jacobian(gt.grad(f), chunk_size=1)."
 )
 _MENDS = {
+    "c++ API of custom Function": (
+        "f holds a torch::autograd::Function that is written in C++, which has no forward mode. "
+        "Use linearize(f, *primals)[1], which transposes reverse mode, or wrap it in "
+        "gt.custom_rule."
+    ),
+    "cannot use C++ torch::autograd::Function with functorch transforms": (
+        "f holds a torch::autograd::Function that is written in C++, which torch.func's transforms "
+        "cannot enter. Take the derivative outside of the transform (per_example_grad and "
+        "jacobian: chunk_size=1 is a plain loop), or wrap it in gt.custom_rule."
+    ),
     " is not implemented": (
         "f holds an operation whose backward pass has no derivative in PyTorch, and that one is "
         "asked for. Write it by plain operations, or for a second derivative push forward: "
@@ -78,6 +88,8 @@ _MENDS = {
     ),
     "requires special handling, and does not yet have a batching rule": _NO_VMAP,
     "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": _NO_VMAP,
+    "Sparse CSR tensors do not have is_contiguous": _NO_VMAP,
+    "Batching rule not implemented for": _NO_VMAP,
     "Cannot access data pointer of Tensor that doesn't have storage": (
         "f holds an operation that reads the numbers of a tensor (lengths, places to split), which "
         "torch.func's transforms hide, and gradtools transposes a pullback through them. Pass them "

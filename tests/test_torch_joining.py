@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 
 import pytest
 import torch
@@ -246,3 +247,28 @@ def test_a_node_is_forgotten_with_its_graph():
     del z
     gc.collect()
     assert len(joining._NODES) == before
+
+
+def test_one_graph_in_two_threads_at_once_gives_each_its_own_sums():
+    body, paused, go = net().body, threading.Event(), threading.Event()
+    f = gt.chunked(body, CHUNK, retain=0)
+    a, b = (f(x) for x in batches()[:2])
+    main = threading.get_ident()
+
+    def wait(ct):
+        if threading.get_ident() != main:
+            paused.set()
+            assert go.wait(20.0)
+
+    a.register_hook(wait)  # when b, which was called last, has run
+    loss, found = loss_of([a, b]), []
+    grads = lambda: torch.autograd.grad(loss, list(body.parameters()), retain_graph=True)
+    thread = threading.Thread(target=lambda: found.append(grads()))
+    thread.start()
+    assert paused.wait(20.0)
+    found.append(grads())
+    go.set()
+    thread.join(20.0)
+    assert len(found) == 2
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)

@@ -68,7 +68,7 @@ def join(node: Any, leaves: Sequence[Tensor]) -> None:
 
     leaves: Its last inputs.
     """
-    node.leaves, node.joint = leaves, None
+    node.leaves, node.joints = leaves, {}
     if leaves and all(x.requires_grad for x in leaves):  # else autograd takes nothing for some
         with _LOCK:
             _NODES.add(node)
@@ -86,9 +86,9 @@ def joint_of(node: Any) -> Joint | None:
             nodes = [other for other in _NODES if _will_run(other)]
             found = Joint(nodes)
             for other in nodes:
-                other.joint = found
+                other.joints[task] = found
             _JOINTS[task] = found
-        node.joint = None
+        node.joints.pop(task, None)
         return found
 
 

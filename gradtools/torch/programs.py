@@ -727,10 +727,7 @@ class _Derived(Program):
         return set()
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
-        count, sums = len(rows), Sums()
-        handed = self.joint.handed(self.leaves) if self.joint is not None else []
-        if any(x is not None for x in handed):
-            sums.add([*[None] * self.shared_width, *handed])
+        count, sums = len(rows), self._begun()
         rows, shared = [[_primal(x) for x in xs] for xs in rows], [_primal(x) for x in shared]
         found: Rows = [self.nothing(i) for i in range(count)]
         self.forward.check_storages()
@@ -746,6 +743,14 @@ class _Derived(Program):
                         else:
                             self.pass_by(i, rows[i], shared)
         return found, sums.total or self.nothing_summed()
+
+    def _begun(self) -> Sums:
+        """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""
+        sums = Sums()
+        handed = self.joint.handed(self.leaves) if self.joint is not None else []
+        if any(x is not None for x in handed):
+            sums.add([*[None] * self.shared_width, *handed])
+        return sums
 
     @contextmanager
     def _summing(self) -> Iterator[None]:

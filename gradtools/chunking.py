@@ -320,12 +320,13 @@ class Chunking(Operators):
         return self._backend.uncompiled(self._backend.gather, x, axis_name, group)
 
     def is_replaying(self) -> bool:
-        """Whether a chunk is being computed a second time, for hooks with side effects.
+        """Whether f is being computed a second time, for hooks with side effects.
 
         In JAX hooks do not exist, and what is computed again is never traced again: False.
 
         Returns:
-            True inside f and the hooks of its modules while `chunked` computes again.
+            True inside f and the hooks of its modules while `chunked`, `checkpoint` or `frozen`
+            computes f again.
 
         Example:
             >>> gt.is_replaying()

@@ -343,7 +343,8 @@ class _Split:
         if not self.cut.interleaved:
             start = first * self.cut.chunk_size
             part = _part(self._rows, start, count * size, axis)
-            return jnp.moveaxis(_parted(part, axis, count, size, (1, self.entry)), axis, 0)
+            rows = jnp.moveaxis(_parted(part, axis, count, size, (1, self.entry)), axis, 0)
+            return shardings.placed(rows, axis + 1, self.entry)
         rows = _part(self._table, first, count, axis + 1)
         rows = jnp.moveaxis(rows, axis + 1, 0)
         if size == self._least:

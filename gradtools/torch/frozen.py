@@ -184,7 +184,9 @@ class _Use(Forward):
 
     # --- its derivatives
 
-    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+    def pull(
+        self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
+    ) -> list[Any]:
         back = _FrozenBackward(self, widths, width, there)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return outputs_of(back, rows, shared)
@@ -395,7 +397,9 @@ class _FrozenBackward(Backward):
         with torch.no_grad():
             return same.evaluate([scaled], zs)[1]
 
-    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+    def pull(
+        self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
+    ) -> list[Any]:
         count = self.shared_width
         zs = list(shared[:count]) if self.arguments is None else self.arguments
         us = spread(shared[width:], there[-1])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_readme import blocks
+from pages import blocks
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

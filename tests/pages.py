@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -66,8 +68,14 @@ class Block:
 
     def _run(self, names: dict[str, object]) -> None:
         source = "\n" * self.line + self.code  # so that a traceback names the page's line
-        with default_precision():
-            exec(compile(source, str(self.page), "exec"), {"__name__": "__main__", **names})
+        module = ModuleType("page")  # a real one, which torch.compile looks up
+        vars(module).update(names)
+        sys.modules["page"] = module
+        try:
+            with default_precision():
+                exec(compile(source, str(self.page), "exec"), vars(module))
+        finally:
+            del sys.modules["page"]
 
 
 def blocks(pages: list[Path] = PAGES) -> list[Block]:

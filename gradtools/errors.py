@@ -36,6 +36,10 @@ class TypeRefusal(GradtoolsError, TypeError):
     """The same, where a framework takes it for an error of types."""
 
 
+class ValueRefusal(GradtoolsError, ValueError):
+    """The same, where a framework takes it for an error of values."""
+
+
 class GradtoolsWarning(UserWarning):
     """Something the user should know, said once, in plain words."""
 
@@ -64,6 +68,7 @@ _REFUSALS: dict[type[Exception], type[GradtoolsError]] = {
     NotImplementedError: NotImplementedRefusal,  # before what it is a kind of
     RuntimeError: RuntimeRefusal,
     TypeError: TypeRefusal,
+    ValueError: ValueRefusal,
 }
 
 

@@ -103,3 +103,9 @@ def test_what_the_ledger_does_not_tell_is_named_and_the_status_is_1(
     monkeypatch.setattr(gt, "jvp", wrong)
     assert cli.main(["check", "--sweep", "--backend", backend_name, "--filter", "sinh"]) == 1
     assert "unexplained: " in capsys.readouterr().out
+
+
+def test_a_filter_that_no_program_of_the_sweep_holds_is_told(capsys, backend_name):
+    assert cli.main(["check", "--sweep", "--backend", backend_name, "--filter", "nosuch"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "no program's name holds 'nosuch'" in said.err

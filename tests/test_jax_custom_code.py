@@ -70,6 +70,10 @@ def host(x):
     return jnp.asarray(np.sin(np.asarray(x)))
 
 
+def loop(x):
+    return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
+
+
 def squares(f):
     return lambda *xs: (f(*xs) ** 2).sum()
 
@@ -131,6 +135,37 @@ def test_a_second_derivative_of_custom_code_is_right_or_raises(f, way):
         assert f is not reverse_only
     else:
         np.testing.assert_allclose(found, CURVED, rtol=1e-12)
+
+
+REFUSED = {
+    pure: "host_function.*Pure callbacks",
+    io: "host_function.*IO callbacks",
+    ffi: "host_function.*FFI call",
+    pallas: "forward rule only.*Linearization failed",
+    loop: "trips is known only when it runs.*Reverse-mode differentiation",
+}
+IN_REVERSE = [w for w in FIRST if w not in RIGHT_AT_FIRST_ORDER[pallas] | {"checkpoint", "chunked"}]
+
+
+@pytest.mark.parametrize("f", REFUSED)
+@pytest.mark.parametrize("way", IN_REVERSE)
+@pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
+def test_what_jax_does_not_differentiate_is_refused_in_words_with_a_mend(f, way):
+    if f is loop and way in ("linearize", "frozen"):  # the one is pushed, the other has a way
+        np.testing.assert_allclose(FIRST[way](f), SLOPE, rtol=1e-12)
+        return
+    with pytest.raises(GradtoolsError, match=rf"(?s)^\w+: f .*{REFUSED[f]}") as raised:
+        FIRST[way](f)
+    assert isinstance(raised.value, ValueError)  # as JAX's own
+
+
+def test_an_error_of_the_users_with_jaxs_words_stays_the_users():
+    def f(x):
+        raise ValueError("Pure callbacks do not support JVP in my code")
+
+    with pytest.raises(ValueError, match="in my code") as raised:
+        gt.grad(f)(X)
+    assert not isinstance(raised.value, GradtoolsError)
 
 
 def test_a_callback_that_is_reached_by_stopped_inputs_alone_is_a_cut():

@@ -268,9 +268,19 @@ def bias_alone_in_functorch():
     torch.func.grad(pushed, argnums=(0, 1))(X, bias)
 
 
+def compressed():
+    gt.hessian(lambda x: (x.to_sparse_csr().to_dense() ** 3).sum())(torch.ones(2, 2))
+
+
+def negated_view():
+    gt.per_example_grad(lambda x: torch._neg_view(x).mul(x).sum())(torch.ones(2, 2))
+
+
 @pytest.mark.parametrize(
     ("run", "words"),
     [
+        (compressed, r"hessian: f holds an operation .*cannot map.*gt.grad\(f\), chunk_size=1"),
+        (negated_view, r"per_example_grad: f holds an operation that PyTorch's vmap cannot map"),
         (transposed_twice, r"linearize: f holds the gradient of a transposed convolution"),
         (phases, r"grad: f holds eigenvectors of a complex matrix"),
         (no_vmap, r"jacobian: f holds an operation that PyTorch's vmap cannot map.*chunk_size=1"),
@@ -278,7 +288,16 @@ def bias_alone_in_functorch():
         (sparse, r"jacobian: f holds an operation that PyTorch's vmap cannot map.*chunk_size=1"),
         (bias_alone_in_functorch, r"jvp: f holds layer_norm with a bias and no weight"),
     ],
-    ids=["conv_transpose", "eigh", "as_strided_scatter", "tensor_split", "to_sparse", "layer_norm"],
+    ids=[
+        "csr",
+        "_neg_view",
+        "conv_transpose",
+        "eigh",
+        "as_strided_scatter",
+        "tensor_split",
+        "to_sparse",
+        "layer_norm",
+    ],
 )
 def test_a_limit_of_pytorch_is_refused_in_words_that_say_what_to_do(run, words):
     with pytest.raises(GradtoolsError, match=words):

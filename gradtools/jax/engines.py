@@ -19,9 +19,9 @@ import jax
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.calls import Call
 from gradtools.connection import refuse_cut
-from gradtools.errors import refusal, said_by
 from gradtools.jax import signs, tracing
 from gradtools.jax.graphs import graph_of
+from gradtools.jax.refusals import explained
 from gradtools.jax.rules import reverse_only_p
 from gradtools.jax.trees import LinearMap, conj, zeros_of
 from gradtools.seeing.flow import losses
@@ -46,12 +46,13 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     _note_derivative()
     traced = _traced(fun, leaves) if groups is not None else None
     _refuse_signs(fun, leaves, traced)
-    with jax.named_scope(_SCOPE), _watched() as nested:
+    asked = getattr(fun, "asked", "vjp")
+    with explained(asked), jax.named_scope(_SCOPE), _watched() as nested:
         outs, pull, extras = jax.vjp(fun if traced is None else traced.run, *leaves, has_aux=True)
         if traced is not None and traced.hands_on:
             _ = [-x for x in leaves if isinstance(x, jax.core.Tracer)]
 
-    whole = LinearMap(_pulled(outs), pull)
+    whole = LinearMap(_pulled(outs, asked), pull)
     if traced is None:
         cut = _cut_of(fun, leaves) if nested else []
         return Evaluation(outs, extras, whole, lambda _: cut, checked=False)
@@ -69,7 +70,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     )
 
 
-def _pulled(outs: Sequence[Array]) -> Callable[..., list[Array]]:
+def _pulled(outs: Sequence[Array], asked: str) -> Callable[..., list[Array]]:
     """How a pullback of JAX's is called; knows what outs look like, and not what they are."""
     likes = [jax.typeof(y) for y in outs]
 
@@ -77,7 +78,7 @@ def _pulled(outs: Sequence[Array]) -> Callable[..., list[Array]]:
         filled = [
             zeros_of(like) if ct is None else conj(ct) for ct, like in zip(cts, likes, strict=True)
         ]
-        with jax.named_scope(_SCOPE):
+        with explained(asked), jax.named_scope(_SCOPE):
             return [conj(g) for g in pull(filled)]
 
     return pulled
@@ -90,7 +91,7 @@ def jvp(
     _note_derivative()
     asked = getattr(fun, "asked", "jvp")
     _refuse_signs(fun, leaves)
-    with _reverse_only_explained(asked), jax.named_scope(_SCOPE), _watched() as nested:
+    with explained(asked), jax.named_scope(_SCOPE), _watched() as nested:
         outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
     if nested:
         refuse_cut(fun, _cut_of(fun, leaves))
@@ -116,7 +117,7 @@ def linearize(
     """`(outs, extras, pushforward)`. JAX finds a reverse-only rule when it pushes."""
     _note_derivative()
     _refuse_signs(fun, leaves)
-    with _reverse_only_explained("linearize"), jax.named_scope(_SCOPE), _watched() as nested:
+    with explained("linearize"), jax.named_scope(_SCOPE), _watched() as nested:
         outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
     if nested:
         refuse_cut(fun, _cut_of(fun, leaves))
@@ -125,23 +126,8 @@ def linearize(
 
 
 def _pushed(push: Any, tangents: list[Array]) -> list[Array]:
-    with _reverse_only_explained("linearize"):
+    with explained("linearize"):
         return push(*tangents)
-
-
-@contextmanager
-def _reverse_only_explained(asked: str) -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode autodiff (jvp) to a custom_vjp" not in said_by("jax", error):
-            raise
-        raise refusal(
-            error,
-            f"{asked}: f holds a function that has a reverse rule only (clip_gradient, "
-            "transform_gradient, known_gradient, or a jax.custom_vjp), which forward mode cannot "
-            "enter. Use vjp or grad, or for second derivatives mode='reverse_over_reverse'.",
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from gradtools.backend import Array
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning, said_by
 from gradtools.jax.arrays import asarray
+from gradtools.jax.refusals import explained
 from gradtools.jax.rules import apply_rule, transpose
 from gradtools.jax.stateful import stateful
 from gradtools.jax.trees import conj, is_inexact
@@ -140,7 +141,8 @@ class _Use:
         fixed = [jax.lax.stop_gradient(x) for x in xs]
         kept = self.budget > 0 and self.may_keep(fixed)
         way = jax.linearize if kept else jax.vjp
-        ys, linear, others = way(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
+        with explained("frozen"):
+            ys, linear, others = way(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
         left, treedef = jax.tree.flatten(linear)
         count, inexact, rest = len(xs), self.inexact, iter(others)
         floating = iter(ys)
@@ -191,7 +193,8 @@ class _Use:
 
     def pulled(self, there: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
         """The pullback, computed anew."""
-        ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
+        with explained("frozen"):
+            ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
         return self.through(pull, xs, _full(ys, self.inexact, there, cts))
 
     def through(self, pull: Any, xs: Entries, cts: list[Any]) -> list[Any]:

@@ -48,7 +48,7 @@ _NO_GRAPH = (
 )
 _NO_VMAP = (
     "f holds an operation that PyTorch's vmap cannot map. per_example_grad and jacobian take "
-    "chunk_size=1, a plain loop."
+    "chunk_size=1, a plain loop; for a Hessian take gt.jacobian(gt.grad(f), chunk_size=1)."
 )
 _MENDS = {
     " is not implemented": (
@@ -78,6 +78,8 @@ _MENDS = {
     ),
     "requires special handling, and does not yet have a batching rule": _NO_VMAP,
     "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": _NO_VMAP,
+    "Sparse CSR tensors do not have is_contiguous": _NO_VMAP,
+    "Batching rule not implemented for": _NO_VMAP,
     "Cannot access data pointer of Tensor that doesn't have storage": (
         "f holds an operation that reads the numbers of a tensor (lengths, places to split), which "
         "torch.func's transforms hide, and gradtools transposes a pullback through them. Pass them "

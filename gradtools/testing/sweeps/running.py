@@ -23,6 +23,9 @@ def run(options: argparse.Namespace) -> int:
     whole = options.sweep == "whole"
     both = ("twins",) if len(here) == 2 else ()
     verdicts = {name: _SWEEPS[name](whole, options.filter) for name in (*here, *both)}
+    if options.filter and not any(v.counts for v in verdicts.values()):
+        print(f"gradtools check: no program's name holds {options.filter!r}", file=sys.stderr)
+        return 2
     for name, verdict in verdicts.items():
         versions = " and ".join(version(part) for part in (here if name == "twins" else (name,)))
         if options.json:

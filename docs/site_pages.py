@@ -13,7 +13,6 @@ error.
 from __future__ import annotations
 
 import ast
-import html
 import json
 import os
 import posixpath
@@ -180,14 +179,18 @@ def _output(output: dict[str, Any]) -> str:
     """One output, in its richest form that a page can show without a script."""
     if output["output_type"] == "stream":
         return fenced("".join(output["text"]), "text")
-    for kind in ("text/html", "image/svg+xml"):
-        if kind in output["data"]:
-            shown = "".join(output["data"][kind])
-            if kind == "text/html" and "<script" in shown:
-                frame = f'srcdoc="{html.escape(shown)}" width="100%" height="480"'
-                shown = f"<iframe {frame}></iframe>"
-            return f'<div class="output">\n{re.sub(chr(10) + "+", chr(10), shown)}\n</div>'
-    return fenced("".join(output["data"]["text/plain"]), "text")
+    data = {kind: "".join(shown) for kind, shown in output["data"].items()}
+    for kind in ("image/svg+xml", "text/html"):
+        if kind in data:
+            return f'<div class="output">\n{_in_one_block(data[kind])}\n</div>'
+    if "image/png" in data:
+        return f'<p><img alt="" src="data:image/png;base64,{data["image/png"]}"></p>'
+    return fenced(data["text/plain"], "text")
+
+
+def _in_one_block(shown: str) -> str:
+    """HTML without empty lines, at which Markdown would end it."""
+    return re.sub(r"\n[ \t]*(?=\n)", "\n&#8203;" if "<pre" in shown else "", shown)
 
 
 def fenced(text: str, language: str) -> str:

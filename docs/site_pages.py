@@ -182,7 +182,7 @@ def _output(output: dict[str, Any]) -> str:
     data = {kind: "".join(shown) for kind, shown in output["data"].items()}
     for kind in ("image/svg+xml", "text/html"):
         if kind in data:
-            return f'<div class="output">\n{_in_one_block(data[kind])}\n</div>'
+            return f'<div class="output" data-search-exclude>\n{_in_one_block(data[kind])}\n</div>'
     if "image/png" in data:
         return f'<p><img alt="" src="data:image/png;base64,{data["image/png"]}"></p>'
     return fenced(data["text/plain"], "text")

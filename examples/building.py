@@ -34,8 +34,8 @@ def c_library(name):
     return _cached(SOURCES / f"{name}.c", compiler, build)
 
 
-def torch_extension(name):
-    """The shared library of native/NAME.cpp, built as an extension of PyTorch."""
+def torch_extension(name, sources=SOURCES):
+    """The shared library of SOURCES/NAME.cpp, built as an extension of PyTorch."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise NoCompiler("no C++ compiler: install one, or name it in the variable CXX")
@@ -60,7 +60,7 @@ def torch_extension(name):
         )
         return folder / f"{name}.so"
 
-    library = _cached(SOURCES / f"{name}.cpp", f"{compiler} {torch.__version__}", build)
+    library = _cached(sources / f"{name}.cpp", f"{compiler} {torch.__version__}", build)
     torch.ops.load_library(str(library))
     return library
 

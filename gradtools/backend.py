@@ -128,6 +128,9 @@ class Backend(Protocol):
 
     def unit_basis(self, x: Array) -> Array: ...
     def is_known_zero(self, x: Array) -> bool: ...
+    def is_symbolic_zero(self, x: Any) -> bool:
+        """Whether x is the framework's own object for a zero, with a shape and a dtype."""
+        ...
 
     # Derivatives.
     def vjp(

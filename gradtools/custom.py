@@ -20,7 +20,7 @@ import numpy as np
 from gradtools.backend import Array, Backend, F, Operators
 from gradtools.calls import describe
 from gradtools.contract import Contract, Look, Primal, checked_word
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host import told_apart
 from gradtools.rules import KEYS, Entries, Linearized, Rule
 
@@ -107,6 +107,7 @@ class CustomRule:
         fwd: The rule's forward pass, None if not given.
         bwd: The rule's backward pass, None if not given.
         jvp: The forward rule, None if not given.
+        remat: Whether before a recomputation f runs in the place of fwd (`optimize_remat`).
         static_argnames: The names of the static arguments.
         check: When the rule is held to its contract: "first", "always" or "never".
         symbolic: Which maps have symbolic zeros: any of "tangent" and "cotangent".
@@ -127,6 +128,7 @@ class CustomRule:
         self.fwd: Callable[..., Any] | None = None
         self.bwd: Callable[..., Any] | None = None
         self.jvp: Callable[..., Any] | None = None
+        self.remat = False
         self.check = checked_word("custom_rule", check)
         self.symbolic: frozenset[str] = frozenset()
         self._backend = backend
@@ -188,15 +190,17 @@ class CustomRule:
             symbolic_zeros: Whether fwd and bwd are told what is not differentiated. In the place
                 of each array and number fwd then gets an object with `value` and `perturbed`
                 (PyTorch's `needs_input_grad`), and bwd gets None for a cotangent that is zero.
-            optimize_remat: Taken from `jax.custom_vjp`, and without effect: fwd is a part of the
-                program, and what a recomputed forward pass does not need of it is left out.
+            optimize_remat: As in `jax.custom_vjp`, whether under `jax.checkpoint` the forward pass
+                that is computed again later runs f, and not fwd: of use where what fwd saves comes
+                from a kernel that computes it anyway. Without effect with symbolic_zeros, and in
+                PyTorch, whose checkpoint runs the forward pass as it stands.
         """
         for name, rule in (("fwd", fwd), ("bwd", bwd)):
             if not callable(rule):
                 raise GradtoolsError(
                     f"{self.__name__}.defvjp: {name} must be a function, got {rule!r}."
                 )
-        self.fwd, self.bwd = fwd, bwd
+        self.fwd, self.bwd, self.remat = fwd, bwd, optimize_remat
         self._is_symbolic("cotangent", symbolic_zeros)
         self._forget()
 
@@ -261,7 +265,7 @@ class CustomRule:
             found = self._direct(args)
             if found is not NotImplemented:
                 return found
-        statics, rest = self._parameters.bound(args, kwargs)
+        statics, rest = self._bound(args, kwargs)
         leaves, structure = backend.sketch(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
         arrays = tuple([backend.is_array(x) for x in leaves])
@@ -270,6 +274,14 @@ class CustomRule:
         key = self._key_of(self._own_key, statics, structure, arrays, others)
         ys = backend.apply_rule_by_key(key, *xs)
         return backend.draw(self._out_of(key, () if backend.compiling() else _looks(xs)), ys)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """`(statics, rest)` of a call, or an error that names the function."""
+        try:
+            return self._parameters.bound(args, kwargs)
+        except TypeError as error:
+            taken = f"{self.__name__}{self._parameters.signature}"
+            raise TypeRefusal(f"{self._kind} {taken}: {error}.") from error
 
     # Compiled code takes what these two return for constants.
 
@@ -345,6 +357,7 @@ class CustomRule:
             dense=True,
             symbolic=self.symbolic,
             contract=shape.contract,
+            remat=self.remat and "cotangent" not in self.symbolic,
             **maps,
         )
 
@@ -701,11 +714,22 @@ class Shaped:
         try:
             leaves = treedef.flatten_up_to(tree)
         except (ValueError, TypeError):
-            leaves = None
+            leaves = self._bare(tree, treedef)
         if leaves is None or any(isinstance(x, tuple | list | dict) for x in leaves):
             came = self.backend.flatten(tree)[1]
             raise self._error(f"{who} has the structure {came}, expected {treedef}.")
         return list(leaves)
+
+    def _bare(self, tree: Any, treedef: Any) -> list[Any] | None:
+        """The same where an array stands for a container that holds one; None for another tree."""
+        backend = self.backend
+        leaves, came = backend.flatten(tree)
+        try:
+            inside = came.flatten_up_to(backend.unflatten(treedef, [_ARRAY] * treedef.num_leaves))
+        except (ValueError, TypeError):
+            return None
+        alone = all(backend.flatten(one)[0] == [_ARRAY] for one in inside)
+        return leaves if alone and len(leaves) == treedef.num_leaves else None
 
     def _fitting(self, x: Any, like: Array, who: str) -> Any:
         return self._fits(x, tuple(like.shape), like.dtype, self.backend.is_inexact(like), who)
@@ -714,7 +738,8 @@ class Shaped:
         """x held to a shape and dtype; None where nothing is differentiated."""
         if x is None or not inexact:
             return None
-        if not self.backend.is_array(x):
+        zero = self.backend.is_symbolic_zero(x)
+        if not (zero or self.backend.is_array(x)):
             x = self._as_array(x, who)
             x = self.backend.cast(x, str(dtype).removeprefix("torch."))
         if tuple(x.shape) != shape or x.dtype != dtype:
@@ -723,7 +748,7 @@ class Shaped:
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
                 f"expected {shape} and {name}, those of what it belongs to."
             )
-        return x
+        return None if zero else x
 
 
 def _looks(xs: Sequence[Array]) -> Any:

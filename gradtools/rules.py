@@ -109,6 +109,8 @@ class Rule:
             axes.
         forward: In a rule that was linearized, `forward(*xs)` gives `[*ys, *extras]`.
         extras: How many extras `forward` gives.
+        remat: Whether the value is that of `primal`, and not of the forward pass of its
+            derivative, where what this saves is not used: before a recomputation.
         flow: Whose data flow says which input reaches which output, where the derivative is that
             of a whole function; None: each reaches all. Its cotangent map is then computed for
             those inputs alone that are asked for.
@@ -138,6 +140,7 @@ class Rule:
     mapped: Callable[..., Any] | None = None
     forward: Callable[..., list[Array]] | None = None
     extras: int = 0
+    remat: bool = False
     flow: Callable[..., list[Array]] | None = None
 
     def __post_init__(self) -> None:

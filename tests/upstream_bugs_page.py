@@ -185,7 +185,9 @@ mode: it transposes its backward. That backward is tried by finite differences, 
 class, where a second derivative depends on it; what autograd loses there (a backward under
 `no_grad`, through NumPy, from a detached or an intermediate value, torch#76185) is refused, with
 the operator's name, and so is one that cannot be tried (it raises near its arguments, or f cannot
-be evaluated a second time). The same holds for a `torch.autograd.Function`.
+be evaluated a second time). The same holds for a `torch.autograd.Function`, and for a
+`torch::autograd::Function` of C++ that an operator of `torch.ops` calls; one that is bound to
+Python in another way cannot be tried, and its second derivative is refused.
 
 **Under `torch.no_grad`** plain forward mode goes on (pytorch#128600); gradtools' stops, but in
 compiled code.

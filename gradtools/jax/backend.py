@@ -114,6 +114,9 @@ class JaxBackend:
     def is_known_zero(self, x: Array) -> bool:
         return not isinstance(x, jax.core.Tracer) and not bool(jnp.any(x != 0))
 
+    def is_symbolic_zero(self, x: Any) -> bool:
+        return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
     # --- derivatives
 
     stage = staticmethod(engines.stage)

@@ -11,7 +11,9 @@ A rule is *linearized* when it is first differentiated: what its maps read becom
 missing map is made from the other one. The primal primitive then also gives the extras that
 they read; their derivative is that of the code that made them, while an output's derivative is
 the rule at every order. The jvp of the linear primitives is that of the Python maps. A
-primitive's rule, unlike `custom_jvp`'s, survives scan, cond, remat and jit.
+primitive's rule, unlike `custom_jvp`'s, survives scan, cond, remat and jit. A fourth one,
+evaluation, holds a whole forward pass of rules that say so (`remat`): where its extras are not
+used, as before a recomputation, the primal takes its place.
 
 JAX's cotangents are the conjugates of gradtools'. A linearized rule speaks JAX's language; the
 conversion is in `_native` and nowhere else.
@@ -37,6 +39,7 @@ import jax.numpy as jnp
 from jax.experimental.jet import jet_rules
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
 from gradtools.contract import Contract
 from gradtools.errors import (
@@ -615,6 +618,11 @@ def _primal(*xs: Any, rule: Rule) -> list[Any]:
     return list(rule.primal(*_arrays(xs)))
 
 
+def _evaluation(*xs: Any, rule: Rule) -> list[Any]:
+    """Outputs and extras in one, so that both are dropped or recomputed together."""
+    return _forward(rule, _arrays(xs))
+
+
 def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
     return list(operands[xs : len(operands) - rule.extras])
 
@@ -677,6 +685,7 @@ def _jaxpr(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
 
 
 primal_p = _define("gradtools_primal", _primal, _traced_outs(_primal))
+evaluation_p = _define("gradtools_evaluation", _evaluation, _traced_outs(_evaluation))
 value_p = _define("gradtools_value", _value, _traced_outs(_value))
 tangent_p = _define("gradtools_tangent", _tangent, lambda *operands, ys, **_: list(ys))
 cotangent_p = _define("gradtools_cotangent", _cotangent, lambda *operands, xs, **_: list(xs))
@@ -708,6 +717,7 @@ def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
 
 
 primal_p.gradtools_program = _program(_primal)
+evaluation_p.gradtools_program = _program(_evaluation)
 tangent_p.gradtools_program, cotangent_p.gradtools_program = (
     _program(_tangent),
     _program(_cotangent),
@@ -726,6 +736,28 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
         given = (*given[:n], *[False] * len(captured))
     ys, maps, saved = _evaluated(rule, xs, given)
     return ys, _pushed(maps, ys, saved, dxs, given)
+
+
+def _evaluation_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
+    """The rule for the outputs; extras are differentiated through the code that made them."""
+    given, out = _given(rule, dxs), evaluation_p.bind(*xs, rule=rule)
+    if not any(given):
+        return out, [_zero(y) for y in out]
+    n = len(out) - rule.extras
+    dys = _pushed(rule, out[:n], rule.saved(xs, out[:n], out[n:]), dxs, given)
+    run = lambda *xs, rule: _forward(rule, xs)[n:]
+    tangents = [dx if g else _zero(x) for x, dx, g in zip(xs, dxs, given, strict=True)]
+    return out, [*dys, *_moved(run, xs, tangents, {"rule": rule})[1]]
+
+
+def _evaluation_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Where no extra is used, as in a forward pass that will be recomputed, f takes fwd's place."""
+    n = len(used) - eqn.params["rule"].extras
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if not any(used[n:]):
+        eqn = eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n])
+    return [True] * len(eqn.invars), eqn
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: Rule, xs: int) -> Any:
@@ -753,9 +785,19 @@ def _given(rule: Rule, dxs: Any) -> Mask:
 def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]:
     axes = frozenset().union(*map(_varies, ys))
     moving = [_varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
-    likes = tuple(_present(_likes(ys)))
-    found = iter(tangent_p.bind(*saved, *moving, rule=maps, given=given, ys=likes))
-    return [next(found) if is_inexact(y) else _zero(y) for y in ys]
+    params = {"rule": maps, "given": given, "ys": tuple(_present(_likes(ys)))}
+    zero = _symbolically_zero([*saved, *moving], params)
+    found = iter(tangent_p.bind(*saved, *moving, **params))
+    dys = iter([_zero(dy) if z else dy for dy, z in zip(found, zero, strict=True)])
+    return [next(dys) if is_inexact(y) else _zero(y) for y in ys]
+
+
+def _symbolically_zero(operands: Sequence[Any], params: dict[str, Any]) -> list[bool]:
+    """Which tangents are zero whatever the others are; asked of rules that can tell alone."""
+    if "tangent" not in params["rule"].symbolic:
+        return [False] * len(params["ys"])
+    closed = _jaxpr(_tangent, tuple(map(jax.typeof, operands)), params)
+    return homogeneous.proved_zero(closed, [False] * len(operands))
 
 
 def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any], Rule, list[Any]]:
@@ -773,6 +815,10 @@ def _evaluated(rule: Rule, xs: Any, given: Mask | None = None) -> tuple[list[Any
         out, maps = _evaluated_now(rule, xs, given)
     else:
         maps = _linearized(rule, xs, given)
+        if maps.remat:
+            out = evaluation_p.bind(*xs, rule=maps)
+            ys, extras = out[: len(out) - maps.extras], out[len(out) - maps.extras :]
+            return ys, maps, maps.saved(xs, ys, extras)
         out = _forward(maps, xs)
     first = len(out) - maps.extras
     raw, extras = [jax.lax.stop_gradient(y) for y in out[:first]], out[first:]
@@ -833,11 +879,16 @@ def _cotangent_jvp(operands: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _python_jvp(run: Any, operands: Any, tangents: Any, params: Any) -> tuple[Any, Any]:
-    moving = [i for i, dx in enumerate(tangents) if _carries(dx)]
     rule, n = params["rule"], len(operands) - sum(params["given"])
     sources = range(n) if rule.saves is None else rule.saves
-    if any(i < n and sources[i] in rule.closed_over for i in moving):
+    if any(_carries(dx) and sources[i] in rule.closed_over for i, dx in enumerate(tangents[:n])):
         raise _closed_over_error(rule)
+    return _moved(run, operands, tangents, params)
+
+
+def _moved(run: Any, operands: Any, tangents: Any, params: dict[str, Any]) -> tuple[Any, Any]:
+    """The jvp of Python code in the operands that have a tangent."""
+    moving = [i for i, dx in enumerate(tangents) if _carries(dx)]
 
     def at(*changed: Any) -> list[Any]:
         full = list(operands)
@@ -993,6 +1044,8 @@ def _slack(x: Any) -> float:
 
 
 ad.primitive_jvps[primal_p] = mortal(_primal_jvp)
+ad.primitive_jvps[evaluation_p] = mortal(_evaluation_jvp)
+pe.dce_rules[evaluation_p] = _evaluation_dce
 ad.primitive_jvps[value_p] = mortal(_value_jvp)
 ad.primitive_jvps[tangent_p] = mortal(_tangent_jvp)
 ad.primitive_jvps[cotangent_p] = mortal(_cotangent_jvp)
@@ -1059,6 +1112,18 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int) -> Rule:
     return remembered(rule, ("batched", x_axes, saved_axes, size), make)
 
 
+def _batched_evaluation(rule: Rule, axes: tuple[Any, ...], size: int) -> Rule:
+    """The rule of a batch of which every extra carries the batch."""
+
+    def make() -> Rule:
+        assert rule.forward is not None
+        saved_axes = saved_from(rule.saves, axes)
+        forward = _Lists.vmap_list(rule.forward, axes, size)
+        return replace(batched(rule, _Lists, axes, saved_axes, size), forward=forward)
+
+    return remembered(rule, ("evaluation", axes, size), make)
+
+
 def _batch(primitive: Primitive) -> Any:
     def run(args: Any, dims: Any, *, rule: Rule, **params: Any) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
@@ -1073,6 +1138,8 @@ def _batch(primitive: Primitive) -> Any:
 
         if primitive is primal_p:
             rule = _batched(rule, tuple(axes), None, size)
+        elif primitive is evaluation_p:
+            rule = _batched_evaluation(rule, tuple(axes), size)
         elif primitive is value_p:
             first, last = params["xs"], len(args) - rule.extras
             everything = [*axes[:first], *axes[first:last], *axes[last:]]
@@ -1101,7 +1168,7 @@ def _to_front(x: Any, dim: int | None) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-for _p in (primal_p, value_p, tangent_p, cotangent_p):
+for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
     batching.primitive_batchers[_p] = mortal(_batch(_p))
 
 
@@ -1116,7 +1183,7 @@ def _no_series(primitive: Primitive) -> Callable[..., Any]:
     return refuse
 
 
-for _p in (primal_p, value_p, tangent_p, cotangent_p):
+for _p in (primal_p, evaluation_p, value_p, tangent_p, cotangent_p):
     jet_rules[_p] = _no_series(_p)
 
 

@@ -137,6 +137,9 @@ class TorchBackend:
     def is_known_zero(self, x: Array) -> bool:
         return False
 
+    def is_symbolic_zero(self, x: Any) -> bool:
+        return False
+
     # --- derivatives
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:

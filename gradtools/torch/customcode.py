@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -28,9 +28,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
@@ -93,10 +95,20 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
     elif kind.__name__ in WRONG:
         if is_wrong(node):
             found.wrong.append(node)
-    elif kind.__name__ != "CppFunction":  # which is of many kinds, without types of their own
+    elif kind.__name__ != _COMPILED:
         _PLAIN.add(kind)
     elif node.name() == "torch::autograd::WarnNotImplemented":
         found.lost.append(node)
+    elif _is_cpp_function(node):
+        found.custom.append(node)
+
+
+_COMPILED = "CppFunction"  # nodes of many kinds, without types of their own
+
+
+def _is_cpp_function(node: Any) -> bool:
+    """Whether a node is of a torch::autograd::Function that is written in C++."""
+    return type(node).__name__ == _COMPILED and node.name().startswith(_CPP_FUNCTION)
 
 
 def _graph(outs: Sequence[Tensor]) -> set[Any]:
@@ -412,6 +424,18 @@ def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
+def gate_compiled(asked: str, outs: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
+    """Gates for a graph of such a function at what is written in C++: its calls are not seen."""
+
+    def tried(key: _Key, forward: bool) -> set[str]:
+        raise Untried("it is written in C++, and is called in what gradtools runs by itself")
+
+    for node in surveyed(outs).custom:
+        if _is_cpp_function(node) and not _is_fine(node):
+            key = _key_of(node)
+            node.register_hook(_Gating(asked, key, partial(tried, key), aliases).hook(node))
+
+
 def _ask(asked: str, key: _Key, which: str, tried: Callable[[], set[str]]) -> None:
     """Raises if a class loses the derivative of its gradient along these, or cannot be tried."""
     try:
@@ -511,10 +535,22 @@ class _Key:
     @property
     def name(self) -> str:
         """What an author calls it."""
+        if isinstance(self.kind, _CppFunction):
+            return f"the C++ torch::autograd::Function {self.kind.name}"
         name = self.kind.__name__
         if not name.startswith(_GENERATED):
             return f"the torch.autograd.Function {name}"
         return f"the custom operator {name.removeprefix(_GENERATED).rpartition('_')[0]}"
+
+    @property
+    def unseen(self) -> str:
+        """Why no call of it was seen."""
+        if isinstance(self.kind, _CppFunction):
+            return (
+                "evaluated a second time, f calls no operator of torch.ops in whose graph it is "
+                "(what is bound to Python in another way is not seen; bind it by TORCH_LIBRARY)"
+            )
+        return "evaluated a second time, f does not call it in this thread"
 
     def fine(self, forward: bool) -> bool | None:
         """Whether it was tried, and lost nothing; None if it was not."""
@@ -525,6 +561,15 @@ class _Key:
         _SEEN.setdefault(self.kind, {})[self.needs, forward] = fine
 
 
+@dataclass(frozen=True)
+class _CppFunction:
+    """A class that is written in C++, of which Python sees the name."""
+
+    name: str
+
+
+_cpp_function = cache(_CppFunction)  # one for each name, which stays
+_CPP_FUNCTION = "torch::autograd::CppNode<"
 _GENERATED = "GeneratedBackwardFor_"
 # What was seen of a class: whether it is fine. One that is not is tried again where it matters,
 # for a class that is handed functions may lose the derivative of one and not of another.
@@ -532,6 +577,8 @@ _SEEN: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictiona
 
 
 def _key_of(node: Any) -> _Key:
+    if type(node).__name__ == _COMPILED:
+        return _Key(_cpp_function(node.name().removeprefix(_CPP_FUNCTION)[:-1]), ())
     return _Key(type(node)._forward_cls, tuple(node.needs_input_grad))
 
 
@@ -559,23 +606,26 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     found: list[set[str] | None] = []
     why: list[str] = []
 
-    def tried(kind: Any, beneath: Any, args: Args) -> Any:
-        needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
-        same = kind is key.kind and needs == key.needs[: len(needs)]
-        if same and torch.is_grad_enabled() and len(found) < _CALLS:
+    def tried(beneath: Any, args: Args) -> None:
+        if torch.is_grad_enabled() and len(found) < _CALLS:
             try:
                 found.append(Trial.of(beneath, args).lost(forward))
             except Untried as error:
                 why.append(str(error))
+
+    def called(kind: Any, beneath: Any, args: Args) -> Any:
+        needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
+        if kind is key.kind and needs == key.needs[: len(needs)]:
+            tried(beneath, args)
         return beneath(*args)
 
     try:
-        with standing_in(tried), temporarily_clear_interpreter_stack():
+        with standing_in(called), _Operators(key, tried), temporarily_clear_interpreter_stack():
             rerun(lambda xs: fun(*xs)[0], leaves)
     except Exception as error:
         why.append(f"evaluated a second time, f raises {told(error)}")
     if not found:
-        raise Untried((*why, "evaluated a second time, f does not call it in this thread")[0])
+        raise Untried((*why, key.unseen)[0])
     lost = set[str]().union(*[each for each in found if each is not None])
     if any(each is not None for each in found):
         key.note(not lost, forward)
@@ -583,3 +633,30 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
 
 
 _CALLS = 4  # of one class in f that are tried
+
+
+class _Operators(TorchFunctionMode):
+    """Inside, calls of operators in whose graph a class that is written in C++ stands are tried."""
+
+    def __init__(self, key: _Key, tried: Callable[[Any, Args], None]) -> None:
+        super().__init__()
+        self.key, self.tried = key, tried
+
+    def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
+        """The function; an operator that holds the class is tried."""
+        out = fun(*args, **(kwargs or {}))
+        if isinstance(self.key.kind, _CppFunction) and isinstance(fun, _OPERATORS):
+            flat, treedef = tree_flatten((args, kwargs or {}))
+            outs = [y for y in tree_leaves(out) if isinstance(y, Tensor)]
+            own = _graph(outs) - _graph([x for x in flat if isinstance(x, Tensor)])
+            if any(_is_cpp_function(node) and _key_of(node) == self.key for node in own):
+                self.tried(partial(_called_flat, fun, treedef), tuple(flat))
+        return out
+
+
+_OPERATORS = (OpOverload, OpOverloadPacket)
+
+
+def _called_flat(fun: Any, treedef: Any, *flat: Any) -> Any:
+    args, kwargs = tree_unflatten(flat, treedef)
+    return fun(*args, **kwargs)

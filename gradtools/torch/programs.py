@@ -27,7 +27,7 @@ from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
-from gradtools.torch.customcode import gated_calls
+from gradtools.torch.customcode import gate_compiled, gated_calls
 from gradtools.torch.modes import Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import explained, torch_says
@@ -759,7 +759,9 @@ class _Derived(Program):
         with torch.enable_grad(), gates:
             ys, terms = self.of.one(i, a, b)
         if create:
-            refuse_lost(self.forward.asked, _tensors((*ys, *terms)))
+            outs = _tensors((*ys, *terms))
+            refuse_lost(self.forward.asked, outs)
+            gate_compiled(self.forward.asked, outs, [*a, *b])
         return [*a, *b, *self.leaves], ys, terms
 
 

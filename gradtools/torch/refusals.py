@@ -51,6 +51,16 @@ _NO_VMAP = (
     "chunk_size=1, a plain loop; for a Hessian take gt.jacobian(gt.grad(f), chunk_size=1)."
 )
 _MENDS = {
+    "c++ API of custom Function": (
+        "f holds a torch::autograd::Function that is written in C++, which has no forward mode. "
+        "Use linearize(f, *primals)[1], which transposes reverse mode, or wrap it in "
+        "gt.custom_rule."
+    ),
+    "cannot use C++ torch::autograd::Function with functorch transforms": (
+        "f holds a torch::autograd::Function that is written in C++, which torch.func's transforms "
+        "cannot enter. Take the derivative outside of the transform (per_example_grad and "
+        "jacobian: chunk_size=1 is a plain loop), or wrap it in gt.custom_rule."
+    ),
     " is not implemented": (
         "f holds an operation whose backward pass has no derivative in PyTorch, and that one is "
         "asked for. Write it by plain operations, or for a second derivative push forward: "

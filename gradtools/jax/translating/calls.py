@@ -510,7 +510,9 @@ _CONTROL = {"scan": _scan, "while": _while, "cond": _cond}
 
 # --- rules -------------------------------------------------------------------------------
 
-_RULES = ("gradtools_primal", "gradtools_value", "gradtools_tangent", "gradtools_cotangent")
+_RULES = tuple(
+    f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
+)
 
 
 def _rule(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradtools import display
 from gradtools.seeing.findings import KINDS, Finding
 from gradtools.seeing.graph import Dependence
 
@@ -40,10 +41,16 @@ class DependenceTable:
         except ValueError:
             raise KeyError(f"{key}: outputs are {self.outputs}, inputs {self.inputs}") from None
 
+    def _rows(self) -> list[tuple[str, ...]]:
+        columns = zip(*self.matrix, strict=True) if self.matrix else [()] * len(self.inputs)
+        rows = [(name, *map(str, row)) for name, row in zip(self.inputs, columns, strict=True)]
+        return [("", *self.outputs), *rows]
+
+    def _repr_html_(self) -> str:
+        return display.table(self._rows())
+
     def __str__(self) -> str:
-        rows = [("", *self.outputs)]
-        for i, name in enumerate(self.inputs):
-            rows.append((name, *(str(row[i]) for row in self.matrix)))
+        rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
@@ -79,6 +86,9 @@ class Report:
 
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        return display.coloured(self.text(colour=True))
 
     def text(self, colour: bool = False) -> str:
         """The report as text, with a terminal's colours if asked for."""

@@ -24,7 +24,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, GradtoolsWarning, refusal
 from gradtools.rules import spread
-from gradtools.torch.customcode import gated_calls, surveyed
+from gradtools.torch.customcode import (
+    gate_compiled,
+    gated_calls,
+    nodes_made,
+    scripts_refused,
+    surveyed,
+)
 from gradtools.torch.engines import _unshared
 from gradtools.torch.gates import gated
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
@@ -277,6 +283,14 @@ class _Use(Forward):
 
     def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         """Tangents of the outputs, in forward mode without any graph."""
+        recorded = nodes_made()
+        dys = self._pushed(zs, dzs)
+        if nodes_made() != recorded:  # by what no mode sees
+            with scripts_refused("frozen"):
+                self._pushed(zs, dzs)
+        return dys
+
+    def _pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         use = self.with_modes(self.modes.without_fast_path())
         fixed = [x for x, _ in self.start.reached.watched]
         use.within = lambda: OneTangent(fixed)
@@ -306,6 +320,7 @@ class _Use(Forward):
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             with gated_calls("frozen", duals):
                 ys, _ = use.one(0, [], duals)
+            gate_compiled("frozen", [y for y in ys if isinstance(y, Tensor)], duals)
             # With a graph of its own, without which the tangents of some gradients go wrong.
             with stops():
                 grads = pulled_back(ys, duals, cts, True, True)
@@ -444,7 +459,7 @@ def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
             x, y = (_primal(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
             x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
             x, y = x.reshape(-1), y.reshape(-1)
-            total, a, b = total + float(x @ y), a + float(x @ x), b + float(y @ y)
+            total, a, b = (t + float((v @ w).detach()) for t, v, w in ((total, x, y), (a, x, x), (b, y, y)))
     return total, (a * b) ** 0.5
 
 

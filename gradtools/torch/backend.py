@@ -243,6 +243,34 @@ class TorchBackend:
 
     like_module = staticmethod(wrapping.like_module)
 
+    def opened(self, asked: str, f: Any, args: Any, kwargs: Any, argnums: Any) -> Any:
+        return None  # a module comes through functionalize
+
+    def part_of(self, tree: Any) -> Any:
+        return tree
+
+    def repeatable(self, asked: str, f: Any) -> Any:
+        return f  # a recorded run is put back
+
+    def is_model(self, x: Any) -> bool:
+        return isinstance(x, torch.nn.Module)
+
+    def model_of(self, f: Any) -> Any:
+        return f if self.is_model(f) else None
+
+    def held(self, asked: str, model: Any) -> Any:
+        from gradtools.torch import training
+
+        return training.held(asked, model)
+
+    def optimised(self, asked: str, optimizer: Any, model: Any, held: Any) -> Any:
+        from gradtools.torch import training
+
+        return training.optimised(asked, optimizer, model, held)
+
+    def lifted(self, asked: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> Any:
+        return None
+
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return compiled(f, **options)
 

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradtools import keras_layers
 from gradtools.errors import GradtoolsError, GradtoolsWarning
-from gradtools.torch.arrays import seed_of
+from gradtools.keras_layers import is_keras
+from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
 
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
@@ -77,24 +79,43 @@ def functionalize(
     variables: Any = None,
     train: bool | None = None,
     rng_names: tuple[str, ...] = ("dropout",),
+    frozen_too: bool = False,
 ) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
-    """``(apply, params, state)`` of a module. See ``gradtools.models``."""
+    """``(apply, params, state)`` of a module. See ``gradtools.models``.
+
+    frozen_too: Parameters that ask for no gradient are among params as well.
+    """
+    if is_keras(module):
+        return keras_layers.functionalize(module, variables, train, _KERAS)
     _check_module(module, variables)
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    state = {name: b.detach().clone() for name, b in module.named_buffers()}
+    all_params = {name: p.detach() for name, p in module.named_parameters()}
+    free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     plan = _plan(module)
     if train is not None:
-        plan = _in_mode(plan, params, state, train)
-    private = _instantiate(plan, params, state)  # for torch.compile alone
+        plan = _in_mode(plan, all_params, buffers, train)
+    private = _instantiate(plan, all_params, buffers)  # for torch.compile alone
+    params = {name: p for name, p in all_params.items() if name in free}
+    frozen = {name: p for name, p in all_params.items() if name not in free}
     shapes = {name: p.shape for name, p in params.items()}
-    state_shapes = {name: b.shape for name, b in state.items()}
+    state = {**frozen, **buffers}
+    state_shapes = {name: x.shape for name, x in state.items()}
 
-    return partial(_apply, plan, private, (shapes, state_shapes)), params, state
+    return partial(_apply, plan, private, (shapes, state_shapes, tuple(frozen))), params, state
 
 
 def _apply(plan, private, shapes, /, params, state, *args, key=None, **kwargs):
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
+    if not shapes[2]:
+        return _applied(plan, private, params, state, args, kwargs, key)
+    frozen = {name: state[name] for name in shapes[2]}
+    buffers = {name: x for name, x in state.items() if name not in frozen}
+    out, after = _applied(plan, private, {**params, **frozen}, buffers, args, kwargs, key)
+    return out, {**frozen, **after}
+
+
+def _applied(plan, private, params, state, args, kwargs, key):
     if key is not None:
         return _seeded_call(plan, params, state, args, kwargs, key)
     if torch.compiler.is_compiling():
@@ -409,3 +430,19 @@ def _generator(device: torch.device) -> torch.Generator:
     if hasattr(backend, "default_generators"):
         return backend.default_generators[device.index or 0]
     return backend._get_default_mps_generator()  # MPS has one device and no public name for it
+
+
+# Keras
+
+
+def _keras_seeds(key: Any, count: int) -> list[Tensor]:
+    """A pair of integers of 31 bits for each random stream."""
+    return [k.abs() % (1 << 31) for k in split(key, count)] if count else []
+
+
+def _keras_drawing(key: Any, arrays: Any) -> Any:
+    """Its dropout draws from PyTorch's own stream."""
+    return _seeded(_seed(key), _devices(arrays))
+
+
+_KERAS = keras_layers.Wing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)

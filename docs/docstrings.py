@@ -2,7 +2,8 @@
 
 A line ``::: gradtools.torch.grad`` on a page becomes the function's signature and docstring;
 ``::: gradtools.custom.CustomRule defvjp defjvp`` shows these members of a class as well, and
-``::: gradtools.testing.Report *`` all that have docstrings. What is shown is what `help()` sees:
+``::: gradtools.testing.Report *`` all that have docstrings; ``::: $ gradtools check`` is what that
+command says of itself. What is shown is what `help()` sees:
 the object itself, imported, so a bound method appears as it is called.
 """
 
@@ -10,10 +11,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
+from gradtools import cli
+
+COMMAND = re.compile(r"^::: \$ gradtools (.*)$", re.MULTILINE)
 ENTRY = re.compile(r"^::: (\S+)((?: \S+)*)$", re.MULTILINE)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Example|Examples):$", re.MULTILINE)
 ITEM = re.compile(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*): ", re.MULTILINE)
@@ -24,7 +30,17 @@ WIDTH = 90
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Puts docstrings in the place of the lines that name what they belong to."""
+    markdown = COMMAND.sub(lambda found: command(found[1].split()), markdown)
     return ENTRY.sub(lambda found: entry(found[1], found[2].split()), markdown)
+
+
+def command(words: list[str]) -> str:
+    """What `gradtools ... --help` prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), suppress(SystemExit):
+        cli.main([*words, "--help"])
+    heading = f"## gradtools {words[0]} {{ #{words[0]} }}\n\n" if words else ""
+    return f"{heading}```text\n{printed.getvalue().rstrip()}\n```"
 
 
 def entry(path: str, members: list[str]) -> str:

@@ -278,7 +278,7 @@ class Chunking(Operators):
         terms.__name__ = getattr(f, "__name__", type(f).__name__)
         chunks = call.cut(terms, chunk_size)
         sums = backend.sum_chunks(chunks)
-        if f is opened:
+        if opened is not None and f is opened:
             opened.refuse_changes()
         if reduction == "mean":
             total, *sums = sums
@@ -320,12 +320,13 @@ class Chunking(Operators):
         return self._backend.uncompiled(self._backend.gather, x, axis_name, group)
 
     def is_replaying(self) -> bool:
-        """Whether a chunk is being computed a second time, for hooks with side effects.
+        """Whether f is being computed a second time, for hooks with side effects.
 
         In JAX hooks do not exist, and what is computed again is never traced again: False.
 
         Returns:
-            True inside f and the hooks of its modules while `chunked` computes again.
+            True inside f and the hooks of its modules while `chunked`, `checkpoint` or `frozen`
+            computes f again.
 
         Example:
             >>> gt.is_replaying()

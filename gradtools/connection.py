@@ -7,13 +7,12 @@ find that out; this is the policy, `disconnected_inputs`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from gradtools.backend import Array, Backend, Evaluation
 from gradtools.calls import Call
-from gradtools.errors import DisconnectedInputError, GradtoolsWarning
+from gradtools.errors import DisconnectedInputError, warn
 
 _WITH_POLICY = ("grad", "value_and_grad")  # which take disconnected_inputs
 
@@ -38,7 +37,7 @@ class Connection:
         message = self._message(lost)
         if policy != "warn":
             raise DisconnectedInputError(message)
-        return warnings.warn(message, GradtoolsWarning, stacklevel=5)
+        return warn(message)
 
     def _lost_leaves(self) -> list[tuple[str, int]]:
         named = enumerate(zip(self.call.paths, self.grads, strict=True))
@@ -72,12 +71,10 @@ class Connection:
             grads = self.grads[start : start + count]
             start += count
             if count and all(g is None or self.backend.is_known_zero(g) for g in grads):
-                warnings.warn(
+                warn(
                     f"{self.call.asked}: the gradient of argument {i} is zero everywhere, and f "
                     "could not be traced to see whether the argument reaches the output (it "
-                    "branches on values, or leaves the framework).",
-                    GradtoolsWarning,
-                    stacklevel=6,
+                    "branches on values, or leaves the framework)."
                 )
 
 

@@ -6,10 +6,13 @@ and what to do instead. Its text is part of the API.
 
 import dis
 import os
+import sys
 import traceback
-from types import TracebackType
+import warnings
+from types import FrameType, TracebackType
 
-_NOT_THE_USERS = ("<", *(os.path.dirname(path) + os.sep for path in (__file__, os.__file__)))
+_GRADTOOLS = os.path.dirname(__file__) + os.sep
+_NOT_THE_USERS = (_GRADTOOLS, os.path.dirname(os.__file__) + os.sep)
 
 
 class GradtoolsError(Exception):
@@ -48,14 +51,36 @@ class MissingRuleError(GradtoolsError):
     """A host function without a rule was differentiated."""
 
 
+def warn(text: str) -> None:
+    """A `GradtoolsWarning` at the innermost line of the user's."""
+    warnings.warn(text, GradtoolsWarning, stacklevel=_depth_of_the_user())
+
+
+def _depth_of_the_user() -> int:
+    """Above its caller; where no frame is the user's, that of the first outside of gradtools."""
+    outside, depth, frame = 0, 1, sys._getframe(1)
+    while not is_the_users(frame):
+        if not outside and not frame.f_code.co_filename.startswith(_GRADTOOLS):
+            outside = depth
+        if frame.f_back is None:
+            return outside or depth
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
 def place_of(error: BaseException) -> str:
     """The innermost line of the user's that an error went through, in brackets."""
-    users = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "-packages" not in frame.filename and not frame.filename.startswith(_NOT_THE_USERS)
-    ]
-    return f" ({os.path.basename(users[-1].filename)}:{users[-1].lineno})" if users else ""
+    entries = traceback.walk_tb(error.__traceback__)
+    users = [(f.f_code.co_filename, line) for f, line in entries if is_the_users(f)]
+    return f" ({os.path.basename(users[-1][0])}:{users[-1][1]})" if users else ""
+
+
+def is_the_users(frame: FrameType) -> bool:
+    """Whether code is neither gradtools', nor installed, nor Python's own."""
+    path = frame.f_code.co_filename
+    if path.startswith("<"):  # typed in, or made by Python
+        return frame.f_globals.get("__name__") == "__main__" or path.startswith("<doctest")
+    return "-packages" not in path and not path.startswith(_NOT_THE_USERS)
 
 
 def refusal(error: BaseException, text: str) -> GradtoolsError:

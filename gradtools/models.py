@@ -289,7 +289,8 @@ class Models(Operators):
             A function of the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is no function.
+            GradtoolsError: f is no function; (on call, on differentiating) as `chunked` does where
+                f changes what cannot be put back, or gives other numbers.
 
         Example:
             >>> square = gt.checkpoint(lambda x: (x * x).sum())

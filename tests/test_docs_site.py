@@ -7,6 +7,7 @@ where MkDocs is installed.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from pages import ROOT
 
 import gradtools
 import gradtools.testing
+from gradtools import cli
 
 CONTENTS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 REFERENCE = {
@@ -39,6 +41,15 @@ def test_every_public_name_is_in_the_reference(gt):
 @pytest.mark.parametrize("module", [gradtools, gradtools.testing])
 def test_every_name_of_the_neutral_modules_is_in_the_reference(module):
     assert {f"{module.__name__}.{name}" for name in module.__all__} <= REFERENCE
+
+
+def test_every_command_is_in_the_reference(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    commands = re.findall(r"^    ([a-z][\w-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE)
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    assert re.findall(r"^::: \$ gradtools (.+)$", page, re.MULTILINE) == commands
+    assert len(commands) >= 9
 
 
 def test_every_page_example_and_notebook_is_in_the_contents():
@@ -78,8 +89,14 @@ def site(tmp_path: Path):
 
     def build(readme: str) -> tuple[int, str]:
         (tmp_path / "README.md").write_text(readme, encoding="utf-8")
-        command = [sys.executable, "-m", "mkdocs", "build"]
-        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [sys.executable, "-m", "mkdocs", "build"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         return ran.returncode, ran.stderr + ran.stdout
 
     build.folder = tmp_path
@@ -135,3 +152,8 @@ def test_an_entry_has_the_signature_the_arguments_and_an_example(gt, monkeypatch
 def test_signs_of_markdown_in_a_docstring_mean_themselves(gt, monkeypatch):
     shown = hook("docstrings", monkeypatch).entry(f"{gt.__name__}.mixed_partial", [])
     assert "&lt;u, " in shown and "<u" not in re.sub(r"`[^`]*`", "", shown)
+
+
+def test_a_command_is_shown_by_its_help(monkeypatch):
+    shown = hook("docstrings", monkeypatch).command(["why-zero"])
+    assert shown.startswith("## gradtools why-zero") and "usage: gradtools why-zero" in shown

@@ -341,7 +341,7 @@ def test_in_the_midst_of_a_loop_nothing_is_changed():
 
 def test_a_changing_module_behind_an_object_is_refused_by_name():
     holder = Loop(Noisy(), None)
-    with pytest.raises(GradtoolsError, match="why_zero: the function changes a flax.nnx module"):
+    with pytest.raises(GradtoolsError, match=r"why_zero: the function changes a flax\.nnx module"):
         gt.why_zero(lambda: (holder.model(X) ** 2).sum(), model=holder.model)
 
 

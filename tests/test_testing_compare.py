@@ -484,6 +484,32 @@ def test_parameters_that_were_not_copied_are_named():
     assert (first.quantity, first.cause) == ("parameter", "other parameters")
 
 
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_where_parameters_differ_nothing_else_is_compared_and_the_recipe_mends_it(kind):
+    module = two_layers()
+    if kind == "linen":
+        started = Ported().init(jax.random.key(0), ROWS)
+        port: object = (Ported(), started)
+    else:
+        layers = [nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 5), (5, 3))]
+        port = started = nnx.Sequential(layers[0], jnp.tanh, layers[1])
+    check = lambda port, **options: cross_check(
+        torch=module, jax=port, args=(ROWS,), dtype="float64", order=1, **options
+    )
+    with pytest.raises(AgreementError, match="mapping = match_parameters") as caught:
+        check(port)
+    report = caught.value.report
+    assert {c.quantity for c in report.comparisons} == {"parameter"}
+    assert report.left_out == ["values and derivatives: the models' parameters differ"]
+    mapping = match_parameters(module, started)
+    copied = mapping.to_jax(module.state_dict())
+    if kind == "linen":
+        assert check((Ported(), copied), mapping=mapping)
+    else:
+        nnx.update(port, copied)
+        assert check(port, mapping=mapping)
+
+
 def test_a_parameter_stopped_in_one_framework_is_named():
     module = two_layers()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import tomllib
 from pathlib import Path
@@ -14,6 +15,8 @@ from gradtools.testing import plugin
 pytest_plugins = ["pytester"]
 BOTH = gradtools.available_backends() == ("torch", "jax")
 needs_both = pytest.mark.skipif(not BOTH, reason="needs torch and jax")
+for backend in gradtools.available_backends():  # pytester forgets what is first imported inside
+    importlib.import_module(f"gradtools.{backend}")
 LOADED = ("-p", "gradtools.testing.plugin", "-p", "no:cacheprovider")
 
 
@@ -167,3 +170,14 @@ def test_a_summary_names_what_was_left_out():
         "left out: 2 quantities that a framework cannot compute",
     ]
     assert json.dumps(record)
+
+
+def test_a_failure_ends_at_the_line_of_the_test(pytester):
+    source = """
+        def test_of_a_bad_call(gt):
+            gt.grad(lambda x: x)(3)
+    """
+    found = run(pytester, source, "--tb=short")
+    found.stdout.no_fnmatch_line("*derivatives.py*")
+    found.stdout.fnmatch_lines(["*.py:2: in test_of_a_bad_call", "*gt.grad(lambda x: x)(3)"])
+    run(pytester, source, "--full-trace").stdout.fnmatch_lines(["*derivatives.py:*"])

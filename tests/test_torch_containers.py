@@ -116,3 +116,22 @@ def test_what_a_container_of_ones_own_class_stored_is_put_back(kind):
     found = trained(lambda f: gt.chunked(f, 2, retain=0)(X))
     assert found[0] == pytest.approx(plain[0])
     assert found[1:] == plain[1:]
+
+
+def test_who_exchanges_the_forward_of_a_chunked_module_exchanges_that_call():
+    """As accelerate and other packages do, which take a module's forward and put theirs around."""
+    inner = torch.nn.Linear(3, 2)
+    module = gt.chunked(inner, 2)
+    own, calls = module.forward, []
+
+    def around(x):
+        calls.append(len(x))
+        return own(x)
+
+    module.forward, module._original_forward = around, own
+    x = torch.ones(5, 3)
+    torch.testing.assert_close(module(x), inner(x))
+    assert calls == [5] and "forward" not in inner.__dict__
+    module.forward = module.__dict__.pop("_original_forward")
+    torch.testing.assert_close(module(x), inner(x))
+    assert calls == [5]

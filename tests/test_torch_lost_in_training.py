@@ -148,7 +148,7 @@ def test_a_loss_without_a_graph_is_told():
 
 
 def test_a_loss_alone_does_not_say_what_is_trained():
-    with pytest.raises(GradtoolsError, match="why_zero: f is a loss.*Name it: model="):
+    with pytest.raises(GradtoolsError, match=r"why_zero: f is a loss.*Name it: model="):
         gt.why_zero(F.cross_entropy(Net()(X), Y))
 
 

@@ -10,7 +10,6 @@ so that no scan needs a copy of its part of the batch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +24,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Chunks, Cut, progress_bar
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, warn
 from gradtools.jax import shardings, tracing
 from gradtools.jax.arrays import asarray
 from gradtools.jax.stateful import (
@@ -344,7 +343,8 @@ class _Split:
         if not self.cut.interleaved:
             start = first * self.cut.chunk_size
             part = _part(self._rows, start, count * size, axis)
-            return jnp.moveaxis(_parted(part, axis, count, size, (1, self.entry)), axis, 0)
+            rows = jnp.moveaxis(_parted(part, axis, count, size, (1, self.entry)), axis, 0)
+            return shardings.placed(rows, axis + 1, self.entry)
         rows = _part(self._table, first, count, axis + 1)
         rows = jnp.moveaxis(rows, axis + 1, 0)
         if size == self._least:
@@ -579,10 +579,8 @@ def _warn_of_batch_norm(asked: str, name: str, closed: Any) -> None:
     if name in _warned or not tracing.uses_primitive(closed, tracing.is_batch_statistic):
         return
     _warned.add(name)
-    warnings.warn(
+    warn(
         f"{asked}: {name} holds a batch normalisation in training mode. It normalises each chunk "
         "by that chunk's own statistics, as the plain loop over chunks does, so the result is not "
-        "the full batch's. For that use evaluation mode, or a normalisation of single examples.",
-        GradtoolsWarning,
-        stacklevel=2,
+        "the full batch's. For that use evaluation mode, or a normalisation of single examples."
     )

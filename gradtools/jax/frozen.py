@@ -11,7 +11,6 @@ pass. Its own derivatives start from the arguments as before.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Chunks
-from gradtools.errors import GradtoolsError, GradtoolsWarning, said_by
+from gradtools.errors import GradtoolsError, said_by, warn
 from gradtools.jax.arrays import asarray
 from gradtools.jax.refusals import explained
 from gradtools.jax.rules import apply_rule, transpose
@@ -204,13 +203,11 @@ class _Use:
         except ValueError as error:
             if _LOOP not in said_by("jax", error):
                 raise
-        warnings.warn(
+        warn(
             "frozen: a lax.while_loop in G has a number of trips that is known only when it runs, "
             "so JAX has no reverse mode for it; G's pullback is made in forward mode, by one pass "
             "for each entry of its arguments. A lax.scan, or a fori_loop between Python integers, "
-            "takes one pass.",
-            GradtoolsWarning,
-            stacklevel=2,
+            "takes one pass."
         )
         return self.by_columns(xs, cts)
 
@@ -412,11 +409,9 @@ def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[A
 
 
 def _tell(lacking: str) -> None:
-    warnings.warn(
+    warn(
         f"frozen: {lacking} lacks the derivative that forward over reverse needs; that pass takes "
-        "reverse mode twice, and keeps a graph of G while it runs.",
-        GradtoolsWarning,
-        stacklevel=2,
+        "reverse mode twice, and keeps a graph of G while it runs."
     )
 
 

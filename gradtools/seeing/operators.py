@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import gradtools
 from gradtools.backend import Operators, P, R
 from gradtools.calls import like_function
-from gradtools.errors import GradtoolsError, GradtoolsWarning, place_of
+from gradtools.errors import GradtoolsError, place_of, warn
 from gradtools.seeing.doctor import diagnosed, differentiated, moved, unreached
 from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.program import Program
@@ -218,7 +214,7 @@ class Seeing(Operators):
             failed = self._guard(f, args, kwargs, *asked)
         out = f(*args, **kwargs)  # where f raises, the error is f's own
         if failed is not None:
-            _warn(f"guard_gradients: nothing was checked. {failed}")
+            warn(f"guard_gradients: nothing was checked. {failed}")
         return out
 
     def _guard(
@@ -247,7 +243,7 @@ class Seeing(Operators):
         if lost:
             verbs = {"not trained": ("is", "are")}.get(said, ("does", "do"))
             lines = "\n".join(f"  {line}" for line in grouped(lost, known))
-            _warn(
+            warn(
                 f"guard_gradients: {len(lost)} of {max(1, len(known))} leaves "
                 f"{verbs[len(lost) > 1]} {said}:\n{lines}"
             )
@@ -264,16 +260,3 @@ class Seeing(Operators):
                 f"{program.asked}: f raised {said}{place_of(error)}. It must run at the arguments "
                 "at which it is looked at."
             ) from error
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, GradtoolsWarning, stacklevel=_frames_to_the_user())
-
-
-def _frames_to_the_user() -> int:
-    """How many frames above the caller the first one stands that is not gradtools' own."""
-    here = os.path.dirname(gradtools.__file__) + os.sep
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
-        depth, frame = depth + 1, frame.f_back
-    return depth

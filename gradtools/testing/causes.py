@@ -20,6 +20,12 @@ from gradtools.testing.patterns import Found, Pair, constant_ratio, equal, shape
 from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, errors, widened
 from gradtools.testing.scope import Scope
 
+_COPY = (
+    "The two models hold different numbers. Copy them: "
+    "mapping = match_parameters(torch_model, jax_variables), then "
+    "jax_variables = mapping.to_jax(torch_model.state_dict()), for a flax.nnx model "
+    "nnx.update(jax_model, mapping.to_jax(...)), and cross_check(..., mapping=mapping)."
+)
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # how far off a kink is looked at
 _SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
 
@@ -90,8 +96,7 @@ class Diagnosis:
             return "a constant in float32", "The parameter was rounded when it was copied."
         questions = (pair.layout, pair.sign, lambda: pair.factor({}))
         found = next((found for question in questions if (found := question())), None)
-        copy = "The two models hold different numbers. Copy them, for instance by mapping.to_jax."
-        return found or ("other parameters", copy)
+        return found or ("other parameters", _COPY)
 
     def _unconnected(self) -> Found:
         lost, kept = self.names if self.a is None else self.names[::-1]

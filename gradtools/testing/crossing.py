@@ -97,6 +97,9 @@ class Check:
         """Fills the report; causes are looked for afterwards."""
         report.notes += self.pairing.notes
         report.comparisons += self._parameters()
+        if not all(c.agrees for c in report.comparisons):
+            report.left_out.append("values and derivatives: the models' parameters differ")
+            return
         comparable = self._values(report)
         if not (order and comparable):
             return

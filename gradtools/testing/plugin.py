@@ -10,20 +10,28 @@ framework and prints nothing.
 
     def test_my_port_is_right(cross_check):                  # as gradtools.testing.cross_check
         cross_check(torch=torch_loss, jax=jax_loss, args=(x, y))
+
+Of a test that fails the traceback is shown without gradtools' own frames, so that it ends at the
+line of the test; ``--full-trace`` shows them.
 """
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import pytest
 
 import gradtools
+from gradtools.errors import is_the_users
 
 BACKENDS = ("torch", "jax")
 _PROPERTY = "gradtools_cross_check"
+_OWN = os.path.dirname(gradtools.__file__) + os.sep
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,6 +99,45 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
         return report.require() if raises else report
 
     return checked
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
+    """Hides gradtools' own frames in what is shown of a failure."""
+    if call.excinfo is not None:
+        hide_own_frames(call.excinfo.value)
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Marks gradtools' frames of an error, and of those that it comes from, as pytest knows it.
+
+    An error that gradtools made by mistake keeps them.
+    """
+    seen: list[BaseException] = []
+    todo: list[tuple[BaseException | None, bool]] = [(error, False)]
+    while todo:
+        each, meant = todo.pop()
+        if each is None or any(each is one for one in seen):
+            continue
+        seen.append(each)
+        refusal = isinstance(each, gradtools.GradtoolsError)
+        frames = [frame for frame, _ in traceback.walk_tb(each.__traceback__)]
+        meant = meant or refusal or bool(frames and not _is_own(frames[-1]))
+        todo += [(each.__cause__, meant), (each.__context__, meant)]
+        hidden = [*filter(_is_own, frames)] if meant else []
+        for frame in (*hidden, *_beneath_the_user(frames, refusal)):
+            frame.f_locals["__tracebackhide__"] = True
+
+
+def _beneath_the_user(frames: list[FrameType], refusal: bool) -> list[FrameType]:
+    """The frames of a framework that run between the user's innermost line and a refusal."""
+    users = [k for k, frame in enumerate(frames) if refusal and is_the_users(frame)]
+    return frames[users[-1] + 1 :] if users else []
+
+
+def _is_own(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__"))  # which the frames lack that JAX makes up
+    return name.partition(".")[0] == "gradtools" or frame.f_code.co_filename.startswith(_OWN)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from gradtools.backend import Array, Fun, Staged, backend_of
 from gradtools.chunking import Options
-from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel
 from gradtools.rules import Rule
@@ -24,6 +23,7 @@ from gradtools.torch import (
     kernels,
     measures,
     modules,
+    parts,
     passes,
     seeing,
     trees,
@@ -153,7 +153,7 @@ class TorchBackend:
     sketch_values = staticmethod(sketch_values)
 
     def direct_calls(self, of: Any) -> Any:
-        return DirectCalls(of) if type(of) is CustomRule and of.check != "always" else None
+        return DirectCalls(of) if of.check != "always" else None
 
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs
@@ -243,11 +243,8 @@ class TorchBackend:
 
     like_module = staticmethod(wrapping.like_module)
 
-    def opened(self, asked: str, f: Any, args: Any, kwargs: Any, argnums: Any) -> Any:
-        return None  # a module comes through functionalize
-
-    def part_of(self, tree: Any) -> Any:
-        return tree
+    opened = staticmethod(parts.opened)
+    part_of = staticmethod(parts.part_of)
 
     def repeatable(self, asked: str, f: Any) -> Any:
         return f  # a recorded run is put back

@@ -7,7 +7,6 @@ nothing never needs it. So functions that it must not look into are registered w
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -20,7 +19,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, warn
 from gradtools.torch import trees
 from gradtools.torch.randomness import Randomness
 
@@ -248,12 +247,10 @@ def _tell(name: str) -> None:
     if name in _TOLD:
         return
     _TOLD.add(name)
-    warnings.warn(
+    warn(
         f"compile: {name} is run again outside of the compiled graph, because its derivative is "
         "taken with a graph of its own and PyTorch has no compiled double backward "
-        "(pytorch#91469). The numbers are right; compiling the derivative instead is faster.",
-        GradtoolsWarning,
-        stacklevel=3,
+        "(pytorch#91469). The numbers are right; compiling the derivative instead is faster."
     )
 
 

@@ -115,6 +115,18 @@ def instance_norm(
     return _scaled(_normalised(input, tuple(range(2, input.dim())), eps), *reshaped)
 
 
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """The operation itself, of an input that lies in its own order."""
+    return torch.group_norm(input.contiguous(), num_groups, weight, bias, eps, cudnn_enabled)
+
+
 def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     centred = x - x.mean(dims, keepdim=True)
     variance = (centred * centred).mean(dims, keepdim=True)
@@ -164,19 +176,33 @@ def attention(
     """softmax(q k^T / sqrt(d)) v."""
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(times, -3) for x in (key, value))
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        key, value = (over_groups(x, times) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    weights = attention_weights(query, key, attn_mask, is_causal, scale)
+    return torch.dropout(weights, dropout_p, True) @ value
+
+
+def over_groups(x: Tensor, times: int) -> Tensor:
+    """Heads of keys or values, each for so many heads of queries."""
+    return x if times == 1 else x.repeat_interleave(times, -3)
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """softmax(scale q k^T + mask), zero in rows of which nothing is allowed."""
+    scores = query @ key.mT * scale
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
     most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
     total = terms.sum(-1, keepdim=True)
-    weights = terms / total.masked_fill(value_of(total) == 0, 1.0)
-    return torch.dropout(weights, dropout_p, True) @ value
+    return terms / total.masked_fill(value_of(total) == 0, 1.0)
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:

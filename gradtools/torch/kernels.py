@@ -8,7 +8,6 @@ streams as they were before it, everything else as it stands, and the function a
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from gradtools.backend import Fun
-from gradtools.errors import GradtoolsWarning
+from gradtools.errors import warn
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import asked_of, jvp
 from gradtools.torch.modes import Modes
@@ -95,8 +94,4 @@ def _tell(asked: str, kernel: str) -> None:
     if (asked, kernel) in _TOLD:
         return
     _TOLD.add((asked, kernel))
-    warnings.warn(
-        f"{asked}: {kernel} has no forward mode; there PyTorch's own alternative takes its place.",
-        GradtoolsWarning,
-        stacklevel=2,
-    )
+    warn(f"{asked}: {kernel} has no forward mode; there PyTorch's own alternative takes its place.")

@@ -13,7 +13,6 @@ private copy that no other code sees. ``gradtools.models`` documents the public 
 
 import threading
 import types
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtools import keras_layers
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, warn
 from gradtools.keras_layers import is_keras
 from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
@@ -87,7 +86,7 @@ def functionalize(
     """
     if is_keras(module):
         return keras_layers.functionalize(module, variables, train, _KERAS)
-    _check_module(module, variables)
+    check_module("functionalize", module, variables)
     all_params = {name: p.detach() for name, p in module.named_parameters()}
     free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
@@ -231,11 +230,9 @@ def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
             )
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     if any(_closes_over(hook, places) for hook in hooks):
-        warnings.warn(
+        warn(
             f"functionalize: a forward hook of {kind} closes over the module; it sees the "
-            "original module's tensors. Use the hook's first argument instead.",
-            GradtoolsWarning,
-            stacklevel=5,
+            "original module's tensors. Use the hook's first argument instead."
         )
 
 
@@ -277,6 +274,33 @@ def _copies(plan: Plan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
     return copies
 
 
+class Copy:
+    """A module with other parameters, which shares all else with it, for one call.
+
+    Attributes:
+        root: The copy.
+    """
+
+    def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+        self._plan, self._originals = _plan(module), list(module.modules())
+        own, self._buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self._copies = _copies(self._plan, {**own, **params}, self._buffers)
+        self.root = self._copies[0]
+
+    def hand_back(self) -> None:
+        """Assigns to the module what was assigned to the copy: buffers, and other attributes."""
+        nodes = zip(self._originals, self._copies, self._plan.nodes, strict=True)
+        for original, copy, node in nodes:
+            for name, slot in node.buffers.items():
+                value = copy._buffers.get(name)
+                if slot is not None and value is not self._buffers[slot]:
+                    original._buffers[name] = value
+            for name, value in vars(copy).items():
+                fixed = name in OWN_FIELDS or name in node.relinked
+                if not fixed and value is not node.shared.get(name, node):
+                    vars(original)[name] = value
+
+
 def _filled(slots: dict[str, Any], source: Any) -> dict[str, Any]:
     return {name: None if slot is None else source[slot] for name, slot in slots.items()}
 
@@ -315,21 +339,22 @@ def _with_scalars(node: Node, copy: nn.Module) -> Node:
 # Checks
 
 
-def _check_module(module: Any, variables: Any) -> None:
+def check_module(asked: str, module: Any, variables: Any = None) -> None:
+    """Refuses what is no module, and one whose tensors cannot be given from outside."""
     if not isinstance(module, nn.Module):
         raise GradtoolsError(
-            f"functionalize: got a {type(module).__module__}.{type(module).__qualname__}; the "
+            f"{asked}: got a {type(module).__module__}.{type(module).__qualname__}; the "
             "PyTorch backend accepts a torch.nn.Module."
         )
     if variables is not None:
         raise GradtoolsError(
-            "functionalize: a torch.nn.Module holds its own tensors; leave variables=None."
+            f"{asked}: a torch.nn.Module holds its own tensors; leave variables=None."
         )
     for name, part in module.named_modules():
-        _check_part(name or "the module", part)
+        _check_part(asked, name or "the module", part)
 
 
-def _check_part(name: str, part: nn.Module) -> None:
+def _check_part(asked: str, name: str, part: nn.Module) -> None:
     mends = {
         "ScriptModule": "functionalize the Python module before scripting it",
         "DistributedDataParallel": "functionalize its .module",
@@ -339,13 +364,13 @@ def _check_part(name: str, part: nn.Module) -> None:
     for kind in type(part).__mro__:
         if kind.__name__ in mends and kind.__module__.startswith("torch."):
             raise GradtoolsError(
-                f"functionalize: {name} is a {kind.__name__}, whose tensors cannot be given from "
+                f"{asked}: {name} is a {kind.__name__}, whose tensors cannot be given from "
                 f"outside; {mends[kind.__name__]}."
             )
     for tensor_name, tensor in [*part._parameters.items(), *part._buffers.items()]:
         if tensor is not None and nn.parameter.is_lazy(tensor):
             raise GradtoolsError(
-                f"functionalize: {tensor_name!r} of {name} has no shape yet (a lazy module). "
+                f"{asked}: {tensor_name!r} of {name} has no shape yet (a lazy module). "
                 "Call the module once on an example first."
             )
 

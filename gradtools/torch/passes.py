@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +27,7 @@ from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, warn
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
     FORWARD,
@@ -76,11 +75,9 @@ def gradient_graph(asked: Differentiated) -> Graph:
 
 
 def _tell(kernel: str) -> None:
-    warnings.warn(
+    warn(
         f"gradient_graph: {kernel} has no derivative; the passes are those of PyTorch's own "
-        "alternative to that kernel.",
-        GradtoolsWarning,
-        stacklevel=2,
+        "alternative to that kernel."
     )
 
 

@@ -51,6 +51,18 @@ _NO_VMAP = (
     "chunk_size=1, a plain loop; for a Hessian take gt.jacobian(gt.grad(f), chunk_size=1)."
 )
 _MENDS = {
+    "aten::_scaled_dot_product": (
+        "of fused attention PyTorch has first derivatives alone. Others gradtools takes by plain "
+        "operations where it takes them itself and the kernel draws no dropout: in f use gt.grad, "
+        "not torch.func.grad or torch.autograd.grad, and linearize, not jvp, of a pullback. "
+        "Elsewhere use sdpa_kernel(SDPBackend.MATH)."
+    ),
+    "FlexAttention does not support backward on CPU": (
+        "f holds flex_attention, which PyTorch differentiates on CUDA devices alone. Use "
+        "scaled_dot_product_attention, with the score's change as attn_mask."
+    ),
+    "Batching rule not implemented for": _NO_VMAP,
+    "querying is_contiguous inside of vmap": _NO_VMAP,
     "c++ API of custom Function": (
         "f holds a torch::autograd::Function that is written in C++, which has no forward mode. "
         "Use linearize(f, *primals)[1], which transposes reverse mode, or wrap it in "
@@ -89,7 +101,7 @@ _MENDS = {
     "requires special handling, and does not yet have a batching rule": _NO_VMAP,
     "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": _NO_VMAP,
     "Sparse CSR tensors do not have is_contiguous": _NO_VMAP,
-    "Batching rule not implemented for": _NO_VMAP,
+    "accessing `data` under vmap": _NO_VMAP,  # TorchScript
     "Cannot access data pointer of Tensor that doesn't have storage": (
         "f holds an operation that reads the numbers of a tensor (lengths, places to split), which "
         "torch.func's transforms hide, and gradtools transposes a pullback through them. Pass them "

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from torch._C._functorch import TransformType
 from torch._guards import TracingContext, detect_fake_mode
 from torch.autograd.graph import get_gradient_edge
 
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over, spread
 from gradtools.torch.checking import Question, hold_linear, hold_zero
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
@@ -147,13 +146,11 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
     tracked = [x for x in (*xs, *ys) if x.requires_grad]
     if tracked and torch.is_grad_enabled():
-        warnings.warn(
+        warn(
             f"torch.export: the program holds the values of {rule.name}, and no own derivative: "
             "to autograd its outputs are constants there. Train the model that is exported, and "
             "not what comes out; or say by torch.no_grad() around torch.export.export that the "
-            "values are enough.",
-            GradtoolsWarning,
-            stacklevel=2,
+            "values are enough."
         )
     return [y.detach() if y.requires_grad else y for y in ys]
 

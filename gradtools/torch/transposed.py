@@ -54,10 +54,12 @@ def by_reverse_mode(
     Raises:
         NoTranspose: (when a tangent is pushed) Its backward pass has no derivative.
     """
-    return apply_rule(_rule(name, fun, opaque), *xs)
+    return apply_rule(rule_of_reverse_mode(name, fun, opaque), *xs)
 
 
-def _rule(name: str, fun: Flat, opaque: bool) -> Rule:
+def rule_of_reverse_mode(name: str, fun: Flat, opaque: bool = False) -> Rule:
+    """The rule by which `by_reverse_mode` calls a function."""
+
     def primal(*xs: Tensor) -> list[Tensor]:
         return fun(*[x.detach() for x in xs])
 
@@ -68,7 +70,7 @@ def _rule(name: str, fun: Flat, opaque: bool) -> Rule:
         return _linear(name, partial(_pulled, name, fun, opaque), saved, cts, opaque)
 
     def mapped(size: int, axes: Entries, xs: Sequence[Tensor], randomness: str) -> Any:
-        each = _rule(name, partial(_looped, fun, size, tuple(axes)), opaque)
+        each = rule_of_reverse_mode(name, partial(_looped, fun, size, tuple(axes)), opaque)
         return each, list(xs), lambda outs: (0,) * len(outs)
 
     batch = mapped if opaque else None

@@ -7,7 +7,6 @@ captured tensors with which it cannot.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from gradtools.chunking import Chunks, progress_bar
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import GradtoolsError, warn
 from gradtools.torch import trees
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.state import Snapshot
@@ -174,8 +173,8 @@ _OWN_WRAPPERS = {
     "round: DistributedDataParallel around a module whose forward calls chunked on the plain one.",
     "FullyShardedDataParallel": "Its parameters are gathered and freed around each call; use "
     "DistributedDataParallel around a module whose forward calls chunked.",
-    "FSDPModule": "Its parameters are gathered and freed around each call; use "
-    "DistributedDataParallel around a module whose forward calls chunked.",
+    "FSDPModule": "Its parameters are gathered and freed around each call; put fully_shard, or "
+    "DistributedDataParallel, around the module whose forward calls chunked, and nothing inside.",
     "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
 }
@@ -215,12 +214,10 @@ def _tell(f: Any, name: str) -> None:
     if called in _TOLD:
         return
     _TOLD.add(called)
-    warnings.warn(
+    warn(
         f"chunked: {name} is a batch normalisation in training mode. It normalises each chunk by "
         "that chunk's own statistics, as the plain loop over chunks does, so the result is not "
-        "the full batch's. For that use evaluation mode, or a normalisation of single examples.",
-        GradtoolsWarning,
-        stacklevel=2,
+        "the full batch's. For that use evaluation mode, or a normalisation of single examples."
     )
 
 

@@ -55,10 +55,14 @@ class Transformed(torch.nn.Module):
         return super().__getattr__(name) if own is None else getattr(own, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_own" in self.__dict__ and name not in self.__dict__:
-            setattr(self._own, name, value)
-        else:
+        if "_own" not in self.__dict__ or name in self.__dict__ or self._is_of_the_call(name):
             super().__setattr__(name, value)
+        else:
+            setattr(self._own, name, value)
+
+    def _is_of_the_call(self, name: str) -> bool:
+        """Whether it concerns this call: another `forward`, or a note of who exchanged that."""
+        return name == "forward" or (name[0] == "_" and not hasattr(self._own, name))
 
     def __repr__(self) -> str:
         return f"{self._call.__name__.partition('_')[0]}({self._own!r})"

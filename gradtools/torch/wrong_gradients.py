@@ -127,6 +127,18 @@ def _statistics(node: Any) -> tuple[Any, Any, Any]:
     return node._saved_weight, node._saved_running_mean, node._saved_running_var
 
 
+def _attention(node: Any, given: Given, cts: Given) -> Any:
+    """The kernel's own numbers, with the derivative that it lacks."""
+    if not torch.is_grad_enabled():
+        return None
+    from gradtools.torch.attention import differentiable  # by rules, which rest on this file
+
+    return tuple(differentiable(node, given, cts[0]))
+
+
+_FUSED = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
+_ATTENDING = "torch.nn.functional.scaled_dot_product_attention(*[x[None, None] ** 2] * 3).sum()"
+
 WRONG_GRADIENTS = (
     WrongGradient(
         "ldexp",
@@ -190,6 +202,19 @@ WRONG_GRADIENTS = (
         lambda node: node._saved_weight is None and node._saved_bias is not None,
         "",
     ),
+    *[
+        WrongGradient(
+            "nn.functional.scaled_dot_product_attention",
+            f"ScaledDotProduct{kernel}Backward0",
+            GRADIENT_AGAIN,
+            "an error",
+            "",
+            _attention,
+            lambda node: not node._saved_dropout_p,  # whose mask no formula can draw again
+            _ATTENDING if kernel == _FUSED[0] else "",
+        )
+        for kernel in _FUSED
+    ],
 )
 _BY_NODE = {wrong.node: wrong for wrong in WRONG_GRADIENTS}
 WRONG = frozenset(_BY_NODE)

@@ -1,0 +1,141 @@
+"""Warnings and errors point at the line of the user's that they are about."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import warnings
+from importlib import import_module
+
+import numpy as np
+import pytest
+from bad_inputs import BAD
+from derivative_table import lift
+
+import gradtools
+from gradtools import GradtoolsWarning
+from gradtools.testing.plugin import hide_own_frames
+
+HERE = __file__
+OWN = os.path.dirname(gradtools.__file__) + os.sep
+
+
+def line() -> int:
+    """The line of the call."""
+    return sys._getframe(1).f_lineno
+
+
+def said(call):
+    """The one warning of a call."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", GradtoolsWarning)
+        call()
+    (one,) = [w for w in found if issubclass(w.category, GradtoolsWarning)]
+    return one
+
+
+def shown(error):
+    """The files of the frames that pytest shows of an error, and of those that it comes from."""
+    info = pytest.ExceptionInfo.from_exception(error)
+    frames = [entry for entry in info.traceback if not entry.ishidden(info)]
+    files = [str(entry.path) for entry in frames]
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return files + (shown(cause) if cause is not None else [])
+
+
+def test_of_a_bad_call_pytest_shows_no_frame_of_gradtools(gt, backend_name):
+    """Of each of the table's, which holds every public function."""
+    for bad in BAD:
+        with pytest.raises(Exception) as caught:
+            bad.call(gt, lambda x: lift(backend_name, x))
+        hide_own_frames(caught.value)
+        files = shown(caught.value)
+        own = [f for f in files if f.startswith(OWN)]
+        assert files[0] == HERE and own == [], bad.name
+        if not bad.native and caught.value.__cause__ is None:
+            assert files[-1] == inspect.getfile(bad.call), bad.name
+
+
+def test_an_error_of_the_users_own_in_f_is_shown_without_ours(gt):
+    def f(x):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        gt.hvp(f, (gt.asarray(np.ones(2)),), (gt.asarray(np.ones(2)),))
+    hide_own_frames(caught.value)
+    files = shown(caught.value)
+    assert files[0] == files[-1] == HERE and not any(f.startswith(OWN) for f in files)
+
+
+def test_a_mistake_of_gradtools_keeps_its_frames(gt, monkeypatch):
+    monkeypatch.setattr("gradtools.derivatives.normalized_argnums", lambda *args: 1 / 0)
+    monkeypatch.setattr("gradtools.derivatives.Call", None)
+    with pytest.raises(TypeError) as caught:
+        gt.vjp(lambda x: x, gt.asarray(np.ones(2)))
+    hide_own_frames(caught.value)
+    assert any(f.startswith(OWN) for f in shown(caught.value))
+
+
+def test_a_disconnected_argument_is_warned_of_at_the_call(gt):
+    x = gt.asarray(np.ones(2))
+    taken = gt.grad(lambda x, y: (x * x).sum(), (0, 1), disconnected_inputs="warn")
+    lines = []
+
+    def one():
+        lines.append(line() + 1)
+        taken(x, x)
+
+    def many():
+        lines.append(line() + 1)
+        gt.grad(lambda x, y: x.sum(), (0, 1), disconnected_inputs="warn")(x, x)
+
+    for call in (one, many):
+        found = said(call)
+        assert (found.filename, found.lineno) == (HERE, lines.pop())
+
+
+def test_a_gradient_that_is_lost_is_told_at_the_call(gt):
+    guarded = gt.guard_gradients(lambda x, y: (x * x).sum(), (0, 1))
+    x, lines = gt.asarray(np.ones(2)), []
+
+    def call():
+        lines.append(line() + 1)
+        guarded(x, x)
+
+    found = said(call)
+    assert (found.filename, found.lineno) == (HERE, lines.pop())
+
+
+@pytest.mark.torch
+def test_what_pytorch_lacks_is_told_at_the_line_that_holds_it(monkeypatch):
+    """Deep in the framework and in gradtools' modes."""
+    import torch
+
+    import gradtools.torch as gt
+
+    for room in ("kernels", "watching"):
+        monkeypatch.setattr(import_module(f"gradtools.torch.{room}"), "_TOLD", set())
+    layer = torch.nn.TransformerEncoderLayer(4, 1, 4, 0.0, batch_first=True)
+    z, y = torch.ones(1, 1, 3, 4), torch.ones(4)
+    lines: list[int] = []
+
+    def G(z):
+        lines.append(line() + 1)
+        return layer(z[0])
+
+    f = lambda y, g: (y * g).pow(3).sum()
+
+    def partial():
+        gt.mixed_partial(f, G, y, z, z)
+
+    norm = torch.nn.BatchNorm1d(4)
+
+    def chunks():
+        lines.append(line() + 1)
+        gt.chunked(norm, 2)(torch.ones(4, 4))
+
+    for call in (partial, chunks):
+        found = said(call)
+        assert found.filename == HERE, found
+        assert abs(found.lineno - lines[-1]) <= 1, found

@@ -1,0 +1,156 @@
+"""timm: image models in chunks, and one gradient for each image."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+
+
+class _Names(type):
+    """The type of classes that hold any name."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Anything(types.ModuleType):
+    """A module that holds a class by every name."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Names(name, (), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds torchvision, of which timm takes what prepares pictures, as modules of anything."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torchvision":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Anything(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+@contextmanager
+def _without_torchvision():
+    """Inside, timm can be imported where no build of torchvision fits that of PyTorch."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+
+
+def _imported():
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed", allow_module_level=True)
+    try:
+        import timm
+    except (ImportError, RuntimeError):
+        with _without_torchvision():
+            import timm
+    return timm
+
+
+timm = _imported()
+from integration_models import agree, gradients
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
+VIT = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 3,
+}
+MODELS = {
+    "a vision transformer": lambda: timm.models.VisionTransformer(drop_rate=0.2, **VIT),
+    "a residual network": lambda: timm.models.ResNet(
+        timm.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=3, stem_width=8, drop_rate=0.2
+    ),
+    "a mixer": lambda: timm.models.MlpMixer(
+        img_size=32, patch_size=8, embed_dim=16, num_blocks=2, num_classes=3
+    ),
+    "a convnext": lambda: timm.models.ConvNeXt(
+        depths=(1, 1, 1, 1), dims=(8, 8, 8, 8), num_classes=3, drop_path_rate=0.2
+    ),
+}
+
+
+def model(name):
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def entropy(scores, labels):
+    return torch.nn.functional.cross_entropy(scores, labels)
+
+
+@pytest.mark.filterwarnings("ignore:chunked. .* batch normalisation")
+@pytest.mark.parametrize("name", MODELS)
+def test_in_chunks_it_has_the_loss_gradients_and_statistics_of_the_loop(name):
+    found = []
+    for in_chunks in (True, False):
+        net = model(name).train()
+        chunked = gt.chunked(net, 2)
+        run = chunked if in_chunks else lambda x, n=net: torch.cat([n(c) for c in x.split(2)])
+        torch.manual_seed(1)
+        loss = entropy(run(IMAGES), LABELS)
+        loss.backward()
+        buffers = {k: b.clone() for k, b in net.named_buffers() if b.is_floating_point()}
+        found.append({**gradients(net), **buffers, "loss": loss.detach()})
+    agree(*found, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_gradient_for_each_image(name):
+    net = model(name).eval()
+    apply, params, state = gt.functionalize(net)
+    loss = lambda params, x, y: entropy(apply(params, state, x[None])[0], y[None])
+    found = gt.per_example_grad(loss)(params, IMAGES, LABELS)
+    for i in range(len(IMAGES)):
+        net.zero_grad()
+        entropy(net(IMAGES[i : i + 1]), LABELS[i : i + 1]).backward()
+        agree({k: g[i] for k, g in found.items()}, gradients(net), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_slope_is_what_differences_say(name):
+    """In forward mode, and of the gradient in both."""
+    net = model(name).double().eval().requires_grad_(False)
+    x = IMAGES[:2].double()
+    along = x.flip(0)
+    f = lambda x: entropy(net(x), LABELS[:2])
+    difference = lambda g, h: (g(x + h * along) - g(x - h * along)) / (2 * h)
+    slope = lambda x: (gt.grad(f)(x) * along).sum()
+    torch.testing.assert_close(
+        gt.jvp(f, (x,), (along,))[1], difference(f, 1e-6), rtol=1e-5, atol=1e-8
+    )
+    twice = [gt.hvp(f, (x,), (along,), mode=mode)[1][0]
+             for mode in ("reverse_over_reverse", "forward_over_reverse")]  # fmt: skip
+    torch.testing.assert_close(*twice, rtol=1e-6, atol=1e-9)
+    expected = difference(slope, 1e-6 if "residual" not in name else 1e-7)
+    torch.testing.assert_close((twice[0] * along).sum(), expected, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,94 @@
+"""torchdiffeq: a neural differential equation by its solver and by its adjoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+torchdiffeq = pytest.importorskip("torchdiffeq", reason="torchdiffeq is not installed")
+from integration_models import agree, gradients
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+TIMES = torch.linspace(0, 1, 5, dtype=torch.float64)
+STARTS = torch.randn(
+    6, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+)  # of spirals
+FIXED = {"method": "rk4"}  # each example takes the same steps
+
+
+class Field(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+        ).double()
+
+    def forward(self, t, y):
+        return self.net(y)
+
+
+SOLVERS = {"solver": torchdiffeq.odeint, "adjoint": torchdiffeq.odeint_adjoint}
+
+
+def misfit(solve, field, starts):
+    return (solve(field, starts, TIMES, **FIXED)[-1] - 1).square().sum(1)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_starts_in_chunks_have_the_loss_and_the_gradients_of_the_loop(solver):
+    field, found = Field(), []
+    solve = SOLVERS[solver]
+    in_chunks = gt.chunked(lambda y: misfit(solve, field, y), 4)
+    for run in (in_chunks, lambda y: torch.cat([misfit(solve, field, c) for c in y.split(4)])):
+        field.zero_grad()
+        loss = run(STARTS).mean()
+        loss.backward()
+        found.append({**gradients(field), "loss": loss.detach()})
+    agree(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_the_gradient_of_an_ode_net_is_that_of_backward():
+    field = Field()
+    loss = lambda y: misfit(torchdiffeq.odeint, field, y).mean()
+    starts = STARTS.clone().requires_grad_()
+    loss(starts).backward()
+    torch.testing.assert_close(gt.grad(loss)(STARTS).detach(), starts.grad)
+
+
+def test_its_derivatives_in_every_mode_agree():
+    field = Field().requires_grad_(False)
+    f = lambda y: misfit(torchdiffeq.odeint, field, y).sum()
+    along = STARTS.flip(0)
+    slope = lambda h: (gt.grad(f)(STARTS + h * along) * along).sum()
+    twice = (slope(1e-5) - slope(-1e-5)) / 2e-5
+    once = (f(STARTS + 1e-6 * along) - f(STARTS - 1e-6 * along)) / 2e-6
+    torch.testing.assert_close(gt.jvp(f, (STARTS,), (along,))[1], once, rtol=1e-7, atol=1e-9)
+    for mode in ("reverse_over_reverse", "forward_over_reverse"):
+        (product,) = gt.hvp(f, (STARTS,), (along,), mode=mode)[1]
+        torch.testing.assert_close((product * along).sum(), twice, rtol=1e-6, atol=1e-8)
+
+
+def test_one_gradient_for_each_start():
+    apply, params, state = gt.functionalize(Field())
+
+    def loss(params, start):
+        field = lambda t, y: apply(params, state, t, y)[0]
+        return misfit(torchdiffeq.odeint, field, start[None])[0]
+
+    with pytest.raises(GradtoolsError, match="chunk_size=1"):
+        gt.per_example_grad(loss)(params, STARTS)  # the solver writes into its solution
+    found = gt.per_example_grad(loss, chunk_size=1)(params, STARTS)
+    for i, start in enumerate(STARTS):
+        agree({k: g[i] for k, g in found.items()}, gt.grad(loss)(params, start))
+
+
+def test_a_second_derivative_through_the_adjoint_is_refused_by_name():
+    """Its backward calls the solver where autograd does not look."""
+    field = Field().requires_grad_(False)
+    f = lambda y: misfit(torchdiffeq.odeint_adjoint, field, y).sum()
+    with pytest.raises(GradtoolsError, match="OdeintAdjointMethod"):
+        gt.hvp(f, (STARTS,), (STARTS.flip(0),))

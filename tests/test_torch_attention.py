@@ -1,0 +1,252 @@
+"""Attention in every operator, by every way that PyTorch has to call it.
+
+Each is held against softmax(q k^T / sqrt(d) + mask) v written out by hand, in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+pytestmark = pytest.mark.torch
+KIND = torch.float64
+
+
+def randn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=KIND)
+
+
+X = tuple(randn(2, 2, n, 6, seed=n) for n in (4, 5, 5))
+T = tuple(randn(2, 2, n, 6, seed=10 + n) for n in (4, 5, 5))
+BIAS = randn(4, 5, seed=20)
+ALLOWED = torch.ones(2, 1, 4, 5, dtype=torch.bool)
+ALLOWED[0, :, :, 3:], ALLOWED[1, :, 1, 0] = False, False
+
+
+def by_hand(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = torch.where(attn_mask, scores, -1e30)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    terms = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
+    return terms / terms.sum(-1, keepdim=True) @ v
+
+
+CALLS = {
+    "plain": lambda attend, q, k, v: attend(q, k, v),
+    "causal": lambda attend, q, k, v: attend(q, k, v, is_causal=True),
+    "of booleans": lambda attend, q, k, v: attend(q, k, v, attn_mask=ALLOWED),
+    "biased": lambda attend, q, k, v: attend(q, k, v, attn_mask=BIAS),
+    "scaled": lambda attend, q, k, v: attend(q, k, v, scale=0.3),
+    "grouped": lambda attend, q, k, v: attend(torch.cat((q, q.sin()), 1), k, v, enable_gqa=True),
+    "of three axes": lambda attend, q, k, v: attend(q[0], k[0], v[0]),
+    "to itself": lambda attend, q, k, v: attend(q, q, q.cos()) + k.sum() * v.sum(),
+}
+
+
+def dot(us, vs):
+    return sum((u * v).sum() for u, v in zip(us, vs, strict=True))
+
+
+def _attached(f):
+    """The graph that a gradient keeps, differentiated by PyTorch itself."""
+    xs = [x.clone().requires_grad_() for x in X]
+    return torch.autograd.grad(dot(gt.grad(f, (0, 1, 2))(*xs), T), xs)
+
+
+def _of_gradient(taken):
+    return lambda f: taken(lambda *xs: dot(gt.grad(f, (0, 1, 2))(*xs), T), (0, 1, 2))(*X)
+
+
+def _along(f):
+    """f of three numbers, that scale its arguments."""
+    return lambda s: f(*[s[i] * x for i, x in enumerate(X)])
+
+
+ONES = torch.ones(3, dtype=KIND)
+OPERATORS = {
+    "grad": lambda f: gt.grad(f, (0, 1, 2))(*X),
+    "jvp": lambda f: gt.jvp(f, X, T),
+    "linearize": lambda f: gt.linearize(f, *X)[1](*T),
+    "hvp, reverse over reverse": lambda f: gt.hvp(f, X, T, mode="reverse_over_reverse"),
+    "hvp, forward over reverse": lambda f: gt.hvp(f, X, T, mode="forward_over_reverse"),
+    "hessian": lambda f: gt.hessian(_along(f))(ONES),
+    "jacobian, forward": lambda f: gt.jacobian(_along(f), mode="forward")(ONES),
+    "grad of grad": _of_gradient(gt.grad),
+    "torch.func.grad of grad": _of_gradient(torch.func.grad),
+    "torch.func.jvp of grad": lambda f: torch.func.jvp(gt.grad(f, (0, 1, 2)), X, T),
+    "backward of grad": _attached,
+    "grad of jvp": lambda f: gt.grad(lambda *xs: gt.jvp(f, xs, T)[1], (0, 1, 2))(*X),
+    "grad of hvp": lambda f: gt.grad(lambda *xs: dot(gt.hvp(f, xs, T)[1], T), (0, 1, 2))(*X),
+    "vmap of hvp": lambda f: torch.vmap(lambda *xs: gt.hvp(f, xs, T)[1])(
+        *[torch.stack((x, 2 * x)) for x in X]
+    ),
+    "hvp of a checkpoint": lambda f: gt.hvp(gt.checkpoint(f), X, T),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("call", CALLS)
+def test_attention_has_every_derivative(call, operator):
+    f, g = (
+        lambda *xs, attend=attend: torch.sin(CALLS[call](attend, *xs) ** 2).sum()
+        for attend in (F.scaled_dot_product_attention, by_hand)
+    )
+    found, expected = (tree_leaves(OPERATORS[operator](each)) for each in (f, g))
+    for y, like in zip(found, expected, strict=True):
+        torch.testing.assert_close(y, like, rtol=1e-10, atol=1e-11)
+
+
+def layer(train, frozen):
+    torch.manual_seed(0)
+    made = nn.TransformerEncoderLayer(12, 2, 16, 0.0, batch_first=True, dtype=KIND)
+    return made.train(train).requires_grad_(not frozen)
+
+
+def layer_by_hand(layer):
+    """Attention, and two maps of each row."""
+    attention = layer.self_attn
+
+    def attend(x):
+        rows = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+        q, k, v = (r.unflatten(-1, (2, 6)).transpose(1, 2) for r in rows.chunk(3, -1))
+        return attention.out_proj(by_hand(q, k, v).transpose(1, 2).flatten(2))
+
+    def run(x):
+        x = layer.norm1(x + attend(x))
+        return layer.norm2(x + layer.linear2(torch.relu(layer.linear1(x))))
+
+    return run
+
+
+Z, DZ = randn(2, 3, 12, seed=30), randn(2, 3, 12, seed=31)
+SECOND = {
+    "jvp": lambda f: gt.jvp(f, (Z,), (DZ,))[1],
+    "linearize": lambda f: gt.linearize(f, Z)[1](DZ),
+    "reverse_over_reverse": lambda f: gt.hvp(f, (Z,), (DZ,), mode="reverse_over_reverse")[1][0],
+    "forward_over_reverse": lambda f: gt.hvp(f, (Z,), (DZ,), mode="forward_over_reverse")[1][0],
+    "grad": lambda f: gt.grad(lambda z: (gt.grad(f)(z) ** 2).sum())(Z),
+}
+
+
+@pytest.mark.parametrize("operator", SECOND)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_an_encoder_layer_has_every_derivative(train, frozen, operator):
+    module = layer(train, frozen)
+    found = SECOND[operator](lambda z: torch.sin(module(z)).sum())
+    expected = SECOND[operator](lambda z: torch.sin(layer_by_hand(module)(z)).sum())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("operator", ["jvp", "linearize", "reverse_over_reverse"])
+def test_compiled_code_has_them_too(operator):
+    module = layer(train=True, frozen=True)
+    f = lambda z: torch.sin(module(z)).sum()
+    taken = SECOND[operator]
+    torch.compiler.reset()
+    run = torch.compile(lambda: taken(f), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(), taken(f), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["reverse_over_reverse", "forward_over_reverse"])
+def test_half_precision_is_as_right_as_its_numbers(mode):
+    f = lambda *xs: torch.sin(F.scaled_dot_product_attention(*xs)).sum()
+    low = [tuple(x.bfloat16() for x in xs) for xs in (X, T)]
+    g = lambda *xs: torch.sin(by_hand(*xs)).sum()
+    exact = gt.hvp(g, *[tuple(x.double() for x in xs) for xs in low])[1]
+    for y, like in zip(gt.hvp(f, *low, mode=mode)[1], exact, strict=True):
+        assert y.dtype is torch.bfloat16
+        assert (y.double() - like).abs().max() < 0.03 * like.abs().max()
+
+
+def test_a_row_that_may_attend_to_nothing_has_no_derivative():
+    allowed = ALLOWED.clone()
+    allowed[0, :, 2] = False
+    f = lambda *xs: F.scaled_dot_product_attention(*xs, attn_mask=allowed).sin().sum()
+    found = gt.hvp(f, X, T)[1]
+    assert all(torch.isfinite(y).all() for y in found)
+    assert not found[0][0, :, 2].any() and found[0][0, :, 1].any()
+
+
+def test_dropout_draws_once():
+    f = lambda *xs: F.scaled_dot_product_attention(*xs, dropout_p=0.3).sin().sum()
+    torch.manual_seed(1)
+    found = gt.hvp(f, X, T)[1]
+    stood = torch.get_rng_state()
+    torch.manual_seed(1)
+    keep = (torch.dropout(torch.ones(2, 2, 4, 5, dtype=KIND), 0.3, True) > 0) / 0.7
+
+    def g(q, k, v):
+        weights = by_hand(q, k, torch.eye(5, dtype=KIND).expand(2, 2, 5, 5))
+        return ((weights * keep) @ v).sin().sum()
+
+    torch.testing.assert_close(found, gt.hvp(g, X, T)[1])
+    assert torch.equal(torch.get_rng_state(), stood)
+
+
+def test_one_gradient_is_the_kernels_own():
+    """It keeps no matrix of scores, nor does a gradient that might be differentiated again."""
+    length = 64
+    q, k, v = (randn(1, 1, length, 2, seed=n) for n in range(3))
+    weight = torch.ones((), dtype=KIND, requires_grad=True)
+    sizes = []
+
+    def pack(x):
+        sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        f = lambda q: F.scaled_dot_product_attention(q * weight, k, v).sin().sum()
+        attached = gt.grad(f)(q)
+    assert attached.requires_grad and 0 < max(sizes) < length**2
+    (found,) = torch.autograd.grad(attached.square().sum(), weight)
+    g = lambda w: gt.grad(lambda q: by_hand(q * w, k, v).sin().sum())(q).square().sum()
+    torch.testing.assert_close(found, gt.grad(g)(weight.detach()))
+
+
+def test_a_second_derivative_out_of_sight_is_refused_in_words():
+    f = lambda x: F.scaled_dot_product_attention(x, x, x).sin().sum()
+    inside = lambda x: torch.func.grad(f)(x).square().sum()
+    with pytest.raises(GradtoolsError, match=r"^grad: of fused attention PyTorch has first deriv"):
+        gt.grad(inside)(X[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = gt.grad(inside)(X[0])
+    found = gt.grad(lambda x: gt.grad(f)(x).square().sum())(X[0])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["FlashAttention", "EfficientAttention", "CudnnAttention"])
+def test_kernels_of_cuda_take_the_same_way(name):
+    """Of a node with their names for what it saved, on the CPU."""
+    from gradtools.torch.attention import differentiable
+
+    class Node:
+        _saved_query, _saved_key, _saved_value = X
+        _saved_is_causal, _saved_scale, _saved_dropout_p = False, 1 / math.sqrt(6), 0.0
+
+    if name != "FlashAttention":
+        Node._saved_attn_bias = BIAS
+    mask = None if name == "FlashAttention" else BIAS
+    y, pull = gt.vjp(lambda *xs: by_hand(*xs, attn_mask=mask), *X)
+    xs = [x.clone().requires_grad_() for x in X]
+    Node._saved_query, Node._saved_key, Node._saved_value = xs
+    found = dot(differentiable(Node, pull(y), y), T)
+    expected = gt.grad(
+        lambda *xs: dot(gt.vjp(lambda *xs: by_hand(*xs, attn_mask=mask), *xs)[1](y), T), (0, 1, 2)
+    )(*X)
+    torch.testing.assert_close(torch.autograd.grad(found, xs), expected)

@@ -7,6 +7,7 @@ where MkDocs is installed.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -45,7 +46,7 @@ def test_every_name_of_the_neutral_modules_is_in_the_reference(module):
 def test_every_command_is_in_the_reference(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    commands = re.findall(r"^    ([a-z][\w-]+) ", capsys.readouterr().out, re.MULTILINE)
+    commands = re.findall(r"^    ([a-z][\w-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE)
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
     assert re.findall(r"^::: \$ gradtools (.+)$", page, re.MULTILINE) == commands
     assert len(commands) >= 9
@@ -88,8 +89,14 @@ def site(tmp_path: Path):
 
     def build(readme: str) -> tuple[int, str]:
         (tmp_path / "README.md").write_text(readme, encoding="utf-8")
-        command = [sys.executable, "-m", "mkdocs", "build"]
-        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [sys.executable, "-m", "mkdocs", "build"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         return ran.returncode, ran.stderr + ran.stdout
 
     build.folder = tmp_path

@@ -61,11 +61,12 @@ def test_every_page_example_and_notebook_is_in_the_contents():
     assert {path.as_posix() for path in (*pages, *places)} <= listed
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results(monkeypatch):
+def test_the_figures_of_the_pages_are_those_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     figures = importlib.import_module("figures")
-    _, now, _ = figures.parts((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert now == figures.table(), "python benchmarks/figures.py"
+    for page in figures.PAGES:
+        _, now, _ = figures.parts(page.read_text(encoding="utf-8"))
+        assert now == figures.table(page), "python benchmarks/figures.py"
 
 
 def hook(name: str, monkeypatch):

@@ -254,7 +254,7 @@ class Chunking(Operators):
     ) -> Any:
         backend = self._backend
         positions = normalized_argnums("microbatched", argnums, len(args))
-        opened = backend.opened("microbatched", f, args, kwargs, positions)
+        opened: Any = backend.opened("microbatched", f, args, kwargs, positions)
         if opened is not None and opened.is_tied:
             f, args = opened, opened.args
         given = arguments("microbatched", f, args, kwargs, in_axes, positions)
@@ -278,7 +278,7 @@ class Chunking(Operators):
         terms.__name__ = getattr(f, "__name__", type(f).__name__)
         chunks = call.cut(terms, chunk_size)
         sums = backend.sum_chunks(chunks)
-        if opened is not None and f is opened:
+        if opened is not None and opened.is_tied:
             opened.refuse_changes()
         if reduction == "mean":
             total, *sums = sums

@@ -35,7 +35,8 @@ def opened(
     kinds = module_kinds()
     if not kinds:
         return None
-    trees = {**dict(enumerate(args)), **kwargs}
+    trees: dict[Any, Any] = dict(enumerate(args))
+    trees |= kwargs
     found = {key: _modules(kinds, tree) for key, tree in trees.items()}
     nnx = sys.modules.get("flax.nnx")
     graphs = nnx is not None and any(isinstance(m, nnx.Pytree) for ms in found.values() for m in ms)
@@ -137,7 +138,7 @@ class Opened:
 
     def settle(self, extras: Sequence[Array]) -> None:
         """Writes the effects, the last of what a call handed out, to the caller's modules."""
-        if self.changed:
+        if self.changed and self._graphs is not None:
             count = sum(form.num_leaves for form in self._forms)
             with explained(self.asked):
                 self._graphs.write(self.changed, self._forms, list(extras)[-count:])

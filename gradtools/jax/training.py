@@ -148,7 +148,8 @@ def _is_an_optimizer(x: Any) -> bool:
 
 def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     """Whether a step with gradients of one moves an array."""
-    leaves, treedef = jax.tree.flatten(part)
+    leaves = jax.tree.leaves(part)
+    treedef: Any = jax.tree.structure(part)
     strangers = _strangers(state, tx.init(part))
     if strangers:
         return Optimised(lambda one: None, strangers)

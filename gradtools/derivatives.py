@@ -76,7 +76,9 @@ class Derivatives(Operators):
 
         Args:
             f: Takes and returns pytrees of arrays; its output is one real array of shape ().
-            argnums: Which positional arguments to differentiate: an integer or a tuple.
+            argnums: Which positional arguments to differentiate: an integer or a tuple. They may
+                be whole modules: a `torch.nn.Module` gives the gradients of its parameters by
+                name, one of equinox or flax.nnx what its library's own grad gives.
             has_aux: Whether f returns `(output, aux)`; aux may hold anything.
             disconnected_inputs: What happens when an argument does not reach the output:
                 "raise", "warn", "zeros", or "strict", which raises for any single leaf.

@@ -378,14 +378,22 @@ WITHOUT_STATE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KINDS)
+QUICK = ("equinox with leaves of all kinds", "nnx with batch norm, dropout, a counter")
+
+
+def kinds(names):
+    """All kinds in the sweeps; in the quick tier those that hold the most."""
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in names]
+
+
+@pytest.mark.parametrize("name", kinds(KINDS))
 @pytest.mark.parametrize("operator", EVERYWHERE, ids=lambda f: f.__name__)
 def test_an_operator_gives_plain_jax_numbers(operator, name):
     found, wanted = operator(KINDS[name], KINDS[name].make())
     same(found, wanted)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.changes])
+@pytest.mark.parametrize("name", kinds([n for n, kind in KINDS.items() if not kind.changes]))
 @pytest.mark.parametrize("operator", WITHOUT_STATE, ids=lambda f: f.__name__)
 def test_an_operator_that_runs_a_module_often_gives_plain_jax_numbers(operator, name):
     found, wanted = operator(KINDS[name], KINDS[name].make())
@@ -417,7 +425,7 @@ def test_the_gradient_of_an_nnx_module_is_what_nnx_grad_gives_and_its_optimizer_
 
 @pytest.mark.parametrize(
     "operator",
-    [f for f in EVERYWHERE if f not in (by_minimax, by_argument, by_assign, by_accumulator)],
+    [by_grad, by_vjp, by_jvp, by_linearize, by_hvp, by_reverse_over_reverse, by_checkpoint, by_jit],
     ids=lambda f: f.__name__,
 )
 def test_an_nnx_module_stands_afterwards_as_after_one_plain_call(operator):
@@ -430,6 +438,12 @@ def test_an_nnx_module_stands_afterwards_as_after_one_plain_call(operator):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_ties_are_kept_where_one_module_is_taken_often():
+    kind = KINDS["nnx, tied"]
+    for operator in (by_per_example, by_microbatched):
+        same(*operator(kind, kind.make()), 1e-11)
 
 
 def test_microbatches_change_an_nnx_module_as_a_loop_does():

@@ -33,14 +33,6 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
         pluginmanager.register(plugin, plugin.__name__)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests with other packages are collected where they are asked for: by mark, or by file."""
-    if not collection_path.name.startswith("test_integration_"):
-        return None
-    named = any(Path(arg.partition("::")[0]).name == collection_path.name for arg in config.args)
-    return None if named or config.option.markexpr == "integration" else True
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # A twentieth of the time went into looking for garbage, of which there is little: what needs
     # a collection asks for one.
@@ -79,8 +71,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path, config: pytest.Config) -> bool | None:
-    """A file named test_torch_* or test_jax_* needs that backend; test_both_* needs both."""
+    """A file named test_torch_* or test_jax_* needs that backend; test_both_* needs both.
+
+    One with other packages, test_integration_*, is collected where it is asked for: by the mark
+    alone, or by its name.
+    """
     name, wanted = collection_path.name, wanted_backends(config)
+    if name.startswith("test_integration_"):
+        named = any(Path(arg.partition("::")[0]).name == name for arg in config.args)
+        return None if named or config.option.markexpr == "integration" else True
     for backend in BACKENDS:
         if name.startswith((f"test_{backend}_", "test_both_")) and backend not in wanted:
             return True

@@ -13,7 +13,7 @@ WORKERS ?= 2
 # which the many processes that tests start would each compile again.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test lint format types examples bench clean
+.PHONY: demo test lint format types examples docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/gradtools demo
@@ -36,6 +36,15 @@ examples: $(STAMP)
 	@set -e; for program in examples/u*.py; do \
 	    echo "== $$program"; $(BIN)/python "$$program" --backend both; done
 	$(BIN)/python examples/cross_check_minilm.py
+
+# The site, from docs/, the docstrings and the examples; it fails on a dead link.
+docs: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "open build/site/index.html"
+
+$(VENV)/.docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	@touch $@
 
 bench: $(STAMP)
 	@set -e; for program in benchmarks/cost.py $(filter-out benchmarks/cost%,$(wildcard benchmarks/*.py)); do \

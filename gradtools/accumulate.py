@@ -229,10 +229,13 @@ class _Pairing:
 
     def _node(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
         leaves, treedef = self.trees.flatten(numbered)
-        given, found = self.trees.flatten(grads)
-        if found != treedef:
+        try:
+            given = treedef.flatten_up_to(grads)
+        except (ValueError, TypeError):
             self._refuse(path, grads, f"the target's structure {_one_line(treedef)}")
-        yield from ((i, grad) for i, grad in zip(leaves, given, strict=True) if grad is not None)
+        for i, grad in zip(leaves, given, strict=True):
+            if grad is not None:
+                yield from self._leaf(i, grad, path)
 
     def _refuse(self, path: str, grads: Any, expected: str) -> None:
         size = f" of {len(grads)}" if isinstance(grads, (list, tuple)) else ""

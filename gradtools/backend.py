@@ -26,6 +26,7 @@ from gradtools.seeing.recording import Recording, Run, Vanished
 if TYPE_CHECKING:
     from gradtools.chunking import Options
     from gradtools.seeing.program import Program
+    from gradtools.seeing.training import Held, Optimised
 
 Array = Any
 P = ParamSpec("P")
@@ -215,6 +216,23 @@ class Backend(Protocol):
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]: ...
     def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]: ...
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]: ...
+    def opened(
+        self,
+        asked: str,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        argnums: Sequence[int],
+    ) -> Any:
+        """The call as one of pytrees of arrays, if an argument is or holds a module; else None.
+
+        Its `args` take the arguments' place, and it f's; `effects()` are arrays that a call hands
+        out besides f's results, and `settle(extras)` writes them to the caller's modules.
+        """
+
+    def part_of(self, tree: Any) -> Any:
+        """The tree with the part that is differentiated in the place of each module."""
+
     def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
         """`make(f)`, and where f is a module of the framework a module that calls it."""
         ...
@@ -249,12 +267,38 @@ class Backend(Protocol):
         """One run of a function of flat leaves, as a graph. Its effects are undone."""
         ...
 
-    def vanishing(self, run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | None:
+    def vanishing(
+        self, run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
+    ) -> list[Vanished] | None:
         """Where the cotangent of a connected leaf becomes zero; None if its gradient is not zero.
 
         The cotangents of the inexact outputs are random, that of a single number is one.
         """
         ...
+
+    def repeatable(self, asked: str, f: Any) -> Any:
+        """f, which leaves the modules that it holds as they are, where the wing sees to that."""
+
+    def is_model(self, x: Any) -> bool:
+        """Whether x is a module of a library."""
+        ...
+
+    def model_of(self, f: Any) -> Any:
+        """The model that f is, or holds if the wing looks for one; None if there is none."""
+
+    def held(self, asked: str, model: Any) -> list[Held]:
+        """The arrays of a model, or of a tree of models and arrays."""
+
+    def optimised(self, asked: str, optimizer: Any, model: Any, held: Sequence[Held]) -> Optimised:
+        """What an optimiser changes."""
+
+    def lifted(
+        self, asked: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
+    ) -> Callable[[list[Any]], Any] | None:
+        """`f(*args, **kwargs)` as a function of arrays that f reads from outside.
+
+        None where the wing tells by a recording what is read.
+        """
 
     def watchable(self) -> bool:
         """Whether `record` may be called here: not inside a transform that it cannot see into."""

@@ -33,6 +33,9 @@ class Call:
         has_aux: bool = False,
     ) -> None:
         self.backend, self.asked, self.f, self.has_aux = backend, asked, f, has_aux
+        self.opened = backend.opened(asked, f, args, kwargs, argnums)
+        if self.opened is not None:
+            self.f, args = self.opened, self.opened.args
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
         flat = [backend.flatten(self.args[i]) for i in argnums]
         self.treedefs = [treedef for _, treedef in flat]
@@ -56,7 +59,7 @@ class Call:
         bare = copy(self)
         bare.leaves = [look(x) for x in self.leaves]
         bare.args = tuple([self._numbered(tree) for tree in self.args])
-        bare.f, bare.kwargs = _over, {}
+        bare.f, bare.kwargs, bare.opened = _over, {}, None
         return bare
 
     def _numbered(self, tree: Any) -> Any:
@@ -84,7 +87,8 @@ class Call:
         paired = list(zip(arrays, self._inexact, strict=True))
         outs = [x for x, inexact in paired if inexact]
         extras = [x for x, inexact in paired if not inexact]
-        return outs, extras + [x for x in aux_leaves if backend.is_array(x)]
+        extras += [x for x in aux_leaves if backend.is_array(x)]
+        return outs, extras if self.opened is None else extras + self.opened.effects()
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
         if not self.has_aux:
@@ -132,6 +136,8 @@ class Call:
         for i, tree, treedef in zip(self.argnums, trees, self.treedefs, strict=True):
             leaves = _leaves_like(treedef, tree)
             if leaves is None:
+                leaves = _leaves_like(treedef, self.backend.part_of(tree))
+            if leaves is None:
                 raise GradtoolsError(
                     f"{self.asked}: {what} {i} has the structure {self.backend.flatten(tree)[1]}, "
                     f"expected that of argument {i}, {treedef}. Give one leaf for each of its "
@@ -147,12 +153,23 @@ class Call:
         return self.paths[k].replace("argument", what, 1), self.paths[k]
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
-        """`(out, aux)` of f from the flat lists."""
+        """`(out, aux)` of f from the flat lists. What f did to its modules is written."""
+        self.settle(extras)
         diff, rest = iter(outs), iter(extras)
         leaves = [next(diff) if inexact else next(rest) for inexact in self._inexact]
         aux = [static[0] if static else next(rest) for static in self._aux_static]
         backend = self.backend
         return backend.unflatten(self._out_def, leaves), backend.unflatten(self._aux_def, aux)
+
+    def settle(self, extras: Sequence[Array]) -> None:
+        """Writes what f did to the modules that it is given."""
+        if self.opened is not None:
+            self.opened.settle(extras)
+
+    def refuse_changes(self) -> None:
+        """Raises if f changes a module that it is given, and nothing can hand that on here."""
+        if self.opened is not None:
+            self.opened.refuse_changes()
 
     def tangent_output(self, tangents: Sequence[Array]) -> Any:
         """The tree of f's output with tangents; None where the output is no float."""

@@ -254,6 +254,9 @@ class Chunking(Operators):
     ) -> Any:
         backend = self._backend
         positions = normalized_argnums("microbatched", argnums, len(args))
+        opened = backend.opened("microbatched", f, args, kwargs, positions)
+        if opened is not None and opened.is_tied:
+            f, args = opened, opened.args
         given = arguments("microbatched", f, args, kwargs, in_axes, positions)
         call = _Microbatches(backend, given, positions, weights)
         seen: list[Any] = []
@@ -272,8 +275,11 @@ class Chunking(Operators):
             w = backend.cast(w, call.wide(value))
             return [w, *[call.weighted(w, x) for x in map(call.wide, found)]]
 
+        terms.__name__ = getattr(f, "__name__", type(f).__name__)
         chunks = call.cut(terms, chunk_size)
         sums = backend.sum_chunks(chunks)
+        if opened is not None and f is opened:
+            opened.refuse_changes()
         if reduction == "mean":
             total, *sums = sums
             call.check_total(total)
@@ -314,12 +320,13 @@ class Chunking(Operators):
         return self._backend.uncompiled(self._backend.gather, x, axis_name, group)
 
     def is_replaying(self) -> bool:
-        """Whether a chunk is being computed a second time, for hooks with side effects.
+        """Whether f is being computed a second time, for hooks with side effects.
 
         In JAX hooks do not exist, and what is computed again is never traced again: False.
 
         Returns:
-            True inside f and the hooks of its modules while `chunked` computes again.
+            True inside f and the hooks of its modules while `chunked`, `checkpoint` or `frozen`
+            computes f again.
 
         Example:
             >>> gt.is_replaying()

@@ -63,13 +63,13 @@ class Contract:
     asked: set[Hashable] = field(default_factory=set)
     losing: dict[Hashable, int] = field(default_factory=dict)
 
-    def ask(self, *question: Hashable, of: Callable[[], Any]) -> None:
-        """Runs a check, unless it was passed before.
+    def ask(self, *question: Hashable, of: Callable[[], Any]) -> bool:
+        """Runs a check, unless it was passed before; whether it can be told.
 
         of: Raises what speaks against the rule; returns False where it cannot be told yet.
         """
         if self.check == "never" or (self.check == "first" and question in self.asked):
-            return
+            return True
         if len(self.asked) >= _MOST:
             self.asked.clear()
         self.asked.add(question)  # before: a rule may use itself
@@ -79,6 +79,7 @@ class Contract:
         finally:
             if not passed:
                 self.asked.discard(question)
+        return passed
 
     # --- what is said
 

@@ -114,6 +114,7 @@ class CustomRule:
     """
 
     __qualname__: str
+    __gradtools_holds__ = ("fun", "fwd", "bwd", "jvp")  # see `rules.captured`
 
     def __init__(
         self,
@@ -522,6 +523,7 @@ class Shaped:
     others: tuple[Any, ...]
     outs: dict[Any, Any] = field(default_factory=dict)
     newest: Any = None  # of outs
+    refined: Callable[..., Linearized] | None = None  # its maps, differentiable again; see kernels
 
     def __post_init__(self) -> None:
         self.backend = self.of._backend
@@ -593,7 +595,10 @@ class Shaped:
         """Outputs and their tangents by the forward rule."""
         rest = self.arguments(xs)
         assert self.of.jvp is not None
-        result = self.of.jvp(*self.statics, rest, self._tangents(dxs))
+        return self.pushed(xs, self.of.jvp(*self.statics, rest, self._tangents(dxs)))
+
+    def pushed(self, xs: Entries, result: Any) -> tuple[list[Array], list[Any]]:
+        """The same from what the forward rule returned."""
         out, dout = self.pair(result, "the forward rule", "(out, tangent_out)")
         ys = self.outputs(xs, out, "the forward rule")
         dys = self._like(dout, self.outs[_looks(xs)], "the forward rule's tangent")

@@ -448,10 +448,12 @@ class Derivatives(Operators):
         mode, fun = self._second_order(call, mode)
         gradient = self._flat_gradient(call, fun)
         if mode == "forward_over_reverse":
-            grads, _, products = self._backend.jvp(gradient, call.leaves, moving)
+            grads, extras, products = self._backend.jvp(gradient, call.leaves, moving)
         else:
             found = self._backend.vjp(gradient, call.leaves, groups=None, once=True)
+            extras = found.extras
             grads, products = found.outs, self._filled(call, found.pullback(moving))
+        call.settle(extras)
         return call.to_trees(grads), call.to_trees(products)
 
     def hessian(self, f: Callable[P, Any], argnums: Argnums = 0) -> Callable[P, Any]:
@@ -483,6 +485,7 @@ class Derivatives(Operators):
         mode, fun = self._second_order(call, "auto")
         gradient = self._flat_gradient(call, fun)
         found = blocks(self._backend, gradient, call.leaves, mode.split("_")[0], None)
+        call.refuse_changes()
         rows = [call.to_trees(row) for row in found]
         if isinstance(argnums, tuple | list):
             return call.to_trees(rows)
@@ -529,15 +532,22 @@ class Derivatives(Operators):
     def _per_example(
         self, asked: _Asked, in_axes: Any, chunk_size: int | None, /, *args: Any, **kwargs: Any
     ) -> Any:
-        name, f, argnums, *_ = asked
+        name, f, argnums, *rest = asked
         positions = normalized_argnums(name, argnums, len(args))
+        opened = self._backend.opened(name, f, args, kwargs, positions)
+        if opened is not None:
+            f, args = opened, opened.args
+            asked = name, f, argnums, *rest
         given = arguments(name, f, args, kwargs, in_axes, positions)
         if in_axes is None and len(positions) == 1:
             only = Argument(positions[0], args[positions[0]], 0)
             if self._is_split([only]) and not self._is_split(given):
                 given[positions[0]] = only
         batch = Batch(self._backend, name, given)
-        return batch.map(lambda *one: self._scalar_gradient(asked, *one)[2], chunk_size)
+        found = batch.map(lambda *one: self._scalar_gradient(asked, *one)[2], chunk_size)
+        if opened is not None:
+            opened.refuse_changes()
+        return found
 
     def _is_split(self, given: list[Argument]) -> bool:
         """Whether there are arrays with axes among the arguments that are to be split."""
@@ -630,7 +640,7 @@ class Derivatives(Operators):
             found = self._backend.vjp(fun, list(leaves), groups=None, once=True)
             grads = self._pulled(call, found)
             refuse_cut(call, found.cut(grads))
-            return self._filled(call, grads), []
+            return self._filled(call, grads), found.extras if call.opened is not None else []
 
         gradient.asked = call.asked  # type: ignore[attr-defined]
         return gradient
@@ -665,6 +675,7 @@ class Derivatives(Operators):
             by_g = _partial_of(self, call, fun, 1)
             evaluation = backend.vjp(by_g, call.leaves[:count], groups=None, once=len(many) == 1)
             rows = [self._zero_where_none(call, evaluation.pullback(moving)) for moving in many]
+        call.refuse_changes()
         return [call.to_trees([*row, *call.leaves[count:]])[0] for row in rows]
 
     def _constants_of(self, G: Any, z: Any, us: list[Any]) -> tuple[Any, list[Any]]:
@@ -714,6 +725,7 @@ class Derivatives(Operators):
             refuse_cut(call, staged.cut())
             mode, fun = staged.jacobian_mode, staged.run
         found = blocks(self._backend, fun, call.leaves, mode, chunk_size)
+        call.refuse_changes()
         rows = [call.to_trees(row) for row in found]
         if not isinstance(argnums, tuple | list):
             rows = [row[0] for row in rows]

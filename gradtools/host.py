@@ -114,6 +114,8 @@ class Kernel:
         name: What messages call it.
     """
 
+    __gradtools_holds__ = ("fun", "out")  # see `rules.captured`
+
     fun: Callable[..., Any]
     out: Any = None
     vectorized: bool = False

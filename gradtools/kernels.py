@@ -104,6 +104,7 @@ class HostFunction(CustomRule):
     """
 
     _kind = "host function"
+    __gradtools_holds__ = ("kernel", "fwd", "bwd", "jvp")
 
     def __init__(
         self, backend: Backend, kernel: Any, out: Any, vectorized: bool, check: str = "first"
@@ -152,7 +153,9 @@ class HostFunction(CustomRule):
         if self.bwd is None:
             return super()._rule(shape)
         joint = None if self.jvp is None else shape.joint
-        rule = self._new_rule(shape, linearize=_OfKernels(self, shape).linearize, joint=joint)
+        of_kernels = _OfKernels(self, shape)
+        shape.refined = of_kernels.refined
+        rule = self._new_rule(shape, linearize=of_kernels.linearize, joint=joint)
         # Its maps are rules on all cotangents, so fwd is told that each may be asked for.
         return replace(rule, symbolic=self.symbolic - {"cotangent"}, key=next(KEYS))
 
@@ -176,12 +179,20 @@ class _OfKernels:
         self.backend = self.of._backend
 
     def linearize(self, *xs: Array) -> Linearized:
-        """Like `Shaped.linearize`, with what is needed to differentiate the maps again."""
+        """Like `Shaped.linearize`, with maps that can be differentiated again."""
         backend = self.backend
         found = self.shape.linearize(*xs)
-        n, k = len(xs), len(found.saves)
-        maps = self.maps(xs, found)
-        outs = maps.outs
+        outs = [backend.look(y) if backend.is_inexact(y) else None for y in found.ys]
+        return self.refined(found, [backend.is_inexact(x) for x in xs], outs)
+
+    def refined(self, found: Linearized, moving: Sequence[bool], outs: Entries) -> Linearized:
+        """The maps of `Shaped.maps`, with what is needed to differentiate them again.
+
+        moving: Which inputs are floating or complex.
+        outs: What the outputs look like, None for others.
+        """
+        backend, n, k = self.backend, len(moving), len(found.saves)
+        maps = self.maps(found, tuple(moving), tuple(outs))
         given = found.tangent  # and not all that was found, whose arrays would stay
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
@@ -196,7 +207,7 @@ class _OfKernels:
             pulled = backend.apply_rule(
                 maps.pull, *saved[k:], *saved[:k], *[ct for ct in cts if ct is not None]
             )
-            return spread(pulled, maps.moving)
+            return spread(pulled, moving)
 
         return replace(
             found,
@@ -206,11 +217,9 @@ class _OfKernels:
             cotangent=cotangent,
         )
 
-    def maps(self, xs: Entries, found: Linearized) -> _KernelMaps:
+    def maps(self, found: Linearized, moving: Any, outs: Any) -> _KernelMaps:
         """The maps as rules, made once for evaluations that differ in their arrays alone."""
-        backend = self.backend
-        outs = [backend.look(y) if backend.is_inexact(y) else None for y in found.ys]
-        key = (found.key, tuple(outs))
+        key = (found.key, outs)
         try:
             known = self.known.get(key)
         except TypeError:  # fwd saved what is not hashable
@@ -221,8 +230,8 @@ class _OfKernels:
             self,
             saves=found.saves,
             bwd=found.cotangent,
-            moving=tuple([backend.is_inexact(x) for x in xs]),
-            outs=tuple(outs),
+            moving=moving,
+            outs=outs,
         )
         if key is not None and found.key is not None:
             self.known[key] = made

@@ -64,15 +64,16 @@ class Models(Operators):
 
         What each library gives and takes:
 
-        - ``torch.nn``: params maps each parameter's name to a detached alias of it (one storage,
-          ``requires_grad=False``: a training step builds no second graph); state maps each
-          buffer's name to a copy. Tied parameters appear once, under their first name. Each
-          call works on a structural copy of the module tree; hooks are kept; a number that
-          forward assigns to an attribute stays on that copy. What forward changes inside a
-          shared list or dictionary, and what it writes into its parameters, is not caught. With
-          a key, PyTorch's global generators (CPU, and the accelerators that the call's tensors
-          live on) are seeded and put back, under one lock for the whole process; the
-          ``random`` modules of Python and NumPy are left alone. On the CPU a seed has 32
+        - ``torch.nn``: params maps the name of each parameter that requires grad to a detached
+          alias of it (one storage, ``requires_grad=False``: a training step builds no second
+          graph); state maps each buffer's name to a copy, and the name of each frozen parameter
+          to an alias, for which no gradient is computed. Tied parameters appear once, under their
+          first name. Each call works on a structural copy of the module tree; hooks are kept; a
+          number that forward assigns to an attribute stays on that copy. What forward changes
+          inside a shared list or dictionary, and what it writes into its parameters, is not
+          caught. With a key, PyTorch's global generators (CPU, and the accelerators that the
+          call's tensors live on) are seeded and put back, under one lock for the whole process;
+          the ``random`` modules of Python and NumPy are left alone. On the CPU a seed has 32
           effective bits, so one pair in 2^32 of different keys draws alike. Under
           ``torch.func.vmap`` choose ``randomness="different"`` and a key that is not mapped. Under
           ``torch.compile`` a call with a key runs uncompiled, and without a key numbers that
@@ -89,14 +90,21 @@ class Models(Operators):
           ``key=`` if the module's ``__call__`` takes it; splitting it over a batch, and the
           ``axis_name`` that batch normalisation needs, are the caller's.
 
+        - haiku: what ``hk.transform`` or ``hk.transform_with_state`` gave; ``variables`` is what
+          its ``init`` returned, params or ``(params, state)``. The key is handed over as ``rng``.
+        - Keras 3, on its backend of this namespace: params maps the paths of the trainable
+          variables to arrays, state those of all others, the seeds of its random streams among
+          them. ``train`` is its ``training``.
+
         Conventions differ: PyTorch's running variance is unbiased and its momentum m is
         ``1 - m`` elsewhere; flax's and equinox's is biased, and equinox, in evaluation, divides its
         statistics by ``1 - m^calls``.
 
         Args:
-            module: A ``torch.nn.Module``, or a ``flax.linen``, ``flax.nnx`` or ``equinox`` module.
-            variables: For flax.linen what ``module.init`` returned; for equinox a State, or None;
-                else None.
+            module: A ``torch.nn.Module``, a ``flax.linen``, ``flax.nnx`` or ``equinox`` module,
+                what haiku's transform gave, or a built Keras model.
+            variables: For flax.linen and haiku what ``init`` returned; for equinox a State, or
+                None; else None.
             train: True or False sets the mode of the copy; None keeps the module's.
             rng_names: flax.linen's names of the streams that a key is split over.
 
@@ -281,7 +289,8 @@ class Models(Operators):
             A function of the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is no function.
+            GradtoolsError: f is no function; (on call, on differentiating) as `chunked` does where
+                f changes what cannot be put back, or gives other numbers.
 
         Example:
             >>> square = gt.checkpoint(lambda x: (x * x).sum())

@@ -237,7 +237,13 @@ def _holds(f: Any, attributes: bool) -> bool:
 
 
 def _held(x: Any, attributes: bool) -> list[Any]:
-    """What an object holds: a closure's variables, a container's entries, its attributes."""
+    """What an object holds: a closure's variables, a container's entries, its attributes.
+
+    Of an object of gradtools' own that says so, what its user wrote, and not what is known of it.
+    """
+    names = getattr(type(x), "__gradtools_holds__", None)
+    if names is not None:
+        return [h for name in names if (h := getattr(x, name)) is not None]
     if isinstance(x, dict):
         return list(x.values())
     if isinstance(x, list | tuple | set | frozenset):

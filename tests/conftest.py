@@ -70,16 +70,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend_name", wanted_backends(metafunc.config), scope="session")
 
 
-def pytest_ignore_collect(collection_path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file named test_torch_* or test_jax_* needs that backend; test_both_* needs both.
 
-    One with other packages, test_integration_*, is collected where it is asked for: by the mark
-    alone, or by its name.
+    Tests with other packages are collected where they are asked for: by mark, or by file.
     """
     name, wanted = collection_path.name, wanted_backends(config)
-    if name.startswith("test_integration_"):
-        named = any(Path(arg.partition("::")[0]).name == name for arg in config.args)
-        return None if named or config.option.markexpr == "integration" else True
+    if name.startswith("test_integration_") and config.option.markexpr != "integration":
+        return None if any(Path(a.partition("::")[0]).name == name for a in config.args) else True
     for backend in BACKENDS:
         if name.startswith((f"test_{backend}_", "test_both_")) and backend not in wanted:
             return True

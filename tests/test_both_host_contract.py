@@ -178,13 +178,46 @@ AFFINE = {
 
 
 @pytest.mark.parametrize("which", AFFINE)
-def test_a_backward_kernel_that_is_not_linear_is_refused_where_it_is_transposed(gt, x, which):
-    """A kernel runs where it is asked for, and nowhere else: its own mode keeps what it says."""
-    f = host_sin(gt, AFFINE[which])
-    found = plain(gt.grad(lambda x: f(x).sum())(x))
-    np.testing.assert_allclose(found, AFFINE[which](X, np.ones(2)), rtol=1e-6)
-    with pytest.raises(GradtoolsError, match="cotangent map"):
-        gt.jvp(f, (x,), (x,))
+@pytest.mark.parametrize("mode", ["vjp", "jvp"])
+def test_a_kernel_that_is_not_zero_at_zero_is_refused_in_its_own_mode_and_in_the_other(
+    gt, x, which, mode
+):
+    sin, kernel = gt.host_function(np.sin), gt.host_function(AFFINE[which])
+    if mode == "vjp":
+        sin.defvjp(lambda x: (sin(x), x), lambda x, c: (kernel(x, c),))
+    else:
+        sin.defjvp(lambda p, t: (sin(*p), kernel(p[0], t[0])))
+    ways = (lambda: gt.grad(lambda x: sin(x).sum())(x)), (lambda: gt.jvp(sin, (x,), (x,)))
+    for way in ways * 2:  # what was once refused is refused again
+        with pytest.raises(GradtoolsError, match=r"is not zero where every|cotangent map"):
+            way()
+    with pytest.raises(GradtoolsError, match=r"host function sin: .* is not zero where every"):
+        ways[mode == "jvp"]()
+
+
+def test_a_kernel_is_asked_with_numbers_at_hand_and_not_while_a_program_is_traced(backend_name, gt):
+    """What a compiled program was trusted with is refused where there are numbers."""
+    f = host_sin(gt, AFFINE["a constant is added"])
+    if backend_name == "jax":
+        import jax
+
+        slope = jax.jit(jax.grad(lambda x: f(x).sum()))(gt.asarray(X))
+        np.testing.assert_allclose(slope, np.cos(X) + 1, rtol=1e-6)
+    with pytest.raises(GradtoolsError, match="is not zero where every cotangent is zero"):
+        gt.grad(lambda x: f(x).sum())(gt.asarray(X))
+
+
+def test_the_first_use_of_a_kernel_may_be_in_a_hessian(gt, x):
+    f = gt.host_function(lambda x, c: x * c)
+    f.defvjp(lambda x, c: (f(x, c), (x, c)), lambda r, c: (f(r[1], c), f(r[0], c)))
+    two = gt.asarray(np.full(2, 2.0, np.float32))
+    found = plain(gt.hessian(lambda x: (f(x, two) ** 2).sum())(x))
+    np.testing.assert_allclose(found, 8 * np.eye(2))
+
+
+def test_a_backward_kernel_that_clips_serves_reverse_mode(gt, x):
+    f = host_sin(gt, lambda x, c: np.clip(c, -0.5, 0.5))
+    assert plain(gt.grad(lambda x: f(x).sum())(x)).tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("which", AFFINE)

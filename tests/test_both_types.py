@@ -1,4 +1,4 @@
-"""mypy and pyright read the README, the examples and typed_programs.py without complaint.
+"""mypy and pyright read README, the tour, the examples and typed_programs.py without complaint.
 
 Of the examples only lines that call gradtools count: other libraries' types are theirs.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_readme import blocks
+from pages import blocks
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -55,14 +55,12 @@ def _said(command: list[str]) -> str:
 
 
 def pages(folder: Path) -> list[Path]:
-    """Every block of the README as a file, once for each backend where it picks none."""
+    """Every block of README and tour as a file, once for each backend where it picks none."""
     files = []
-    for block in blocks():
-        if block.page.name != "README.md":
-            continue
+    for block in blocks([ROOT / "README.md", ROOT / "docs" / "tour.md"]):
         heads = ["import gradtools.torch as gt\n", "import gradtools.jax as gt\n"]
         for k, head in enumerate([""] if block.picks_a_backend else heads):
-            file = folder / f"line_{block.line}_{'ab'[k]}.py"
+            file = folder / f"{block.page.stem}_{block.line}_{'ab'[k]}.py"
             file.write_text(head + block.code, encoding="utf-8")
             files.append(file)
     return files

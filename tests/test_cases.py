@@ -209,7 +209,7 @@ def test_u4_keeps_no_graph_of_g(gt, backend_name, yzu):
 
 
 def test_u4_gains_nothing_where_jax_unrolls_g(rng):
-    """The README says so: XLA then drops what double backward does not need."""
+    """docs/measured.md says so: XLA then drops what double backward does not need."""
     jax = pytest.importorskip("jax")
     import gradtools.jax as gt
 

@@ -11,7 +11,7 @@ from gradtools import cli
 from gradtools.testing import checking, trial
 from gradtools.testing.matrix import OPERATORS, cells
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
 
 @pytest.fixture
@@ -76,11 +76,11 @@ def test_64_bits_are_on_in_jax_for_the_command_alone(few, backend_name, default_
     assert jax.numpy.ones(1).dtype == "float32"
 
 
-def test_the_readmes_table_is_the_generated_one():
+def test_the_table_of_support_is_the_generated_one():
     begin, end = "<!-- support table: generated -->\n", "\n<!-- end of support table -->"
-    _, _, rest = README.read_text().partition(begin)
+    _, _, rest = PAGE.read_text().partition(begin)
     table, found, _ = rest.partition(end)
-    assert found, "the README has no support table between its two marks"
+    assert found, "docs/support.md has no support table between its two marks"
     assert table.strip() == checking.support_table(), "python -m gradtools.testing.checking"
 
 

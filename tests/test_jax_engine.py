@@ -403,13 +403,6 @@ def test_an_equinox_module_with_static_fields_is_an_argument():
     _same(g.w, (2 * model(X))[:, None] * X)
 
 
-def test_an_equinox_module_that_holds_a_function_is_refused_by_name():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
-    with pytest.raises(GradtoolsError, match=r"argument 0\.activation is an object of type"):
-        gt.grad(lambda m, x: jnp.sum(m(x)))(model, X)
-
-
 def test_flax_variables_and_an_nnx_state_are_arguments():
     nn = pytest.importorskip("flax.linen")
     from flax import nnx

@@ -33,6 +33,7 @@ mean = lambda w, x: (f(w, x) ** 2).mean()
 one = lambda w, x: (f(w, x) ** 2).sum()
 counted = lambda w, x, c: (f(w, x), c + x.sum())
 chunked = lambda size, **o: lambda w, x: gt.chunked(f, size, (None, 0), **o)(w, x)
+layer = lambda w, x: jnp.tanh(x @ w)
 frozen = gt.frozen(lambda x: jnp.sin(x) * 2)
 
 
@@ -54,6 +55,14 @@ PROGRAMS = {
     "interleaved": chunked(4, interleaved=True),
     "uneven and interleaved": chunked(5, interleaved=True), "one chunk": chunked(16),
     "budget": chunked(4, memory_budget=1000),
+    "layer": lambda w, x: gt.chunked(layer, 8, (None, 0), retain=0)(w, x),
+    "uneven layer": lambda w, x: gt.chunked(layer, 5, (None, 0))(w, x),
+    "interleaved layer": lambda w, x: gt.chunked(layer, 8, (None, 0), interleaved=True)(w, x),
+    "microbatched layer": lambda w, x: gt.microbatched(
+        lambda w, x: (layer(w, x) ** 2).mean(), 8)(w, x),
+    "layer by example": lambda w, x: gt.per_example_grad(
+        lambda w, x: (layer(w, x) ** 2).sum(), chunk_size=8)(w, x),
+    "checkpointed layer": gt.checkpoint(layer),
     "columns": lambda w, x: gt.chunked(f, 4, (None, 1), 1)(w, x),
     "carry": lambda w, x: gt.chunked(counted, 4, (None, 0, None), carry_argnums=2)(w, x, 0.0),
     "microbatched": lambda w, x: gt.microbatched(mean, 4)(w, x),

@@ -438,7 +438,8 @@ def test_what_is_refused_in_every_process(processes):
         for message in (ddp, held):
             assert "is a DistributedDataParallel. It would reduce gradients once for" in message
             assert "around a module whose forward calls chunked" in message
-        assert "is a FSDPModule" in sharded and "use DistributedDataParallel around" in sharded
+        assert "is a FSDPModule" in sharded
+        assert "put fully_shard, or DistributedDataParallel, around" in sharded
 
 
 def test_gather_without_a_process_group_is_refused():

@@ -223,7 +223,12 @@ class Wrapper(torch.Tensor):
     @staticmethod
     def __new__(cls, x):
         return torch.Tensor._make_wrapper_subclass(
-            cls, x.shape, dtype=x.dtype, device=x.device, strides=x.stride()
+            cls,
+            x.shape,
+            dtype=x.dtype,
+            device=x.device,
+            strides=x.stride(),
+            requires_grad=x.requires_grad,
         )
 
     def __init__(self, x):
@@ -272,6 +277,53 @@ def test_a_rule_takes_tensors_of_a_subclass(kind, name):
         torch.testing.assert_close(numbers(y), e - 1)
         torch.testing.assert_close(numbers(g), 2 * (e - 1) * e)
         torch.testing.assert_close(numbers(h), 2 * (2 * e - 1) * e)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_of_a_rule_takes_a_wrapper_of_tensors(kind):
+    f, e = expm1(kind), torch.exp(X)
+    y, dy = gt.jvp(f, (Wrapper(X),), (Wrapper(2 * X),))
+    torch.testing.assert_close(numbers(y), e - 1)
+    torch.testing.assert_close(numbers(dy), 2 * X * e)
+    hvp = gt.hvp(lambda x: f(x).sum(), (Wrapper(X),), (Wrapper(X),))[1][0]
+    torch.testing.assert_close(numbers(hvp), X * e)
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rule_takes_dtensors(kind, mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    f, e = expm1(kind), torch.exp(X)
+    for place in (Shard(0), Replicate()):
+        x = distribute_tensor(X.clone(), mesh, [place]).requires_grad_()
+        for _ in range(2):
+            (g,) = torch.autograd.grad((f(x) ** 2).sum(), x, create_graph=True)
+            (h,) = torch.autograd.grad(g.sum(), x)
+            assert g.placements == h.placements == x.placements
+            torch.testing.assert_close(g.full_tensor(), 2 * (e - 1) * e)
+            torch.testing.assert_close(h.full_tensor(), 2 * (2 * e - 1) * e)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
+def test_a_host_function_refuses_a_dtensor_in_words(mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    f = gt.host_function(lambda x: x + 1)
+    x = distribute_tensor(X.clone(), mesh, [Replicate()])
+    with pytest.raises(GradtoolsError, match=r"an argument is a DTensor.* `to_local`"):
+        f(x)
 
 
 def matrix_product(kind):

@@ -189,6 +189,14 @@ be evaluated a second time). The same holds for a `torch.autograd.Function`, and
 `torch::autograd::Function` of C++ that an operator of `torch.ops` calls; one that is bound to
 Python in another way cannot be tried, and its second derivative is refused.
 
+**Operators that take functions** (`torch.cond`, `scan`, `map`, `while_loop`): plain forward mode
+gives zero, in silence (no report was found). gradtools pushes tangents through what these run.
+
+**TorchScript.** In what `torch.jit` optimised, plain forward mode and the second derivatives of
+`torch.func` give zero, in silence, as soon as something that requires a gradient takes part, such
+as a module's weights (torch#73972, torch#84681). gradtools refuses these; in reverse mode, at any
+order, TorchScript is right.
+
 **Under `torch.no_grad`** plain forward mode goes on (pytorch#128600); gradtools' stops, but in
 compiled code.
 

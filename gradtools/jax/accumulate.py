@@ -16,6 +16,7 @@ from jax.tree_util import keystr
 
 from gradtools.accumulate import Entry, Trees, paired
 from gradtools.errors import GradtoolsError
+from gradtools.jax.parts import part_of
 
 TREES = Trees(
     jax.tree.flatten,
@@ -27,6 +28,7 @@ TREES = Trees(
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     """The new buffer: target with grads added to it, or put into it, where grads names them."""
     asked = "accumulate_gradients" if add else "assign_gradients"
+    target, grads = part_of(target), part_of(grads)
     if target is None:
         target = jax.tree.map(_zeros, grads)
     entries = paired(TREES, asked, target, grads)

@@ -22,6 +22,7 @@ from gradtools.jax import (
     gathering,
     measures,
     modules,
+    parts,
     passes,
     seeing,
     shardings,
@@ -33,7 +34,7 @@ from gradtools.jax import (
 from gradtools.jax.host import call_kernel, call_now
 from gradtools.jax.loops import map_batch
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
-from gradtools.jax.stateful import checkpointed, explained
+from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
 
@@ -185,6 +186,33 @@ class JaxBackend:
     # --- the framework's own transforms
 
     like_module = staticmethod(wrapping.like_module)
+    opened = staticmethod(parts.opened)
+    part_of = staticmethod(parts.part_of)
+
+    is_model = staticmethod(parts.is_module)
+
+    def repeatable(self, asked: str, f: Any) -> Any:
+        return stateful(asked, f, ()) or f
+
+    def model_of(self, f: Any) -> Any:
+        from gradtools.jax import training
+
+        return training.model_of(f)
+
+    def held(self, asked: str, model: Any) -> Any:
+        from gradtools.jax import training
+
+        return training.held(asked, model)
+
+    def optimised(self, asked: str, optimizer: Any, model: Any, held: Any) -> Any:
+        from gradtools.jax import training
+
+        return training.optimised(asked, optimizer, model, held)
+
+    def lifted(self, asked: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> Any:
+        from gradtools.jax import training
+
+        return training.lifted(asked, f, args, kwargs, arrays)
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)

@@ -215,6 +215,7 @@ class _Steps:
 
     def __init__(self, chunks: Chunks) -> None:
         self.held = stateful(chunks.batch.asked, chunks.f, chunks.batch.parted(chunks.batch.args))
+        self.name = getattr(chunks.f, "__name__", type(chunks.f).__name__)
         self.chunks, chunks.f = chunks, self.held or chunks.f
         self.splits = [_Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [[_as_leaf(x) for x in leaves] for leaves in chunks.lists]
@@ -242,7 +243,7 @@ class _Steps:
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
         closed, found = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
-        _warn_of_batch_norm(self.chunks.f, closed)
+        _warn_of_batch_norm(self.chunks.batch.asked, self.name, closed)
         outs, count = closed.out_avals, len(found[0])
         step = _Step(owning(closed), jax.tree.structure(found), outs[:count], outs[count:])
         if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
@@ -342,7 +343,8 @@ class _Split:
         if not self.cut.interleaved:
             start = first * self.cut.chunk_size
             part = _part(self._rows, start, count * size, axis)
-            return jnp.moveaxis(_parted(part, axis, count, size, (1, self.entry)), axis, 0)
+            rows = jnp.moveaxis(_parted(part, axis, count, size, (1, self.entry)), axis, 0)
+            return shardings.placed(rows, axis + 1, self.entry)
         rows = _part(self._table, first, count, axis + 1)
         rows = jnp.moveaxis(rows, axis + 1, 0)
         if size == self._least:
@@ -572,14 +574,13 @@ _PLATFORMS = {"gpu": ("cuda", "rocm")}
 _warned: set[str] = set()
 
 
-def _warn_of_batch_norm(f: Any, closed: Any) -> None:
+def _warn_of_batch_norm(asked: str, name: str, closed: Any) -> None:
     """Says once for each function that its batch normalisation sees chunks."""
-    name = getattr(f, "__name__", type(f).__name__)
     if name in _warned or not tracing.uses_primitive(closed, tracing.is_batch_statistic):
         return
     _warned.add(name)
     warn(
-        f"chunked: {name} holds a batch normalisation in training mode. It normalises each chunk "
+        f"{asked}: {name} holds a batch normalisation in training mode. It normalises each chunk "
         "by that chunk's own statistics, as the plain loop over chunks does, so the result is not "
         "the full batch's. For that use evaluation mode, or a normalisation of single examples."
     )

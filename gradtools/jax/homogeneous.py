@@ -124,31 +124,42 @@ def _through(inner: Sequence[Any], zero: list[bool], outs: int) -> list[bool]:
 # --- by numbers --------------------------------------------------------------------------
 
 
-def first_nonzero(closed: Any, zero: Mask, values: Sequence[Any]) -> int | None:
-    """The first output that is not zero where these inputs are; None where none is known.
+def first_nonzero(
+    closed: Any, zero: Mask, values: Sequence[Any], kernels: bool = True
+) -> tuple[int | None, bool]:
+    """The first output that is not zero where these inputs are, and whether that can be told.
 
     values: The other inputs, of which a traced one is replaced by made-up numbers.
+    kernels: Whether host functions may run for it, which take no made-up numbers.
     """
     proved = proved_zero(closed, zero)
     if all(proved):
-        return None
+        return None, True
     each = zip(zero, values, closed.in_avals, strict=True)
+    if not kernels and _runs_kernel(closed):
+        return None, False
     outs = computed(closed, [np.zeros(a.shape, a.dtype) if z else x for z, x, a in each])
     if outs is None:
-        return None
-    return nonzero_at([np.zeros(()) if p else y for y, p in zip(outs, proved, strict=True)])
+        return None, not _runs_kernel(closed)
+    pairs = zip(outs, proved, strict=True)
+    return nonzero_at([np.zeros(()) if p else y for y, p in pairs]), True
 
 
 def nonzero_at(ys: Sequence[Any]) -> int | None:
-    """The first array with a number that is not zero; NaN says nothing."""
-    found = (i for i, y in enumerate(map(np.asarray, ys)) if np.any((y != 0) & (y == y)))
-    return next(found, None)
+    """The first array with a number that is not zero; NaN says nothing, nor what is traced."""
+    for i, y in enumerate(ys):
+        if not isinstance(y, jax.core.Tracer):
+            y = np.asarray(y)
+            if np.any((y != 0) & (y == y)):
+                return i
+    return None
 
 
 def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
     """The outputs of a jaxpr, with made-up numbers for what is traced; None if it cannot run."""
-    if tracing.uses_primitive(closed, _leaves_jax):
-        return None  # a kernel runs where it is asked for, and nowhere else
+    made_up = any(isinstance(x, jax.core.Tracer) for x in (*closed.consts, *values))
+    if tracing.uses_primitive(closed, _calls_back) or (made_up and _runs_kernel(closed)):
+        return None  # made-up numbers are none for a kernel
     try:
         with jax.ensure_compile_time_eval():
             consts, xs = ([_known(x) for x in group] for group in (closed.consts, values))
@@ -157,11 +168,23 @@ def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
         return None
 
 
-def _leaves_jax(eqn: Any) -> bool:
-    name, program = eqn.primitive.name, _program(eqn)
-    if program is not None:
-        return tracing.uses_primitive(program, _leaves_jax)
-    return "callback" in name or name == "gradtools_kernel"
+def _calls_back(eqn: Any) -> bool:
+    program = _program(eqn)
+    return "callback" in eqn.primitive.name or (
+        program is not None and tracing.uses_primitive(program, _calls_back)
+    )
+
+
+def _runs_kernel(closed: Any) -> bool:
+    """Whether a jaxpr calls a host function."""
+
+    def runs(eqn: Any) -> bool:
+        program = _program(eqn)
+        return eqn.primitive.name == "gradtools_kernel" or (
+            program is not None and tracing.uses_primitive(program, runs)
+        )
+
+    return tracing.uses_primitive(closed, runs)
 
 
 def _program(eqn: Any) -> Any:

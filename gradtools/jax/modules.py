@@ -14,11 +14,19 @@ from typing import Any
 
 import jax
 
+from gradtools import keras_layers
 from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax.arrays import check_key
+from gradtools.keras_layers import is_keras
 
 Apply = Callable[..., tuple[Any, Any]]
-MODES = {"train": True, "deterministic": False, "use_running_average": False}  # when training
+MODES = {
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}  # what each is when training
 
 
 def functionalize(
@@ -35,9 +43,14 @@ def functionalize(
         return _from_nnx(module, variables, train)
     if _is_a("equinox", module):
         return _from_equinox(module, variables, train)
+    if is_keras(module):
+        return keras_layers.functionalize(module, variables, train, _KERAS)
+    if _is_of_haiku(module):
+        return _from_haiku(module, variables, train)
     raise GradtoolsError(
         f"functionalize: got a {type(module).__module__}.{type(module).__qualname__}; the JAX "
-        "backend accepts a flax.linen, flax.nnx or equinox Module."
+        "backend accepts a flax.linen, flax.nnx or equinox Module, what haiku's transform gives, "
+        "and a Keras model."
     )
 
 
@@ -83,13 +96,18 @@ def _linen_call(module: Any, variables: dict, args: tuple, call: dict, rng_names
 
 def _linen_mode(module: Any, train: bool | None) -> dict[str, bool]:
     """The keyword by which this module learns that it is training."""
+    return _mode(f"{type(module).__name__}.__call__", type(module).__call__, train)
+
+
+def _mode(name: str, call: Callable[..., Any], train: bool | None) -> dict[str, bool]:
+    """The keyword by which a function learns that it is training."""
     if train is None:
         return {}
-    names = inspect.signature(type(module).__call__).parameters
+    names = inspect.signature(call).parameters
     mode = {name: train == sense for name, sense in MODES.items() if name in names}
     if not mode:
         raise GradtoolsError(
-            f"functionalize: {type(module).__name__}.__call__ has none of the arguments "
+            f"functionalize: {name} has none of the arguments "
             f"{', '.join(MODES)}, so train={train} cannot be passed on. Leave train=None and "
             "give apply the keyword that your module knows."
         )
@@ -193,6 +211,77 @@ def _takes(module: Any, name: str) -> bool:
 def _fresh(tree: Any) -> Any:
     """The same arrays in containers of their own."""
     return jax.tree.map(lambda leaf: leaf, tree)
+
+
+# haiku
+
+
+def _is_of_haiku(module: Any) -> bool:
+    haiku = sys.modules.get("haiku")
+    return haiku is not None and isinstance(
+        module, (haiku.Transformed, haiku.TransformedWithState, haiku.MultiTransformed)
+    )
+
+
+def _from_haiku(module: Any, variables: Any, train: bool | None) -> tuple:
+    stateful = isinstance(module, sys.modules["haiku"].TransformedWithState)
+    if not callable(module.apply):
+        raise GradtoolsError(
+            "functionalize: a haiku multi_transform has several apply functions; transform the one "
+            "that you mean by hk.transform or hk.transform_with_state."
+        )
+    if variables is None:
+        init = "params, state = f.init(key, *args)" if stateful else "params = f.init(key, *args)"
+        given = "(params, state)" if stateful else "params"
+        raise GradtoolsError(
+            f"functionalize: what haiku's transform gives holds no arrays; write {init}, and give "
+            f"variables={given}."
+        )
+    params, state = variables if stateful else (variables, {})
+    mode = _mode("the transformed function", module.apply, train)
+    takes_key = "rng" in inspect.signature(module.apply).parameters
+    return (
+        partial(_apply_haiku, module.apply, stateful, takes_key, mode, _layout(params)),
+        (params),
+        state,
+    )
+
+
+def _apply_haiku(
+    apply, stateful, takes_key, mode, layout, /, params, state, *args, key=None, **kwargs
+):
+    _check_layout(params, layout)
+    if key is not None:
+        check_key("apply", key)
+        if not takes_key:
+            raise GradtoolsError(
+                "apply: the function was made by haiku's without_apply_rng, which takes no key. "
+                "Give none, or functionalize what transform gave."
+            )
+    given = (params, state) if stateful else (params,)
+    try:
+        out = apply(*given, *((key,) if takes_key else ()), *args, **{**mode, **kwargs})
+    except ValueError as error:
+        if key is None and takes_key and said_by("haiku", error):
+            raise GradtoolsError(
+                f"apply: the module needs randomness; pass key= to apply. ({error})"
+            ) from error
+        raise
+    return out if stateful else (out, state)
+
+
+# Keras
+
+
+def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
+    """A pair of integers for each random stream."""
+    check_key("apply", key)
+    return [jax.random.bits(k, (2,), "uint32") for k in jax.random.split(key, max(count, 1))][
+        :count
+    ]
+
+
+_KERAS = keras_layers.Wing("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
 # Checks

@@ -35,6 +35,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.jet import jet_rules
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
@@ -81,7 +82,7 @@ _NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    xs = _varying_alike([jnp.asarray(x) for x in xs])
+    xs = _varying_alike([_as_array(x) for x in xs])
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
     if rule.captures and _closes_over_tracer(rule):
@@ -92,6 +93,11 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     return list(primal_p.bind(*xs, rule=rule))
 
 
+def _as_array(x: Any) -> Any:
+    """x; a number, or a tracer that may stand for one, as an array, which costs an operation."""
+    return x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
+
+
 def _varying_alike(xs: Sequence[Any]) -> list[Any]:
     """Under shard_map, all inputs varying over the same mesh axes.
 
@@ -99,7 +105,7 @@ def _varying_alike(xs: Sequence[Any]) -> list[Any]:
     not vary needs.
     """
     union = frozenset().union(*map(_varies, xs))
-    return [_varying(x, union) for x in xs]
+    return [_varying(x, union) for x in xs] if union else list(xs)
 
 
 def _varying(x: Any, axes: frozenset[Any]) -> Any:
@@ -185,8 +191,10 @@ def _evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
         return _outputs_of(made)
 
     with _within(_local_list("linearizing"), rule.contract or rule):
-        _hold(rule, xs, given)
+        told = _hold(rule, xs, given)
         out = _under_the_trace(evaluate, xs)
+        if not told:
+            _hold_evaluated(rule, xs, found[0], out)
     again = lambda *xs: _outputs_of(_maps_at(rule, xs, given))
     return out, _for_given(rule, rule.linearized(found[0], again), given)
 
@@ -233,23 +241,47 @@ def _known(xs: Sequence[Any]) -> bool:
     return not any(isinstance(x, jax.core.Tracer) for x in xs)
 
 
-def _hold(rule: Rule, xs: Sequence[Any], given: Mask | None) -> None:
-    """Holds the maps that its author wrote to being zero at zero; see `contract`."""
+def _hold(rule: Rule, xs: Sequence[Any], given: Mask | None) -> bool:
+    """Holds the maps that its author wrote to being zero at zero; see `contract`.
+
+    Returns False where a cotangent map with kernels is to be held after the forward pass.
+    """
     contract = rule.contract
     if contract is None:
-        return
+        return True
     if rule.joint is not None:
         looks = (_looks(xs), given)
         contract.ask("tangent", looks, of=lambda: _hold_tangent(contract, rule, xs, given))
     if rule.linearize is not None and rule.fills("cotangent"):
-        contract.ask("cotangent", _looks(xs), of=lambda: _hold_cotangent(contract, rule, xs))
+        return contract.ask("cotangent", _looks(xs), of=lambda: _hold_cotangent(contract, rule, xs))
+    return True
+
+
+def _hold_evaluated(rule: Rule, xs: Sequence[Any], maps: Linearized, out: Sequence[Any]) -> None:
+    """The same of a cotangent map with kernels, after the forward pass, which runs once."""
+    contract, cotangent = rule.contract, maps.cotangent
+    assert contract is not None and cotangent is not None
+    saved = saved_from(maps.saves, xs, out)
+    zeros = [*map(zeros_of, _present(_likes(out[: len(out) - len(maps.extras)])))]
+
+    def check() -> bool:
+        pulled = _under_the_trace(lambda *saved: cotangent(saved, zeros), saved)
+        if not _known(pulled):  # mapped over, though the arguments are not
+            return False
+        wrong = homogeneous.nonzero_at([np.zeros(()) if x is None else x for x in pulled])
+        if wrong is not None:
+            raise contract.not_zero("cotangent", wrong)
+        return True
+
+    contract.ask("cotangent", _looks(xs), of=check)
 
 
 def _looks(xs: Sequence[Any]) -> Any:
     return tuple([(aval.shape, str(aval.dtype)) for aval in map(jax.typeof, xs)])
 
 
-def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask | None) -> None:
+def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask | None) -> bool:
+    """Returns False where it cannot be told yet, for a kernel has no numbers."""
     full_like, places = _likes(xs), []
 
     def push(xs: Any, dxs: Any) -> list[Any]:
@@ -268,17 +300,18 @@ def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask
         wrong = homogeneous.nonzero_at(push(xs, [*map(zeros_of, likes)])) if known else None
         if wrong is not None:
             raise contract.not_zero("tangent", places[wrong]) from None
-        return
+        return True
     mask = [False] * len(xs) + [True] * len(likes)
-    wrong = homogeneous.first_nonzero(closed, mask, [*xs, *likes])
+    wrong, told = homogeneous.first_nonzero(closed, mask, [*xs, *likes])
     if wrong is not None:
         raise contract.not_zero("tangent", places[wrong])
     lost = homogeneous.lost_input(closed, mask)
     if lost is not None:
         contract.losing[_looks(xs)] = [i for i, m in enumerate(moving) if m][lost]
+    return told
 
 
-def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
+def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> bool:
     places: list[int] = []
 
     def pull(*xs: Any) -> list[Any]:
@@ -294,11 +327,12 @@ def _hold_cotangent(contract: Contract, rule: Rule, xs: Sequence[Any]) -> None:
 
     try:
         closed = jax.make_jaxpr(pull)(*[jax.typeof(x) for x in xs])
-        wrong = homogeneous.first_nonzero(closed, [False] * len(xs), xs)
+        wrong, told = homogeneous.first_nonzero(closed, [False] * len(xs), xs, kernels=False)
     except _READS_A_VALUE:
-        wrong = homogeneous.nonzero_at(pull(*xs)) if _known(xs) else None
+        wrong, told = homogeneous.nonzero_at(pull(*xs)) if _known(xs) else None, True
     if wrong is not None:
         raise contract.not_zero("cotangent", places[wrong])
+    return told
 
 
 def _likes(xs: Sequence[Any]) -> list[Any]:
@@ -920,13 +954,14 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: An
 def _hold_symbolic(contract: Contract, at: Sequence[Any], n: int, params: Any) -> None:
     """Holds bwd to being zero at zero where it is told which cotangents are there."""
 
-    def check() -> None:
+    def check() -> bool:
         closed = jax.make_jaxpr(partial(_cotangent, **params))(*map(jax.typeof, at))
         zero = [i >= n for i in range(len(at))]
-        wrong = homogeneous.first_nonzero(closed, zero, at)
+        wrong, told = homogeneous.first_nonzero(closed, zero, at)
         if wrong is not None:
             places = [i for i, w in enumerate(params["wanted"]) if w]
             raise contract.not_zero("cotangent", places[wrong])
+        return told
 
     contract.ask("cotangent", _looks(at), params["given"], params["wanted"], of=check)
 

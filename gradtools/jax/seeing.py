@@ -217,7 +217,11 @@ def _held(x: Any, name: str) -> Iterator[tuple[Any, str]]:
         return _items(x, name)
     before = f"{name or 'self'}."
     held = [(value, before + key) for key, value in list(getattr(x, "__dict__", {}).items())]
-    return iter([*held, (getattr(x, "__wrapped__", None), name)])
+    try:
+        wrapped = getattr(x, "__wrapped__", None)
+    except Exception:  # a module that is imported when it is asked for anything, and is not there
+        wrapped = None
+    return iter([*held, (wrapped, name)])
 
 
 def _items(xs: Sequence[Any], name: str) -> Iterator[tuple[Any, str]]:

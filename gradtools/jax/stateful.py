@@ -71,13 +71,25 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """f once, computed again in the backward pass from arrays that nobody writes to."""
     with explained_again("checkpoint"):
-        args, kwargs = jax.tree.map(_own, (args, kwargs))
-        fresh = partial(f)  # JAX keeps traces of a function, as many as were made, and stale ones
-        closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        # what else a module holds, such as functions and strings, is no input of a program
+        xs = {
+            i: _own(x)
+            for i, x in enumerate(leaves)
+            if isinstance(x, bool | int | float | complex) or hasattr(x, "dtype")
+        }
+
+        def fresh(*xs_now: Any) -> Any:  # JAX keeps traces of a function, stale ones as well
+            moving = dict(zip(xs, xs_now, strict=True))
+            full = [moving.get(i, x) for i, x in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(treedef, full)
+            return f(*args, **kwargs)
+
+        closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*xs.values())
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
         run = again(lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
-        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves((args, kwargs))))
+        return jax.tree.unflatten(jax.tree.structure(shapes), run(*xs.values()))
 
 
 def owning(closed: Any) -> Any:
@@ -212,7 +224,12 @@ def explained(asked: str) -> Iterator[None]:
 
 
 def _modules(nnx: Any, x: Any) -> list[Any]:
-    """The modules in a function or a container, each once."""
+    """The nnx modules in a function or a container, each once."""
+    return held_in(x, (nnx.Pytree, nnx.Variable))
+
+
+def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """What of these classes a function or a container holds, each once."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [x]
@@ -221,7 +238,7 @@ def _modules(nnx: Any, x: Any) -> list[Any]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, (nnx.Pytree, nnx.Variable)):
+        if isinstance(x, kinds):
             found[id(x)] = x
         else:
             todo += _parts(x)

@@ -32,7 +32,9 @@ from gradtools.seeing.recording import Run, Vanished
 _NO_JVP = "callbacks do not support JVP"
 
 
-def vanishing(run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | None:
+def vanishing(
+    run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
+) -> list[Vanished] | None:
     """Where the cotangent of a connected leaf becomes zero; None if its gradient is not zero."""
     traced = trace(run, leaves)
     if traced not in _known:

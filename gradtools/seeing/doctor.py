@@ -52,7 +52,7 @@ _FLAT = frozenset(
 def diagnosed(backend: Backend, program: Program, recording: Recording) -> list[Finding]:
     """The findings for each leaf that is asked about."""
     if recording.refusal is not None:
-        return [_refused(program, recording.refusal)]
+        return [refused(program, recording.refusal)]
     graph, matrix = recording.graph, dependence_matrix(recording.graph)
     findings: list[Finding] = []
     for index in program.wrt:
@@ -62,11 +62,12 @@ def diagnosed(backend: Backend, program: Program, recording: Recording) -> list[
         if best < Dependence.DIFFERENTIABLE:
             findings += _from_ends(program, recording, index, best)
         elif (vanished := backend.vanishing(program.run, program.leaves, index)) is not None:
-            findings += _from_values(name, vanished)
+            findings += from_values(name, vanished)
     return findings
 
 
-def _refused(program: Program, refusal: Refusal) -> Finding:
+def refused(program: Program, refusal: Refusal) -> Finding:
+    """The finding for what the framework refused."""
     names = [program.names[index] for index in program.wrt]
     name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
     return Finding(
@@ -150,7 +151,8 @@ def overwriting(name: str, graph: Graph, value: int) -> list[Finding]:
     return from_losses(name, graph, overwritten(graph, value), "overwritten")
 
 
-def _from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
+def from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
+    """One finding for each place at which a cotangent became zero at these values."""
     if not vanished:
         return [Finding(name, "cancelled", "add", detail="where is not known")]
     return _without_repeats(
@@ -198,12 +200,12 @@ def source_of(f: Any) -> Source | None:
 def differentiated(program: Program, recording: Recording) -> list[tuple[str, int | None]]:
     """The name and the value of everything that is to get a gradient."""
     is_model = hasattr(program.f, "parameters")
-    asked = [*recording.parameters] if is_model else _of_modules_in_use(recording.parameters)
+    asked = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
     wanted = recording.wanted or (() if asked else program.wrt)
     return [(program.names[k], recording.graph.inputs[k]) for k in wanted] + asked
 
 
-def _of_modules_in_use(
+def of_modules_in_use(
     parameters: Sequence[tuple[str, int | None]],
 ) -> list[tuple[str, int | None]]:
     """What is held without any part of it being read is not f's, it is only in its sight."""
@@ -217,7 +219,7 @@ def unreached(program: Program, recording: Recording) -> list[tuple[str, str]]:
     if recording.refusal is not None:
         return [
             (finding.argument, _briefly(finding))
-            for finding in (_refused(program, recording.refusal),)
+            for finding in (refused(program, recording.refusal),)
         ]
     lost, graph = [], recording.graph
     for name, value in differentiated(program, recording):

@@ -15,12 +15,18 @@ class Kind:
         reason: What happened, in words that follow "here".
         mend: What to write instead.
         numerical: Whether it holds at these values alone.
+        headline: What is said of the leaf, if not that it gets no gradient; for one and for many.
+        has_place: Whether it happens at a line of the program.
     """
 
     reason: str
     mend: str
     numerical: bool = False
+    headline: tuple[str, str] | None = None
+    has_place: bool = True
 
+
+_NOT_TRAINED = ("is not trained:", "are not trained:")
 
 KINDS: dict[str, Kind] = {
     "detached": Kind(
@@ -97,6 +103,66 @@ KINDS: dict[str, Kind] = {
         "the factors are not zero, but their product is too small for the dtype",
         "use float32 or float64, work in log space, or scale the loss",
         numerical=True,
+    ),
+    "unread": Kind(
+        "the loss does not read it",
+        "use it in what the loss is computed from, or leave it out of the model",
+        has_place=False,
+    ),
+    "no_graph": Kind(
+        "the loss was computed without a graph: under no_grad or inference_mode, detached, or from "
+        "frozen parameters alone",
+        "compute it with gradients on; given a closure, why_zero names the line",
+        has_place=False,
+    ),
+    "zero_gradient": Kind(
+        "its .grad is zero everywhere after the backward pass",
+        "ask why_zero with a closure that computes the loss: it names the line",
+        numerical=True,
+        has_place=False,
+    ),
+    "frozen": Kind(
+        "its requires_grad is False",
+        "call requires_grad_(True) if it is to be trained, else leave it out of the optimiser",
+        has_place=False,
+    ),
+    "plain_list": Kind(
+        "it stands in a plain list, tuple or dict, in which a module does not see its parts",
+        "use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
+        headline=_NOT_TRAINED,
+        has_place=False,
+    ),
+    "unregistered": Kind(
+        "it asks for a gradient and is no parameter, so that parameters() does not list it",
+        "make it one, as the last step: self.name = nn.Parameter(tensor), and move the module",
+        headline=_NOT_TRAINED,
+        has_place=False,
+    ),
+    "buffer": Kind(
+        "it asks for a gradient and is registered as a buffer, which parameters() does not list",
+        "register it as an nn.Parameter",
+        headline=_NOT_TRAINED,
+        has_place=False,
+    ),
+    "static": Kind(
+        "it stands in a static field, which is no leaf of the module",
+        "make it a field that is not static, or an nnx.Param",
+        headline=_NOT_TRAINED,
+        has_place=False,
+    ),
+    "not_optimised": Kind(
+        "no step of the optimiser changes it",
+        "make the optimiser from the parameters of the whole model, after its last layer was "
+        "added, or add_param_group; see what a mask or a label leaves out",
+        headline=_NOT_TRAINED,
+        has_place=False,
+    ),
+    "other_model": Kind(
+        "the optimiser holds it, and it is no parameter of the model",
+        "make the optimiser from the model that is trained, after that was copied, loaded, wrapped "
+        "or moved",
+        headline=("is stepped in vain:", "are stepped in vain:"),
+        has_place=False,
     ),
 }
 

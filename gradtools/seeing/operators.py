@@ -13,7 +13,8 @@ from gradtools.seeing.doctor import diagnosed, differentiated, moved, unreached
 from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.program import Program
 from gradtools.seeing.recording import Recording
-from gradtools.seeing.report import DependenceTable, Report
+from gradtools.seeing.report import DependenceTable, Report, grouped
+from gradtools.seeing.training import Loop, after_backward, briefly, trained
 
 
 class Seeing(Operators):
@@ -67,9 +68,15 @@ class Seeing(Operators):
         return DependenceTable(tuple(program.out_names), tuple(program.names), matrix)
 
     def why_zero(
-        self, f: Callable[P, Any], *args: Any, wrt: int | tuple[int, ...] = 0, **kwargs: Any
+        self,
+        f: Any,
+        *args: Any,
+        wrt: int | tuple[int, ...] = 0,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> Report:
-        """Every place at which the gradient of f's output to an argument is lost.
+        """Every place at which the gradient of f's output to an argument or parameter is lost.
 
         f runs once under observation. Where data flows on to the output and the derivative does
         not, the line, the operation, the kind of loss and the mend are reported; so are single
@@ -81,10 +88,23 @@ class Seeing(Operators):
         that only scales. Effects that several runs of f would have are undone: random streams,
         buffers.
 
+        In training the question is asked of a model: give it as `model`, or as f, or give a
+        closure without arguments that computes the loss. Then the parameters are looked at in
+        place of the arguments: those that the loss does not read or whose gradient is lost, those
+        that the optimiser does not hold, what it holds of another model, what stands in a plain
+        list or is a tensor with requires_grad and no parameter. What may be meant so (frozen
+        parameters, buffers that the loss depends on) stands in the report's notes. It may be asked
+        in the midst of a loop, and in PyTorch after `loss.backward()`: f is then the loss itself.
+
         Args:
-            f: Takes and returns pytrees of arrays; a module, too.
+            f: Takes and returns pytrees of arrays; a module, or a closure without arguments. With
+                `model`, in PyTorch, also a loss that was computed already.
             *args: Arguments of f, at which it is looked at.
             wrt: The position of the argument, or of several. Its leaves are floating or complex.
+            model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
+                one that f reads from outside, or a pytree of parameters.
+            optimizer: What steps it. PyTorch: an optimiser or a list of them. JAX: a
+                transformation of optax, its state, the pair of both, or an `nnx.Optimizer`.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -93,7 +113,7 @@ class Seeing(Operators):
 
         Raises:
             GradtoolsError: wrt is out of range or names an integer argument; f raises for reasons
-                of its own, or returns nothing.
+                of its own, or returns nothing; a model holds no arrays; an optimizer is none.
 
         Example:
             >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()
@@ -105,6 +125,23 @@ class Seeing(Operators):
 
         Source: asked for in jax#10867.
         """
+        is_model = self._backend.is_model(f)
+        in_training = model is not None or optimizer is not None or is_model or not args
+        of_arguments = not in_training or (is_model and model is None and self._has_floats(args))
+        found = self._of_arguments(f, args, kwargs, wrt) if of_arguments else Report((), (), {})
+        if not in_training:
+            return found
+        loop = Loop("why_zero", f, args, kwargs, model, optimizer).with_model(self._backend)
+        spent = not callable(f) and self._backend.is_array(f)
+        more = (after_backward if spent else trained)(self._backend, loop, self._recorded)
+        return Report(
+            (*found.findings, *more.findings),
+            (*found.arguments, *more.names),
+            found.depends,
+            tuple((text, tuple(names)) for text, names in more.notes),
+        )
+
+    def _of_arguments(self, f: Any, args: Any, kwargs: Any, wrt: Any) -> Report:
         program = Program(self._backend, "why_zero", f, args, kwargs, wrt)
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
@@ -115,8 +152,16 @@ class Seeing(Operators):
         depends = {program.names[k]: found.get(k) for k in asked}
         return Report(tuple(findings), tuple(program.names[k] for k in program.wrt), depends)
 
+    def _has_floats(self, args: Any) -> bool:
+        leaves = [x for arg in args for x in self._backend.flatten(arg)[0]]
+        return any(self._backend.is_array(x) and self._backend.is_inexact(x) for x in leaves)
+
     def guard_gradients(
-        self, f: Callable[P, R], argnums: int | tuple[int, ...] = 0
+        self,
+        f: Callable[P, R],
+        argnums: int | tuple[int, ...] = 0,
+        model: Any = None,
+        optimizer: Any = None,
     ) -> Callable[P, R]:
         """f, which on its first call checks that every differentiated leaf reaches its output.
 
@@ -127,11 +172,16 @@ class Seeing(Operators):
         What is differentiated: in PyTorch every tensor that requires grad, among the arguments
         and among the parameters of the modules that f holds; where there is none, and in JAX, the
         leaves of the arguments in argnums. Inside PyTorch's own function transforms and in
-        compiled code nothing can be observed: the check waits for the first plain call.
+        compiled code nothing can be observed: the check waits for the first plain call. With a
+        model or an optimizer, what `why_zero` says of them is looked at in the place of that,
+        but for gradients that are zero at these values; so it is for an f without arguments.
 
         Args:
-            f: A loss; takes and returns pytrees of arrays.
+            f: A loss; takes and returns pytrees of arrays; a module, or a closure without
+                arguments.
             argnums: The position of the argument that is differentiated, or of several.
+            model: As in `why_zero`.
+            optimizer: As in `why_zero`.
 
         Returns:
             A function of f's arguments, with f's results.
@@ -154,38 +204,48 @@ class Seeing(Operators):
         """
         if not callable(f):
             raise GradtoolsError(f"guard_gradients: f is {f!r}; expected a function.")
-        return like_function("", f, partial(self._guarded, f, argnums, [True]))
+        asked = argnums, model, optimizer
+        return like_function("", f, partial(self._guarded, f, asked, [True]))
 
-    def _guarded(
-        self, f: Any, argnums: Any, first: list[bool], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _guarded(self, f: Any, asked: Any, first: list[bool], /, *args: Any, **kwargs: Any) -> Any:
         failed = None
         if first and self._backend.watchable():
             first.clear()
-            failed = self._guard(f, args, kwargs, argnums)
+            failed = self._guard(f, args, kwargs, *asked)
         out = f(*args, **kwargs)  # where f raises, the error is f's own
         if failed is not None:
             warn(f"guard_gradients: nothing was checked. {failed}")
         return out
 
-    def _guard(self, f: Any, args: Any, kwargs: Any, argnums: Any) -> GradtoolsError | None:
+    def _guard(
+        self, f: Any, args: Any, kwargs: Any, argnums: Any, model: Any, optimizer: Any
+    ) -> GradtoolsError | None:
         """Warns of what is lost. Returns why that is not known, if f raised where it was seen."""
-        program = Program(
-            self._backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
-        )
+        backend, said = self._backend, "not reach the output of f"
         try:
-            recording = self._recorded(program)
+            if model is not None or optimizer is not None or not (args or kwargs):
+                loop = Loop("guard_gradients", f, args, kwargs, model, optimizer)
+                loop = loop.with_model(backend)
+                diagnosis = trained(backend, loop, self._recorded, values=False)
+                lost, known = briefly(diagnosis.findings), diagnosis.names
+                said = "not trained"
+            else:
+                program = Program(
+                    backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
+                )
+                recording = self._recorded(program)
+                lost = unreached(program, recording)
+                known = [name for name, _ in differentiated(program, recording)]
         except GradtoolsError as error:
             if error.__cause__ is None:
                 raise
             return error
-        lost = unreached(program, recording)
         if lost:
-            count = max(1, len(differentiated(program, recording)))
-            verb = "does" if len(lost) == 1 else "do"
+            verbs = {"not trained": ("is", "are")}.get(said, ("does", "do"))
+            lines = "\n".join(f"  {line}" for line in grouped(lost, known))
             warn(
-                f"guard_gradients: {len(lost)} of {count} leaves {verb} not reach the output of "
-                "f:\n" + "\n".join(f"  {name}: {why}" for name, why in lost)
+                f"guard_gradients: {len(lost)} of {max(1, len(known))} leaves "
+                f"{verbs[len(lost) > 1]} {said}:\n{lines}"
             )
         return None
 

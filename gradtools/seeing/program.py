@@ -47,7 +47,12 @@ class Program:
             raise GradtoolsError(f"{asked}: f is {f!r}; expected a function.")
         self.backend, self.asked, self.f = backend, asked, f
         self.argnums = normalized_argnums(asked, wrt, len(args), name) if wrt != () else ()
-        self._strict = strict
+        self._strict, self._called = strict, backend.repeatable(asked, f)
+        opened = None
+        if self.argnums:
+            opened = backend.opened(asked, self._called, args, kwargs, self.argnums)
+        if opened is not None:
+            self._called, args = opened, opened.args
         self.out_names: list[str] = []
         self.leaves: list[Any] = []
         self.names: list[str] = []
@@ -92,7 +97,7 @@ class Program:
         """The leaves of what f returns for these leaves of its arguments."""
         args = [self._tree(*taken, leaves) for taken in self._trees]
         kwargs = {k: self._tree(*taken, leaves) for k, taken in self._named.items()}
-        result = self.f(*args, **kwargs)
+        result = self._called(*args, **kwargs)
         outs, _ = self.backend.flatten(result)
         if not any(is_numeric(self.backend, x) for x in outs):
             raise GradtoolsError(

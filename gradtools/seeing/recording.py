@@ -8,8 +8,8 @@ what is made of them stands above, in `doctor.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradtools.seeing.graph import Graph, Node, Source
@@ -51,6 +51,9 @@ class Recording:
         wanted: The leaves that ask for a gradient themselves (PyTorch's requires_grad).
         parameters: What f holds that asks for one: its name, and the number of its value, or None
             if f never read it.
+        held: The arrays that `parameters` name, in their order.
+        reads: For what was there before the run, by id, the numbers of the values that carry its
+            gradient: its own, and those of what was computed from it before.
     """
 
     graph: Graph
@@ -59,6 +62,8 @@ class Recording:
     stand_ins: tuple[str, ...] = ()
     wanted: tuple[int, ...] = ()
     parameters: tuple[tuple[str, int | None], ...] = ()
+    held: tuple[Any, ...] = ()
+    reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

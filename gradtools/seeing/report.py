@@ -6,12 +6,13 @@ Both are plain data with a text; colour is put on by whoever prints to a termina
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradtools.seeing.findings import Finding
+from gradtools import display
+from gradtools.seeing.findings import KINDS, Finding
 from gradtools.seeing.graph import Dependence
 
 _BOLD, _RED, _GREEN, _DIM, _END = "\033[1m", "\033[31m", "\033[32m", "\033[2m", "\033[0m"
@@ -40,10 +41,16 @@ class DependenceTable:
         except ValueError:
             raise KeyError(f"{key}: outputs are {self.outputs}, inputs {self.inputs}") from None
 
+    def _rows(self) -> list[tuple[str, ...]]:
+        columns = zip(*self.matrix, strict=True) if self.matrix else [()] * len(self.inputs)
+        rows = [(name, *map(str, row)) for name, row in zip(self.inputs, columns, strict=True)]
+        return [("", *self.outputs), *rows]
+
+    def _repr_html_(self) -> str:
+        return display.table(self._rows())
+
     def __str__(self) -> str:
-        rows = [("", *self.outputs)]
-        for i, name in enumerate(self.inputs):
-            rows.append((name, *(str(row[i]) for row in self.matrix)))
+        rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
@@ -58,11 +65,15 @@ class Report:
         arguments: The names of the leaves that were asked about.
         depends: For each leaf that has a finding, whether the output moved when the leaf was
             moved: None where that could not be tried.
+        notes: What may be meant so and is worth a look, with the leaves that it concerns.
+
+    In the text leaves that share all their findings stand together: "these 41 leaves: bert.*".
     """
 
     findings: tuple[Finding, ...]
     arguments: tuple[str, ...]
     depends: dict[str, bool | None]
+    notes: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.findings)
@@ -76,26 +87,46 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
+    def _repr_html_(self) -> str:
+        return display.coloured(self.text(colour=True))
+
     def text(self, colour: bool = False) -> str:
         """The report as text, with a terminal's colours if asked for."""
         paint = _painted if colour else _plain
         if not self.findings:
             names = _listed(self.arguments)
-            return paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}.")
+            said = paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}.")
+            return "\n\n".join([said, *self._noted(paint)])
+        alike: dict[Any, list[str]] = {}
+        found: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            found.setdefault(finding.argument, []).append(finding)
+        for name, findings in found.items():
+            said = tuple(dict.fromkeys((f.kind, f.source, f.whole, f.detail) for f in findings))
+            alike.setdefault((said, self.depends.get(name)), []).append(name)
         blocks = [
-            self._block(name, list(group), paint)
-            for name, group in groupby(self.findings, key=lambda finding: finding.argument)
+            self._block(names, _merged([found[name] for name in names]), verdict, paint)
+            for (_, verdict), names in alike.items()
         ]
-        return "\n\n".join(blocks)
+        return "\n\n".join([*blocks, *self._noted(paint)])
 
-    def _block(self, name: str, findings: Sequence[Finding], paint: Any) -> str:
-        lines = [paint(_BOLD, f"{name} {_headline(findings)}")]
+    def _block(
+        self, names: Sequence[str], findings: Sequence[Finding], verdict: Any, paint: Any
+    ) -> str:
+        title = gathered(names, self.arguments)
+        lines = [paint(_BOLD, f"{title} {_headline(findings, len(names) > 1)}")]
         for finding in findings:
             lines += ["", *_lines(finding, paint)]
-        verdict = _VERDICTS.get(self.depends.get(name))
-        if verdict and any(finding.whole for finding in findings):
-            lines += ["", f"  {verdict}"]
+        said = _VERDICTS.get(verdict)
+        if said and any(finding.whole for finding in findings):
+            lines += ["", f"  {said}"]
         return "\n".join(lines)
+
+    def _noted(self, paint: Any) -> list[str]:
+        return [
+            f"{paint(_DIM, 'Note:')} {gathered(names, names) + ': ' if names else ''}{text}."
+            for text, names in self.notes
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
@@ -106,6 +137,7 @@ class Report:
             ],
             "arguments": list(self.arguments),
             "depends": dict(self.depends),
+            "notes": [{"text": text, "arguments": list(names)} for text, names in self.notes],
         }
 
     def to_json(self) -> str:
@@ -119,16 +151,102 @@ _VERDICTS: dict[bool | None, str] = {
 }
 
 
-def _headline(findings: Sequence[Finding]) -> str:
-    if all(finding.numerical for finding in findings):
-        return "is connected, but its gradient is zero at these values:"
-    if any(finding.whole for finding in findings):
-        return "gets no gradient:"
-    return "gets a gradient, but one part of what it gives is lost:"
+def _headline(findings: Sequence[Finding], several: bool) -> str:
+    own = [KINDS[finding.kind].headline for finding in findings]
+    if own[0] is not None and all(own):
+        return own[0][several]
+    lost = [f for f, headline in zip(findings, own, strict=True) if headline is None]
+    if all(finding.numerical for finding in lost):
+        one = "is connected, but its gradient is zero at these values:"
+        return "are connected, but their gradients are zero at these values:" if several else one
+    if any(finding.whole for finding in lost):
+        return "get no gradient:" if several else "gets no gradient:"
+    verb, its = ("get gradients", "they give") if several else ("gets a gradient", "it gives")
+    return f"{verb}, but one part of what {its} is lost:"
+
+
+def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """The findings of leaves that lose alike, as one leaf's: with all operations, common scopes."""
+    alike: dict[Any, list[Finding]] = {}
+    for finding in (f for findings in several for f in findings):
+        place = finding.kind, finding.source, finding.whole, finding.detail
+        alike.setdefault(place, []).append(finding)
+    if len(several) == 1:
+        return list(several[0])
+    merged = []
+    for findings in alike.values():
+        names = list(dict.fromkeys(f.operation for f in findings))
+        more = ", ..." if len(names) > _OPERATIONS else ""
+        scope = _common([f.scope for f in findings])
+        operation = ", ".join(names[:_OPERATIONS]) + more
+        merged.append(replace(findings[0], operation=operation, scope=scope))
+    return merged
+
+
+def _common(scopes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What all scopes begin with."""
+    common: list[str] = []
+    for steps in zip(*scopes, strict=False):
+        if len(set(steps)) > 1:
+            break
+        common.append(steps[0])
+    return tuple(common)
+
+
+_OPERATIONS = 3  # of a group's that are listed
+
+
+def grouped(lost: Sequence[tuple[str, str]], known: Sequence[str]) -> list[str]:
+    """A line for each leaf and why it is lost; one for all that share it, where they are many."""
+    why: dict[str, list[str]] = {}
+    for name, reason in lost:
+        why.setdefault(reason, []).append(name)
+    lines = []
+    for reason, names in why.items():
+        titles = names if len(names) <= _MOST else [gathered(names, known)]
+        lines += [f"{title}: {reason}" for title in titles]
+    return lines
+
+
+_MOST = 5  # names or modules of a group that are listed
+
+
+def gathered(names: Sequence[str], known: Sequence[str]) -> str:
+    """The names of a group, by the modules that are in it as a whole: "these 41 leaves: bert.*"."""
+    if len(names) == 1:
+        return names[0]
+    found = list(_gathered(set(names), [(name, _steps(name)) for name in known], 0))
+    found += [name for name in names if name not in set(known)]
+    listed = ", ".join(found[:_MOST])
+    more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    return f"these {len(names)} leaves: {listed}{more}"
+
+
+def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: int) -> Iterator[str]:
+    groups: dict[str, list[tuple[str, list[str]]]] = {}
+    for name, steps in known:
+        groups.setdefault("".join(steps[: depth + 1]), []).append((name, steps))
+    for prefix, below in groups.items():
+        inside = [name in names for name, _ in below]
+        if all(inside) and len(below) > 1:
+            yield f"{prefix}.*"
+        elif len(below) == 1 and all(inside):
+            yield below[0][0]
+        elif any(inside):
+            ends = [name for name, steps in below if len(steps) <= depth + 1 and name in names]
+            yield from ends
+            deeper = [pair for pair in below if len(pair[1]) > depth + 1]
+            yield from _gathered(names, deeper, depth + 1)
+
+
+def _steps(name: str) -> list[str]:
+    """The steps of a path: "layers[0].weight" is layers, [0] and .weight."""
+    return re.findall(r"\[[^\]]*\]|\.?[^.\[\]]+", name)
 
 
 def _lines(finding: Finding, paint: Any) -> list[str]:
-    lines = [f"  {paint(_RED, _where(finding))}: {finding.kind} ({finding.operation})"]
+    where = f"{paint(_RED, _where(finding))}: " if KINDS[finding.kind].has_place else ""
+    lines = [f"  {where}{finding.kind} ({finding.operation})"]
     if finding.source and finding.source.text:
         lines.append(f"      {finding.source.text}")
     detail = f": {finding.detail.rstrip('.')}" if finding.detail else ""

@@ -3,7 +3,8 @@
 Each backend's cells are computed and judged one by one; a `Verdict` keeps what came of each. The
 table has a row for each operator and says how many of its cells held, in which dtypes and
 transforms, and the worst error in units of the tolerance. What is left out is listed with its
-reason. The README's table is `support_table()`: it depends on the cells alone, not on a machine.
+reason. The table of docs/support.md is `support_table()`: it depends on the cells alone, and not on
+a machine.
 """
 
 from __future__ import annotations

@@ -53,8 +53,11 @@ def first_divergence(
     Args:
         torch_model: A `torch.nn.Module`, in the mode (train or eval) in which it is to run. It is
             copied: nothing of it changes.
-        jax_model: The pair (module, variables) of flax.linen, or an `nnx.Module`, with its own
-            parameters, which should be those of `mapping.to_jax(torch_model)`.
+        jax_model: The pair (module, variables) of flax.linen, an `nnx.Module`, or an
+            `equinox.Module`, with its own parameters, which should be those of
+            `mapping.to_jax(torch_model)`. An equinox module that takes one example is given as
+            `jax.vmap(module)`: it is then run over axis 0 of all inputs. Layers that it maps by
+            itself are not watched.
         mapping: A `ParameterMapping`, or None to let `match_parameters` find it.
         inputs: A tuple of NumPy arrays, both models' positional arguments.
         layers: Names of modules in PyTorch to names in JAX, where they are not alike.

@@ -121,7 +121,7 @@ class ParameterMapping:
             if e.torch_name in arrays:
                 x = arrays[e.torch_name]
                 _check_shape("to_jax", e.torch_name, x.shape, e.torch_shape)
-                _put(tree, e.jax_path, e.layout.to_jax(x))
+                put(tree, e.jax_path, e.layout.to_jax(x))
         return tree
 
     def to_torch(self, jax_params: Any) -> dict[str, np.ndarray]:
@@ -174,7 +174,7 @@ def match_parameters(
     *,
     partial: bool = False,
 ) -> ParameterMapping:
-    """Pairs the parameters of a torch.nn model with those of its port to flax.
+    """Pairs the parameters of a torch.nn model with those of its port to flax or equinox.
 
     Modules are paired by name, whatever the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
     then by a common end of their names if only one pair has it, then, among those of equal kind
@@ -186,7 +186,7 @@ def match_parameters(
         torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).
             Names ending in running_mean and running_var are found in JAX's batch statistics.
         jax_params: flax.linen's variables or its "params" alone; an `nnx.Module` or `nnx.State`;
-            nested dictionaries of arrays.
+            an `equinox.Module`; nested dictionaries of arrays.
         overrides: What to pair whatever the names say: PyTorch's name of a module or an array to
             JAX's (with "." or "/" between its parts), or to a pair of JAX's name and a `Layout`
             or a permutation of the axes; to None to leave the array out.
@@ -495,12 +495,16 @@ def read_torch(params: Any) -> dict[str, np.ndarray]:
 
 
 def read_jax(params: Any) -> dict[Path, np.ndarray]:
-    """NumPy arrays by path, of linen's variables, an nnx.Module or State, or dictionaries."""
+    """NumPy arrays by path, of linen's variables, a module of nnx or equinox, or dictionaries."""
     if not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
-        if not any(cls.__module__.startswith("flax.nnx") for cls in type(params).__mro__):
+        homes = {cls.__module__.partition(".")[0] for cls in type(params).__mro__}
+        if "equinox" in homes:
+            return {path: _numpy(x) for path, x in named_leaves(params).items()}
+        if "flax" not in homes or not hasattr(params, "iter_modules"):
             raise GradtoolsError(
                 f"{_ASKED}: the JAX parameters are a {type(params).__name__}; expected the "
-                "variables of flax.linen, an nnx.Module or State, or nested dictionaries of arrays."
+                "variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
+                "dictionaries of arrays."
             )
         from flax import nnx
 
@@ -508,6 +512,21 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
     if hasattr(params, "to_pure_dict"):
         params = params.to_pure_dict()
     return {path: _numpy(x) for path, x in _walk(params)}
+
+
+def named_leaves(module: Any) -> dict[Path, Any]:
+    """The inexact arrays of an equinox module, by path."""
+    import equinox
+    import jax
+
+    part = equinox.filter(module, equinox.is_inexact_array)
+    paths = jax.tree.leaves_with_path(part)
+    return {tuple(map(_step, keys)): x for keys, x in paths}
+
+
+def _step(key: Any) -> Any:
+    """A step of a path: an attribute's name, a place in a list, a key."""
+    return next(v for v in (getattr(key, n, None) for n in ("name", "idx", "key")) if v is not None)
 
 
 def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -525,7 +544,8 @@ def _numpy(x: Any) -> np.ndarray:
     return np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
 
 
-def _put(tree: dict[Any, Any], path: Path, x: np.ndarray) -> None:
+def put(tree: dict[Any, Any], path: Path, x: Any) -> None:
+    """Sets what stands at a path in nested dictionaries."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = x

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from gradtools import display
 from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
 
@@ -297,6 +298,9 @@ class Report:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        return display.coloured(self.table(colour=True))
 
     def print(self, stream: TextIO | None = None) -> None:
         """Prints the table, in colour if the stream is a terminal."""

@@ -296,6 +296,9 @@ def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, 
     module, variables = subject, None
     if isinstance(subject, tuple) and len(subject) == 2 and library(subject[0]):
         module, variables = subject
+    if library(module) == "torch.nn":  # with what is frozen: the other side has it too
+        functionalize = import_module("gradtools.torch.modules").functionalize
+        return functionalize(module, variables=variables, frozen_too=True)
     if library(module):
         return gt.functionalize(module, variables=variables)
     if isinstance(subject, tuple) and len(subject) == 3 and callable(subject[0]):

@@ -2,7 +2,7 @@
 
 In PyTorch hooks see each module's output and its gradient. In JAX each call's output gets a zero
 added, and the gradient with respect to that zero is the gradient at the output; flax.linen's calls
-are met by its own interceptors, flax.nnx's by a wrapped ``__call__``.
+are met by its own interceptors, flax.nnx's and equinox' by a wrapped ``__call__``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib import import_module
+from operator import getitem
 from typing import Any
 
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.layouts import ParameterMapping, read_jax, read_torch
-from gradtools.testing.sides import as_setting, cast, library
+from gradtools.testing.layouts import ParameterMapping, named_leaves, put, read_jax, read_torch
+from gradtools.testing.sides import as_setting, cast, library, tokens
 
 ASKED = "first_divergence"
 Name = tuple[str, ...]
@@ -113,35 +115,39 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
 
 
 def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
-    """A run of a flax.linen module with its variables, or of an nnx module."""
+    """A run of a flax.linen module with its variables, or of an nnx or equinox module."""
     import jax
 
     gt = import_module("gradtools.jax")
     args = [_to_jax(x, dtype) for x in inputs]
-    runner = _Linen if isinstance(model, tuple) else _Nnx
-    params, run = runner(model, dtype).split()
-    shapes: dict[Any, Any] = {}
+    params, run, mapped = _runner(model, dtype).split()
+    order: list[tuple[Name, int]] = []
 
-    def program(params: Any, zeros: dict[Any, Any]) -> tuple[Any, Any]:
-        watched: list[tuple[Name, int, Any, Any]] = []
+    def once(params: Any, zeros: dict[Any, Any], args: Sequence[Any]) -> tuple[Any, Any]:
+        watched: list[tuple[Any, Any]] = []
         calls: dict[Name, int] = {}
+        order.clear()
 
         def seen(name: Name, given: Any, out: Any) -> Any:
             call = calls[name] = calls.get(name, -1) + 1
             if (name, call) in zeros:
                 out = _added(out, zeros[name, call])
-            watched.append((name, call, _arrays(given), _floats(out)))
+            order.append((name, call))
+            watched.append((_arrays(given), _floats(out)))
             return out
 
-        out = run(params, args, kwargs or {}, seen)
-        shapes.update({(name, call): outs for name, call, _, outs in watched})
-        shapes["order"] = [(name, call) for name, call, _, _ in watched]
-        return _floats(out), [(ins, outs) for _, _, ins, outs in watched]
+        return _floats(run(params, args, kwargs or {}, seen)), watched
+
+    def program(params: Any, zeros: dict[Any, Any]) -> tuple[Any, Any]:
+        if not mapped:
+            return once(params, zeros, args)
+        return jax.vmap(lambda zeros, args: once(params, zeros, args))(zeros, args)
 
     try:
-        jax.eval_shape(program, params, {})
+        _, shapes = jax.eval_shape(program, params, {})
         zeros: dict[Any, Any] = {
-            key: [jax.numpy.zeros(y.shape, y.dtype) for y in shapes[key]] for key in shapes["order"]
+            key: [jax.numpy.zeros(y.shape, y.dtype) for y in outs]
+            for key, (_, outs) in zip(order, shapes, strict=True)
         }
         out, pullback, watched = gt.vjp(program, params, zeros, has_aux=True)
     except jax.errors.UnexpectedTracerError as error:
@@ -149,13 +155,21 @@ def jax_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: 
             f"{ASKED}: a layer of the JAX model is called inside a transform (nn.scan, nn.remat, "
             "nn.jit, nnx.scan), where its values cannot be looked at. Unroll it for the check."
         ) from error
-    order = shapes["order"]
     grads, back = pullback([jax.numpy.asarray(draw(np.asarray(y))) for y in out])
     layers = [
         Layer(key[0], key[1], _nps(ins), _nps(outs), list(_nps(back[key])))
         for key, (ins, outs) in zip(order, watched, strict=True)
     ]
     return Trace(layers, read_jax(params), read_jax(grads), {})
+
+
+_Split = tuple[Any, Callable[..., Any], bool]  # parameters, the run, whether over a batch axis
+
+
+def _runner(model: Any, dtype: str) -> Any:
+    if isinstance(model, tuple):
+        return _Linen(model, dtype)
+    return _Nnx(model, dtype) if library(model) == "flax.nnx" else _Equinox(model, dtype)
 
 
 class _Linen:
@@ -166,8 +180,8 @@ class _Linen:
         self.params = _tree(dict(variables).get("params", {}), dtype)
         self.rest = {k: _tree(v, dtype) for k, v in dict(variables).items() if k != "params"}
 
-    def split(self) -> tuple[Any, Callable[..., Any]]:
-        return {"params": self.params}, self._run
+    def split(self) -> _Split:
+        return {"params": self.params}, self._run, False
 
     def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
         import flax.linen as nn
@@ -196,8 +210,8 @@ class _Nnx:
         self.graph = parts[0]
         self.params, self.rest = (_tree(part, dtype) for part in parts[1:])
 
-    def split(self) -> tuple[Any, Callable[..., Any]]:
-        return self.params.to_pure_dict(), self._run
+    def split(self) -> _Split:
+        return self.params.to_pure_dict(), self._run, False
 
     def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
         from flax import nnx
@@ -208,6 +222,60 @@ class _Nnx:
         names = {id(m): tuple(map(str, path)) for path, m in nnx.iter_modules(model)}
         with _wrapped({type(m) for _, m in nnx.iter_modules(model)}, names, seen):
             return model(*args, **kwargs)
+
+
+class _Equinox:
+    """An equinox module, which takes one example, or `jax.vmap` of one.
+
+    Layers that the module maps over an axis by itself are passed by: their values belong to that
+    transform.
+    """
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        import equinox
+        import jax
+
+        self.mapped = not isinstance(model, equinox.Module)
+        model = _tree(model.__wrapped__ if self.mapped else model, dtype)
+        params, self.rest = equinox.partition(model, equinox.is_inexact_array)
+        self.params, self.treedef = jax.tree.flatten(params)
+        self.paths = list(named_leaves(params))
+
+    def split(self) -> _Split:
+        nested: dict[Any, Any] = {}
+        for path, x in zip(self.paths, self.params, strict=True):
+            put(nested, path, x)
+        return nested, self._run, self.mapped
+
+    def _run(self, params: Any, args: Any, kwargs: Any, seen: Callable[..., Any]) -> Any:
+        import equinox
+        import jax
+        from jax.extend.core import get_opaque_trace_state
+
+        leaves = [reduce(getitem, path, params) for path in self.paths]
+        model = equinox.combine(jax.tree.unflatten(self.treedef, leaves), self.rest)
+        modules = dict(_equinox_modules(equinox, model))
+        here = get_opaque_trace_state(convention=ASKED)
+
+        def seen_here(name: Name, given: Any, out: Any) -> Any:
+            inside = get_opaque_trace_state(convention=ASKED) == here
+            return seen(name, given, out) if inside else out
+
+        names = {id(m): name for name, m in modules.items()}
+        with _wrapped({type(m) for m in modules.values()}, names, seen_here):
+            return model(*args, **kwargs)
+
+
+def _equinox_modules(equinox: Any, module: Any, path: Name = ()) -> Iterator[tuple[Name, Any]]:
+    """The modules in a module, each with its path."""
+    import jax
+
+    yield path, module
+    is_part = lambda x: x is not module and isinstance(x, equinox.Module)
+    for keys, part in jax.tree.leaves_with_path(module, is_leaf=is_part):
+        if is_part(part):
+            below = tokens(jax.tree_util.keystr(keys))
+            yield from _equinox_modules(equinox, part, (*path, *below))
 
 
 @contextlib.contextmanager
@@ -261,10 +329,12 @@ def check_asked(torch_model: Any, jax_model: Any, inputs: Any, mapping: Any) -> 
             f"{ASKED}: torch_model is a {type(torch_model).__name__}; expected a torch.nn.Module."
         )
     pair = isinstance(jax_model, tuple) and len(jax_model) == 2
-    if not (pair and library(jax_model[0]) == "flax.linen") and library(jax_model) != "flax.nnx":
+    known = pair and library(jax_model[0]) == "flax.linen"
+    known = known or library(jax_model) in ("flax.nnx", "equinox")
+    if not known and library(getattr(jax_model, "__wrapped__", None)) != "equinox":
         raise GradtoolsError(
             f"{ASKED}: jax_model is a {type(jax_model).__name__}; expected the pair (module, "
-            "variables) of flax.linen, or an nnx.Module."
+            "variables) of flax.linen, an nnx.Module, an equinox.Module or jax.vmap of one."
         )
 
 

@@ -10,7 +10,6 @@ import torch
 
 from gradtools.backend import Array, Fun, Staged, backend_of
 from gradtools.chunking import Options
-from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel
 from gradtools.rules import Rule
@@ -24,6 +23,7 @@ from gradtools.torch import (
     kernels,
     measures,
     modules,
+    parts,
     passes,
     seeing,
     trees,
@@ -153,7 +153,7 @@ class TorchBackend:
     sketch_values = staticmethod(sketch_values)
 
     def direct_calls(self, of: Any) -> Any:
-        return DirectCalls(of) if type(of) is CustomRule and of.check != "always" else None
+        return DirectCalls(of) if of.check != "always" else None
 
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs
@@ -242,6 +242,31 @@ class TorchBackend:
         return partial(_checkpointed, self, options, f)
 
     like_module = staticmethod(wrapping.like_module)
+
+    opened = staticmethod(parts.opened)
+    part_of = staticmethod(parts.part_of)
+
+    def repeatable(self, asked: str, f: Any) -> Any:
+        return f  # a recorded run is put back
+
+    def is_model(self, x: Any) -> bool:
+        return isinstance(x, torch.nn.Module)
+
+    def model_of(self, f: Any) -> Any:
+        return f if self.is_model(f) else None
+
+    def held(self, asked: str, model: Any) -> Any:
+        from gradtools.torch import training
+
+        return training.held(asked, model)
+
+    def optimised(self, asked: str, optimizer: Any, model: Any, held: Any) -> Any:
+        from gradtools.torch import training
+
+        return training.optimised(asked, optimizer, model, held)
+
+    def lifted(self, asked: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> Any:
+        return None
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return compiled(f, **options)

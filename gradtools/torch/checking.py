@@ -94,7 +94,7 @@ def _is_zero(asked: Question) -> bool:
     try:
         wrong = _first_not_zero(asked)
     except KernelMet:
-        return True
+        return False
     except Exception as error:
         if not in_eager() or any(value_of(x) is None for x in asked.at):
             return False
@@ -110,8 +110,8 @@ def _is_zero(asked: Question) -> bool:
 
 def _first_not_zero(asked: Question) -> int | None:
     with _disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
-        run, at, _ = asked.points()
-        with _kernels_refused():
+        run, at, made_up = asked.points()
+        with _kernels_refused(made_up):
             ys = run(at, filled([None] * len(asked.likes), [_concrete(x) for x in asked.likes]))
         for i, y in enumerate(ys):
             if isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any()):
@@ -120,7 +120,7 @@ def _first_not_zero(asked: Question) -> int | None:
 
 
 class KernelMet(Exception):
-    """A host kernel was to run in a map that is only asked; it may take long, or be counted."""
+    """A host kernel was to run where there are no numbers for it, or none is asked for."""
 
 
 _STATE = threading.local()
@@ -133,8 +133,8 @@ def refuse_kernel() -> None:
 
 
 @contextmanager
-def _kernels_refused() -> Iterator[None]:
-    before, _STATE.asking = _STATE.__dict__.get("asking", False), True
+def _kernels_refused(yes: bool = True) -> Iterator[None]:
+    before, _STATE.asking = _STATE.__dict__.get("asking", False), yes
     try:
         yield
     finally:

@@ -37,8 +37,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.torch.checking import value_of
+from gradtools.torch.compiling import nodes_of
 from gradtools.torch.gates import beside
 from gradtools.torch.trials import Trial, Untried, standing_in, told
+from gradtools.torch.wrappers import unwrapped
 from gradtools.torch.wrong_gradients import WRONG, is_wrong, rightly
 
 Tensor = torch.Tensor
@@ -99,7 +101,7 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
         _PLAIN.add(kind)
     elif node.name() == "torch::autograd::WarnNotImplemented":
         found.lost.append(node)
-    elif _is_cpp_function(node):
+    elif _is_cpp_function(node) or _is_torchscript(node):
         found.custom.append(node)
 
 
@@ -109,6 +111,15 @@ _COMPILED = "CppFunction"  # nodes of many kinds, without types of their own
 def _is_cpp_function(node: Any) -> bool:
     """Whether a node is of a torch::autograd::Function that is written in C++."""
     return type(node).__name__ == _COMPILED and node.name().startswith(_CPP_FUNCTION)
+
+
+def _is_torchscript(node: Any) -> bool:
+    """Whether a node is the backward pass of a piece of TorchScript."""
+    return type(node).__name__ == _COMPILED and node.name().startswith("torch::jit::")
+
+
+def _tracked(xs: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in xs if x.requires_grad]
 
 
 def _graph(outs: Sequence[Tensor]) -> set[Any]:
@@ -431,13 +442,61 @@ def gate_compiled(asked: str, outs: Sequence[Tensor], aliases: Sequence[Tensor])
         raise Untried("it is written in C++, and is called in what gradtools runs by itself")
 
     for node in surveyed(outs).custom:
-        if _is_cpp_function(node) and not _is_fine(node):
+        if type(node).__name__ == _COMPILED and not _is_fine(node):
             key = _key_of(node)
             node.register_hook(_Gating(asked, key, partial(tried, key), aliases).hook(node))
 
 
+def refuse_torchscript(asked: str, outs: Sequence[Tensor]) -> None:
+    """Raises if a function that was pushed along, or entered by torch.func, holds TorchScript."""
+    beneath = [unwrapped(y) for y in outs if is_wrapped(y)]
+    if any(_is_torchscript(node) for node in nodes_of(_tracked([*outs, *beneath]))):
+        raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
+
+
+@contextmanager
+def scripts_refused(asked: str) -> Iterator[None]:
+    """Inside, where a function is pushed along once more: a call of TorchScript that makes a node.
+
+    No mode sees these calls, so this stands in their classes, for as long as it lasts.
+    """
+    thread = threading.get_ident()
+
+    def standing_in_for(call: Any) -> Any:
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = nodes_made()
+            out = call(self, *args, **kwargs)
+            if nodes_made() != before and threading.get_ident() == thread:
+                raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
+            return out
+
+        return called
+
+    classes: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+    calls = [kind.__call__ for kind in classes]
+    try:
+        for kind, call in zip(classes, calls, strict=True):
+            kind.__call__ = standing_in_for(call)
+        yield
+    finally:
+        for kind, call in zip(classes, calls, strict=True):
+            kind.__call__ = call
+
+
+# How many nodes this thread has made: TorchScript makes them under no_grad, too.
+nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_TORCHSCRIPT_LOSES = (
+    "f holds a function of TorchScript (torch.jit), in which PyTorch loses tangents, and second "
+    "derivatives inside of torch.func's transforms, in silence (torch#73972). Call the function "
+    "that was scripted or traced; or stay in reverse mode outside of torch.func: linearize for "
+    "jvp, hvp(mode='reverse_over_reverse')."
+)
+
+
 def _ask(asked: str, key: _Key, which: str, tried: Callable[[], set[str]]) -> None:
     """Raises if a class loses the derivative of its gradient along these, or cannot be tried."""
+    if key == _TORCHSCRIPT:
+        raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
     try:
         lost = which in tried()
     except Untried as why:
@@ -554,6 +613,8 @@ class _Key:
 
     def fine(self, forward: bool) -> bool | None:
         """Whether it was tried, and lost nothing; None if it was not."""
+        if self == _TORCHSCRIPT:
+            return not forward
         return _SEEN.get(self.kind, {}).get((self.needs, forward))
 
     def note(self, fine: bool, forward: bool) -> None:
@@ -568,6 +629,7 @@ class _CppFunction:
     name: str
 
 
+_TORCHSCRIPT = _Key(_CppFunction("TorchScript"), ())
 _cpp_function = cache(_CppFunction)  # one for each name, which stays
 _CPP_FUNCTION = "torch::autograd::CppNode<"
 _GENERATED = "GeneratedBackwardFor_"
@@ -577,6 +639,8 @@ _SEEN: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictiona
 
 
 def _key_of(node: Any) -> _Key:
+    if _is_torchscript(node):
+        return _TORCHSCRIPT
     if type(node).__name__ == _COMPILED:
         return _Key(_cpp_function(node.name().removeprefix(_CPP_FUNCTION)[:-1]), ())
     return _Key(type(node)._forward_cls, tuple(node.needs_input_grad))

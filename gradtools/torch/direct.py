@@ -58,10 +58,17 @@ class _Signature:
         pairs = zip(self.looks, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
         self.plans: dict[Any, _Plan] = {}
+        # The maps of kernels, to be differentiated again, are evaluated at the arguments.
+        self.again = tuple(range(self.count)) if self.shaped.refined else ()
         if self.shaped.contract.check == "never":
             self.ready = True
+        self.saves_no_extras = self.bwd is None
         if self.bwd is None:
-            self.ready = True  # its forward pass is f
+            self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f
+
+    def out_def(self) -> Any:
+        """The structure that came out of such arguments at last, whatever other threads call."""
+        return self.shaped.outs[self.question[1]]
 
     def is_ready(self) -> bool:
         """Whether the long way was gone once, and the forward pass is held to f."""
@@ -121,7 +128,7 @@ class DirectCalls:
         else:
             shaped = signature.shaped
             ys = shaped.outputs(args, out, "it")
-            out = self.of._backend.unflatten(shaped.newest, ys)
+            out = self.of._backend.unflatten(signature.out_def(), ys)
             signature.valued = True
         for y in ys:
             if y.requires_grad and not tracked:
@@ -243,27 +250,30 @@ def _derived(signature: _Signature, args: tuple[Any, ...]) -> Any:
         outs = out
     node = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
     if node is None:  # integers, of which no node tells
-        shaped = signature.shaped
-        return shaped.backend.unflatten(shaped.newest, outs)
+        return signature.shaped.backend.unflatten(signature.out_def(), outs)
     if node.plan.single:
         return outs[0]
     return signature.shaped.backend.unflatten(node.plan.out_def, outs[: node.plan.count])
 
 
 def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
-    of = signature.shaped.of
-    sure = of.bwd is None or signature.shaped.rule in rules.SAVES_NO_EXTRAS
+    sure = signature.saves_no_extras = (
+        signature.saves_no_extras or signature.shaped.rule in rules.SAVES_NO_EXTRAS
+    )
     before = None if sure else Randomness.now(xs)
     versions = [x._version for x in xs if x.requires_grad]
-    with torch.enable_grad():
-        plain = [x.detach() for x in xs]
-        if signature.bwd is None:
-            out, res = of.fun(*plain), plain
-        else:
-            found = signature.fwd(*plain)
-            if type(found) is not tuple or len(found) != 2:
-                found = signature.shaped.pair(found, "fwd", "(out, residuals)")
-            out, res = found
+    plain = [x.detach() for x in xs]
+    torch._C._set_grad_enabled(True)  # the context manager takes three times as long
+    try:
+        found = signature.fwd(*plain)
+    finally:
+        torch._C._set_grad_enabled(False)
+    if signature.bwd is None:
+        out, res = found, plain
+    elif type(found) is tuple and len(found) == 2:
+        out, res = found
+    else:
+        out, res = signature.shaped.pair(found, "fwd", "(out, residuals)")
     if versions != [x._version for x in xs if x.requires_grad]:
         raise rules.written_error(signature.shaped.rule)
     if type(out) is not Tensor or not out.dtype.is_floating_point or out.requires_grad:
@@ -279,10 +289,10 @@ def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
         return _forward_of_any(ctx, signature, xs, plain, out, res, before)
     plan = signature.plans.get((kept, places))
     if plan is None:
-        plan = signature.plans[kept, places] = _Plan(kept, places, places)
+        plan = signature.plans[kept, places] = _Plan(kept, places, (*places, *signature.again))
     ctx.plan = plan
     known[: len(plain)] = xs
-    ctx.save_for_backward(*[known[i] for i in places])
+    ctx.save_for_backward(*[known[i] for i in plan.pulling])
     return out
 
 
@@ -304,7 +314,7 @@ def _forward_of_any(
         ys = [out]
     else:
         ys = shaped.outputs(plain, out, "it" if signature.bwd is None else "fwd")
-        plan.out_def = shaped.newest
+        plan.out_def = signature.out_def()
     plan.kept, extras = Residuals.of(shaped.backend, tuple(res) if res is plain else res, plain, ys)
     for y in (*ys, *extras):
         if y.requires_grad:
@@ -312,13 +322,15 @@ def _forward_of_any(
     if extras or plan.kept.rerun:
         if before is None and signature.bwd is not None:
             rules.SAVES_NO_EXTRAS.discard(shaped.rule)
+            signature.saves_no_extras = False
             return _forward(ctx, signature, xs)
         plan.randomness = None if before is None or before.stands() else before
     out = (*rules.as_views(ys, xs), *extras)
     everything = (*xs, *out)
     plan.count, plan.places = len(ys), plan.kept.places
     again = range(len(xs)) if extras or plan.kept.rerun else ()
-    plan.pulling = [*plan.places, *(i for i in again if i not in plan.places)]
+    pulling = (*plan.places, *signature.again)
+    plan.pulling = [*pulling, *(i for i in again if i not in pulling)]
     ctx.save_for_backward(*[everything[i] for i in plan.pulling])
     plan.likes = [like(y) for y in out]
     if None in plan.likes:
@@ -344,7 +356,7 @@ def _backward(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     if kept is Tensor:
         res = saved[0]
     elif kept is tuple:
-        res = saved
+        res = saved[: len(plan.places)]
     else:
         res = kept.restored(signature.shaped.backend, saved[: len(plan.places)])
     found = signature.bwd(res, ct)
@@ -362,30 +374,39 @@ def _transposed(ctx: Any, signature: _Signature, ct: Tensor) -> Any:
     shaped = signature.shaped
     if is_wrapped(ct) or forward_ad._current_level >= 0:
         return None
-    xs = [x.detach() for x in ctx.saved_tensors]
-    dxs = [torch.zeros_like(x, requires_grad=True) for x in xs]
-    with transposing(shaped.rule) as own, torch.enable_grad(), own.traced(EAGER):
-        dys = shaped.tangent(xs, dxs)
-    if len(dys) != 1 or dys[0] is None or not dys[0].requires_grad:
+    xs = tuple([x.detach() for x in ctx.saved_tensors])
+    dxs = tuple([torch.zeros_like(x, requires_grad=True) for x in xs])
+    with transposing(shaped.rule, EAGER), torch.enable_grad():
+        found = shaped.of.jvp(xs, dxs)
+        if type(found) is tuple and len(found) == 2 and _looks_like(found[1], ct):
+            dy = found[1]
+        else:
+            dys = shaped.pushed(xs, found)[1]
+            dy = dys[0] if len(dys) == 1 else None
+    if dy is None or not dy.requires_grad:
         return None
-    return torch.autograd.grad(dys[0], dxs, ct, allow_unused=True)
+    return torch.autograd.grad(dy, dxs, ct, allow_unused=True)
+
+
+def _looks_like(x: Any, ct: Tensor) -> bool:
+    return type(x) is Tensor and x.shape == ct.shape and x.dtype is ct.dtype
 
 
 def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     """The backward pass of `torch/rules.py`, of this call."""
     plan, shaped = ctx.plan, signature.shaped
-    maps = _maps(plan, signature)
+    ctx.like_ys = plan.likes or [like(ct) for ct in cts]
+    maps = _maps(plan, signature, ctx.like_ys)
     ctx.point = rules.Point(shaped.rule, maps, count=plan.count, randomness=plan.randomness)
     ctx.unusual = rules.unusual(cts)
     ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
-    ctx.like_ys = plan.likes or [like(ct) for ct in cts]
     found = rules.pulled_back(ctx, cts)
     easy = None not in signature.likes
     signature.pulled = signature.pulled or (easy and not torch.is_grad_enabled())
     return tuple(found)
 
 
-def _maps(plan: _Plan, signature: _Signature) -> Linearized:
+def _maps(plan: _Plan, signature: _Signature, like_ys: Sequence[Any]) -> Linearized:
     shaped, kept = signature.shaped, plan.kept
     if shaped.of.bwd is None:
         return shaped.rule.reading([None] * signature.count, [])
@@ -394,4 +415,8 @@ def _maps(plan: _Plan, signature: _Signature) -> Linearized:
         tree = 0 if kept is Tensor else (0,) * len(plan.places)
         kept = Residuals.of_arrays(backend.flatten(tree)[1], plan.places)
     out_def = backend.flatten(0)[1] if plan.single else plan.out_def
-    return shaped.maps([], [], kept, out_def, signature.expected)
+    maps = shaped.maps([], [], kept, out_def, signature.expected)
+    if shaped.refined is None:
+        return maps
+    outs = [one and one[:2] for one in like_ys[: plan.count]]
+    return shaped.refined(maps, [one is not None for one in signature.likes], outs)

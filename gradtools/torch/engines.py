@@ -37,8 +37,11 @@ from gradtools.torch.customcode import (
     calls_guarded,
     guarded,
     is_spent,
+    nodes_made,
     note_taken,
     opened,
+    refuse_torchscript,
+    scripts_refused,
     spend,
     surveyed,
 )
@@ -269,15 +272,17 @@ def _reaches_other(survey: Survey, aliases: Sequence[Tensor]) -> bool:
 # --- forward mode ------------------------------------------------------------------------
 
 
-def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
+def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool = False) -> Any:
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
     with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():
         duals = [
             forward_ad.make_dual(_unshared(_normal(x)), _normal(t))
             for x, t in zip(leaves, tangents, strict=True)
         ]
+        recorded = nodes_made()
         with torch.enable_grad(), Stops(not keep, keep, asked_of(fun)):
             outs, extras, nested = _watched(fun, duals)
+        unseen = not (keep or nested or seen) and nodes_made() != recorded
         unpacked = [forward_ad.unpack_dual(y) for y in outs]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
         primals = [y.primal for y in unpacked]
@@ -286,12 +291,26 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
         ]
         if keep:
             pushed = guarded_tangents(asked_of(fun), primals, pushed)
+    if unseen:
+        _refuse_unseen(fun, leaves, tangents)
     if nested and all(t is None for _, t in unpacked):
         refuse_cut(fun, _cut_of(fun, leaves))
     note_taken(primals, pushed, leaves, leaves, torch.is_grad_enabled())
     if torch.is_grad_enabled():
         return primals, extras, pushed
     return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
+
+
+def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
+    """Where no graph was wanted and nodes were made, by what no mode sees: f is looked at."""
+    from gradtools.torch.seeing import rerun
+
+    def run(xs: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return _dual_jvp(fun, [x.detach() for x in xs], tangents, seen=True)[0]
+
+    with scripts_refused(asked_of(fun)):
+        rerun(run, leaves)
 
 
 def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
@@ -360,6 +379,8 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
                 outs, extras = fun(*xs)
             entered[:], wrong[:] = [inside], [first_of(WRONG_IN_BATCHES, outs)]
             survey = surveyed(outs)
+            if again:
+                refuse_torchscript(asked_of(fun), outs)
             found, mended[:] = {id(leaf) for leaf in survey.leaves}, survey.wrong
             reached[:] = [id(x) in found for x in xs]
         empty[:] = [not outs]
@@ -427,6 +448,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
         else:
             with torch.enable_grad(), Stops(False, True, asked_of(fun)):
                 outs, extras, nested = _watched(fun, xs)
+            refuse_torchscript(asked_of(fun), outs)
             stopped[:] = [nested and all(_unpacked(y)[1] is None for y in outs)]
         return tuple(outs), tuple(extras)
 
@@ -488,6 +510,8 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     def paired(*xs: Tensor) -> Any:
         with _looked_at_twice(asked_of(fun)):
             outs, extras = evaluated_to_push(asked_of(fun), fun, *xs)
+        if not is_compiling():
+            refuse_torchscript(asked_of(fun), outs)
         found = first_of(NORMALISATIONS, outs) if _is_differentiated_again() else None
         wrong[:] = [found] if found else []
         return tuple(outs), tuple(extras)

@@ -23,7 +23,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
-from gradtools.torch.customcode import gated_calls, surveyed
+from gradtools.torch.customcode import (
+    gate_compiled,
+    gated_calls,
+    nodes_made,
+    scripts_refused,
+    surveyed,
+)
 from gradtools.torch.engines import _unshared
 from gradtools.torch.gates import gated
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
@@ -178,7 +184,9 @@ class _Use(Forward):
 
     # --- its derivatives
 
-    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+    def pull(
+        self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
+    ) -> list[Any]:
         back = _FrozenBackward(self, widths, width, there)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return outputs_of(back, rows, shared)
@@ -274,6 +282,14 @@ class _Use(Forward):
 
     def pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         """Tangents of the outputs, in forward mode without any graph."""
+        recorded = nodes_made()
+        dys = self._pushed(zs, dzs)
+        if nodes_made() != recorded:  # by what no mode sees
+            with scripts_refused("frozen"):
+                self._pushed(zs, dzs)
+        return dys
+
+    def _pushed(self, zs: Entries, dzs: Entries) -> list[Any]:
         use = self.with_modes(self.modes.without_fast_path())
         fixed = [x for x, _ in self.start.reached.watched]
         use.within = lambda: OneTangent(fixed)
@@ -303,6 +319,7 @@ class _Use(Forward):
             duals = [x.requires_grad_() if is_inexact(x) else x for x in duals]
             with gated_calls("frozen", duals):
                 ys, _ = use.one(0, [], duals)
+            gate_compiled("frozen", [y for y in ys if isinstance(y, Tensor)], duals)
             # With a graph of its own, without which the tangents of some gradients go wrong.
             with stops():
                 grads = pulled_back(ys, duals, cts, True, True)
@@ -380,7 +397,9 @@ class _FrozenBackward(Backward):
         with torch.no_grad():
             return same.evaluate([scaled], zs)[1]
 
-    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+    def pull(
+        self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
+    ) -> list[Any]:
         count = self.shared_width
         zs = list(shared[:count]) if self.arguments is None else self.arguments
         us = spread(shared[width:], there[-1])
@@ -438,7 +457,7 @@ def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
         if x is not None and y is not None:
             x, y = (_primal(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
             x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
-            x, y = x.reshape(-1), y.reshape(-1)
+            x, y = x.reshape(-1).detach(), y.reshape(-1).detach()
             total, a, b = total + float(x @ y), a + float(x @ x), b + float(y @ y)
     return total, (a * b) ** 0.5
 

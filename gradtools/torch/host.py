@@ -15,6 +15,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import _C  # what torch.func itself asks
 
+from gradtools.errors import is_of, refusal
 from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key
 from gradtools.torch.checking import refuse_kernel
 from gradtools.torch.compiling import is_compiling
@@ -38,9 +39,7 @@ def call_now(
 
     One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
     """
-    if is_compiling() or not args or _is_followed():
-        return None
-    if not all(map(_is_plain, args)):
+    if is_compiling() or not args or not all(map(_is_plain, args)) or _is_followed():
         return None
     looks = tuple([(x.shape, x.dtype) for x in args])
     refuse_kernel()
@@ -86,7 +85,29 @@ def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> R
 def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
     if not is_compiling() and (_C._functorch.peek_interpreter_stack() or _tracked(xs)):
         return _WithoutDerivative.apply(key, batch, *xs)
-    return torch.ops.gradtools.call_kernel(key, list(xs), batch)
+    if is_compiling() or all(type(x) in _PLAIN for x in xs):
+        return torch.ops.gradtools.call_kernel(key, list(xs), batch)
+    return _of_subclass(key, xs, batch)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _of_subclass(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
+    """The call of tensors of a class that need not know our operator, as a DTensor does not."""
+    try:
+        return torch.ops.gradtools.call_kernel(key, list(xs), batch)
+    except NotImplementedError as error:
+        if not is_of("torch", error):
+            raise
+        kinds = ", ".join(sorted({type(x).__name__ for x in xs if type(x) not in _PLAIN}))
+        call = call_by_key(key)
+        raise refusal(
+            error,
+            f"host function {call.kernel.name!r}: an argument is a {kinds}, which does not take "
+            "kernels of others. Call it with the plain tensors inside, as `to_local` of a DTensor "
+            f"gives them. PyTorch says: {error}",
+        ) from error
 
 
 def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:

@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradtools import keras_layers
 from gradtools.errors import GradtoolsError, warn
-from gradtools.torch.arrays import seed_of
+from gradtools.keras_layers import is_keras
+from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
 
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
@@ -76,24 +78,43 @@ def functionalize(
     variables: Any = None,
     train: bool | None = None,
     rng_names: tuple[str, ...] = ("dropout",),
+    frozen_too: bool = False,
 ) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
-    """``(apply, params, state)`` of a module. See ``gradtools.models``."""
-    _check_module(module, variables)
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    state = {name: b.detach().clone() for name, b in module.named_buffers()}
+    """``(apply, params, state)`` of a module. See ``gradtools.models``.
+
+    frozen_too: Parameters that ask for no gradient are among params as well.
+    """
+    if is_keras(module):
+        return keras_layers.functionalize(module, variables, train, _KERAS)
+    check_module("functionalize", module, variables)
+    all_params = {name: p.detach() for name, p in module.named_parameters()}
+    free = {name for name, p in module.named_parameters() if p.requires_grad or frozen_too}
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     plan = _plan(module)
     if train is not None:
-        plan = _in_mode(plan, params, state, train)
-    private = _instantiate(plan, params, state)  # for torch.compile alone
+        plan = _in_mode(plan, all_params, buffers, train)
+    private = _instantiate(plan, all_params, buffers)  # for torch.compile alone
+    params = {name: p for name, p in all_params.items() if name in free}
+    frozen = {name: p for name, p in all_params.items() if name not in free}
     shapes = {name: p.shape for name, p in params.items()}
-    state_shapes = {name: b.shape for name, b in state.items()}
+    state = {**frozen, **buffers}
+    state_shapes = {name: x.shape for name, x in state.items()}
 
-    return partial(_apply, plan, private, (shapes, state_shapes)), params, state
+    return partial(_apply, plan, private, (shapes, state_shapes, tuple(frozen))), params, state
 
 
 def _apply(plan, private, shapes, /, params, state, *args, key=None, **kwargs):
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
+    if not shapes[2]:
+        return _applied(plan, private, params, state, args, kwargs, key)
+    frozen = {name: state[name] for name in shapes[2]}
+    buffers = {name: x for name, x in state.items() if name not in frozen}
+    out, after = _applied(plan, private, {**params, **frozen}, buffers, args, kwargs, key)
+    return out, {**frozen, **after}
+
+
+def _applied(plan, private, params, state, args, kwargs, key):
     if key is not None:
         return _seeded_call(plan, params, state, args, kwargs, key)
     if torch.compiler.is_compiling():
@@ -253,6 +274,33 @@ def _copies(plan: Plan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
     return copies
 
 
+class Copy:
+    """A module with other parameters, which shares all else with it, for one call.
+
+    Attributes:
+        root: The copy.
+    """
+
+    def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+        self._plan, self._originals = _plan(module), list(module.modules())
+        own, self._buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self._copies = _copies(self._plan, {**own, **params}, self._buffers)
+        self.root = self._copies[0]
+
+    def hand_back(self) -> None:
+        """Assigns to the module what was assigned to the copy: buffers, and other attributes."""
+        nodes = zip(self._originals, self._copies, self._plan.nodes, strict=True)
+        for original, copy, node in nodes:
+            for name, slot in node.buffers.items():
+                value = copy._buffers.get(name)
+                if slot is not None and value is not self._buffers[slot]:
+                    original._buffers[name] = value
+            for name, value in vars(copy).items():
+                fixed = name in OWN_FIELDS or name in node.relinked
+                if not fixed and value is not node.shared.get(name, node):
+                    vars(original)[name] = value
+
+
 def _filled(slots: dict[str, Any], source: Any) -> dict[str, Any]:
     return {name: None if slot is None else source[slot] for name, slot in slots.items()}
 
@@ -291,21 +339,22 @@ def _with_scalars(node: Node, copy: nn.Module) -> Node:
 # Checks
 
 
-def _check_module(module: Any, variables: Any) -> None:
+def check_module(asked: str, module: Any, variables: Any = None) -> None:
+    """Refuses what is no module, and one whose tensors cannot be given from outside."""
     if not isinstance(module, nn.Module):
         raise GradtoolsError(
-            f"functionalize: got a {type(module).__module__}.{type(module).__qualname__}; the "
+            f"{asked}: got a {type(module).__module__}.{type(module).__qualname__}; the "
             "PyTorch backend accepts a torch.nn.Module."
         )
     if variables is not None:
         raise GradtoolsError(
-            "functionalize: a torch.nn.Module holds its own tensors; leave variables=None."
+            f"{asked}: a torch.nn.Module holds its own tensors; leave variables=None."
         )
     for name, part in module.named_modules():
-        _check_part(name or "the module", part)
+        _check_part(asked, name or "the module", part)
 
 
-def _check_part(name: str, part: nn.Module) -> None:
+def _check_part(asked: str, name: str, part: nn.Module) -> None:
     mends = {
         "ScriptModule": "functionalize the Python module before scripting it",
         "DistributedDataParallel": "functionalize its .module",
@@ -315,13 +364,13 @@ def _check_part(name: str, part: nn.Module) -> None:
     for kind in type(part).__mro__:
         if kind.__name__ in mends and kind.__module__.startswith("torch."):
             raise GradtoolsError(
-                f"functionalize: {name} is a {kind.__name__}, whose tensors cannot be given from "
+                f"{asked}: {name} is a {kind.__name__}, whose tensors cannot be given from "
                 f"outside; {mends[kind.__name__]}."
             )
     for tensor_name, tensor in [*part._parameters.items(), *part._buffers.items()]:
         if tensor is not None and nn.parameter.is_lazy(tensor):
             raise GradtoolsError(
-                f"functionalize: {tensor_name!r} of {name} has no shape yet (a lazy module). "
+                f"{asked}: {tensor_name!r} of {name} has no shape yet (a lazy module). "
                 "Call the module once on an example first."
             )
 
@@ -406,3 +455,19 @@ def _generator(device: torch.device) -> torch.Generator:
     if hasattr(backend, "default_generators"):
         return backend.default_generators[device.index or 0]
     return backend._get_default_mps_generator()  # MPS has one device and no public name for it
+
+
+# Keras
+
+
+def _keras_seeds(key: Any, count: int) -> list[Tensor]:
+    """A pair of integers of 31 bits for each random stream."""
+    return [k.abs() % (1 << 31) for k in split(key, count)] if count else []
+
+
+def _keras_drawing(key: Any, arrays: Any) -> Any:
+    """Its dropout draws from PyTorch's own stream."""
+    return _seeded(_seed(key), _devices(arrays))
+
+
+_KERAS = keras_layers.Wing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)

@@ -28,6 +28,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
 from gradtools.torch.customcode import gate_compiled, gated_calls
+from gradtools.torch.joining import Joint, join, joint_of
 from gradtools.torch.modes import Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import explained, torch_says
@@ -88,9 +89,17 @@ class Program:
         """Whether output k of chunk i has a derivative."""
         return True
 
-    def pull(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+    def pull(
+        self,
+        widths: Any,
+        width: int,
+        there: Any,
+        rows: Rows,
+        shared: Entries,
+        joint: Joint | None = None,
+    ) -> list[Any]:
         """Cotangents of the inputs; rows and shared end in the vectors, as in `_Derived`."""
-        return outputs_of(Backward(self, widths, width, there), rows, shared)
+        return outputs_of(Backward(self, widths, width, there, joint), rows, shared)
 
     def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
         """Tangents of the outputs."""
@@ -572,12 +581,12 @@ class Forward(Program):
             self.verification.done()
 
     @contextmanager
-    def going_back(self) -> Iterator[None]:
+    def going_back(self, again: bool = False) -> Iterator[None]:
         """Inside, a chunk that was computed again is differentiated.
 
-        What hooks on gradients do then is not done again, and stays.
+        What hooks on gradients do then stays. again: For a second derivative; they did it before.
         """
-        if not (self.is_again and self.hooked):
+        if again or not (self.is_again and self.hooked):
             reached = self.start.reached
             before = reached.contents_versions() if self.compares_bits else []
             yield
@@ -642,9 +651,14 @@ class _Derived(Program):
     transposes = False  # whether it differentiates the other's pullback along its cotangents
 
     def __init__(
-        self, of: Program, widths: list[int], shared_width: int, there: list[list[bool]]
+        self,
+        of: Program,
+        widths: list[int],
+        shared_width: int,
+        there: list[list[bool]],
+        joint: Joint | None = None,
     ) -> None:
-        self.of, self.leaves = of, of.leaves
+        self.of, self.leaves, self.joint = of, of.leaves, joint
         self.widths, self.shared_width, self.there = widths, shared_width, there
         # One entry for each batch of vmap, the outermost first: whether the vectors alone have
         # it. The other program then runs as it ran before, and a graph serves many vectors.
@@ -713,7 +727,7 @@ class _Derived(Program):
         return set()
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
-        count, sums = len(rows), Sums()
+        count, sums = len(rows), self._begun()
         rows, shared = [[_primal(x) for x in xs] for xs in rows], [_primal(x) for x in shared]
         found: Rows = [self.nothing(i) for i in range(count)]
         self.forward.check_storages()
@@ -729,6 +743,14 @@ class _Derived(Program):
                         else:
                             self.pass_by(i, rows[i], shared)
         return found, sums.total or self.nothing_summed()
+
+    def _begun(self) -> Sums:
+        """What earlier nodes of this backward pass gave for the leaves; nobody else holds it."""
+        sums = Sums()
+        handed = self.joint.handed(self.leaves) if self.joint is not None else []
+        if any(x is not None for x in handed):
+            sums.add([*[None] * self.shared_width, *handed])
+        return sums
 
     @contextmanager
     def _summing(self) -> Iterator[None]:
@@ -787,16 +809,23 @@ class Backward(_Derived):
         inputs, ys, terms = self._within(i, xs, shared)
         cts += shared_cts if terms else []
         own, outs = len(xs) + len(shared), [*ys, *terms]
-        adding: AbstractContextManager[Any] = nullcontext()
-        single = not (create or self.forward.batches or any(self.vectors_only))
-        if single and self.sums is not None and self.sums.has_any:
-            adding = adding_leaves(self.sums, len(shared), self.leaves, outs)
-        with self.forward.going_back(), self.explained(), adding as added:
-            roots, taken = added or (outs, ())
-            grads = self.pulled(roots, inputs, cts, own, create, create)
+        sums = None if create else self.sums
+        with self.forward.going_back(create), self.explained():
+            grads = self._pulled_adding(sums, outs, inputs, cts, own, create, create)
+        return grads[: len(xs)], grads[len(xs) :]
+
+    def _pulled_adding(
+        self, sums: Sums | None, outs: Entries, inputs: Entries, cts: Entries, own: int, *how: bool
+    ) -> list[Any]:
+        """As `pulled`, but what leaves get is added to sums that are there, and None."""
+        single = not (self.forward.batches or any(self.vectors_only))
+        if not single or sums is None or not sums.has_any:
+            return self.pulled(outs, inputs, cts, own, *how)
+        with adding_leaves(sums, self.shared_width, self.leaves, outs) as (roots, taken):
+            grads = self.pulled(roots, inputs, cts, own, *how)
         for k in taken:
             grads[own + k] = None
-        return grads[: len(xs)], grads[len(xs) :]
+        return grads
 
     def from_retained(self, rows: Rows, shared: Entries, found: Rows, sums: Sums) -> set[int]:
         """All chunks whose graphs were kept, in one pass."""
@@ -814,9 +843,10 @@ class Backward(_Derived):
         reading = forward.reading
         reading[0] = True
         once = nullcontext() if forward.hooked else forward.going_back()
+        inputs, width = [*inputs, *self.leaves], len(inputs)
         try:
             with self.explained(), once:
-                grads = self.pulled(outs, [*inputs, *self.leaves], cts, len(inputs), keep, False)
+                grads = self._pulled_adding(sums, outs, inputs, cts, width, keep, False)
         finally:
             reading[0] = False
         had, left = set(retained), iter(grads)
@@ -956,7 +986,7 @@ class _Maps:
     width: int
     shape: list[Any]  # as `_chosen` says it
 
-    def cotangent(self, saved: Entries, cts: Entries) -> list[Any]:
+    def cotangent(self, saved: Entries, cts: Entries, joint: Joint | None = None) -> list[Any]:
         """One for each input and leaf."""
         counts, there = self.shape
         full = spread(cts, there)
@@ -964,7 +994,7 @@ class _Maps:
             full = full[: sum(counts)]
         found = self._vectors(saved, full, counts)
         with marked(self.program.forward.asked):
-            return self.program.pull(self.widths, self.width, found[2], *found[:2])
+            return self.program.pull(self.widths, self.width, found[2], *found[:2], joint)
 
     def tangent(self, saved: Entries, dxs: Entries) -> list[Any]:
         """One for each output."""
@@ -994,6 +1024,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:
         ctx.maps = maps
+        join(ctx, maps.program.leaves)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(*[y for y in outs if not is_inexact(y)])
@@ -1001,9 +1032,13 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        there = [None if ct is None else alive(ct) for ct in cts]
+        there, joint = [None if ct is None else alive(ct) for ct in cts], joint_of(ctx)
         with torch._C._EnableTorchFunction():  # which backward() of a subclass switches off
-            return None, None, *ctx.maps.cotangent(_unchanged(ctx), there)
+            found = ctx.maps.cotangent(_unchanged(ctx), there, joint)
+        if joint is not None:
+            own = len(found) - len(ctx.leaves)
+            found[own:] = joint.handed_on(ctx.leaves, found[own:])
+        return None, None, *found
 
 
 def _unchanged(ctx: Any) -> Any:

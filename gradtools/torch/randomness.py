@@ -85,9 +85,13 @@ class Randomness:
         """Where the generators stand, by their names: equal where they stand alike."""
         found = {f"PyTorch's random stream on {d}": hash(_state(d)[1]) for d in self.states}
         if self.python is not None:
-            found["Python's random stream"] = hash(random.getstate())
+            moved = not self._python_stands()
+            found["Python's random stream"] = hash(random.getstate()) if moved else 0
         if self.numpy is not None:
-            found["NumPy's random stream"] = hash(_bits_of(numpy_state(legacy=False)))
+            moved = not self._numpy_stands()
+            found["NumPy's random stream"] = (
+                hash(_bits_of(numpy_state(legacy=False))) if moved else 0
+            )
         return found
 
     def restore(self) -> None:

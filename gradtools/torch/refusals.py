@@ -101,6 +101,7 @@ _MENDS = {
     "requires special handling, and does not yet have a batching rule": _NO_VMAP,
     "Could not run 'aten::view' with arguments from the 'SparseCPU' backend": _NO_VMAP,
     "Sparse CSR tensors do not have is_contiguous": _NO_VMAP,
+    "accessing `data` under vmap": _NO_VMAP,  # TorchScript
     "Cannot access data pointer of Tensor that doesn't have storage": (
         "f holds an operation that reads the numbers of a tensor (lengths, places to split), which "
         "torch.func's transforms hide, and gradtools transposes a pullback through them. Pass them "

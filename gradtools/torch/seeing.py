@@ -37,6 +37,8 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         stand_ins=seen.stand_ins(),
         wanted=tuple([k for k, x in enumerate(leaves) if _wanted(x)]),
         parameters=seen.parameters(),
+        held=seen.held(),
+        reads=seen.reads(),
     )
 
 

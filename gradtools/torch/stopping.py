@@ -31,6 +31,8 @@ _unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 _tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _AS_IT_IS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -146,8 +148,11 @@ class Stops(TorchFunctionMode):
         _tangents(self._stopped is None)
 
     def _requires(self, x: Tensor) -> bool:
-        """Whether x would require a gradient in reverse mode; where a graph is kept, it does."""
-        if _unpack(x, level=self._level)[1] is None:
+        """Whether x would require a gradient in reverse mode; where a graph is kept, it does.
+
+        Beneath autograd, as in the `__torch_dispatch__` of a wrapper, nothing has a tangent.
+        """
+        if _is_excluded(_AUTOGRAD) or _unpack(x, level=self._level)[1] is None:
             return False
         if self._stopped is None and not self._hidden:
             x.requires_grad_()

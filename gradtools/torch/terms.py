@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch.compiling import nodes_of
+from gradtools.torch.customcode import refuse_torchscript
 from gradtools.torch.gates import gated
 
 Tensor = torch.Tensor
@@ -52,6 +53,7 @@ def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) ->
     """
     if not _tracked(primals):
         return pushed
+    refuse_torchscript(asked, primals)
     for node, wrong in _held(_TANGENT_IS_A_CONSTANT, primals):
         x = _input_of(node)
         if x is not None and x.requires_grad and _has_tangent(x):

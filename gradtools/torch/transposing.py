@@ -138,23 +138,28 @@ def running() -> list[_Transposition]:
     return found
 
 
-@contextmanager
-def transposing(rule: Rule) -> Iterator[_Transposition]:
-    """While one of the rule's maps is transposed."""
-    stack = running()
-    stack.append(own := _Transposition(rule.source or rule))
-    try:
-        yield own
-    except GradtoolsError as error:
-        if not own.by_code:
-            raise
-        raise GradtoolsError(
-            f"rule {rule.name!r}: its forward rule applies {rule.name} itself to tangents, so "
-            f"reverse mode transposes the code of {rule.name}, which failed: {error} Give it a "
-            "reverse rule as well, with defvjp(fwd, bwd)."
-        ) from error
-    finally:
-        stack.pop()
+class transposing:
+    """While one of the rule's maps is transposed, and traced on a level if one is given.
+
+    A class, for `contextlib.contextmanager` takes longer than all else that a call does here.
+    """
+
+    def __init__(self, rule: Rule, level: int | None = None) -> None:
+        self.rule, self.own = rule, _Transposition(rule.source or rule, level)
+
+    def __enter__(self) -> _Transposition:
+        running().append(self.own)
+        return self.own
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        running().pop()
+        if self.own.by_code and isinstance(error, GradtoolsError):
+            name = self.rule.name
+            raise GradtoolsError(
+                f"rule {name!r}: its forward rule applies {name} itself to tangents, so "
+                f"reverse mode transposes the code of {name}, which failed: {error} Give it a "
+                "reverse rule as well, with defvjp(fwd, bwd)."
+            ) from error
 
 
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:

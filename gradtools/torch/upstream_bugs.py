@@ -19,12 +19,14 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._C import DispatchKey
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._functorch.autograd_function import custom_function_call
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch import formulas
+from gradtools.torch.compiling import is_compiling
 from gradtools.torch.transposed import NoTranspose, by_reverse_mode
 from gradtools.torch.wrappers import is_inexact, is_wrapped, unwrapped
 from gradtools.torch.wrong_gradients import GRADIENT_AGAIN
@@ -387,6 +389,8 @@ _ANOTHER_WAY: dict[Any, Callable[..., Any] | None] = {}  # by function of PyTorc
 def _another_way(fun: Any) -> Callable[..., Any] | None:
     """What calls a function that is not to be trusted; None for all others."""
     bug = bug_of(fun)
+    if isinstance(fun, HigherOrderOperator) and fun is not custom_function_call:
+        return _by_its_operations
     custom = type(fun) in _OPERATORS and _is_custom(fun)
     return partial(_called_otherwise, bug) if bug is not None or custom else None
 
@@ -406,6 +410,25 @@ def _called_otherwise(bug: Bug | None, fun: Any, args: Args, kwargs: Kwargs, aga
     if bug.instead is None:
         return _transposed(fun, args, kwargs, opaque=fun is _LINEAR_CROSS_ENTROPY)
     return bug.instead(*args, **kwargs)
+
+
+def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any:
+    """An operator of functions (cond, scan, map), whose tangents PyTorch drops: by plain code."""
+    if is_compiling():  # dynamo looks in; it comes here again when what it made runs
+        return fun(*args, **kwargs)
+    if not _is_differentiated_here() or not _is_moved(args, kwargs):
+        return _pushed_by_pytorch(fun, args, kwargs)
+    plain = _plain_kernel(fun)
+    if plain is None:
+        raise GradtoolsError(
+            f"jvp: f holds the operator {fun.__name__} of PyTorch's, which takes functions and may "
+            "drop their tangents in silence. Write it by plain operations, or use linearize."
+        )
+    return plain(*args, **kwargs)
+
+
+def _plain_kernel(fun: HigherOrderOperator) -> Any:
+    return fun.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
 
 
 def _is_differentiated_here() -> bool:
@@ -439,6 +462,8 @@ class TwiceByPlainOperations(TorchFunctionMode):
         """The function, or the formula that stands for it."""
         bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
         kwargs = kwargs or {}
+        if isinstance(fun, HigherOrderOperator) and not is_compiling():
+            fun = _plain_kernel(fun) or fun
         if bug is not None and bug_of(fun) is bug and "out" not in kwargs:
             fun = bug.instead if bug.when is None or bug.when(*args, **kwargs) else fun
         called: Any = fun

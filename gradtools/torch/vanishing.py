@@ -31,30 +31,34 @@ Tensor = torch.Tensor
 Cotangents = Sequence[Tensor | None]
 
 
-def vanishing(run: Run, leaves: Sequence[Any], index: int) -> list[Vanished] | None:
+def vanishing(
+    run: Run, leaves: Sequence[Any], index: int, held: Sequence[Tensor] = ()
+) -> list[Vanished] | None:
     """Where the cotangent of a leaf becomes zero; None if its gradient is not zero everywhere.
 
     One run answers for all leaves, and is remembered as long as the program that `run` belongs to.
+    After the leaves the index counts on in `held`, what f holds that requires grad.
     """
     program = getattr(run, "__self__", None)
     if program is None:
-        return _of_all(run, leaves)[index]
+        return _of_all(run, leaves, held)[index]
     if program not in _KNOWN:
-        _KNOWN[program] = _of_all(run, leaves)
+        _KNOWN[program] = _of_all(run, leaves, held)
     return _KNOWN[program][index]
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, list[list[Vanished] | None]] = weakref.WeakKeyDictionary()
 
 
-def _of_all(run: Run, leaves: Sequence[Any]) -> list[list[Vanished] | None]:
+def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[list[Vanished] | None]:
     with observed(run, leaves, [""] * len(leaves)) as seen:
         outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
-        asked = [k for k, x in enumerate(seen.aliases) if isinstance(x, Tensor) and is_inexact(x)]
-        found: list[list[Vanished] | None] = [[] for _ in leaves]
+        xs = [*seen.aliases, *held]
+        asked = [k for k, x in enumerate(xs) if isinstance(x, Tensor) and is_inexact(x)]
+        found: list[list[Vanished] | None] = [[] for _ in xs]
         if not (outs and asked):
             return found
-        grads = _gradients(outs, [seen.aliases[k] for k in asked])
+        grads = _gradients(outs, [xs[k] for k in asked])
         if any(grad is not None and grad.is_meta for grad in grads):
             raise GradtoolsError(
                 "why_zero: the gradient is on the meta device, which holds no numbers, so nobody "
@@ -68,10 +72,10 @@ def _of_all(run: Run, leaves: Sequence[Any]) -> list[list[Vanished] | None]:
         zero = [k for k in zero if found[k] is not None]
         if zero:
             with _watched(outs) as passed:
-                _gradients(outs, [seen.aliases[k] for k in zero])
+                _gradients(outs, [xs[k] for k in zero])
             back = _Back.of(outs, passed)
             for k in zero:
-                found[k] = _stops(seen.recorder, back, seen.aliases[k])
+                found[k] = _stops(seen.recorder, back, xs[k])
         return found
 
 
@@ -84,7 +88,8 @@ def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
         at = back.passed[node]
         path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
         if path and not any(at.on[k] for k in path):
-            vanished = Vanished(_named(recorder, node), _underflows(node, at.given), tuple(path))
+            underflow = _underflows(node, at.given, path)
+            vanished = Vanished(_named(recorder, node), underflow, tuple(path))
             found.append((made.get(node, len(made)), vanished))
     return [vanished for _, vanished in sorted(found, key=lambda pair: pair[0])]
 
@@ -227,8 +232,8 @@ def _named(recorder: Recorder, node: Any) -> Node:
 # --- underflow ---------------------------------------------------------------------------
 
 
-def _underflows(node: Any, given: Cotangents) -> bool:
-    """Whether it is not the factor that is zero."""
+def _underflows(node: Any, given: Cotangents, path: Sequence[int]) -> bool:
+    """Whether it is not the factor that is zero, of those operands to which the path leads."""
     name = type(node).__name__
     if name.startswith(("ExpBackward", "Exp2Backward")):
         return True  # no exponential is zero
@@ -239,7 +244,8 @@ def _underflows(node: Any, given: Cotangents) -> bool:
         return False
     with torch.no_grad():
         found = node(*[None if ct is None else _large(ct) for ct in given])
-    return any(map(_moves, found if isinstance(found, tuple) else (found,)))
+    found = found if isinstance(found, tuple) else (found,)
+    return any(_moves(found[k]) for k in path)
 
 
 def _large(ct: Tensor) -> Tensor:

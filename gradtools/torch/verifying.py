@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import trees
 from gradtools.torch.compiling import nodes_of
-from gradtools.torch.state import _contents_of
+from gradtools.torch.reaching import contents_of
 from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
 
@@ -177,9 +177,9 @@ class Verification:
             f"{self.asked}: chunk {i} gives other numbers when it is computed again, first "
             f"{where}. It depends on something that is neither an argument, a random stream, nor "
             "held by a module or variable that f can reach (an iterator, a file, a cache, the "
-            "clock, a tensor changed through .data); or a kernel is not deterministic "
-            "(torch.use_deterministic_algorithms). Its gradient would be wrong. Make it a buffer "
-            "of a module or an argument."
+            "clock, a tensor changed through .data), another thread draws from a random stream of "
+            "f, or a kernel is not deterministic (torch.use_deterministic_algorithms). Its "
+            "gradient would be wrong. Make it a buffer of a module or an argument."
         )
 
     # --- graphs
@@ -319,7 +319,7 @@ def _looks(f: Any) -> tuple[Any, Any]:
 
 
 def _parts(f: FunctionType, depth: int) -> tuple[Any, ...]:
-    cells = [_contents_of(cell) for cell in f.__closure__ or ()]
+    cells = [contents_of(cell) for cell in f.__closure__ or ()]
     held = (*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
     return (id(f.__globals__), *[_part(x, depth + 1) for x in held])
 

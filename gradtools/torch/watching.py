@@ -173,8 +173,8 @@ _OWN_WRAPPERS = {
     "round: DistributedDataParallel around a module whose forward calls chunked on the plain one.",
     "FullyShardedDataParallel": "Its parameters are gathered and freed around each call; use "
     "DistributedDataParallel around a module whose forward calls chunked.",
-    "FSDPModule": "Its parameters are gathered and freed around each call; use "
-    "DistributedDataParallel around a module whose forward calls chunked.",
+    "FSDPModule": "Its parameters are gathered and freed around each call; put fully_shard, or "
+    "DistributedDataParallel, around the module whose forward calls chunked, and nothing inside.",
     "DataParallel": "Its replicas are made anew at each call; use DistributedDataParallel around a "
     "module whose forward calls chunked.",
 }

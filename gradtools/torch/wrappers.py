@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,12 +58,55 @@ def is_inexact(x: Any) -> bool:
 
 
 def like(x: Tensor) -> Any:
-    """The shape, dtype and device of a tensor that is differentiated, None for others."""
-    return (x.shape, x.dtype, x.device) if is_inexact(x) else None
+    """The shape, dtype and device of a tensor that is differentiated, None for others.
+
+    Of a subclass that wraps tensors, such as a DTensor, also how it does so.
+    """
+    if not is_inexact(x):
+        return None
+    look = x.shape, x.dtype, x.device
+    inner = unwrapped(x)
+    if type(inner) in _PLAIN or inner.layout is not torch.strided or inner.shape != x.shape:
+        return look
+    inside = _Inside.of(inner)
+    return look if inside is None else (*look, inside)
 
 
-def zeros(shape: Any, dtype: Any, device: Any) -> Tensor:
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class _Inside:
+    """What a wrapper subclass is made of, by PyTorch's protocol of `__tensor_flatten__`."""
+
+    kind: Any
+    parts: dict[str, Any]  # what the tensors look like
+    others: dict[str, Any]  # what else it is made of, such as a mesh
+    context: Any
+    stride: Any
+
+    @classmethod
+    def of(cls, x: Any) -> _Inside | None:
+        if not hasattr(x, "__tensor_flatten__"):
+            return None
+        names, context = x.__tensor_flatten__()
+        held = {name: getattr(x, name) for name in names}
+        parts = {name: like(y) for name, y in held.items() if isinstance(y, Tensor)}
+        if None in parts.values():  # a quantized one, say
+            return None
+        others = {name: y for name, y in held.items() if name not in parts}
+        return cls(type(x), parts, others, context, x.stride())
+
+    def zeros(self, shape: Any) -> Tensor:
+        inner = {**self.others, **{name: zeros(*part) for name, part in self.parts.items()}}
+        made = self.kind.__tensor_unflatten__(inner, self.context, shape, self.stride)
+        return made.detach()
+
+
+def zeros(shape: Any, dtype: Any, device: Any, inside: _Inside | None = None) -> Tensor:
     """Zeros of what `like` says."""
+    if inside is not None:
+        return inside.zeros(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 

@@ -19,7 +19,7 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.recording import Refusal, Run
-from gradtools.torch.compiling import is_compiling
+from gradtools.torch.compiling import is_compiling, leaves_of
 from gradtools.torch.recording.recorder import Recorder, Replace
 from gradtools.torch.recording.unseen import watching
 from gradtools.torch.state import Snapshot
@@ -86,11 +86,23 @@ class Seen:
 
     def parameters(self) -> tuple[tuple[str, int | None], ...]:
         """What f holds that requires grad, and its number if f read it."""
-        numbering, own = self.recorder.numbering, {id(x) for x in self.leaves}
-        numbers = {id(x): number for number, x in numbering.captured.items()}
-        found = [x for x in numbering.reachable.values() if x.requires_grad and x.is_leaf]
-        named = [(_as_argument(self.names[id(x)]), x) for x in found if id(x) not in own]
-        return tuple([(name, numbers.get(id(x))) for name, x in named])
+        numbers = {id(x): number for number, x in self.recorder.numbering.captured.items()}
+        return tuple([(_as_argument(self.names[id(x)]), numbers.get(id(x))) for x in self.held()])
+
+    def held(self) -> tuple[Tensor, ...]:
+        """What f holds that requires grad."""
+        own = {id(x) for x in self.leaves}
+        found = self.recorder.numbering.reachable.values()
+        return tuple([x for x in found if x.requires_grad and x.is_leaf and id(x) not in own])
+
+    def reads(self) -> dict[int, list[int]]:
+        """The numbers of what was there before, and of what had been computed from it, by id."""
+        found: dict[int, list[int]] = {}
+        for number, x in self.recorder.numbering.captured.items():
+            found.setdefault(id(x), []).append(number)
+            for leaf in leaves_of([x]) if x.grad_fn is not None else ():
+                found.setdefault(id(leaf), []).append(number)
+        return found
 
 
 def _as_argument(name: str) -> str:

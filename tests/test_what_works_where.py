@@ -1,10 +1,8 @@
-"""README.md and docs/*.md: every block of Python runs, and the table of what works is true."""
+"""docs/support.md: the table of what works where is true, cell by cell."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,99 +11,7 @@ import pytest
 
 import gradtools
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = PAGES[0].read_text(encoding="utf-8")
-
-
-# --- the blocks --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Block:
-    """One block of Python, where it stands."""
-
-    page: Path
-    line: int
-    code: str
-
-    @property
-    def picks_a_backend(self) -> bool:
-        return "gt" not in re.findall(r"\bgt\b", self.code) or "as gt" in self.code
-
-    def run(self, **names) -> None:
-        for module in re.findall(r"^(?:import|from) ([\w.]+)", self.code, re.MULTILINE):
-            pytest.importorskip(module)
-        source = "\n" * self.line + self.code  # so that a traceback names the page's line
-        with default_precision():
-            exec(compile(source, str(self.page), "exec"), {"__name__": "page", **names})
-
-
-def blocks() -> list[Block]:
-    return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found[1])
-        for page in PAGES
-        for text in [page.read_text(encoding="utf-8")]
-        for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    ]
-
-
-@contextlib.contextmanager
-def default_precision():
-    """As a reader has it: JAX without 64 bits."""
-    if "jax" not in gradtools.available_backends():
-        yield
-        return
-    import jax
-
-    with jax.enable_x64(False):
-        yield
-
-
-def named(found: list[Block]) -> dict:
-    return {"argvalues": found, "ids": [f"{b.page.name}:{b.line}" for b in found]}
-
-
-@pytest.mark.parametrize("block", **named([b for b in blocks() if b.picks_a_backend]))
-def test_a_block_runs_as_it_stands(block):
-    block.run()
-
-
-@pytest.mark.parametrize("block", **named([b for b in blocks() if not b.picks_a_backend]))
-def test_a_block_runs_unchanged_in_each_backend(block, gt):
-    block.run(gt=gt)
-
-
-def test_the_readme_has_blocks_of_both_kinds():
-    kinds = [block.picks_a_backend for block in blocks() if block.page.name == "README.md"]
-    assert kinds.count(True) >= 4 and kinds.count(False) >= 7
-
-
-def test_a_block_that_fails_is_seen():
-    with pytest.raises(AssertionError):
-        Block(PAGES[0], 1, "assert 1 + 1 == 3").run()
-
-
-def test_every_public_name_is_shown_in_the_readme(gt):
-    missing = [name for name in gt.__all__ if not re.search(rf"\b{name}\b", README)]
-    assert missing == ["accumulate_gradients"]  # docs/grad-or-backward.md shows it
-
-
-# --- what the README points to -------------------------------------------------------------
-
-
-def test_every_link_leads_to_a_file():
-    for page in PAGES:
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
-
-
-def test_every_example_is_in_the_list():
-    listed = set(re.findall(r"\]\(examples/(\w+)\.py\)", README))
-    assert listed == {path.stem for path in (ROOT / "examples").glob("u*.py")}
-
-
-# --- the table of what works where ---------------------------------------------------------
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
 COLUMNS = ("eager", "compile", "vmap", "reverse", "forward")
 X = np.array([0.3, -0.7, 1.2])
@@ -114,7 +20,7 @@ T = np.array([1.0, 2.0, 3.0])
 
 def table() -> dict[str, tuple[str, ...]]:
     """The cells of each row, by the operator that the row names."""
-    section = README.split("## What works where")[1].split("<!--")[0]
+    section = PAGE.read_text(encoding="utf-8").split("<!--")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
     return {row[0].split("`")[1]: tuple(row[1:]) for row in rows[1:]}
 
@@ -262,6 +168,6 @@ def test_in_y_means_that_pytorch_refuses_the_other_two(gt, backend_name):
 
 
 @pytest.mark.parametrize("name", ["round", "sign"])
-def test_what_the_readme_calls_connected_with_derivative_zero(gt, name):
+def test_what_the_pages_call_connected_with_derivative_zero(gt, name):
     grad = gt.grad(lambda x: getattr(gt.xp, name)(x).sum())(gt.asarray(X))
     assert gt.to_numpy(grad).tolist() == [0, 0, 0]

@@ -1,0 +1,96 @@
+"""The table of figures in README.md, from the tables in benchmarks/results.
+
+    python benchmarks/figures.py    # writes it between its two marks
+
+Each figure names the file that it is read from; a test holds README.md to what this writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+MARKS = "<!-- figures: generated -->\n\n", "\n\n<!-- end of figures -->"
+
+Row = dict[str, str]
+
+
+def rows(name: str, *holding: str) -> list[Row]:
+    """The rows of all tables in a file of results that have these cells, by their columns."""
+    found, columns = [], []
+    for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
+        if not cells:
+            columns = []
+        elif not columns:
+            columns = cells
+        elif set(holding) <= set(cells):
+            found.append(dict(zip(columns, cells, strict=True)))
+    return found
+
+
+def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = "") -> list[str]:
+    """One cell for PyTorch and one for JAX: that column of the one row that holds the words."""
+    cells = []
+    for framework in ("PyTorch", jax):
+        (row,) = rows(name, framework, *holding)
+        cells.append(row[column] + unit)
+    return cells
+
+
+def table() -> str:
+    """The table, in Markdown."""
+    mb = {"unit": " MB"}
+    scanned = {"jax": "JAX, jit and scan"}
+    found = [
+        ("contrastive step, memory: the whole batch at once",
+         both("chunked.md", "peak, MB", "plain, the whole batch", **mb), "chunked"),
+        ("the same with `chunked`, 8 chunks",
+         both("chunked.md", "peak, MB", "gt.chunked, retain=1", **mb), "chunked"),
+        ("its time beside the two passes written by hand",
+         both("chunked.md", "times two passes by hand", "gt.chunked, retain=1"), "chunked"),
+        ("second derivative around 64 layers, memory: double backward",
+         both("mixed_partial.md", "memory, MB", "64", "double backward", **scanned, **mb),
+         "mixed_partial"),
+        ("the same with `mixed_partial`",
+         both("mixed_partial.md", "memory, MB", "64", "mixed_partial", **scanned, **mb),
+         "mixed_partial"),
+        ("a reversal at 512 x 512, time beside one by hand",
+         [_overhead("reversal, 512 x 512, PyTorch"),
+          _overhead("gradient with a reversal, 512 x 512, JAX jit")], "overhead"),
+        ("importing gradtools after the framework", _imports(), "import_time"),
+    ]  # fmt: skip
+    lines = ["| | PyTorch | JAX | from |", "|---|---|---|---|"]
+    for text, (torch, jax), name in found:
+        lines.append(f"| {text} | {torch} | {jax} | [{name}](benchmarks/results/{name}.md) |")
+    return "\n".join(lines)
+
+
+def _overhead(what: str) -> str:
+    (row,) = rows("overhead.md", what, "gradtools")
+    return row["times by hand"]
+
+
+def _imports() -> list[str]:
+    return [
+        f"{row['then the wing, ms']} ms"
+        for framework in ("torch", "jax")
+        for row in rows("import_time.md")
+        if row["wing"].startswith(framework)
+    ]
+
+
+def parts(page: str) -> tuple[str, str, str]:
+    """README.md before the table, the table, and what follows."""
+    before, begin, rest = page.partition(MARKS[0])
+    now, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        raise SystemExit(f"README.md has no table between {MARKS[0].strip()} and its end")
+    return before + begin, now, end + after
+
+
+if __name__ == "__main__":
+    before, _, after = parts(README.read_text(encoding="utf-8"))
+    README.write_text(before + table() + after, encoding="utf-8")

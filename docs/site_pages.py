@@ -1,0 +1,199 @@
+"""What the site holds besides docs/*.md: a hook of MkDocs (see mkdocs.yml) and nothing else.
+
+A page may link to any file of the repository, as it does when it is read there. The hook makes a
+page of each file that is linked: README.md is the home page, a program is shown with its docstring,
+with what it prints and draws where that is kept (examples/printed), and its source; a notebook with
+its outputs; Markdown as it is, pictures beside it. A link to a file that does not exist stays as it
+is, and MkDocs, which runs strictly, fails on it.
+
+The built pages load nothing from elsewhere: a script, a style or a picture of another host is an
+error.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+PRINTED = ROOT / "examples" / "printed"
+CODE = re.compile(r"(^( *)```.*?^\2```[ ]*$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)\s]*)?(?=\))")
+HOST = r"""=["']?(?:https?:)?//[^>]*>"""
+ELSEWHERE = re.compile(
+    rf"""<(?:script|img|iframe|source)[^>]*\ssrc{HOST}"""
+    rf"""|<link[^>]*rel=["']?(?:stylesheet|preconnect|preload)[^>]*\shref{HOST}"""
+)
+
+_origins: dict[str, str] = {}  # what the pages were made of, by their place on the site
+
+
+# --- the hook's events -------------------------------------------------------------------
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds a page for each file of the repository that a page links to, and for those again."""
+    _origins.clear()
+    _origins.update({f.src_uri: f"docs/{f.src_uri}" for f in files.documentation_pages()})
+    waiting = ["README.md", *_linked_from_docs()]
+    while waiting:
+        origin = waiting.pop()
+        place = site_place(origin)
+        if place in _origins or not (ROOT / origin).is_file():
+            continue
+        _origins[place] = origin
+        made = page_of(origin)
+        if made is None:
+            files.append(File.generated(config, place, abs_src_path=str(ROOT / origin)))
+            continue
+        files.append(File.generated(config, place, content=made))
+        waiting += links(origin, made)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turns links to files of the repository into links to their pages."""
+    here = page.file.src_uri
+    return relinked(markdown, _origins[here], here)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Refuses a page that would load something from another host."""
+    found = ELSEWHERE.search(output)
+    if found:
+        raise PluginError(f"{page.file.src_uri} loads from another host: {found[0]}")
+    return output
+
+
+# --- links -------------------------------------------------------------------------------
+
+
+def site_place(origin: str) -> str:
+    """Where the site shows a file of the repository, which is given by its path there."""
+    if origin == "README.md":
+        return "index.md"
+    if origin.startswith("docs/"):
+        return origin.removeprefix("docs/")
+    stem, extension = posixpath.splitext(origin)
+    return f"{stem}.md" if extension in (".py", ".ipynb", "") else origin
+
+
+def prose(markdown: str) -> Iterator[tuple[bool, str]]:
+    """The parts of a page in turn, each with whether it is prose; code is none."""
+    at = 0
+    for code in CODE.finditer(markdown):
+        yield True, markdown[at : code.start()]
+        yield False, code[0]
+        at = code.end()
+    yield True, markdown[at:]
+
+
+def links(origin: str, markdown: str) -> list[str]:
+    """The paths in the repository that a page links to."""
+    folder = posixpath.dirname(origin)
+    return [
+        posixpath.normpath(posixpath.join(folder, found[2]))
+        for is_prose, part in prose(markdown)
+        if is_prose
+        for found in LINK.finditer(part)
+    ]
+
+
+def relinked(markdown: str, origin: str, here: str) -> str:
+    """The page with links from here, its place on the site, instead of from origin."""
+    folder = posixpath.dirname(origin)
+
+    def link(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, found[2]))
+        if not (ROOT / target).is_file() and site_place(target) not in _origins:
+            return found[0]
+        place = posixpath.relpath(site_place(target), posixpath.dirname(here) or ".")
+        return f"{found[1]}{place}{found[3] or ''}"
+
+    return "".join(LINK.sub(link, part) if ok else part for ok, part in prose(markdown))
+
+
+def _linked_from_docs() -> list[str]:
+    return [
+        target
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for target in links(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))
+        if not target.startswith("docs/")
+    ]
+
+
+# --- pages of files ----------------------------------------------------------------------
+
+
+def page_of(origin: str) -> str | None:
+    """The Markdown that shows a file; None for what is copied as it is."""
+    path = ROOT / origin
+    if path.suffix == ".py":
+        return program(path)
+    if path.suffix == ".ipynb":
+        return notebook(json.loads(path.read_text(encoding="utf-8")))
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
+    if path.suffix == "":
+        return f"# {path.name}\n\n{fenced(path.read_text(encoding='utf-8'), 'text')}"
+    return None
+
+
+def program(path: Path) -> str:
+    """A program: its docstring, what it prints and draws where that is kept, its source."""
+    source = path.read_text(encoding="utf-8")
+    said = (ast.get_docstring(ast.parse(source)) or "").replace("``", "`")
+    parts = [f"# {path.stem}", said.replace("::\n", ":\n")]
+    kept = PRINTED / f"{path.stem}.txt"
+    if path.parent.name == "examples" and kept.exists():
+        parts += ["## What it prints", fenced(kept.read_text(encoding="utf-8"), "text")]
+        pictures = [p for p in sorted(PRINTED.glob(f"{path.stem}.*")) if p != kept]
+        parts += [f"![{p.stem}](printed/{p.name})" for p in pictures]
+    parts += ["## The program", fenced(source, "python")]
+    return "\n\n".join(parts) + "\n"
+
+
+def notebook(content: dict[str, Any]) -> str:
+    """A notebook's cells, each with the outputs that are kept with it."""
+    parts = []
+    for cell in content["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(fenced(source, "python"))
+        parts += [_output(output) for output in cell["outputs"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def _output(output: dict[str, Any]) -> str:
+    """One output, in its richest form that a page can show without a script."""
+    if output["output_type"] == "stream":
+        return fenced("".join(output["text"]), "text")
+    data = {kind: "".join(shown) for kind, shown in output["data"].items()}
+    for kind in ("image/svg+xml", "text/html"):
+        if kind in data:
+            return f'<div class="output" data-search-exclude>\n{_in_one_block(data[kind])}\n</div>'
+    if "image/png" in data:
+        return f'<p><img alt="" src="data:image/png;base64,{data["image/png"]}"></p>'
+    return fenced(data["text/plain"], "text")
+
+
+def _in_one_block(shown: str) -> str:
+    """HTML without empty lines, at which Markdown would end it."""
+    return re.sub(r"\n[ \t]*(?=\n)", "\n&#8203;" if "<pre" in shown else "", shown)
+
+
+def fenced(text: str, language: str) -> str:
+    """A block of code, in a fence that the text does not hold."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text.rstrip(os.linesep)}\n{fence}"

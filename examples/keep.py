@@ -1,0 +1,41 @@
+"""Keeps what the examples print and draw in examples/printed, for the pages that show them.
+
+    python examples/keep.py [NAME ...]    # all of them take some ten minutes
+
+`tests/test_examples.py` runs the examples and holds what is kept to it, but for its numbers.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+PRINTED = FOLDER / "printed"
+PICTURES = {
+    "u03_latent_gradients": ["frozen.png"],
+    "u09_formula": ["sinh_order_2_torch.svg", "sinh_order_2_jax.svg"],
+    "u10_lost_gradient": ["u10_lost_gradient_torch.png"],
+}
+BOTH = "cross_check_minilm"  # it needs both backends, and takes no --backend
+
+
+def keep(name: str) -> None:
+    """Runs one example as its page tells, and keeps what it printed and drew."""
+    command = [
+        sys.executable,
+        f"examples/{name}.py",
+        *([] if name == BOTH else ["--backend", "both"]),
+    ]
+    ran = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True, check=True,
+                         env={"PYTHONPATH": str(FOLDER.parent), **os.environ})  # fmt: skip
+    (PRINTED / f"{name}.txt").write_text(ran.stdout, encoding="utf-8")
+    for picture in PICTURES.get(name, ()):
+        shutil.copy(FOLDER.parent / "out" / picture, PRINTED / f"{name}.{picture}")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or [*sorted(path.stem for path in FOLDER.glob("u*.py")), BOTH]:
+        print(name, flush=True)
+        keep(name)

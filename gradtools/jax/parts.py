@@ -1,0 +1,306 @@
+"""Whole modules among a call's arguments: what is differentiated, and what is kept apart.
+
+An `equinox` module is a pytree whose leaves may be functions, strings and integers; a `flax.nnx`
+module is a graph, some of which is no parameter and changes when it is called. A call of a
+function of modules becomes a call of a function of pytrees of arrays:
+
+    f(module, x)   =   g(part of the module, x),      module = part + rest
+
+The part of an equinox module is itself with its inexact arrays alone, as `equinox.filter_grad`
+takes it, that of an nnx module the State of its `nnx.Param`s, as `nnx.grad` does. What an nnx
+module comes to is handed out with f's results, and written to the caller's module afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from gradtools.backend import Array
+from gradtools.errors import GradtoolsError
+from gradtools.jax.stateful import explained
+
+
+def opened(
+    asked: str,
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    argnums: Sequence[int],
+) -> Opened | None:
+    """The call as one of pytrees of arrays; None if no argument holds a module."""
+    kinds = module_kinds()
+    if not kinds:
+        return None
+    trees = {**dict(enumerate(args)), **kwargs}
+    found = {key: _modules(kinds, tree) for key, tree in trees.items()}
+    nnx = sys.modules.get("flax.nnx")
+    graphs = nnx is not None and any(isinstance(m, nnx.Pytree) for ms in found.values() for m in ms)
+    if not graphs and not any(found[i] for i in argnums):
+        return None
+    return Opened(asked, f, args, kwargs, argnums)
+
+
+def part_of(tree: Any) -> Any:
+    """The tree with the part that is differentiated in the place of each module."""
+    kinds = module_kinds()
+    if not kinds or not _modules(kinds, tree):
+        return tree
+    return jax.tree.map(
+        lambda x: _part(x) if isinstance(x, kinds) else x, tree, is_leaf=_is_a(kinds)
+    )
+
+
+def _part(module: Any) -> Any:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(module, nnx.Pytree):
+        return nnx.state(module, nnx.Param)
+    equinox = sys.modules["equinox"]
+    return equinox.filter(module, equinox.is_inexact_array)
+
+
+def is_module(x: Any) -> bool:
+    """Whether x is a module of a library that the program has imported."""
+    return isinstance(x, module_kinds())
+
+
+def module_kinds() -> tuple[type, ...]:
+    """The classes of modules, of the libraries that the program has imported."""
+    equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
+    found = [equinox.Module] if equinox is not None else []
+    return tuple([*found, nnx.Pytree] if nnx is not None else found)
+
+
+def _is_a(kinds: tuple[type, ...]) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, kinds)
+
+
+def _modules(kinds: tuple[type, ...], tree: Any) -> list[Any]:
+    """The outermost modules in a tree."""
+    if isinstance(tree, jax.Array):
+        return []
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_a(kinds)) if isinstance(x, kinds)]
+
+
+class Opened:
+    """A call whose arguments hold modules, as a function of pytrees of arrays.
+
+    Attributes:
+        args: The arguments, with its part in the place of each differentiated module.
+        changed: The paths of what the latest call changed in modules of flax.nnx.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        argnums: Sequence[int],
+    ) -> None:
+        self.asked, self._f = asked, f
+        self.__name__ = getattr(f, "__name__", type(f).__name__)
+        self.changed: list[Any] = []
+        self._kinds = module_kinds()
+        self._effects: list[Array] = []
+        self._forms: list[Any] = []
+        trees = [args[i] for i in argnums]
+        others = [x for i, x in enumerate(args) if i not in argnums]
+        self._graphs = _Graphs.of(asked, trees, [*others, *kwargs.values()])
+        self._rests = {i: self._rest_of(args[i]) for i in argnums}
+        self.args = [self._parted(x) if i in argnums else x for i, x in enumerate(args)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """f at modules of these parts."""
+        graphs = self._graphs
+        rests, args = self._rests, tuple(args)
+        if graphs is None:
+            return self._f(
+                *[self._whole(rests.get(i), x, {}) for i, x in enumerate(args)], **kwargs
+            )
+        states = {k: s for i, rest in rests.items() for k, s in self._states(rest, args[i])}
+        copies = graphs.merged(states)
+        whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
+        named = {key: self._whole(None, x, copies) for key, x in kwargs.items()}
+        with explained(self.asked):
+            out = self._f(*whole, **named)
+        self.changed, self._forms, self._effects = graphs.changes(copies)
+        return out
+
+    def effects(self) -> list[Array]:
+        """What the latest call changed; they belong to its trace, so they are handed out once."""
+        found, self._effects = self._effects, []
+        return found
+
+    def settle(self, extras: Sequence[Array]) -> None:
+        """Writes the effects, the last of what a call handed out, to the caller's modules."""
+        if self.changed:
+            count = sum(form.num_leaves for form in self._forms)
+            with explained(self.asked):
+                self._graphs.write(self.changed, self._forms, list(extras)[-count:])
+
+    def refuse_changes(self) -> None:
+        """Raises if the latest call changed a module: nothing can hand that on here."""
+        if self.changed:
+            names = [".".join(map(str, path[1:])) for path in self.changed]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise GradtoolsError(
+                f"{self.asked}: f changes a module that it is given ({names[0]}{more}), which "
+                f"{self.asked} does not hand on here. Set the module to evaluation "
+                "(module.eval()), or use functionalize, and the state with has_aux=True."
+            )
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether a differentiated module holds one parameter at several places."""
+        return self._graphs is not None and self._graphs.is_tied
+
+    # --- parts and wholes
+
+    def _parted(self, tree: Any) -> Any:
+        graphs = self._graphs
+
+        def part(x: Any) -> Any:
+            if not isinstance(x, self._kinds):
+                return x
+            return graphs.params[graphs.number(x)] if graphs and graphs.has(x) else _part(x)
+
+        return jax.tree.map(part, tree, is_leaf=_is_a(self._kinds))
+
+    def _rest_of(self, tree: Any) -> tuple[Any, list[Any]]:
+        """The structure around the modules of a tree, and of each leaf what is kept apart."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_a(self._kinds))
+        return treedef, [self._rest(x) for x in leaves]
+
+    def _rest(self, x: Any) -> Any:
+        """An nnx module's number, an equinox module without its part; None for what is neither."""
+        if not isinstance(x, self._kinds):
+            return None
+        if self._graphs is not None and self._graphs.has(x):
+            return self._graphs.number(x)
+        equinox = sys.modules["equinox"]
+        return equinox.filter(x, equinox.is_inexact_array, inverse=True)
+
+    def _states(self, rest: tuple[Any, list[Any]], tree: Any) -> Iterator[tuple[int, Any]]:
+        treedef, rests = rest
+        for own, x in zip(rests, treedef.flatten_up_to(tree), strict=True):
+            if isinstance(own, int):
+                yield own, x
+
+    def _whole(self, rest: tuple[Any, list[Any]] | None, tree: Any, copies: dict[int, Any]) -> Any:
+        if rest is None:
+            return self._with_copies(tree, copies)
+        treedef, rests = rest
+        found = []
+        for own, x in zip(rests, treedef.flatten_up_to(tree), strict=True):
+            if isinstance(own, int):
+                found.append(copies[own])
+            else:
+                found.append(x if own is None else sys.modules["equinox"].combine(x, own))
+        return jax.tree.unflatten(treedef, found)
+
+    def _with_copies(self, tree: Any, copies: dict[int, Any]) -> Any:
+        graphs = self._graphs
+        if graphs is None or not _modules(self._kinds, tree):
+            return tree
+        return jax.tree.map(
+            lambda x: copies[graphs.number(x)] if graphs.has(x) else x,
+            tree,
+            is_leaf=_is_a(self._kinds),
+        )
+
+
+class _Graphs:
+    """The nnx modules of a call, split together, so that what they share stays shared.
+
+    Attributes:
+        params: Of each differentiated module, by number, the State of its parameters.
+    """
+
+    @classmethod
+    def of(cls, asked: str, active: Sequence[Any], others: Sequence[Any]) -> _Graphs | None:
+        """Those in the differentiated trees, then those in the others; None if there are none."""
+        nnx = sys.modules.get("flax.nnx")
+        if nnx is None:
+            return None
+        modules = [_modules((nnx.Pytree,), tree) for tree in active]
+        rest = [m for tree in others for m in _modules((nnx.Pytree,), tree)]
+        return cls(asked, nnx, modules, rest) if any(modules) or rest else None
+
+    def __init__(self, asked: str, nnx: Any, active: list[list[Any]], others: list[Any]) -> None:
+        self.nnx = nnx
+        self._refuse_shared(asked, active)
+        first = list({id(m): m for ms in active for m in ms}.values())
+        self._nodes = tuple({id(m): m for m in [*first, *others]}.values())
+        self._numbers = {id(m): k for k, m in enumerate(self._nodes)}
+        count = len(first)
+        self._moving = lambda path, x: path[0] < count and isinstance(x, nnx.Param)
+        self._graph, params, self._rest = nnx.split(self._nodes, self._moving, ...)
+        self.params = [params.get(k, nnx.State({})) for k in range(count)]
+        self._known = dict(nnx.to_flat_state(self._rest))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether a differentiated module holds one parameter at several places."""
+        moving = jax.tree.leaves([self._nodes[k] for k in range(len(self.params))])
+        return len({id(x) for x in moving}) < len(moving)
+
+    def has(self, x: Any) -> bool:
+        """Whether x is one of the modules."""
+        return id(x) in self._numbers
+
+    def number(self, x: Any) -> int:
+        """Which of the modules x is."""
+        return self._numbers[id(x)]
+
+    def merged(self, states: dict[int, Any]) -> dict[int, Any]:
+        """Copies of all modules, those that are differentiated with these parameters."""
+        to_flat = self.nnx.to_flat_state
+        flat = [((k, *path), x) for k, state in states.items() for path, x in to_flat(state)]
+        params = self.nnx.from_flat_state(flat)
+        return dict(enumerate(self.nnx.merge(self._graph, params, self._rest, copy=True)))
+
+    def changes(self, copies: dict[int, Any]) -> tuple[list[Any], list[Any], list[Array]]:
+        """The paths of what a call changed in the copies, its structures, and its leaves.
+
+        What it added, as intermediate values, has no place in the caller's modules.
+        """
+        nodes = tuple(copies[k] for k in range(len(self._nodes)))
+        paths, forms, found = list[Any](), list[Any](), list[Array]()
+        for path, now in self.nnx.to_flat_state(self.nnx.state(nodes, self.nnx.Not(self._moving))):
+            if path not in self._known:
+                continue
+            leaves, form = jax.tree.flatten(now)
+            before = jax.tree.leaves(self._known[path])
+            if len(leaves) != len(before) or any(map(_differ, leaves, before)):
+                paths.append(path)
+                forms.append(form)
+                found += leaves
+        return paths, forms, found
+
+    def write(self, paths: list[Any], forms: list[Any], leaves: list[Array]) -> None:
+        """Gives the caller's modules what changed."""
+        left = iter(leaves)
+        new = [
+            (path, jax.tree.unflatten(form, [next(left) for _ in range(form.num_leaves)]))
+            for path, form in zip(paths, forms, strict=True)
+        ]
+        self.nnx.update(self._nodes, self.nnx.from_flat_state(new))
+
+    def _refuse_shared(self, asked: str, active: list[list[Any]]) -> None:
+        owners: dict[int, int] = {}
+        for i, modules in enumerate(active):
+            for path, x in self.nnx.iter_graph(modules):
+                if isinstance(x, self.nnx.Param) and owners.setdefault(id(x), i) != i:
+                    raise GradtoolsError(
+                        f"{asked}: the parameter {'.'.join(map(str, path[1:]))} stands in two of "
+                        "the differentiated arguments, so that its gradient belongs to both. Pass "
+                        "the modules in one argument, as a tuple or a dict."
+                    )
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return a is not b

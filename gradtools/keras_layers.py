@@ -1,0 +1,118 @@
+"""A Keras 3 model as a pure function of its variables, on either of its backends.
+
+Keras runs one model on PyTorch or on JAX, and has its own pure call, `stateless_call`, which takes
+the variables in a list. Here they go by their paths. The wings say what is theirs: how an array is
+handed out, and how a key becomes the seeds of Keras' random streams.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gradtools.errors import GradtoolsError
+
+_SEED = "seed_generator_state"  # what Keras calls the variable of a random stream
+
+
+def is_keras(module: Any) -> bool:
+    """Whether a module is a layer or a model of Keras, which the program has imported."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(module, keras.Layer)
+
+
+@dataclass(frozen=True)
+class Wing:
+    """What is the framework's own.
+
+    Attributes:
+        name: Keras' name of the backend.
+        alias: A variable's value as it is handed out.
+        settled: A new value of what is not trained.
+        seeds: `(key, count)` to that many pairs of integers.
+        drawing: `(key, arrays)` to a context in which layers draw that have no stream of Keras'.
+    """
+
+    name: str
+    alias: Callable[[Any], Any]
+    settled: Callable[[Any], Any]
+    seeds: Callable[[Any, int], Sequence[Any]]
+    drawing: Callable[[Any, Any], AbstractContextManager[Any]] = lambda key, arrays: nullcontext()
+
+
+def functionalize(module: Any, variables: Any, train: bool | None, wing: Wing) -> tuple:
+    """``(apply, params, state)``: params and state map the variables' paths to arrays."""
+    keras = sys.modules["keras"]
+    backend = keras.backend.backend()
+    if backend != wing.name:
+        raise GradtoolsError(
+            f"functionalize: this Keras model runs on {backend}, and this is gradtools."
+            f"{wing.name}. Set KERAS_BACKEND={wing.name} before Keras is imported, or use "
+            f"gradtools.{backend}."
+        )
+    if variables is not None:
+        raise GradtoolsError(
+            "functionalize: a Keras model holds its own variables; leave variables=None."
+        )
+    if not module.built:
+        raise GradtoolsError(
+            f"functionalize: {type(module).__name__} has no variables yet. Call it once on an "
+            "example, or build(input_shape), first."
+        )
+    free, rest = _by_path(module.trainable_variables), _by_path(module.non_trainable_variables)
+    params = {path: wing.alias(v.value) for path, v in free.items()}
+    state = {path: wing.alias(v.value) for path, v in rest.items()}
+    layout = {path: tuple(v.shape) for path, v in free.items()}
+    streams = [path for path, v in rest.items() if v.name == _SEED]
+    return partial(_apply, module, wing, train, layout, tuple(rest), streams), params, state
+
+
+def _apply(module, wing, train, layout, rest, streams, /, params, state, *args, key=None, **kwargs):
+    _check("params", params, list(layout))
+    _check("state", state, list(rest))
+    for path, shape in layout.items():
+        if tuple(params[path].shape) != shape:
+            raise GradtoolsError(
+                f"apply: params[{path!r}] has shape {tuple(params[path].shape)}, the model's has "
+                f"{shape}. Give an array of that shape."
+            )
+    now = dict(state)
+    if key is not None:
+        now |= dict(zip(streams, wing.seeds(key, len(streams)), strict=True))
+    if train is not None:
+        kwargs = {"training": train, **kwargs}
+    free, fixed = [params[p] for p in layout], [now[p] for p in rest]
+    with nullcontext() if key is None else wing.drawing(key, (free, args)):
+        out, after = module.stateless_call(free, fixed, *args, **kwargs)
+    new = {path: wing.settled(x) for path, x in zip(rest, after, strict=True)}
+    return out, new if key is None else {**new, **{path: state[path] for path in streams}}
+
+
+def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
+    """The variables by their paths; equal ones are numbered."""
+    found: dict[str, Any] = {}
+    for v in variables:
+        path, n = v.path, 1
+        while path in found:
+            path, n = f"{v.path}_{n}", n + 1
+        found[path] = v
+    return found
+
+
+def _check(what: str, given: Any, names: list[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise GradtoolsError(
+            f"apply: {what} must be a dictionary from path to array, as functionalize returned it; "
+            f"got a {type(given).__name__}."
+        )
+    missing = [name for name in names if name not in given]
+    unexpected = [name for name in given if name not in names]
+    if missing or unexpected:
+        raise GradtoolsError(
+            f"apply: {what} must hold the names that functionalize returned; missing: "
+            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
+        )

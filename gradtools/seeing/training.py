@@ -1,0 +1,301 @@
+"""Lost gradients in training: what a model holds, what the loss reaches, what is stepped.
+
+Three sets of arrays should be one: those that the model means to train, those that the loss's
+gradient reaches, and those that the optimiser changes. The wings say what a model and an optimiser
+hold; one recorded run of the loss says what it reaches and where the others are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gradtools.backend import Backend
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.doctor import (
+    from_losses,
+    from_values,
+    of_modules_in_use,
+    overwriting,
+    refused,
+    source_of,
+)
+from gradtools.seeing.findings import Finding
+from gradtools.seeing.flow import backward, losses_of
+from gradtools.seeing.graph import Dependence
+from gradtools.seeing.program import Program
+from gradtools.seeing.recording import Recording
+
+PARAMETER, FROZEN, TABLE = "parameter", "frozen", "table"
+_NOT_LISTED = ("plain_list", "unregistered", "buffer", "static")  # keys of KINDS, too
+
+
+@dataclass(frozen=True)
+class Held:
+    """An array that a model holds.
+
+    Attributes:
+        name: Its path in the model.
+        array: The array.
+        role: PARAMETER; FROZEN, one that asks for no gradient; TABLE, a floating buffer; or the
+            kind of finding that it is: one that the model does not list as a parameter.
+    """
+
+    name: str
+    array: Any
+    role: str = PARAMETER
+
+
+@dataclass(frozen=True)
+class Optimised:
+    """What an optimiser changes.
+
+    Attributes:
+        holds: Whether it changes an array; None where that is not known.
+        strangers: What it holds besides the arrays that were asked about, each with its name.
+        why: What else is known of an array that it does not change.
+    """
+
+    holds: Callable[[Held], bool | None]
+    strangers: Sequence[tuple[str, str]] = ()
+    why: Callable[[Held], str] = lambda held: ""
+
+
+@dataclass
+class Diagnosis:
+    """What is found of a model in training.
+
+    Attributes:
+        findings: The losses.
+        names: What was asked about.
+        notes: What may be meant so, and is worth a look.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    notes: list[tuple[str, list[str]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a user has in the midst of training.
+
+    Attributes:
+        f: The loss: a function, a module, or in PyTorch a tensor that was computed already.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        model: The model, or a pytree of models and arrays; None where f is one or holds it.
+        optimizer: The optimiser, or several.
+    """
+
+    asked: str
+    f: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    model: Any = None
+    optimizer: Any = None
+
+    def with_model(self, backend: Backend) -> Loop:
+        """With the model that f is or holds, where none was named."""
+        return self if self.model is not None else replace(self, model=backend.model_of(self.f))
+
+
+Record = Callable[[Program], Recording]
+
+
+def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> Diagnosis:
+    """The findings for what a loop trains; also at these values, if asked for."""
+    held = None if loop.model is None else backend.held(loop.asked, loop.model)
+    run = _Run.of(backend, loop, held, record)
+    found = Diagnosis(names=[h.name for h in run.held if h.role not in (FROZEN, TABLE)])
+    run.look(found, values)
+    _optimised(backend, loop, run, found)
+    return found
+
+
+def after_backward(backend: Backend, loop: Loop, record: Record) -> Diagnosis:
+    """The findings for a loss that was computed already, as far as its graph tells."""
+    loss = loop.f
+    if loop.model is None:
+        raise GradtoolsError(
+            f"{loop.asked}: f is a loss that was computed already, which does not say what is "
+            "trained. Name it: model=, or give a closure that computes the loss."
+        )
+    if not hasattr(loss, "requires_grad"):
+        raise GradtoolsError(
+            f"{loop.asked}: f is an array, which here knows nothing of how it was computed. Give a "
+            "closure that computes the loss: lambda: loss(model, batch)."
+        )
+    if not loss.requires_grad:
+        return Diagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
+    found = trained(backend, replace(loop, f=lambda: loss), record, values=False)
+    for held in backend.held(loop.asked, loop.model):
+        grad = getattr(held.array, "grad", None)
+        is_told = any(finding.argument == held.name for finding in found.findings)
+        if held.role != PARAMETER or grad is None or is_told:
+            continue
+        if not backend.to_numpy(grad.detach()).any():
+            found.findings.append(Finding(held.name, "zero_gradient", "backward"))
+    return found
+
+
+class _Run:
+    """One run of the loss, and what of the model it reads.
+
+    Attributes:
+        held: What the model holds.
+    """
+
+    def __init__(self, backend: Backend, program: Program, recording: Recording) -> None:
+        self.backend, self.program, self.recording = backend, program, recording
+        self.held: list[Held] = []
+        self._is_lifted = False
+        self._spent = False
+
+    @classmethod
+    def of(cls, backend: Backend, loop: Loop, held: list[Held] | None, record: Record) -> _Run:
+        arrays = [] if held is None else [h.array for h in held]
+        lifted = backend.lifted(loop.asked, loop.f, loop.args, loop.kwargs, arrays)
+        if lifted is None:
+            program = Program(backend, loop.asked, loop.f, loop.args, loop.kwargs)
+        else:
+            program = Program(backend, loop.asked, lifted, (arrays,), {}, (0,))
+            program.names[:] = [h.name for h in held or ()]
+        run = cls(backend, program, record(program))
+        run._is_lifted = lifted is not None
+        run.held = run._in_sight() if held is None else held
+        return run
+
+    def _numbers(self, k: int) -> Sequence[int]:
+        """The values that carry the gradient of an array."""
+        if self._is_lifted:
+            return self.recording.graph.inputs[k : k + 1]
+        return self.recording.reads.get(id(self.held[k].array), ())
+
+    def _in_sight(self) -> list[Held]:
+        """What f itself holds and asks for a gradient."""
+        recording = self.recording
+        arrays = dict(zip([name for name, _ in recording.parameters], recording.held, strict=True))
+        named = of_modules_in_use(recording.parameters)
+        return [Held(name, arrays[name]) for name, _ in named]
+
+    def look(self, found: Diagnosis, values: bool) -> None:
+        """Adds what the run says of each array."""
+        if self.recording.refusal is not None:
+            lost = refused(self.program, self.recording.refusal)
+            found.findings += [_of(lost, name) for name in found.names or ["the loss"]]
+            return
+        graph = self.recording.graph
+        matters = backward(graph, dict.fromkeys(graph.outputs, Dependence.DIFFERENTIABLE))
+        lossy = any(node.loss for node in graph.nodes) or any(n.bodies for n in graph.nodes)
+        for k, held in enumerate(self.held):
+            numbers = self._numbers(k)
+            best = max((matters.get(n, Dependence.NONE) for n in numbers), default=Dependence.NONE)
+            if held.role in (FROZEN, TABLE):
+                continue
+            if held.role in _NOT_LISTED:
+                found.findings.append(Finding(held.name, held.role, "module"))
+            elif best < Dependence.DIFFERENTIABLE:
+                found.findings += self._lost(held.name, numbers, best)
+            else:
+                for n in numbers if lossy else ():
+                    found.findings += from_losses(held.name, graph, losses_of(graph, n))
+                if values and not self._spent:
+                    found.findings += self._at_these_values(k)
+        self._note_what_is_read(found, matters)
+        if self._spent:
+            found.notes.append((_SPENT, []))
+
+    def _lost(self, name: str, numbers: Sequence[int], best: Dependence) -> list[Finding]:
+        graph = self.recording.graph
+        if self.recording.host_outputs:
+            line = source_of(self.program.f)
+            return [Finding(name, "host_number", "return", line, detail="the loss is one")]
+        found = [f for n in numbers for f in from_losses(name, graph, losses_of(graph, n))]
+        if not found and best == Dependence.NONE:
+            found = [f for n in numbers for f in overwriting(name, graph, n)]
+        return found or [Finding(name, "unread", "parameter")]
+
+    def _at_these_values(self, k: int) -> list[Finding]:
+        """Where the gradient of one that is reached becomes zero; nothing where it does not."""
+        run, leaves = self.program.run, self.program.leaves
+        moving = [h.array for h in self.held if h.role == PARAMETER]
+        try:
+            if self._is_lifted:
+                found = self.backend.vanishing(run, leaves, k)
+            else:
+                before = sum(h.role == PARAMETER for h in self.held[:k])
+                found = self.backend.vanishing(run, leaves, len(leaves) + before, moving)
+        except RuntimeError:  # of a graph that a backward pass has freed
+            self._spent = True
+            return []
+        return [] if found is None else from_values(self.held[k].name, found)
+
+    def _note_what_is_read(self, found: Diagnosis, matters: Any) -> None:
+        """Notes arrays that the loss would give a gradient, and that ask for none."""
+        for role, text in _NOTES:
+            names = [
+                held.name
+                for k, held in enumerate(self.held)
+                if held.role == role
+                and any(
+                    matters.get(n, Dependence.NONE) == Dependence.DIFFERENTIABLE
+                    for n in self._numbers(k)
+                )
+            ]
+            if names:
+                found.notes.append((text, names))
+
+
+_SPENT = "a backward pass has freed the graph: gradients at these values were not looked at"
+_NOTES = (
+    (FROZEN, "requires_grad is False, so it is not trained"),
+    (TABLE, "a buffer that the loss depends on; no optimiser changes it"),
+)
+
+
+def briefly(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Each leaf that is lost as a whole, and in few words why; what is frozen may be meant so."""
+    found: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.whole and not finding.numerical and finding.kind != "frozen":
+            place = f" at {finding.source}" if finding.source else ""
+            found.setdefault(finding.argument, []).append(finding.kind + place)
+    return [(name, "; ".join(dict.fromkeys(said))) for name, said in found.items()]
+
+
+def _of(finding: Finding, name: str) -> Finding:
+    return Finding(
+        name, finding.kind, finding.operation, finding.source, finding.scope, finding.whole,
+        finding.detail,
+    )  # fmt: skip
+
+
+def _optimised(backend: Backend, loop: Loop, run: _Run, found: Diagnosis) -> None:
+    """Adds what the optimiser does not hold, and what it holds besides."""
+    if loop.optimizer is None:
+        if run.held and all(held.role == FROZEN for held in run.held if held.role != TABLE):
+            names = [held.name for held in run.held if held.role == FROZEN]
+            found.findings += [Finding(name, "frozen", "requires_grad") for name in names]
+            found.names += names
+            found.notes = [note for note in found.notes if note[0] != _NOTES[0][1]]
+        return
+    optimised = backend.optimised(loop.asked, loop.optimizer, loop.model, run.held)
+    in_vain = []
+    for held in run.held:
+        holds = optimised.holds(held)
+        if held.role == PARAMETER and holds is False:
+            detail = optimised.why(held)
+            found.findings.append(Finding(held.name, "not_optimised", "optimizer", detail=detail))
+        elif held.role == FROZEN and holds:
+            in_vain.append(held.name)
+    found.findings += [Finding(name, "frozen", "requires_grad") for name in in_vain]
+    found.names += in_vain
+    for name, detail in optimised.strangers:
+        found.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
+        found.names.append(name)
+    found.notes = [
+        (text, [name for name in names if name not in in_vain]) for text, names in found.notes
+    ]
+    found.notes = [note for note in found.notes if note[1]]

@@ -1,0 +1,81 @@
+"""What notebooks show: reports, tables and measurements as HTML that says what their text says."""
+
+from __future__ import annotations
+
+import html
+import re
+
+import numpy as np
+import pytest
+
+from gradtools import display
+from gradtools.testing import Comparison, Report
+
+X = np.float32([0.3, -0.8])
+
+
+def words(shown: str) -> str:
+    """The text of a piece of HTML."""
+    return html.unescape(re.sub(r"<[^>]*>", "", shown))
+
+
+def test_coloured_text_keeps_its_words_and_gets_spans():
+    shown = display.coloured("\x1b[31ma < b\x1b[0m & c")
+    assert words(shown) == "a < b & c"
+    assert '<span style="color: #c62828">a &lt; b</span> &amp; c' in shown
+
+
+def test_every_colour_that_texts_use_has_a_style():
+    for code in ("1", "2", "31", "32", "33"):
+        assert words(display.coloured(f"\x1b[{code}mx\x1b[0m")) == "x"
+
+
+def test_a_table_shows_every_cell_and_note_and_no_markup_of_theirs():
+    shown = display.table([("a<b", "1", "<i>")], ["x & y"])
+    assert words(shown).split() == ["a<b1<i>", "note:", "x", "&", "y"]
+    assert "<i>" not in shown
+
+
+def test_a_report_of_lost_gradients_shows_its_text(gt):
+    report = gt.why_zero(lambda x: gt.xp.sum(x**2) + gt.xp.sum(gt.xp.round(x)), gt.asarray(X))
+    assert report.findings
+    assert words(report._repr_html_()) == str(report)
+    assert "color" in report._repr_html_()
+
+
+def test_a_report_without_findings_says_so(gt):
+    shown = gt.why_zero(lambda x: gt.xp.sum(x**2), gt.asarray(X))._repr_html_()
+    assert "Nothing is lost" in words(shown)
+
+
+@pytest.mark.parametrize(("status", "colour"), [("agrees", "#2e7d32"), ("differs", "#c62828")])
+def test_a_report_of_agreements_shows_its_table(status, colour):
+    one = Comparison("value", "output['a<b']", 0, 2.0, 1e-6, (), 1.0, 2.0, status=status)
+    report = Report("port", comparisons=[one])
+    assert words(report._repr_html_()) == str(report)
+    assert colour in report._repr_html_()
+
+
+def test_a_table_of_dependences_is_a_table(gt):
+    table = gt.dependence(lambda x, y: x * gt.stop_gradient(y), gt.asarray(X), gt.asarray(X))
+    shown = table._repr_html_()
+    assert [words(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", shown)] == [
+        *("", "output"),
+        *("argument 0", "differentiable"),
+        *("argument 1", "cut"),
+    ]
+
+
+def test_a_measurement_is_a_table_of_what_it_counted(gt):
+    cost = gt.measure(gt.xp.exp, gt.asarray(X))
+    shown = words(cost._repr_html_())
+    assert "flops" in shown and "2 FLOP" in shown and "saved bytes" in shown
+
+
+def test_a_graph_and_a_difference_show_a_picture_and_a_formula_its_mathematics(gt):
+    x = gt.asarray(X)
+    graph = gt.gradient_graph(gt.xp.exp, x)
+    for shown in (graph, gt.graph_diff(graph, graph)):
+        assert shown._repr_svg_().lstrip().startswith("<svg")
+        assert shown._repr_html_().startswith("<iframe")
+    assert gt.formula(gt.xp.exp, x)._repr_latex_().startswith("$$")

@@ -1,0 +1,525 @@
+"""Whole modules of equinox and flax.nnx through the operators, against plain JAX.
+
+Programs are data: (kind of module) x (operator). The oracle splits the module by its library's
+own words into a list of arrays and takes `jax.grad`, `jax.jvp` and so on of that list, or a plain
+loop; it knows nothing of gradtools.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError, GradtoolsWarning
+
+eqx = pytest.importorskip("equinox")
+nnx = pytest.importorskip("flax.nnx")
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
+F64 = jnp.float64
+
+
+# --- the kinds of modules ----------------------------------------------------------------
+
+
+class Mixed(eqx.Module):
+    """Leaves of all kinds that an equinox module may hold."""
+
+    layer: Any
+    activation: Any
+    name: str
+    count: int
+    table: Any
+    rate: float
+    nothing: Any = None
+
+    def __call__(self, x):
+        return self.activation(self.layer(x)) * self.count + self.table[0] * self.rate
+
+
+class Tied(eqx.Module):
+    shared: Any
+
+    def __init__(self):
+        layer = eqx.nn.Linear(3, 3, key=jax.random.key(1), dtype=F64)
+        pair = (layer, eqx.nn.Linear(3, 3, key=jax.random.key(2), dtype=F64))
+        where = lambda pair: pair[1].weight
+        self.shared = eqx.nn.Shared(pair, where, lambda pair: pair[0].weight)
+
+    def __call__(self, x):
+        first, second = self.shared()
+        return second(jax.nn.tanh(first(x)))
+
+
+def mixed():
+    layer = eqx.nn.Linear(3, 2, key=jax.random.key(0), dtype=F64)
+    return Mixed(layer, jax.nn.softplus, "net", 3, jnp.arange(2), 0.5)
+
+
+def mlp():
+    return eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0), dtype=F64)
+
+
+class Plain(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a = nnx.Linear(3, 4, rngs=rngs, param_dtype=F64)
+        self.b = nnx.Linear(4, 1, rngs=rngs, param_dtype=F64)
+        self.act, self.name = jax.nn.gelu, "plain"
+
+    def __call__(self, x):
+        return self.b(self.act(self.a(x)))
+
+
+class Stateful(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a = nnx.Linear(3, 4, rngs=rngs, param_dtype=F64)
+        self.norm = nnx.BatchNorm(4, rngs=rngs, param_dtype=F64, dtype=F64)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        return self.drop(jax.nn.tanh(self.norm(self.a(x))))
+
+
+class TiedGraph(nnx.Module):
+    def __init__(self):
+        self.a = nnx.Linear(3, 3, rngs=nnx.Rngs(0), param_dtype=F64)
+        self.b = nnx.Linear(3, 3, rngs=nnx.Rngs(1), param_dtype=F64)
+        self.b.kernel = self.a.kernel
+
+    def __call__(self, x):
+        return self.b(jax.nn.tanh(self.a(x)))
+
+
+@dataclass(frozen=True)
+class Kind:
+    make: Any
+    library: str
+    batched: bool = False  # whether the module takes a batch
+    changes: bool = False  # whether a call changes it
+
+    def loss(self, module, x):
+        out = module(x) if self.batched else jax.vmap(module)(x)
+        return (out**2).mean()
+
+    def split(self, module):
+        """The list of its arrays, and what makes a module of such a list."""
+        if self.library == "equinox":
+            part, rest = eqx.partition(module, eqx.is_inexact_array)
+            leaves, tree = jax.tree.flatten(part)
+            return leaves, lambda xs: eqx.combine(jax.tree.unflatten(tree, xs), rest)
+        graph, params, rest = nnx.split(module, nnx.Param, ...)
+        leaves, tree = jax.tree.flatten(params)
+        return leaves, lambda xs: nnx.merge(graph, jax.tree.unflatten(tree, xs), rest, copy=True)
+
+    def flat_loss(self, module, x=X):
+        leaves, rebuild = self.split(module)
+        return leaves, lambda xs: self.loss(rebuild(xs), x)
+
+
+KINDS = {
+    "an equinox MLP": Kind(mlp, "equinox"),
+    "equinox with leaves of all kinds": Kind(mixed, "equinox"),
+    "equinox, tied": Kind(Tied, "equinox"),
+    "nnx": Kind(Plain, "nnx", True),
+    "nnx with batch norm, dropout, a counter": Kind(Stateful, "nnx", True, True),
+    "nnx, tied": Kind(TiedGraph, "nnx", True),
+}
+
+
+def arrays(tree):
+    return jax.tree.leaves(tree)
+
+
+def same(found, wanted, tolerance=1e-12):
+    found, wanted = arrays(found), arrays(wanted)
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=1e-14)
+
+
+def directions(leaves, seed=1):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=x.shape)) for x in leaves]
+
+
+def tangent_of(kind, module, leaves):
+    """A module, or a State, with these arrays: what the user has as a tangent."""
+    _, rebuild = kind.split(module)
+    return rebuild(leaves)
+
+
+# --- the operators: each gives what gradtools finds, and the oracle ----------------------
+
+
+def by_grad(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.grad(loss)(leaves)
+    return gt.grad(kind.loss)(m, X), wanted
+
+
+def by_value_and_grad(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.value_and_grad(loss)(leaves)
+    return gt.value_and_grad(kind.loss)(m, X), wanted
+
+
+def by_aux(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.grad(loss)(leaves)
+    f = lambda m, x: (kind.loss(m, x), {"seen": x.sum(), "name": "aux"})
+    g, aux = gt.grad(f, has_aux=True)(m, X)
+    assert aux["name"] == "aux" and float(aux["seen"]) == float(X.sum())
+    return g, wanted
+
+
+def by_vjp(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.grad(loss)(leaves)
+    _, pullback = gt.vjp(lambda m: kind.loss(m, X), m)
+    return pullback(jnp.ones(())), wanted
+
+
+def by_jvp(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    ts = directions(leaves)
+    wanted = jax.jvp(loss, (leaves,), (ts,))
+    return gt.jvp(lambda m: kind.loss(m, X), (m,), (tangent_of(kind, m, ts),)), wanted
+
+
+def by_linearize(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    ts = directions(leaves)
+    wanted = jax.jvp(loss, (leaves,), (ts,))[1]
+    _, push = gt.linearize(lambda m: kind.loss(m, X), m)
+    return push(tangent_of(kind, m, ts)), wanted
+
+
+def by_hvp(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    ts = directions(leaves)
+    wanted = jax.jvp(jax.grad(loss), (leaves,), (ts,))
+    return gt.hvp(lambda m: kind.loss(m, X), (m,), (tangent_of(kind, m, ts),)), wanted
+
+
+def by_reverse_over_reverse(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    ts = directions(leaves)
+    wanted = jax.jvp(jax.grad(loss), (leaves,), (ts,))[1]
+    mode = "reverse_over_reverse"
+    f = lambda m: kind.loss(m, X)
+    return gt.hvp(f, (m,), (tangent_of(kind, m, ts),), mode=mode)[1], wanted
+
+
+def by_argument(kind, m):
+    """The module beside what is differentiated, and by keyword."""
+    leaves, _ = kind.flat_loss(m)
+    _, rebuild = kind.split(m)
+    wanted = jax.grad(lambda x: kind.loss(rebuild(leaves), x))(X)
+    by_position = gt.grad(kind.loss, argnums=1)(kind.make(), X)
+    by_keyword = gt.grad(lambda x, net: kind.loss(net, x))(X, net=m)
+    return (by_position, by_keyword), (wanted, wanted)
+
+
+def by_minimax(kind, m):
+    own, rebuild = kind.split(m)
+    other = rebuild([1.5 * x for x in own])
+    leaves, loss = kind.flat_loss(m)
+    g = jax.grad(loss)(leaves)
+    h = jax.grad(kind.flat_loss(other)[1])(kind.split(other)[0])
+    f = lambda a, b, x: kind.loss(a, x) - 2 * kind.loss(b, x)
+    _, (down, up) = gt.minimax_value_and_grad(f, 0, 1)(m, other, X)
+    return (down, up), (g, [2 * x for x in h])
+
+
+def by_tree(kind, m):
+    """Modules inside of a dict, with an array beside them."""
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.grad(lambda xs, t: loss(xs) * t**2, argnums=(0, 1))(leaves, 3.0)
+    g = gt.grad(lambda p, x: kind.loss(p["net"], x) * p["t"] ** 2)({"net": m, "t": 3.0}, X)
+    return (g["net"], g["t"]), wanted
+
+
+def by_jit(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.grad(loss)(leaves)
+    jit = eqx.filter_jit if kind.library == "equinox" else nnx.jit
+    return jit(gt.grad(kind.loss))(m, X), wanted
+
+
+def by_assign(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.grad(loss)(leaves)
+    g = gt.grad(kind.loss)(m, X)
+    total = gt.accumulate_gradients(gt.accumulate_gradients(None, g), g)
+    return (gt.assign_gradients(m, g), total), (wanted, [2 * x for x in wanted])
+
+
+def by_accumulator(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.grad(loss)(leaves)
+    total = gt.GradientAccumulator()
+    g = gt.grad(kind.loss)(m, X)
+    total.add(g), total.add(g, weight=3)
+    return total.mean(), wanted
+
+
+def by_checkpoint(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.grad(loss)(leaves)
+    return gt.grad(gt.checkpoint(kind.loss))(m, X), wanted
+
+
+def by_mixed_partial(kind, m):
+    leaves, rebuild = kind.split(m)
+    f = lambda m, g: kind.loss(m, g) if kind.library == "equinox" else (m(g) ** 2).mean()
+    u, G = X + 1, jnp.sin
+
+    def along(xs):
+        return jax.jvp(lambda z: f(rebuild(xs), G(z)), (X,), (u,))[1]
+
+    return gt.mixed_partial(f, G, m, X, u), jax.grad(along)(leaves)
+
+
+def by_finite_differences(kind, m):
+    """No oracle of JAX's at all."""
+    leaves, loss = kind.flat_loss(m)
+    ts, h = directions(leaves), 1e-6
+    moved = lambda s: loss([x + s * t for x, t in zip(leaves, ts, strict=True)])
+    slope = (moved(h) - moved(-h)) / (2 * h)
+    g = arrays(gt.grad(kind.loss)(m, X))
+    along = sum(jnp.vdot(a, t) for a, t in zip(g, ts, strict=True))
+    assert abs(along - slope) < 1e-7
+    return [], []
+
+
+EVERYWHERE = [
+    by_grad, by_value_and_grad, by_aux, by_vjp, by_jvp, by_linearize, by_hvp,
+    by_reverse_over_reverse, by_argument, by_minimax, by_tree, by_jit, by_assign, by_accumulator,
+    by_checkpoint, by_finite_differences,
+]  # fmt: skip
+
+
+def by_per_example(kind, m):
+    leaves, rebuild = kind.split(m)
+    loss = lambda xs, x: kind.loss(rebuild(xs), x[None])
+    wanted = [jax.grad(loss)(leaves, x) for x in X]
+    stacked = [jnp.stack(gs) for gs in zip(*wanted, strict=True)]
+    return gt.per_example_grad(lambda m, x: kind.loss(m, x[None]))(m, X), stacked
+
+
+def by_microbatched(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    wanted = jax.value_and_grad(loss)(leaves)
+    return gt.microbatched(kind.loss, 4)(m, X), wanted
+
+
+def by_chunked(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    f = lambda m, x: m(x) if kind.batched else jax.vmap(m)(x)
+    run = gt.chunked(f, 4, in_axes=(None, 0))
+    return gt.grad(lambda m, x: (run(m, x) ** 2).mean())(m, X), jax.grad(loss)(leaves)
+
+
+def by_chunked_module(kind, m):
+    leaves, loss = kind.flat_loss(m)
+
+    def total(m, x):
+        rows = gt.chunked(m if kind.batched else jax.vmap(m), 4)
+        return (rows(x) ** 2).mean()
+
+    return gt.grad(total)(m, X), jax.grad(loss)(leaves)
+
+
+def by_frozen(kind, m):
+    leaves, rebuild = kind.split(m)
+    wanted = jax.grad(lambda x: (jax.grad(kind.loss, 1)(rebuild(leaves), x) ** 2).sum())(X)
+    G = gt.frozen(m if kind.batched else jax.vmap(m))
+    slope = gt.grad(lambda x: (G(x) ** 2).mean())
+    return gt.grad(lambda x: (slope(x) ** 2).sum())(X), wanted
+
+
+def by_jacobian(kind, m):
+    leaves, rebuild = kind.split(m)
+    out = lambda m, x: m(x) if kind.batched else jax.vmap(m)(x)
+    wanted = jax.jacrev(lambda xs: out(rebuild(xs), X))(leaves)
+    return (
+        gt.jacobian(out, mode="reverse")(m, X),
+        gt.jacobian(out, mode="forward")(m, X),
+    ), (wanted, wanted)
+
+
+def by_hessian(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    return gt.hessian(kind.loss)(m, X), jax.hessian(loss)(leaves)
+
+
+def by_functionalize(kind, m):
+    leaves, loss = kind.flat_loss(m)
+    apply, params, state = gt.functionalize(m)
+    run = lambda p, x: apply(p, state, x)[0]
+    f = lambda p: (run(p, X) if kind.batched else jax.vmap(run, (None, 0))(p, X)) ** 2
+    return gt.grad(lambda p: f(p).mean())(params), jax.grad(loss)(leaves)
+
+
+WITHOUT_STATE = [
+    by_per_example, by_microbatched, by_chunked, by_chunked_module, by_frozen, by_jacobian,
+    by_hessian, by_functionalize, by_mixed_partial,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("operator", EVERYWHERE, ids=lambda f: f.__name__)
+def test_an_operator_gives_plain_jax_numbers(operator, name):
+    found, wanted = operator(KINDS[name], KINDS[name].make())
+    same(found, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.changes])
+@pytest.mark.parametrize("operator", WITHOUT_STATE, ids=lambda f: f.__name__)
+def test_an_operator_that_runs_a_module_often_gives_plain_jax_numbers(operator, name):
+    found, wanted = operator(KINDS[name], KINDS[name].make())
+    same(found, wanted, 1e-11)
+
+
+# --- what comes out, and what stands afterwards ------------------------------------------
+
+
+def test_the_gradient_of_an_equinox_module_is_what_filter_grad_gives():
+    m = mixed()
+    kind = KINDS["equinox with leaves of all kinds"]
+    found, wanted = gt.grad(kind.loss)(m, X), eqx.filter_grad(kind.loss)(m, X)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    updated = eqx.apply_updates(m, jax.tree.map(lambda g: -0.1 * g, found))
+    assert updated.name == "net" and updated.activation is m.activation
+
+
+def test_the_gradient_of_an_nnx_module_is_what_nnx_grad_gives_and_its_optimizer_takes():
+    optax = pytest.importorskip("optax")
+    kind = KINDS["nnx with batch norm, dropout, a counter"]
+    a, b = kind.make(), kind.make()
+    found, wanted = gt.grad(kind.loss)(a, X), nnx.grad(kind.loss)(b, X)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for net, g in ((a, found), (b, wanted)):
+        nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param).update(net, g)
+    same(nnx.state(a, nnx.Param), nnx.state(b, nnx.Param))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [f for f in EVERYWHERE if f not in (by_minimax, by_argument, by_assign, by_accumulator)],
+    ids=lambda f: f.__name__,
+)
+def test_an_nnx_module_stands_afterwards_as_after_one_plain_call(operator):
+    kind = KINDS["nnx with batch norm, dropout, a counter"]
+    ours, plain = kind.make(), kind.make()
+    operator(kind, ours)
+    kind.loss(plain, X)
+    rest = lambda m: jax.tree.leaves(nnx.state(m, nnx.Not(nnx.Param)))
+    for a, b in zip(rest(ours), rest(plain), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_microbatches_change_an_nnx_module_as_a_loop_does():
+    kind = KINDS["nnx with batch norm, dropout, a counter"]
+    ours, plain = kind.make(), kind.make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GradtoolsWarning)  # each chunk by its own statistics
+        gt.microbatched(kind.loss, 2)(ours, X)
+    for x in (X[:2], X[2:4], X[4:]):
+        kind.loss(plain, x)
+    assert int(ours.calls[...]) == 3
+    same(nnx.state(ours, nnx.BatchStat), nnx.state(plain, nnx.BatchStat), 1e-6)
+
+
+@pytest.mark.parametrize("operator", ["hessian", "jacobian", "per_example_grad"])
+def test_a_change_that_cannot_be_handed_on_is_refused_by_name(operator):
+    kind = KINDS["nnx with batch norm, dropout, a counter"]
+    f = kind.loss
+    if operator == "per_example_grad":
+        f = lambda m, x: kind.loss(m, x[None])
+    with pytest.raises(GradtoolsError, match=f"{operator}: f changes a module.*module.eval"):
+        getattr(gt, operator)(f)(kind.make(), X)
+
+
+def test_a_parameter_in_two_differentiated_arguments_is_refused_by_name():
+    a, b = Plain(), Plain()
+    b.a.kernel = a.a.kernel
+    f = lambda a, b: (a(X) - b(X)).sum()
+    with pytest.raises(GradtoolsError, match=r"grad: the parameter a\.kernel stands in two of"):
+        gt.grad(f, argnums=(0, 1))(a, b)
+    both = gt.grad(lambda both: f(*both))((a, b))
+    wanted = nnx.grad(lambda both: f(*both))((a, b))
+    same(both, wanted)
+
+
+def test_an_integer_in_a_plain_container_beside_a_module_is_refused_as_before():
+    with pytest.raises(GradtoolsError, match=r"argument 0\['n'\] is the Python int 3"):
+        gt.grad(lambda p: p["net"](X[0]).sum() * p["n"])({"net": mlp(), "n": 3})
+
+
+def test_a_module_whose_call_fails_stands_as_it_was():
+    class Failing(Stateful):
+        def __call__(self, x):
+            super().__call__(x)
+            raise ValueError("mine")
+
+    net = Failing()
+    with pytest.raises(ValueError, match="mine"):
+        gt.grad(lambda m: m(X).sum())(net)
+    assert int(net.calls[...]) == 0
+
+
+# --- a player of which a part is frozen --------------------------------------------------
+
+
+def flops_of(f, *args):
+    return jax.jit(f).lower(*args).compile().cost_analysis()["flops"]
+
+
+def test_a_partly_frozen_equinox_player_costs_no_work_for_what_is_frozen():
+    m = eqx.nn.MLP(3, 1, 64, 3, key=jax.random.key(0), dtype=F64)
+    free = jax.tree.map(lambda _: False, m)
+    free = eqx.tree_at(lambda m: (m.layers[-1].weight, m.layers[-1].bias), free, (True, True))
+    part, rest = eqx.partition(m, free)
+    x = jnp.ones((256, 3))
+    loss = lambda p, q: (jax.vmap(eqx.combine(p, rest))(x) * q).mean()
+
+    _, (g, _) = gt.minimax_value_and_grad(loss, 0, 1)(part, jnp.asarray(2.0))
+    wanted = eqx.filter_grad(lambda m: (jax.vmap(m)(x) * 2.0).mean())(m)
+    same(g, [wanted.layers[-1].weight, wanted.layers[-1].bias])
+    buffer = gt.assign_gradients(eqx.filter(m, eqx.is_inexact_array), g)
+    same(buffer.layers[-1].weight, wanted.layers[-1].weight)
+    assert buffer.layers[0].weight is m.layers[0].weight
+
+    whole = eqx.filter(m, eqx.is_inexact_array)
+    static = eqx.filter(m, eqx.is_inexact_array, inverse=True)
+    all_of_it = lambda p, q: (jax.vmap(eqx.combine(p, static))(x) * q).mean()
+    forward = flops_of(all_of_it, whole, 2.0)
+    assert flops_of(gt.minimax_value_and_grad(loss, 0, 1), part, 2.0) < 1.1 * forward
+    assert flops_of(gt.minimax_value_and_grad(all_of_it, 0, 1), whole, 2.0) > 2 * forward
+
+
+def test_a_partly_frozen_nnx_player_is_chosen_by_a_filter():
+    net = Plain()
+    graph, part, rest = nnx.split(net, lambda path, _: path[0] == "b", ...)
+    f = lambda p, q: (nnx.merge(graph, p, rest)(X) * q).mean()
+    _, (g, up) = gt.minimax_value_and_grad(f, 0, 1)(part, jnp.asarray(2.0))
+    wanted = nnx.grad(lambda net: (net(X) * 2.0).mean())(net)
+    same(g, [wanted["b"]["bias"], wanted["b"]["kernel"]])
+    buffer = gt.assign_gradients(nnx.state(net, nnx.Param), g)
+    same(buffer["b"], wanted["b"])
+    same(buffer["a"], nnx.state(net.a))
+    same(up, -net(X).mean())

@@ -1,0 +1,78 @@
+"""README.md and docs/: every block of Python runs, and the pages hold what they must."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pages import PAGES, ROOT, Block, blocks, named
+
+README = ROOT / "README.md"
+TOUR = ROOT / "docs" / "tour.md"
+
+
+# --- the blocks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", **named([b for b in blocks() if b.picks_a_backend]))
+def test_a_block_runs_as_it_stands(block):
+    block.run()
+
+
+@pytest.mark.parametrize("block", **named([b for b in blocks() if not b.picks_a_backend]))
+def test_a_block_runs_unchanged_in_each_backend(block, gt):
+    block.run(gt=gt)
+
+
+def test_every_block_of_python_is_found():
+    fences = sum(page.read_text(encoding="utf-8").count("```python") for page in PAGES)
+    assert len(blocks()) == fences
+
+
+def test_readme_and_tour_have_blocks_of_both_kinds():
+    kinds = [block.picks_a_backend for block in blocks([README, TOUR])]
+    assert kinds.count(True) >= 4 and kinds.count(False) >= 7
+
+
+def test_a_block_that_fails_is_seen():
+    with pytest.raises(AssertionError):
+        Block(README, 1, "assert 1 + 1 == 3").run()
+
+
+@pytest.mark.parametrize(("end", "other"), [("raises", "pass"), ("warns", "pass")])
+def test_a_block_that_does_not_end_as_its_title_says_is_seen(end, other):
+    good = {
+        "raises": "raise ValueError('no way')",
+        "warns": "import warnings; warnings.warn('no way')",
+    }
+    Block(README, 1, good[end], end, "no way").run()
+    with pytest.raises(BaseException, match="DID NOT"):
+        Block(README, 1, other, end, "no way").run()
+
+
+# --- what the pages hold -----------------------------------------------------------------
+
+
+def test_every_public_name_is_shown_in_the_tour(gt):
+    text = TOUR.read_text(encoding="utf-8")
+    missing = [name for name in gt.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert missing == ["accumulate_gradients"]  # docs/grad-or-backward.md shows it
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_every_link_leads_to_a_file():
+    for page in PAGES:
+        prose = re.sub(
+            r"^```.*?^```|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S
+        )
+        for link in re.findall(r"\]\(([^)#:]+)\)", prose):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_example_is_in_the_list():
+    text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(\.\./examples/(\w+)\.py\)", text))
+    assert listed == {path.stem for path in (ROOT / "examples").glob("[uc][0-9r]*.py")}

@@ -1,0 +1,274 @@
+"""Leaves that several calls share: one set of sums, and the gradients of the plain step.
+
+The oracle is the plain loop over chunks, in float64.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import gradtools.torch as gt
+from gradtools.torch import joining
+from gradtools.torch.measures import peak_bytes
+
+ROWS, CHUNK, WIDTH = 12, 4, 5
+RETAIN = pytest.mark.parametrize("retain", [0, 2], ids="retain {}".format)
+
+
+class Net(nn.Module):
+    """A shared body, and a head for each tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(3))
+        self.double()
+
+    def tower(self, k):
+        return lambda x: self.heads[k](self.body(x))
+
+
+def net():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net()
+
+
+def batches():
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=draw) for _ in range(3)]
+
+
+def plain(f):
+    return lambda x: torch.cat([f(part) for part in x.split(CHUNK)])
+
+
+def loss_of(zs):
+    return sum((a @ b.T).logsumexp(1).mean() for a, b in zip(zs, [*zs[1:], zs[0]], strict=True))
+
+
+def by_backward(loss, net):
+    loss.backward()
+    return [p.grad for p in net.parameters()]
+
+
+def by_grad(loss, net):
+    return torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+
+
+def of_some(loss, net):
+    loss.backward(inputs=[net.body[0].weight, net.heads[1].bias])
+    return [p.grad for p in net.parameters()]
+
+
+def onto_a_gradient(loss, net):
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    return by_backward(loss, net)
+
+
+def twice(loss, net):
+    loss.backward(retain_graph=True)
+    return by_backward(loss, net)
+
+
+def with_a_graph(loss, net):
+    return torch.autograd.grad(loss, list(net.parameters()), create_graph=True, allow_unused=True)
+
+
+def second_order(loss, net):
+    grads = [g for g in with_a_graph(loss, net) if g is not None]
+    return by_backward(loss + sum(g.square().sum() for g in grads), net)
+
+
+def batched(loss, net):
+    scales = torch.arange(3.0, dtype=torch.float64)
+    ps = list(net.parameters())
+    return torch.autograd.grad(loss, ps, scales, is_grads_batched=True, allow_unused=True)
+
+
+def with_decay(loss, net):
+    return by_backward(loss + sum(p.square().sum() for p in net.parameters()), net)
+
+
+def hooked(loss, net):
+    seen = []
+    weight = net.body[0].weight
+    weight.register_hook(lambda g: seen.append(g.clone()) or 2 * g)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    grads = by_backward(loss, net)
+    assert len(seen) == 2
+    return [*grads, *seen]
+
+
+WAYS = by_backward, by_grad, of_some, onto_a_gradient, twice, with_a_graph, second_order, batched
+WAYS = (*WAYS, with_decay, hooked)
+
+
+def one_body(net, chunked):
+    """Three calls of one function."""
+    f = chunked(net.body)
+    return loss_of([f(x) for x in batches()])
+
+
+def two_functions(net, chunked):
+    """Calls that share some leaves, and have others each; one is used twice."""
+    zs = [chunked(net.tower(k))(x) for k, x in enumerate(batches())]
+    return loss_of([*zs, chunked(net.tower(0))(zs[0].exp() @ torch.ones(3, WIDTH).double())])
+
+
+def one_is_lost(net, chunked):
+    """A call that the loss does not reach, and one whose part of the loss is zero."""
+    f = chunked(net.body)
+    a, b, c = (f(x) for x in batches())
+    return loss_of([a, b, torch.where(torch.zeros_like(c) > 0, c, 1.0)]) + f(a).mean()
+
+
+def one_in_the_other(net, chunked):
+    """A call of a function that holds another one, and the other one alone."""
+    inner = chunked(net.body)
+    outer = chunked(lambda x: net.heads[0](inner(x)))
+    return loss_of([outer(batches()[0]), net.heads[0](inner(batches()[1]))])
+
+
+PROGRAMS = one_body, two_functions, one_is_lost, one_in_the_other
+
+
+@RETAIN
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_calls_that_share_leaves_have_the_gradients_of_the_plain_step(program, way, retain):
+    found, expected = (
+        way(program(model, chunked), model)
+        for model, chunked in (
+            (net(), lambda f: gt.chunked(f, CHUNK, retain=retain)),
+            (net(), plain),
+        )
+    )
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A model, and the loss of two calls, of which the one that runs last fails in replay."""
+    model = net()
+    monkeypatch.setenv("FAILS", "yes")  # out of reach, so that it is not put back
+
+    def f(x):
+        if gt.is_replaying() and x.sum() > 0 and "FAILS" in os.environ:
+            raise ValueError
+        return model.body(x)
+
+    a, b = (sign * torch.ones(ROWS, WIDTH).double() for sign in (1.0, -1.0))
+    chunked = gt.chunked(f, CHUNK, retain=0)
+    return model, (a, b), [loss_of([chunked(a), chunked(b)])]
+
+
+def test_a_pass_that_failed_leaves_nothing_of_its_sums(failing, monkeypatch):
+    model, xs, (loss,) = failing
+    with pytest.raises(ValueError):
+        loss.backward(retain_graph=True)
+    assert all(p.grad is None for p in model.parameters())
+    monkeypatch.delenv("FAILS")
+    loss.backward()
+    expected = net()
+    loss_of([plain(expected.body)(x) for x in xs]).backward()
+    for p, q in zip(model.body.parameters(), expected.body.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_sums_of_a_pass_that_failed_go_with_its_graph():
+    def fail(ct):
+        raise ValueError
+
+    f = gt.chunked(net().body, CHUNK)
+    a, b = (f(x) for x in batches()[:2])
+    a.register_hook(fail)  # when b, which was called last, has run
+    losses = [loss_of([a, b])]
+    with pytest.raises(ValueError):
+        losses[0].backward()
+    assert any(joint.sums for joint in joining._JOINTS.values())
+    del a, b
+    losses.clear()
+    gc.collect()
+    assert not any(joint.sums for joint in joining._JOINTS.values())
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+@pytest.mark.parametrize("towers", [1, 2, 3])
+def test_the_peak_of_towers_that_share_an_encoder_is_that_of_one(towers, retain):
+    layers = [nn.Linear(128, 128) for _ in range(12)]
+    encoder = nn.Sequential(*layers, nn.Linear(128, 4))
+    size = sum(p.nbytes for p in encoder.parameters())
+    f = gt.chunked(encoder, 2, retain=retain)
+    xs = torch.randn(3, 8, 128)
+
+    def step():
+        encoder.zero_grad()
+        loss_of([f(x) for x in xs[:towers]]).backward()
+
+    step()
+    step()
+    assert peak_bytes(step)[0] < 1.5 * size
+
+
+def test_narrow_and_sparse_gradients_of_towers():
+    table = nn.Embedding(9, 4, sparse=True)
+    narrow = nn.Linear(4, 4).to(torch.bfloat16)
+    words = torch.arange(ROWS) % 9
+    f = lambda x: narrow(table(x).to(torch.bfloat16)).float()
+    parameters = [table.weight, *narrow.parameters()]
+
+    def grads(f):
+        for p in parameters:
+            p.grad = None
+        loss_of([f(words), f(words.flip(0))]).backward()
+        return [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
+
+    for a, b in zip(grads(gt.chunked(f, CHUNK, retain=0)), grads(plain(f)), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.03, atol=0.03)
+
+
+def test_a_node_is_forgotten_with_its_graph():
+    gc.collect()
+    before = len(joining._NODES)
+    z = gt.chunked(net().body, CHUNK)(batches()[0])
+    assert len(joining._NODES) == before + 1
+    del z
+    gc.collect()
+    assert len(joining._NODES) == before
+
+
+def test_one_graph_in_two_threads_at_once_gives_each_its_own_sums():
+    body, paused, go = net().body, threading.Event(), threading.Event()
+    f = gt.chunked(body, CHUNK, retain=0)
+    a, b = (f(x) for x in batches()[:2])
+    main = threading.get_ident()
+
+    def wait(ct):
+        if threading.get_ident() != main:
+            paused.set()
+            assert go.wait(20.0)
+
+    a.register_hook(wait)  # when b, which was called last, has run
+    loss, found = loss_of([a, b]), []
+    grads = lambda: torch.autograd.grad(loss, list(body.parameters()), retain_graph=True)
+    thread = threading.Thread(target=lambda: found.append(grads()))
+    thread.start()
+    assert paused.wait(20.0)
+    found.append(grads())
+    go.set()
+    thread.join(20.0)
+    assert len(found) == 2
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)

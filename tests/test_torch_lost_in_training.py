@@ -1,0 +1,251 @@
+"""Lost gradients in a training loop: planted losses, each against plain steps that move nothing."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from training_losses_torch import PLANTED, STRANGERS, Loop, Net, X, Y, loop
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError, GradtoolsWarning
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+def told(report):
+    """The kinds by leaf, of what is lost as a whole; strangers in the optimiser apart."""
+    whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
+    return {f.argument: f.kind for f in whole}
+
+
+def still(given: Loop, steps: int):
+    """The names of what plain steps do not move."""
+    before = {name: x.detach().clone() for name, x in given.meant.items()}
+    for _ in range(steps):
+        given.optimizer.zero_grad()
+        given.loss().backward(retain_graph=True)
+        given.optimizer.step()
+    return {name for name, x in given.meant.items() if torch.equal(x.detach(), before[name])}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_loss_is_found_and_nothing_else(name):
+    planted = PLANTED[name]
+    given = planted.make()
+    report = gt.why_zero(given.loss, model=given.model, optimizer=given.optimizer)
+    assert told(report) == planted.found
+    strangers = [f for f in report.findings if f.kind == "other_model"]
+    assert bool(strangers) == (name in STRANGERS)
+    assert {n for _, names in report.notes for n in names} == set(planted.notes)
+    if planted.oracle:
+        assert still(planted.make(), 1 if planted.numerical else 3) == set(planted.found)
+
+
+@pytest.mark.parametrize("name", [n for n, p in PLANTED.items() if not p.numerical])
+def test_the_guard_tells_of_it_once(name):
+    planted = PLANTED[name]
+    given = planted.make()
+    guarded = gt.guard_gradients(given.loss, model=given.model, optimizer=given.optimizer)
+    wanted = [leaf for leaf, kind in planted.found.items() if kind != "frozen"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = guarded(), guarded()
+    said = [str(w.message) for w in caught if w.category is GradtoolsWarning]
+    assert torch.equal(first, second)
+    assert len(said) == bool(wanted)
+    for leaf in wanted if len(wanted) <= 5 else []:
+        assert f"  {leaf}: {planted.found[leaf]}" in said[0]
+
+
+def test_a_healthy_loop_has_nothing_to_tell():
+    given = loop(Net())
+    report = gt.why_zero(given.loss, model=given.model, optimizer=given.optimizer)
+    assert not report and not report.notes and not still(given, 3)
+    assert str(report).startswith("Nothing is lost: the output's gradient reaches body.weight")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gt.guard_gradients(given.loss, model=given.model, optimizer=given.optimizer)()
+
+
+def test_the_line_of_a_loss_is_named():
+    given = PLANTED["features detached"].make()
+    (first, second) = gt.why_zero(given.loss, model=given.model)
+    assert first.source.file.endswith("training_losses_torch.py")
+    assert "detach()" in first.source.text and first.source == second.source
+
+
+# --- in the midst of a loop --------------------------------------------------------------
+
+
+def test_in_the_midst_of_a_loop_nothing_is_changed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def train(ask):
+        torch.manual_seed(1), random.seed(1)
+        state, losses = {k: x.clone() for k, x in model.state_dict().items()}, []
+        steps = torch.optim.Adam(model.parameters(), 1e-2)
+        for batch, labels in zip(X.split(3), Y.split(3), strict=True):
+            closure = lambda batch=batch, labels=labels: F.cross_entropy(model(batch), labels)
+            if ask:
+                assert not gt.why_zero(closure, model=model, optimizer=steps)
+            loss = closure()
+            steps.zero_grad()
+            loss.backward()
+            if ask:
+                assert not gt.why_zero(closure, model=model, optimizer=steps)
+                assert not gt.why_zero(loss, model=model, optimizer=steps)
+            steps.step()
+            losses.append(loss.detach())
+        after = {k: x.clone() for k, x in model.state_dict().items()}
+        model.load_state_dict(state)
+        return losses, after
+
+    del optimizer
+    (plain, state), (asked, state_too) = train(False), train(True)
+    assert all(map(torch.equal, plain, asked))
+    assert all(torch.equal(x, state_too[k]) for k, x in state.items())
+
+
+@pytest.mark.parametrize("as_closure", [False, True])
+def test_after_backward_the_graph_tells_what_it_reached(as_closure):
+    given = PLANTED["a layer that forward does not use"].make()
+    loss = given.loss()
+    loss.backward()
+    f = (lambda: loss) if as_closure else loss
+    report = gt.why_zero(f, model=given.model, optimizer=given.optimizer)
+    assert told(report) == {"spare.weight": "unread", "spare.bias": "unread"}
+
+
+def test_after_backward_gradients_that_are_zero_are_told():
+    given = PLANTED["a dead relu"].make()
+    loss = given.loss()
+    loss.backward()
+    report = gt.why_zero(loss, model=given.model)
+    assert set(told(report).values()) == {"zero_gradient"}
+    assert set(told(report)) == {"body.weight", "body.bias", "head.weight"}
+
+
+def test_features_that_were_computed_before_count():
+    model = Net()
+    features = torch.tanh(model.body(X))
+    report = gt.why_zero(lambda: F.cross_entropy(model.head(features), Y), model=model)
+    assert not report
+
+
+def test_a_loss_without_a_graph_is_told():
+    model = Net()
+    with torch.no_grad():
+        loss = F.cross_entropy(model(X), Y)
+    (finding,) = gt.why_zero(loss, model=model)
+    assert finding.kind == "no_graph"
+
+
+def test_a_loss_alone_does_not_say_what_is_trained():
+    with pytest.raises(GradtoolsError, match=r"why_zero: f is a loss.*Name it: model="):
+        gt.why_zero(F.cross_entropy(Net()(X), Y))
+
+
+# --- what is given -----------------------------------------------------------------------
+
+
+def test_a_module_of_integers_is_asked_about_its_parameters():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.types = nn.Embedding(7, 3), nn.Embedding(2, 3)
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, ids, scale=1.0):
+            return self.head(self.words(ids).mean(1) * scale).sum()
+
+    report = gt.why_zero(Tokens(), torch.arange(6).reshape(2, 3), scale=2.0)
+    assert told(report) == {"types.weight": "unread"}
+
+
+def test_a_closure_alone_is_asked_about_what_it_holds():
+    given = PLANTED["features detached"].make()
+    report = gt.why_zero(given.loss)
+    lost = {name.rpartition("model.")[2] for name in told(report)}
+    assert lost == {"body.weight", "body.bias"}
+
+
+def test_several_models_and_optimisers():
+    a, b, c = Net(), Net(), nn.Parameter(torch.ones(()))
+    loss = lambda: F.cross_entropy(a(X) + b(X) * c, Y)
+    optimizers = [torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD([c], 0.1)]
+    report = gt.why_zero(loss, model={"a": a, "b": b, "c": c}, optimizer=optimizers)
+    assert {f.kind for f in report} == {"not_optimised"}
+    assert {f.argument for f in report} == {f"b.{name}" for name, _ in b.named_parameters()}
+    pair = gt.why_zero(loss, model=(a, b), optimizer=optimizers)
+    assert {f.argument for f in pair if f.kind == "other_model"} == {
+        "optimizer.param_groups[1]['params'][0]"
+    }
+
+
+def test_tied_parameters_are_one():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert not gt.why_zero(lambda: model(X).square().sum(), model=model, optimizer=optimizer)
+
+
+def test_buffers_of_batch_norm_are_no_finding():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    report = gt.why_zero(lambda: model(X).square().sum() * X.sum(), model=model.train())
+    assert not [f for f in report if not f.numerical] and not report.notes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": 3}, "why_zero: model is an int without parameters; expected a torch.nn.Module"),
+        ({"model": Net(), "optimizer": 3}, "why_zero: optimizer is an int; expected a torch.optim"),
+    ],
+)
+def test_what_is_no_model_or_optimiser_is_refused_by_name(given, said):
+    with pytest.raises(GradtoolsError, match=said):
+        gt.why_zero(lambda: Net()(X).sum(), **given)
+
+
+# --- the text ----------------------------------------------------------------------------
+
+
+def test_the_findings_of_a_large_model_fit_a_screen():
+    class Bert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(4)]
+            self.bert = nn.ModuleDict({"layers": nn.ModuleList(layers), "pool": nn.Linear(8, 8)})
+            self.classifier = nn.Linear(8, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                for layer in self.bert["layers"]:
+                    x = layer(x)
+            return self.classifier(x.mean(1))
+
+    torch.manual_seed(0)
+    model = Bert()
+    x = torch.randn(2, 5, 8)
+    optimizer = torch.optim.AdamW(model.classifier.parameters())
+    report = gt.why_zero(lambda: F.cross_entropy(model(x), Y[:2]), model=model, optimizer=optimizer)
+    text = str(report)
+    assert len(report.findings) > 90 and len(text.splitlines()) < 24
+    assert "these 48 leaves: bert.layers.* get no gradient:" in text
+    assert "these 2 leaves: bert.pool.* get no gradient:" in text
+    assert text.count("not_optimised (optimizer)") == 2
+
+
+def test_a_report_of_training_is_plain_data():
+    given = PLANTED["frozen on purpose"].make()
+    report = gt.why_zero(given.loss, model=given.model, optimizer=given.optimizer)
+    (note,) = report.to_dict()["notes"]
+    assert note["arguments"] == ["body.weight", "body.bias"]
+    assert "requires_grad is False" in str(report)

@@ -59,6 +59,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-313 build dist out *.egg-info \
+	rm -rf $(VENV) .venv-313 .venv-integration build dist out *.egg-info \
 	    .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,8 @@
-"""The table of figures in README.md, from the tables in benchmarks/results.
+"""The tables of figures in README.md and docs/measured.md, from those in benchmarks/results.
 
-    python benchmarks/figures.py    # writes it between its two marks
+    python benchmarks/figures.py    # writes them between their two marks
 
-Each figure names the file that it is read from; a test holds README.md to what this writes.
+Each figure names the file that it is read from; a test holds both pages to what this writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
+PAGES = {ROOT / "README.md": "", ROOT / "docs" / "measured.md": "../"}  # and the way to results
 MARKS = "<!-- figures: generated -->\n\n", "\n\n<!-- end of figures -->"
 
 Row = dict[str, str]
@@ -40,8 +40,8 @@ def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = ""
     return cells
 
 
-def table() -> str:
-    """The table, in Markdown."""
+def table(page: Path) -> str:
+    """The table of one page, in Markdown; README.md has the first rows alone."""
     mb = {"unit": " MB"}
     scanned = {"jax": "JAX, jit and scan"}
     found = [
@@ -61,11 +61,27 @@ def table() -> str:
          [_overhead("reversal, 512 x 512, PyTorch"),
           _overhead("gradient with a reversal, 512 x 512, JAX jit")], "overhead"),
         ("importing gradtools after the framework", _imports(), "import_time"),
+        ("`grad` at 8 x 8, time beside the same lines by hand",
+         [_overhead("gradient, 8 x 8, PyTorch"), ""], "overhead"),
+        ("`grad` at 512 x 512", [_overhead("gradient, 512 x 512, PyTorch"), ""], "overhead"),
+        *_peaks(),
     ]  # fmt: skip
+    way, shown = PAGES[page], found if PAGES[page] else found[:7]
     lines = ["| | PyTorch | JAX | from |", "|---|---|---|---|"]
-    for text, (torch, jax), name in found:
-        lines.append(f"| {text} | {torch} | {jax} | [{name}](benchmarks/results/{name}.md) |")
+    for text, (torch, jax), name in shown:
+        lines.append(f"| {text} | {torch} | {jax} | [{name}]({way}benchmarks/results/{name}.md) |")
     return "\n".join(lines)
+
+
+def _peaks() -> list[tuple[str, list[str], str]]:
+    """Memory over the number of chunks, at once and with chunked."""
+    found = []
+    for text, way in ("at once", "plain, the whole batch"), ("`chunked`", "gt.chunked, retain=1"):
+        (torch,), (jax,) = (rows("chunked.md", f"{name}, {way}") for name in ("PyTorch", "JAX"))
+        numbers = [[f"{float(row[n]):.0f}" for n in ("4", "8", "16", "32")] for row in (torch, jax)]
+        cells = [", ".join(row) + " MB" for row in numbers]
+        found.append((f"memory of a step over 4, 8, 16, 32 chunks: {text}", cells, "chunked"))
+    return found
 
 
 def _overhead(what: str) -> str:
@@ -83,14 +99,15 @@ def _imports() -> list[str]:
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """README.md before the table, the table, and what follows."""
+    """A page before the table, the table, and what follows."""
     before, begin, rest = page.partition(MARKS[0])
     now, end, after = rest.partition(MARKS[1])
     if not begin or not end:
-        raise SystemExit(f"README.md has no table between {MARKS[0].strip()} and its end")
+        raise SystemExit(f"the page has no table between {MARKS[0].strip()} and its end")
     return before + begin, now, end + after
 
 
 if __name__ == "__main__":
-    before, _, after = parts(README.read_text(encoding="utf-8"))
-    README.write_text(before + table() + after, encoding="utf-8")
+    for page in PAGES:
+        before, _, after = parts(page.read_text(encoding="utf-8"))
+        page.write_text(before + table(page) + after, encoding="utf-8")

@@ -7,6 +7,7 @@ where MkDocs is installed.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -45,7 +46,7 @@ def test_every_name_of_the_neutral_modules_is_in_the_reference(module):
 def test_every_command_is_in_the_reference(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    commands = re.findall(r"^    ([a-z][\w-]+) ", capsys.readouterr().out, re.MULTILINE)
+    commands = re.findall(r"^    ([a-z][\w-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE)
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
     assert re.findall(r"^::: \$ gradtools (.+)$", page, re.MULTILINE) == commands
     assert len(commands) >= 9
@@ -60,11 +61,12 @@ def test_every_page_example_and_notebook_is_in_the_contents():
     assert {path.as_posix() for path in (*pages, *places)} <= listed
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results(monkeypatch):
+def test_the_figures_of_the_pages_are_those_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     figures = importlib.import_module("figures")
-    _, now, _ = figures.parts((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert now == figures.table(), "python benchmarks/figures.py"
+    for page in figures.PAGES:
+        _, now, _ = figures.parts(page.read_text(encoding="utf-8"))
+        assert now == figures.table(page), "python benchmarks/figures.py"
 
 
 def hook(name: str, monkeypatch):
@@ -88,8 +90,14 @@ def site(tmp_path: Path):
 
     def build(readme: str) -> tuple[int, str]:
         (tmp_path / "README.md").write_text(readme, encoding="utf-8")
-        command = [sys.executable, "-m", "mkdocs", "build"]
-        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [sys.executable, "-m", "mkdocs", "build"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         return ran.returncode, ran.stderr + ran.stdout
 
     build.folder = tmp_path

@@ -140,7 +140,6 @@ ALONE = {
     ("torch", "programs.py"): "chunks as nodes of autograd's graph; JAX differentiates a scan",
     ("torch", "watching.py"): "what may go wrong when f runs again; JAX's functions are pure",
     ("torch", "gates.py"): "results that refuse a derivative along some tensors",
-    ("torch", "refusals.py"): "what to do about the refusals of PyTorch, told by their texts",
     ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",
     ("torch", "randomness.py"): "generators with a state; JAX has keys",
     ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",

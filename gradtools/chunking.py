@@ -254,10 +254,9 @@ class Chunking(Operators):
     ) -> Any:
         backend = self._backend
         positions = normalized_argnums("microbatched", argnums, len(args))
-        opened = backend.opened("microbatched", f, args, kwargs, positions)
-        tied = opened if opened is not None and opened.is_tied else None
-        if tied is not None:
-            f, args = tied, tied.args
+        opened: Any = backend.opened("microbatched", f, args, kwargs, positions)
+        if opened is not None and opened.is_tied:
+            f, args = opened, opened.args
         given = arguments("microbatched", f, args, kwargs, in_axes, positions)
         call = _Microbatches(backend, given, positions, weights)
         seen: list[Any] = []
@@ -279,8 +278,8 @@ class Chunking(Operators):
         terms.__name__ = getattr(f, "__name__", type(f).__name__)
         chunks = call.cut(terms, chunk_size)
         sums = backend.sum_chunks(chunks)
-        if tied is not None:
-            tied.refuse_changes()
+        if opened is not None and opened.is_tied:
+            opened.refuse_changes()
         if reduction == "mean":
             total, *sums = sums
             call.check_total(total)

@@ -35,7 +35,8 @@ def opened(
     kinds = module_kinds()
     if not kinds:
         return None
-    trees: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    trees: dict[Any, Any] = dict(enumerate(args))
+    trees |= kwargs
     found = {key: _modules(kinds, tree) for key, tree in trees.items()}
     nnx = sys.modules.get("flax.nnx")
     graphs = nnx is not None and any(isinstance(m, nnx.Pytree) for ms in found.values() for m in ms)

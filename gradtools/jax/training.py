@@ -148,12 +148,13 @@ def _is_an_optimizer(x: Any) -> bool:
 
 def _probed(tx: Any, state: Any, part: Any) -> Optimised:
     """Whether a step with gradients of one moves an array."""
-    leaves, treedef = jax.tree_util.tree_flatten(part)
+    leaves = jax.tree.leaves(part)
+    treedef: Any = jax.tree.structure(part)
     strangers = _strangers(state, tx.init(part))
     if strangers:
         return Optimised(lambda one: None, strangers)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
-    updates = jax.tree.leaves(tx.update(ones, state, part)[0])
+    updates = treedef.flatten_up_to(tx.update(ones, state, part)[0])
     moved = {id(x): _moves(u) for x, u in zip(leaves, updates, strict=True)}
     raw = {id(x) for x, u in zip(leaves, updates, strict=True) if moved[id(x)] and _is_one(u)}
     if not any(moved.values()):  # a schedule that starts at zero

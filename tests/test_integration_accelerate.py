@@ -15,8 +15,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 @pytest.fixture(autouse=True)
 def one_accelerator():
-    """Each test has its own: accelerate keeps one state in a process."""
+    """Each test has its own: accelerate, and the Trainer, keep one state in a process."""
+    _forget()
     yield
+    _forget()
+
+
+def _forget():
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
 

@@ -1369,7 +1369,8 @@ BAD = (
             "jvp: f holds a function that has a reverse rule only (clip_gradient, "
             "transform_gradient, known_gradient, or a jax.custom_vjp), which forward mode "
             "cannot enter. Use vjp or grad, or for second derivatives "
-            "mode='reverse_over_reverse'."
+            "mode='reverse_over_reverse'. JAX says (PLACE): can't apply forward-mode autodiff "
+            "(jvp) to a custom_vjp function."
         ),
     ),
     # --- rules and host functions
@@ -1453,7 +1454,7 @@ BAD = (
     Bad(
         "a rule of wrong arguments",
         lambda gt, a: gt.custom_rule(lambda x: x)(a(V), a(V)),
-        "too many positional arguments",
+        "custom_rule <lambda>(x): too many positional arguments.",
         native="TypeError, as of a call in Python",
     ),
     Bad(
@@ -1896,7 +1897,7 @@ BAD = (
         ("functionalize: got a builtins.int; the PyTorch backend accepts a torch.nn.Module."),
         jax=(
             "functionalize: got a builtins.int; the JAX backend accepts a flax.linen, flax.nnx "
-            "or equinox Module."
+            "or equinox Module, what haiku's transform gives, and a Keras model."
         ),
     ),
     Bad(
@@ -1905,7 +1906,7 @@ BAD = (
         ("functionalize: got a builtins.function; the PyTorch backend accepts a torch.nn.Module."),
         jax=(
             "functionalize: got a builtins.function; the JAX backend accepts a flax.linen, "
-            "flax.nnx or equinox Module."
+            "flax.nnx or equinox Module, what haiku's transform gives, and a Keras model."
         ),
     ),
     Bad(

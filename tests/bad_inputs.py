@@ -1455,7 +1455,6 @@ BAD = (
         "a rule of wrong arguments",
         lambda gt, a: gt.custom_rule(lambda x: x)(a(V), a(V)),
         "custom_rule <lambda>(x): too many positional arguments.",
-        native="TypeError, as of a call in Python",
     ),
     Bad(
         "a rule that closes over an argument",

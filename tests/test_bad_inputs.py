@@ -51,7 +51,7 @@ def test_a_bad_call_is_refused_with_its_text(bad: Bad, gt, backend_name):
 def test_a_text_begins_with_what_was_asked_and_ends_as_a_sentence(bad: Bad):
     for text in filter(None, (bad.text, bad.jax)):
         asked = re.match(
-            r"(custom_rule |host function |rule )?['<\w>.]+( has|:|\.| closes| of)", text
+            r"(custom_rule |host function |rule )?['<\w>.]+(\(.*?\))?( has|:|\.| closes| of)", text
         )
         assert asked, text
         assert text.endswith((".", "?")), text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,6 @@ from gradtools.jax import (
     shardings,
     trees,
     vanishing,
-    vocabulary,
     wrapping,
 )
 from gradtools.jax.host import call_kernel, call_now
@@ -37,6 +37,8 @@ from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
 from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.program import Program
 
 
 class JaxBackend:
@@ -247,8 +249,20 @@ class JaxBackend:
     watchable = staticmethod(seeing.watchable)
     rerun = staticmethod(seeing.rerun)
     gradient_graph = staticmethod(passes.gradient_graph)
-    formula_graph = staticmethod(vocabulary.formula_graph)
-    trying = staticmethod(vocabulary.trying)
+
+    @staticmethod
+    def formula_graph(program: Program) -> Graph:
+        """One run in the vocabulary of the formula."""
+        from gradtools.jax import vocabulary
+
+        return vocabulary.formula_graph(program)
+
+    @staticmethod
+    def trying(program: Program, wide: bool) -> AbstractContextManager[Any]:
+        """Around attempts at a formula."""
+        from gradtools.jax import vocabulary
+
+        return vocabulary.trying(program, wide)
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)

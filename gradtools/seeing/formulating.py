@@ -12,16 +12,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradtools.backend import Backend, Operators, P
 from gradtools.errors import GradtoolsError, place_of
-from gradtools.seeing.formula import Formula, derive
-from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.program import Program
+
+if TYPE_CHECKING:  # half of what gradtools would import, of which most programs need nothing
+    from gradtools.seeing.formula import Formula
+    from gradtools.seeing.formula.recorded import Recorded
 
 _POINTS = 3
 _EXACT = 1e-8
@@ -161,6 +163,9 @@ def _parameter_names(f: Callable[..., Any]) -> dict[str, str]:
 
 def _formulated(program: Program, names: Sequence[str], order: int, wide: bool) -> Formula:
     """The formula of one run, compared."""
+    from gradtools.seeing.formula import derive
+    from gradtools.seeing.formula.recorded import as_recorded
+
     backend = program.backend
     given = [_values(backend, x) for x in program.leaves]
     with backend.trying(program, wide):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from gradtools.chunking import Options
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel
 from gradtools.rules import Rule
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.program import Program
 from gradtools.torch import (
     accumulate,
     arrays,
@@ -28,7 +31,6 @@ from gradtools.torch import (
     seeing,
     trees,
     vanishing,
-    vocabulary,
     watching,
     wrapping,
 )
@@ -289,8 +291,19 @@ class TorchBackend:
     rerun = staticmethod(seeing.rerun)
     gradient_graph = staticmethod(passes.gradient_graph)
 
-    formula_graph = staticmethod(vocabulary.formula_graph)
-    trying = staticmethod(vocabulary.trying)
+    @staticmethod
+    def formula_graph(program: Program) -> Graph:
+        """One run in the vocabulary of the formula."""
+        from gradtools.torch import vocabulary
+
+        return vocabulary.formula_graph(program)
+
+    @staticmethod
+    def trying(program: Program, wide: bool) -> AbstractContextManager[Any]:
+        """Around attempts at a formula."""
+        from gradtools.torch import vocabulary
+
+        return vocabulary.trying(program, wide)
 
     measure = staticmethod(measures.measure)
     functionalize = staticmethod(modules.functionalize)

@@ -251,3 +251,23 @@ def test_what_a_backward_rule_returns_is_held_to_its_arguments(gt, x):
         sin.defvjp(lambda x, sin=sin: (sin(x), x), bwd)
         with pytest.raises(GradtoolsError, match=f"host function sin: .*{says}"):
             gt.grad(lambda x, sin=sin: sin(x).sum())(x)
+
+
+def test_with_both_rules_what_fwd_saves_of_the_output_stands_for_every_derivative(gt):
+    exp = gt.host_function(np.exp)
+    exp.defvjp(lambda x: (exp(x), (x, exp(x))), lambda saved, c: (c * saved[1],))
+    exp.defjvp(lambda p, t: (exp(*p), exp(*p) * t[0]))
+    kept = gt.host_function(lambda x: 2 * x)
+    fwd = lambda x: (lambda y: (y, (x, y)))(kept(x))
+    kept.defvjp(fwd, lambda saved, c: (kept(c),))
+    kept.defjvp(lambda p, t: (kept(*p), kept(*t)))
+    at, t = (gt.asarray(np.array(v)) for v in ([0.5, -1.0], [1.0, 2.0]))
+    wanted = np.exp([0.5, -1.0])
+    for _ in range(3):
+        f = lambda x: gt.xp.sum(exp(x))
+        np.testing.assert_allclose(gt.to_numpy(gt.grad(f)(at)), wanted, rtol=1e-12)
+        np.testing.assert_allclose(gt.to_numpy(gt.jvp(exp, (at,), (t,))[1]), wanted * [1, 2])
+        second = gt.grad(lambda x: gt.xp.sum(gt.grad(f)(x) * t))(at)
+        np.testing.assert_allclose(gt.to_numpy(second), wanted * [1, 2], rtol=1e-12)
+        twice = gt.grad(lambda x: gt.xp.sum(kept(x) ** 2))(at)
+        np.testing.assert_allclose(gt.to_numpy(twice), 8 * np.array([0.5, -1.0]), rtol=1e-12)

@@ -58,8 +58,10 @@ class _Signature:
         pairs = zip(self.looks, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
         self.plans: dict[Any, _Plan] = {}
-        # The maps of kernels, to be differentiated again, are evaluated at the arguments.
-        self.again = tuple(range(self.count)) if self.shaped.refined else ()
+        # The maps of kernels, to be differentiated again, are evaluated at the arguments; a forward
+        # rule reads these as well.
+        times = 0 if self.shaped.refined is None else 1 if self.shaped.of.jvp is None else 2
+        self.again = tuple(range(self.count)) * times
         if self.shaped.contract.check == "never":
             self.ready = True
         self.saves_no_extras = self.bwd is None

@@ -25,7 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradtools.jax as gt
-from gradtools.errors import GradtoolsError, GradtoolsWarning
+from gradtools.errors import (
+    GradtoolsError,
+    GradtoolsWarning,
+    NotImplementedRefusal,
+    ValueRefusal,
+)
 from gradtools.seeing.graph import Dependence
 from gradtools.testing.sweeps import (
     AGREES,
@@ -43,6 +48,7 @@ from gradtools.testing.tolerances import FINITE_DIFFERENCES
 
 Arrays = list[Any]
 
+_JAXS = (NotImplementedRefusal, ValueRefusal)  # JAX's own errors, in gradtools' words
 _STEPS = 0.03 * 0.5 ** np.arange(4)
 _NATIVE = {1: 1e-11, 2: 1e-10}
 _NUMERIC = FINITE_DIFFERENCES["float64"]
@@ -422,7 +428,8 @@ class Trial:
     def _judge(self, way: Way) -> Outcome:
         error = self.errors.get(way.name)
         if error is not None:
-            result = REFUSED if isinstance(error, GradtoolsError) else RAISED
+            ours = isinstance(error, GradtoolsError) and not isinstance(error, _JAXS)
+            result = REFUSED if ours else RAISED
             return self._outcome(way.name, result, "", said(error))
         found = self.numbers[way.name]
         held = list(self._held(way, found))

@@ -236,7 +236,6 @@ NO_FORWARD_MODE = (
             "cdist",
             "nn.CTCLoss",
             "nn.Multi*MarginLoss",
-            "nn.Transformer*",
             "nn.functional.ctc_loss",
             "nn.functional.embedding_bag",
             "nn.functional.multi*_margin_loss",

@@ -777,8 +777,12 @@ def _evaluation_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[A
     return out, [*dys, *_moved(run, xs, tangents, {"rule": rule})[1]]
 
 
-def _evaluation_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Where no extra is used, as in a forward pass that will be recomputed, f takes fwd's place."""
+def _evaluation_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
+    """Where no extra is used, as in a forward pass that will be recomputed, f takes fwd's place.
+
+    JAX 0.12 says before the equation which inputs are alive.
+    """
+    eqn = live_and_eqn[-1]
     n = len(used) - eqn.params["rule"].extras
     if not any(used):
         return [False] * len(eqn.invars), None

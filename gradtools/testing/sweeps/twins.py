@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools.errors import GradtoolsError
 from gradtools.testing.sweeps import (
     AGREES,
     DIFFERS,
@@ -39,7 +38,7 @@ from gradtools.testing.sweeps import (
     Verdict,
     judged,
 )
-from gradtools.testing.sweeps.in_jax import Point, Trial, distance, said
+from gradtools.testing.sweeps.in_jax import Point, Trial, distance, refuses, said
 from gradtools.testing.sweeps.jax_programs import NAMESPACES, Case, cases, takes_complex
 
 Arrays = list[Any]
@@ -374,7 +373,7 @@ class _Pair:
     def _judge(self, way: str, ours: dict[str, Any], theirs: dict[str, Any]) -> Outcome:
         if way in self.errors:
             errors = self.errors[way]
-            refused = all(isinstance(error, GradtoolsError) for error in errors)
+            refused = all(map(refuses, errors))
             return self._outcome(way, REFUSED if refused else RAISED, "; ".join(map(said, errors)))
         off = distance(ours[way], theirs[way]) / WAYS[way][1]
         return self._outcome(way, AGREES if off <= 1 else DIFFERS, f"{off:.3g}")

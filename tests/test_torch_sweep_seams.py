@@ -302,3 +302,26 @@ def negated_view():
 def test_a_limit_of_pytorch_is_refused_in_words_that_say_what_to_do(run, words):
     with pytest.raises(GradtoolsError, match=words):
         run()
+
+
+def test_rounding_at_zero_is_no_constant_part_of_a_forward_rule():
+    x, w, b = (torch.randn(*s, dtype=torch.float64) for s in ((2, 4, 3), (4,), (4,)))
+    f = lambda x, w, b: torch.native_group_norm(x, w, b, 2, 4, 3, 2, 1e-5)[0]
+    rule = gt.custom_rule(lambda x, w, b: torch.native_group_norm(x, w, b, 2, 4, 3, 2, 1e-5))
+    rule.defjvp(lambda p, t: gt.jvp(lambda *a: torch.native_group_norm(*a, 2, 4, 3, 2, 1e-5), p, t))
+    loss = lambda f: lambda x: (f(x, w, b) ** 2 * x).sum()
+    found = gt.grad(loss(lambda *a: rule(*a)[0]))(x)
+    torch.testing.assert_close(found, gt.grad(loss(f))(x), rtol=1e-9, atol=1e-12)
+
+
+def test_a_forward_rule_by_jvp_is_transposed_where_pytorchs_tangent_has_no_derivative():
+    def f(x):
+        values, vectors = torch.linalg.eigh(x + x.mT)
+        return vectors.abs() @ values + torch.softmax(x, 0) @ values
+
+    rule = gt.custom_rule(f)
+    rule.defjvp(lambda p, t: gt.jvp(f, p, t))
+    x = torch.tensor([[1.0, 2.0], [0.5, 4.5]], dtype=torch.float64)
+    for _ in range(2):
+        found = gt.grad(lambda x: rule(x).sum())(x)
+        torch.testing.assert_close(found, gt.grad(lambda x: f(x).sum())(x))

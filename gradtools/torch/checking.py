@@ -7,7 +7,6 @@ evaluated at made-up numbers, and a question that cannot be asked there is left 
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.transposing import in_eager
-from gradtools.torch.wrappers import filled, unwrapped
+from gradtools.torch.wrappers import filled, is_inexact, unwrapped
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -115,8 +114,18 @@ def _first_not_zero(asked: Question) -> int | None:
             ys = run(at, filled([None] * len(asked.likes), [_concrete(x) for x in asked.likes]))
         for i, y in enumerate(ys):
             if isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any()):
-                return i
+                if not _is_rounding(y, at):
+                    return i
     return None
+
+
+def _is_rounding(y: Tensor, at: Sequence[Tensor]) -> bool:
+    """Whether it is no more than what terms of such numbers leave that cancel."""
+    if not is_inexact(y):
+        return False
+    sizes = [float(x.abs().max()) for x in at if is_inexact(x) and x.numel()]
+    most = 8 * torch.finfo(y.dtype).eps * (1 + max(sizes, default=0.0))
+    return bool((y.abs() <= most).all())
 
 
 class KernelMet(Exception):

@@ -499,9 +499,13 @@ def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
     levels = get_interpreter_stack() or ()
     if sum(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) > 1:
         return True
-    return torch.is_grad_enabled() and any(
-        unwrapped(x).requires_grad for x in _inexact(args, kwargs)
-    )
+    return torch.is_grad_enabled() and any(map(_is_recorded, _inexact(args, kwargs)))
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether x, or its tangent, is in a graph."""
+    tangent = None if is_wrapped(x) else forward_ad.unpack_dual(x).tangent
+    return unwrapped(x).requires_grad or (tangent is not None and tangent.requires_grad)
 
 
 def _is_fixed(x: Tensor) -> bool:

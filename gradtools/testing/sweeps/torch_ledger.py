@@ -222,7 +222,7 @@ CONVENTIONS = (
         whole=True,
     ),
     *_lines(
-        ("linalg.eig",),
+        ("linalg.eig", "linalg.eigh"),
         ("custom_rule by defjvp, vjp", "custom_rule by defjvp, hvp"),
         DIFFERS,
         "PyTorch's tangent of eigenvectors has a derivative of NaN, to the tangent too",
@@ -275,7 +275,7 @@ NO_FORWARD_MODE = (
         "PyTorch has no double backward of it; forward over reverse is right",
     ),
     *_lines(
-        ("NumpyCubeNotComposable*",),
+        ("*CustomOp", "nn.functional.linear_cross_entropy.chunked*", "NumpyCubeNotComposable*"),
         ("*",),
         REFUSED,
         "it has a reverse rule only, which torch.func does not take",

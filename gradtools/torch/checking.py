@@ -7,6 +7,7 @@ evaluated at made-up numbers, and a question that cannot be asked there is left 
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -113,9 +114,9 @@ def _first_not_zero(asked: Question) -> int | None:
         with _kernels_refused(made_up):
             ys = run(at, filled([None] * len(asked.likes), [_concrete(x) for x in asked.likes]))
         for i, y in enumerate(ys):
-            if isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any()):
-                if not _is_rounding(y, at):
-                    return i
+            moved = isinstance(y, Tensor) and bool(((y != 0) & ~y.isnan()).any())
+            if moved and not _is_rounding(y, at):
+                return i
     return None
 
 

@@ -122,6 +122,7 @@ LEDGER: tuple[Known, ...] = (
     Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "chunked", RAISED, _LOOP, whole=True),
     Known("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),
+    Known("lax.while_loop", "rule by vjp, *", RAISED, _LOOP, whole=True),
     Known("lax.scatter_mul", "*", RAISED, "no derivative where an index comes twice", whole=True),
     Known("numpy.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
     Known("lax.sort*", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),

@@ -14,7 +14,8 @@ from typing import Any
 
 from gradtools.seeing.arrange import arrange
 from gradtools.seeing.data import data_of
-from gradtools.seeing.outline import Arrow, Dependence, Outline
+from gradtools.seeing.graph import Dependence
+from gradtools.seeing.outline import Arrow, Block, Outline
 from gradtools.seeing.scene import Frame, Label, Line, Picture, Placed
 
 _SCREEN = 1800.0, 1400.0
@@ -84,9 +85,7 @@ class _Layout:
         self.data = data_of(arrange(outline))
         self._context = interpreter()
         self._drawn = self._context.eval(_DRAWN)(json.dumps(self.data))
-        self._items = {
-            item.key: item for column in outline.columns for item in (column, *column.walk())
-        }
+        self._items = {item.key: item for c in outline.columns for item in (c, *c.walk())}
 
     def picture(self, opened: frozenset[int]) -> Picture:
         found = json.loads(self._drawn(json.dumps(sorted(opened))))
@@ -106,15 +105,10 @@ class _Layout:
         )
 
     def _frame(self, found: dict[str, Any]) -> Frame:
-        return Frame(
-            self._items[found["key"]],
-            found["x"],
-            found["y"],
-            found["width"],
-            found["height"],
-            found["depth"],
-            found["nameX"],
-        )
+        block = self._items[found["key"]]
+        assert isinstance(block, Block)
+        x, y, width, height = (found[name] for name in ("x", "y", "width", "height"))
+        return Frame(block, x, y, width, height, found["depth"], found["nameX"])
 
 
 def _line(found: dict[str, Any]) -> Line:

@@ -188,6 +188,12 @@ def test_residuals_are_labelled_with_their_bytes(picture):
     assert len([label for label in picture.labels if label.text[-1] == "B"]) == len(across)
 
 
+def test_what_is_cut_is_drawn_over_other_lines(picture):
+    wires = re.findall(r'<g class="wire".*', picture.body)
+    cuts = ["edge cut" in wire for wire in wires]
+    assert len(wires) == len(picture.lines) and cuts == sorted(cuts)
+
+
 def test_all_lies_on_the_page(picture):
     page = (0.0, picture.top, picture.width, picture.top + picture.height)
     things = [*rectangles(picture).values(), *map(rectangle, picture.frames)]
@@ -338,9 +344,9 @@ def test_the_page_draws_what_a_file_shows(name):
     for opened, act in ((every, "true"), (frozenset(), "false")):
         reader.script.eval(f"window.gradtools.setAll({act})")
         assert reader.drawn() == picture_of(outline, opened).body
-    for block in outline.blocks[:3]:
+    for block in (*outline.blocks[:3], *outline.blocks[:3]):  # opens, and closes again
         reader.script.eval(f"window.gradtools.toggle({block.key})")
-        opened |= {block.key}
+        opened ^= {block.key}
         assert reader.drawn() == picture_of(outline, opened).body
         assert reader.status().startswith(block.name[:10])
 

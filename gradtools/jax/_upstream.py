@@ -39,7 +39,7 @@ def name_of(jaxpr: Any) -> str:
 
 
 def file_of(jaxpr: Any) -> str:
-    """The file and line of the function behind a jaxpr, if known. Gone: it is taken for the user's."""
+    """The file and line of the function behind a jaxpr, if known. Gone: it counts as users'."""
     info = getattr(jaxpr, "debug_info", None)
     return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
 

@@ -17,12 +17,14 @@ from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.programs import Forward, Rows, flattened, node_of, pieces_of, untracked
 from gradtools.torch.summing import Sums
 from gradtools.torch.watching import is_plain, is_replaying, marked
 from gradtools.torch.wrappers import is_dual, unwrapped
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:

@@ -27,18 +27,7 @@ Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 _OPAQUE: list[Callable[..., Any]] = []
 _SKIPPED: dict[str, Callable[..., Any]] = {}
-# Rooms of which no line is compiled, though what they call may be. They run a function again in
-# other modes, nested too deeply for dynamo, which meets errors of its own there.
-_IN_PYTHON = (
-    "gradtools.torch.chunking",
-    "gradtools.torch.frozen",
-    "gradtools.torch.gathering",
-    "gradtools.torch.programs",
-    "gradtools.torch.watching",
-    "gradtools.torch.state",
-    "gradtools.torch.summing",
-    "gradtools.torch.verifying",
-)
+_IN_PYTHON: list[str] = []  # modules that said so of themselves
 
 
 def is_compiling() -> bool:
@@ -64,6 +53,17 @@ def skipped_by_dynamo(fun: F) -> F:
         return _SKIPPED[name](*args, **kwargs)
 
     return cast(F, call)
+
+
+def left_to_python(module: str) -> None:
+    """Marks a module of which dynamo compiles no line, though it may what the module calls.
+
+    Such a room runs a function again in other modes, nested too deeply for dynamo, which meets
+    errors of its own there. It says so itself, in its first lines: `left_to_python(__name__)`.
+    """
+    _IN_PYTHON.append(module)
+    if upstream.dynamo_is_loaded():
+        upstream.skip_module(module)
 
 
 @skipped_by_dynamo
@@ -101,17 +101,11 @@ class _Registering(Loader):
             torch.compiler.allow_in_graph(fun)
         for name, fun in _SKIPPED.items():
             _SKIPPED[name] = torch.compiler.disable(fun)
-        _leave_rooms_to_python()
+        for name in _IN_PYTHON:
+            upstream.skip_module(name)
 
 
-def _leave_rooms_to_python() -> None:
-    for name in _IN_PYTHON:
-        upstream.skip_module(name)
-
-
-if upstream.dynamo_is_loaded():
-    _leave_rooms_to_python()
-else:
+if not upstream.dynamo_is_loaded():
     sys.meta_path.insert(0, _WhenDynamoArrives())
 
 

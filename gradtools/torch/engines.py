@@ -46,6 +46,7 @@ from gradtools.torch.customcode import (
     surveyed,
 )
 from gradtools.torch.gates import gated
+from gradtools.torch.marks import DERIVATIVE, detached
 from gradtools.torch.modes import LevelTaken, dual_level, forward_mode, outside_of_inference
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import evaluated_to_push
@@ -250,8 +251,9 @@ def _detached(x: Tensor) -> Tensor:
     """x cut from its graph; its tangent, if it is a dual number, stays."""
     primal, tangent = _unpacked(x)
     if tangent is None:
-        return x.detach()
-    return forward_ad.make_dual(primal.detach(), tangent.detach())
+        return detached(x, DERIVATIVE)
+    primal, tangent = detached(primal, DERIVATIVE), detached(tangent, DERIVATIVE)
+    return forward_ad.make_dual(primal, tangent)
 
 
 def _free(x: Tensor) -> Tensor:
@@ -307,7 +309,7 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            return _dual_jvp(fun, [x.detach() for x in xs], tangents, seen=True)[0]
+            return _dual_jvp(fun, [detached(x, DERIVATIVE) for x in xs], tangents, seen=True)[0]
 
     with scripts_refused(asked_of(fun)):
         rerun(run, leaves)

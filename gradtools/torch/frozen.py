@@ -24,6 +24,7 @@ from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.customcode import (
     gate_compiled,
     gated_calls,
@@ -33,6 +34,7 @@ from gradtools.torch.customcode import (
 )
 from gradtools.torch.engines import _unshared
 from gradtools.torch.gates import gated
+from gradtools.torch.marks import CHUNK, detached
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
 from gradtools.torch.programs import (
@@ -57,6 +59,7 @@ from gradtools.torch.wrappers import is_dual, is_inexact
 from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 
 
 class Uses:
@@ -197,7 +200,9 @@ class _Use(Forward):
             return [*flattened(known[0]), *known[1]]
         back.arguments = zs
         if self.verification is not None:
-            first = [None if g is None else g.detach() for g in known[1]]  # in no graph of its own
+            first = [
+                None if g is None else detached(g, CHUNK) for g in known[1]
+            ]  # in no graph of its own
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
         asked = _Asked.apply(back, tuple(cts), *zs)
         _, grads = node_of(back, rows, asked, known)
@@ -358,7 +363,7 @@ class _FrozenBackward(Backward):
             vs = [None if ct is None else alias_of(ct) for ct in cts]
             grads = pulled_back(outs, own, vs, True, True)
         self.graph = (own, vs, grads)
-        sums.add([None if g is None else g.detach() for g in grads])
+        sums.add([None if g is None else detached(g, CHUNK) for g in grads])
         return {0}
 
     def through_graph(self, ys: Entries, xs: Entries, cts: Entries) -> list[Any] | None:
@@ -394,7 +399,7 @@ class _FrozenBackward(Backward):
         use: Any = self.of
         fresh = use.with_modes(use.modes)
         same = _FrozenBackward(fresh, self.widths, self.shared_width, self.there)
-        scaled = [None if ct is None else ct.detach() * factor for ct in cts]
+        scaled = [None if ct is None else detached(ct, CHUNK) * factor for ct in cts]
         with torch.no_grad():
             return same.evaluate([scaled], zs)[1]
 
@@ -545,15 +550,15 @@ _CONSTANTS = (
 
 
 def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
-    z = z.detach()
-    return z if dz is None else forward_ad.make_dual(_unshared(z), dz.detach())
+    z = detached(z, CHUNK)
+    return z if dz is None else forward_ad.make_dual(_unshared(z), detached(dz, CHUNK))
 
 
 def _tangent(y: Any) -> Tensor | None:
     if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
         return None
     tangent = tangent_of(y)
-    return None if tangent is None else tangent.detach()
+    return None if tangent is None else detached(tangent, CHUNK)
 
 
 def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:

@@ -12,10 +12,12 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.modes import batchings
 from gradtools.torch.rules import apply_rule
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 
 
 def gather(x: Any, axis_name: Any, group: Any) -> Any:

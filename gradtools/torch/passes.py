@@ -11,7 +11,6 @@ has another number from then on, and so has every view of it when it is read the
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -40,6 +39,7 @@ from gradtools.seeing.passes import (
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
+from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.observing import put_back, recording, watchable
@@ -181,16 +181,6 @@ _FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
 
 
-def _is_of_gradtools() -> bool:
-    """Whether gradtools detaches for its own purposes, not because it was asked to."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == os.path.join(
-        os.path.dirname(__file__), "engines.py"
-    )
-
-
 def _is_summed_by_autograd(running: Any) -> bool:
     """Whether autograd itself adds gradients that meet: it is no part of the rule before."""
     if not isinstance(running, function.BackwardCFunction):
@@ -315,7 +305,7 @@ class _Recorder(Watching):
         """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
         if name != "detach" or self._phase or self._marks or not x.requires_grad:
             return False
-        return not (mark_of_running() or _is_of_gradtools())
+        return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _write(
         self,

@@ -26,9 +26,10 @@ from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
+from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
 from gradtools.torch.customcode import gate_compiled, gated_calls
 from gradtools.torch.joining import Joint, join, joint_of
+from gradtools.torch.marks import CHUNK, data_of, detached
 from gradtools.torch.modes import Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import explained, torch_says
@@ -59,6 +60,7 @@ from gradtools.torch.wrappers import alive, is_dual, is_inexact
 from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 Entries = Sequence[Any]  # tensors, or None
 Rows = list[list[Any]]  # one for each chunk
 
@@ -1127,11 +1129,11 @@ def _primal(x: Any) -> Any:
 
 def untracked(x: Any) -> Any:
     """The same numbers, in no graph."""
-    return x.detach() if isinstance(x, Tensor) else x
+    return detached(x, CHUNK) if isinstance(x, Tensor) else x
 
 
 def _cut(y: Any) -> Any:
-    return y.detach() if isinstance(y, Tensor) and y.requires_grad else y
+    return detached(y, CHUNK) if isinstance(y, Tensor) and y.requires_grad else y
 
 
 def _aliases(xs: Entries) -> list[Any]:
@@ -1144,9 +1146,9 @@ def alias_of(x: Tensor) -> Tensor:
     if not is_inexact(x):
         return x
     if not (torch.is_inference_mode_enabled() or x.is_inference()):
-        return _primal(x).detach().requires_grad_()
+        return detached(_primal(x), CHUNK).requires_grad_()
     with torch.inference_mode(False):
-        x = x.clone() if x.is_inference() else _primal(x).detach()
+        x = x.clone() if x.is_inference() else detached(_primal(x), CHUNK)
         return x.requires_grad_()
 
 
@@ -1189,7 +1191,7 @@ def pieces_of(chunks: Chunks) -> list[list[Any]]:
 def _apart(x: Any) -> Any:
     """The same memory, whose changes are counted apart: a graph of another piece is untouched."""
     plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
-    return x.data if plain and not is_dual(x) else x
+    return data_of(x, CHUNK) if plain and not is_dual(x) else x
 
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:

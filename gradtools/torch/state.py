@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.reaching import ATOMS, Reached, walk
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 
 
 @dataclass(frozen=True)

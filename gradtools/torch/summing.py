@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.verifying import register_own_hook
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _task = upstream.current_graph_task  # which call of the engine runs a hook

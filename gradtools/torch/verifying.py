@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.compiling import nodes_of
+from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.reaching import contents_of
 from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gradtools.torch.programs import Forward
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 Figures = tuple[Any, ...]
 
 _VERIFIED: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()

@@ -20,12 +20,14 @@ from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, warn
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.state import Snapshot
 from gradtools.torch.trials import standing_in
 from gradtools.torch.wrappers import is_dual
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 is_wrapped = upstream.is_wrapped
 
 _here = threading.local()

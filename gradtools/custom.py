@@ -134,7 +134,7 @@ class CustomRule:
         self.symbolic: frozenset[str] = frozenset()
         self._backend = backend
         self.static_argnames = _static_names(static_argnames)
-        self._parameters = Parameters.of(self.__name__, fun, self.static_argnames)
+        self._taken = Parameters.of(self.__name__, fun, self.static_argnames)
         self._begin()
 
     def __repr__(self) -> str:
@@ -249,7 +249,7 @@ class CustomRule:
                     f"{self.__name__}.defjvps: {len(rules)} rules for {len(primals)} arguments; "
                     "give one for each, None where it adds nothing."
                 )
-            out = self._parameters.call(self, statics, primals)
+            out = self._taken.call(self, statics, primals)
             parts = [
                 rule(*statics, t, out, *primals)
                 for rule, t in zip(rules, tangents, strict=True)
@@ -279,9 +279,9 @@ class CustomRule:
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`(statics, rest)` of a call, or an error that names the function."""
         try:
-            return self._parameters.bound(args, kwargs)
+            return self._taken.bound(args, kwargs)
         except TypeError as error:
-            taken = f"{self.__name__}{self._parameters.signature}"
+            taken = f"{self.__name__}{self._taken.signature}"
             raise TypeRefusal(f"{self._kind} {taken}: {error}.") from error
 
     # Compiled code takes what these two return for constants.
@@ -318,7 +318,7 @@ class CustomRule:
     def _unhashable(self, statics: Any, others: Any) -> GradtoolsError:
         name, x = next(
             (name, x)
-            for name, x in [*zip(self._parameters.statics, statics, strict=True)]
+            for name, x in [*zip(self._taken.statics, statics, strict=True)]
             + [(None, o) for o in others]
             if not _is_hashable(x)
         )
@@ -546,7 +546,7 @@ class Shaped:
 
     def primal(self, *xs: Array) -> list[Array]:
         """The function itself."""
-        out = self.of._parameters.call(self.of.fun, self.statics, self.arguments(xs))
+        out = self.of._taken.call(self.of.fun, self.statics, self.arguments(xs))
         return self.outputs(xs, out, "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
@@ -685,7 +685,7 @@ class Shaped:
         """What bwd returned, as one flat entry for each array."""
         if not isinstance(found, tuple | list) or len(found) != len(self.entries):
             came = describe(self.backend, found)
-            names = [n for n in self.of._parameters.names if n not in self.of.static_argnames]
+            names = [n for n in self.of._taken.names if n not in self.of.static_argnames]
             raise self._error(
                 f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
                 f"each argument{' (' + ', '.join(names) + ')' if names else ''}."

@@ -111,13 +111,13 @@ class HostFunction(CustomRule):
     ) -> None:
         self.kernel = Kernel(kernel, out, vectorized)
         super().__init__(backend, kernel, (), checked_word("host_function", check))
-        self._parameters = Parameters.positional(self.__name__, kernel)
+        self._taken = Parameters.positional(self.__name__, kernel)
         self.fun = self._value
         self.opaque = False  # known, once a derivative of bwd in forward mode was missing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
-        _, values = self._parameters.bound(args, kwargs)
+        _, values = self._taken.bound(args, kwargs)
         now = self._backend.call_now(self.kernel, values)
         if now is None:
             return super().__call__(*args, **kwargs)

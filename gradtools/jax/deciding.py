@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
 from gradtools.jax import tracing
+from gradtools.jax._upstream import Tracer
 from gradtools.jax.places import is_of
 
 Answers = list[Any]
@@ -144,7 +145,7 @@ for _name in ("call", "custom_jvp_call", "custom_vjp_call", "shard_map"):
     setattr(_AnsweringTrace, f"process_{_name}", _handing_on(f"process_{_name}"))
 
 
-class _AnsweringTracer(jax.core.Tracer):  # type: ignore[misc]
+class _AnsweringTracer(Tracer):
     """A tracer of JAX's own behind one that answers."""
 
     __slots__ = ("front", "inner")
@@ -197,9 +198,6 @@ class _AnsweringTracer(jax.core.Tracer):  # type: ignore[misc]
 
     def full_lower(self) -> Any:
         return self
-
-    def _origin_msg(self) -> str:
-        return ""
 
 
 __all__ = ["jaxpr_with_answers"]

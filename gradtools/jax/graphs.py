@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gradtools.jax import places, tracing
+from gradtools.jax._upstream import name_of, scopes_of
 from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
 
@@ -322,8 +323,7 @@ def _is_of_library(eqn: Eqn) -> bool:
 
 def _function(eqn: Eqn) -> str:
     """The name of the function that an equation calls."""
-    infos = (getattr(j, "debug_info", None) for j in tracing.sub_jaxprs(eqn.params))
-    name = next((getattr(info, "func_name", "") for info in infos), "")
+    name = next(map(name_of, tracing.sub_jaxprs(eqn.params)), "")
     return name.lstrip("_") or eqn.primitive.name
 
 
@@ -438,10 +438,10 @@ _OURS = "gradtools_"  # scopes of gradtools' own
 def _inside(eqn: Eqn, place: _Place) -> _Place:
     """The place of what is inside an equation: its modules, from named scopes or frames."""
     scopes, phase = [], 0
-    for entry in eqn.source_info.name_stack.stack:
-        if type(entry).__name__ == "Scope":
-            scopes.append(entry.name)
-        elif entry.name == "transpose":
+    for name, named in scopes_of(eqn):
+        if named:
+            scopes.append(name)
+        elif name == "transpose":
             phase += 1
     found = tuple(name for name in scopes if not name.startswith(_OURS))
     if not found and not place.scope:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
+from gradtools.jax._upstream import file_of, stack_of
 from gradtools.seeing.graph import Source
 
 
@@ -26,7 +27,7 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
     of an installed package.
     """
     package: Source | None = None
-    for frame in frames(eqn):
+    for frame in stack_of(eqn):
         kind = _kind(frame.file_name)
         if kind == _USER:
             return _line(frame)
@@ -52,23 +53,18 @@ def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...
 
 def is_own(jaxpr: Any) -> bool | None:
     """Whether the function behind a jaxpr is a library's, not the user's; None if unknown."""
-    where = _where(jaxpr)
+    where = file_of(jaxpr)
     return is_of(_LIBRARIES, where) if where else None
 
 
 def is_ours(jaxpr: Any) -> bool:
     """Whether the function behind a jaxpr is gradtools'."""
-    return _where(jaxpr).startswith(_HERE + os.sep)
+    return file_of(jaxpr).startswith(_HERE + os.sep)
 
 
 def is_chunk(jaxpr: Any) -> bool:
     """Whether a jaxpr is what `gradtools.jax.chunking` runs for each chunk."""
-    return _where(jaxpr).startswith(_CHUNKING)
-
-
-def _where(jaxpr: Any) -> str:
-    info = getattr(jaxpr, "debug_info", None)
-    return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
+    return file_of(jaxpr).startswith(_CHUNKING)
 
 
 def modules_around(eqn: Any) -> tuple[str, ...]:
@@ -77,7 +73,7 @@ def modules_around(eqn: Any) -> tuple[str, ...]:
     Modules of flax.nnx, and callables of the user's own, give their scopes no name.
     """
     names: list[str] = []
-    for frame in takewhile(lambda frame: not frame.file_name.startswith(_SEEING), frames(eqn)):
+    for frame in takewhile(lambda frame: not frame.file_name.startswith(_SEEING), stack_of(eqn)):
         names += _module(frame.function_name, frame.file_name)
     return tuple(reversed(names))
 
@@ -87,15 +83,6 @@ def _module(function: str, file: str) -> list[str]:
     owner, _, method = function.rpartition(".")
     called = method == "__call__" and owner and "<" not in owner and owner[0] != "_"
     return [owner] if called and not is_of(_ENGINES, file) else []
-
-
-def frames(eqn: Any) -> Sequence[Any]:
-    """The stack that made an equation, innermost first.
-
-    There is no public way to it, so this is the one place that leans on how equations keep it.
-    """
-    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
-    return traceback.frames if traceback is not None else ()
 
 
 _USER, _PACKAGE, _LIBRARY = range(3)

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from gradtools.jax._upstream import stack_of
 from gradtools.jax.lifetimes import LIFE
-from gradtools.jax.places import frames, is_of
+from gradtools.jax.places import is_of
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
 Eqn = Any
@@ -106,7 +107,7 @@ def overwrites(eqn: Eqn) -> bool:
 
 def is_batch_statistic(eqn: Eqn) -> bool:
     """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation."""
-    names = [frame.function_name for frame in frames(eqn)]
+    names = [frame.function_name for frame in stack_of(eqn)]
     return "BatchNorm.__call__.<locals>._stats" in names or any(
         pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
     )
@@ -344,7 +345,7 @@ def is_activation_rule(eqn: Eqn) -> bool:
     """
     if eqn.primitive.name not in _COMPARISONS:
         return False
-    inside = (f.function_name for f in frames(eqn) if _is_activation_file(f.file_name))
+    inside = (f.function_name for f in stack_of(eqn) if _is_activation_file(f.file_name))
     return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
 
 

@@ -16,6 +16,7 @@ from gradtools.host import Kernel
 from gradtools.rules import Rule
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.program import Program
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import (
     accumulate,
     arrays,
@@ -217,13 +218,11 @@ class TorchBackend:
         def constant(*args: Any) -> Any:
             return fun(*args)
 
-        # What torch.compiler.assume_constant_result does, without importing dynamo.
-        setattr(constant, "_dynamo_marked_constant", True)  # noqa: B010 (mypy)
-        return constant
+        return upstream.marked_constant(constant)
 
     def refuse_to_compile(self, reason: str) -> None:
         if is_compiling():
-            torch._dynamo.graph_break(msg=reason)
+            upstream.break_graph(reason)
 
     # --- the framework's own transforms
 

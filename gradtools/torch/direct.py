@@ -15,10 +15,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.custom import CustomRule, Residuals, Shaped
 from gradtools.rules import Linearized
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import rules
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.transposing import EAGER, running, transposing
@@ -82,7 +82,7 @@ class DirectCalls:
     """Calls of one `CustomRule` by position."""
 
     def __init__(self, of: CustomRule) -> None:
-        parameters = of._parameters
+        parameters = of._taken
         self.of = of
         special = (*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)
         self.fits = bool(of.bwd or of.jvp) and not any(special)
@@ -100,8 +100,8 @@ class DirectCalls:
                 return NotImplemented
             tracked = tracked or x.requires_grad
         if (
-            torch._C._functorch.peek_interpreter_stack() is not None
-            or forward_ad._current_level >= 0
+            upstream.peek_interpreter_stack() is not None
+            or upstream.forward_level() >= 0
             or running()
         ):
             return NotImplemented
@@ -263,20 +263,20 @@ def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
         signature.saves_no_extras or signature.shaped.rule in rules.SAVES_NO_EXTRAS
     )
     before = None if sure else Randomness.now(xs)
-    versions = [x._version for x in xs if x.requires_grad]
+    versions = [upstream.version_of(x) for x in xs if x.requires_grad]
     plain = [x.detach() for x in xs]
-    torch._C._set_grad_enabled(True)  # the context manager takes three times as long
+    upstream.set_grad_enabled(True)  # the context manager takes three times as long
     try:
         found = signature.fwd(*plain)
     finally:
-        torch._C._set_grad_enabled(False)
+        upstream.set_grad_enabled(False)
     if signature.bwd is None:
         out, res = found, plain
     elif type(found) is tuple and len(found) == 2:
         out, res = found
     else:
         out, res = signature.shaped.pair(found, "fwd", "(out, residuals)")
-    if versions != [x._version for x in xs if x.requires_grad]:
+    if versions != [upstream.version_of(x) for x in xs if x.requires_grad]:
         raise rules.written_error(signature.shaped.rule)
     if type(out) is not Tensor or not out.dtype.is_floating_point or out.requires_grad:
         return _forward_of_any(ctx, signature, xs, plain, out, res, before)
@@ -374,7 +374,7 @@ def _backward(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
 def _transposed(ctx: Any, signature: _Signature, ct: Tensor) -> Any:
     """The transpose of a forward rule; None where this is not the way to it."""
     shaped = signature.shaped
-    if is_wrapped(ct) or forward_ad._current_level >= 0:
+    if is_wrapped(ct) or upstream.forward_level() >= 0:
         return None
     xs = tuple([x.detach() for x in ctx.saved_tensors])
     dxs = tuple([torch.zeros_like(x, requires_grad=True) for x in xs])

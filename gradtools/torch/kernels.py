@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from gradtools.backend import Fun
 from gradtools.errors import warn
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import asked_of, jvp
 from gradtools.torch.modes import Modes
@@ -75,7 +75,9 @@ class _ByAnyKernel(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(fun, "__name__", "") not in _CHOSEN_BY_SWITCHES:
             return fun(*args, **kwargs)
-        kinds = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        kinds = {
+            x.device.type for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
         streams = Randomness.everywhere(kinds)
         try:
             return fun(*args, **kwargs)

@@ -11,7 +11,6 @@ has another number from then on, and so has every view of it when it is read the
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
@@ -38,8 +36,10 @@ from gradtools.seeing.passes import (
     second_gradient_of,
     with_named_outputs,
 )
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
+from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.observing import put_back, recording, watchable
@@ -177,18 +177,8 @@ def _execute_backward(
 
 
 # Beneath Function, as in `recording/unseen.py`: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
-
-
-def _is_of_gradtools() -> bool:
-    """Whether gradtools detaches for its own purposes, not because it was asked to."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == os.path.join(
-        os.path.dirname(__file__), "engines.py"
-    )
 
 
 def _is_summed_by_autograd(running: Any) -> bool:
@@ -315,7 +305,7 @@ class _Recorder(Watching):
         """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
         if name != "detach" or self._phase or self._marks or not x.requires_grad:
             return False
-        return not (mark_of_running() or _is_of_gradtools())
+        return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _write(
         self,
@@ -331,7 +321,7 @@ class _Recorder(Watching):
             numbers = numbers[len(written) :]
         if name in operations.NO_DATA:
             numbers = ()
-        sequence, origin = torch.autograd._get_sequence_nr() - 1, self._origin()  # type: ignore[attr-defined]
+        sequence, origin = upstream.nodes_made() - 1, self._origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
         node = Node(
@@ -360,8 +350,8 @@ class _Recorder(Watching):
         mark = managed or next(filter(None, self._marks), found)
         if not self._phase:
             return _Origin(source, self.scopes.path, mark)
-        running = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        of = self._origins.get(-1 if running is None else running._sequence_nr(), _Origin())
+        running = upstream.current_node()
+        of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
         inherited = "" if _is_summed_by_autograd(running) else of.mark
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
@@ -396,7 +386,7 @@ class _Recorder(Watching):
         """A rule may compute nothing in its forward pass, and something backward."""
         for y in tensors_in(out):
             if y.grad_fn is not None:
-                self._origins.setdefault(y.grad_fn._sequence_nr(), self._origin())
+                self._origins.setdefault(upstream.sequence_of(y.grad_fn), self._origin())
 
     # --- what is saved
 
@@ -404,10 +394,10 @@ class _Recorder(Watching):
         with self._silent(), torch.no_grad():
             number = self._number(x)
             kept = x.detach()  # x itself may hold the graph that holds it
-            sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
             self._packed.append((sequence, number, self._phase))
             self.hold(kept, number)
-            return kept, kept._version
+            return kept, upstream.version_of(kept)
 
     def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
         """For nodes, by position, what they keep for a pass that there is."""
@@ -511,7 +501,7 @@ class _Recorder(Watching):
         self._number(x)  # met now for the first time, it was there before
         key = _memory(x)
         if key in self._before and key not in self._contents and x.layout is torch.strided:
-            with _disable_current_modes():
+            with upstream.disable_current_modes():
                 storage = x.untyped_storage()
                 self._contents[key] = storage, storage.clone()
 
@@ -580,7 +570,7 @@ class _Recorder(Watching):
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    if x._version != version:
+    if upstream.version_of(x) != version:
         raise RuntimeError(
             "a tensor that is needed for the gradient was modified in place after it was "
             f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
@@ -649,7 +639,7 @@ def _attributes(func: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(upstream.arguments_of(func)):
         if i < len(args):
             yield argument, args[i]
         elif argument.name in kwargs:
@@ -664,7 +654,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _memory(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+    return id(x.untyped_storage()) if x.layout is torch.strided else id(x)
 
 
 def _key(x: Tensor) -> Any:

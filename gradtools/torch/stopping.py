@@ -18,21 +18,21 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode, redispatch_function
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.hooks import PassedBy
 from gradtools.torch.upstream_bugs import is_wrong_at, pushed_rightly
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-_unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
-_tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
-_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
+_unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
+_is_wrapped = upstream.is_wrapped
+_graphs: Callable[[bool], None] = upstream.set_grad_enabled  # type: ignore[attr-defined]
+_tangents: Callable[[bool], None] = upstream.set_forward_mode_enabled
+_is_excluded: Callable[[Any], bool] = upstream.is_dispatch_key_excluded
+_AUTOGRAD = upstream.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _AS_IT_IS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ class Stops(TorchFunctionMode):
         self._hooks: PassedBy | None = None
         self._again = again
         self._inside: Any = None  # what in C has the same name as its wrapper in Python
-        self._level = forward_ad._current_level
+        self._level = upstream.forward_level()
         self._hidden = hidden
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
 
@@ -85,7 +85,7 @@ class Stops(TorchFunctionMode):
             return self._pulled(fun, args, kwargs)
         if fun is Tensor.register_hook and self._hooks is not None:
             return self._hooks.register(fun, *args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if upstream.peek_interpreter_stack() is not None:
             return Stops.flowing(self, fun, types, args, kwargs)
         if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
             return fun(*args) or self._requires(args[0])
@@ -126,7 +126,7 @@ class Stops(TorchFunctionMode):
     def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
         constant = not kwargs.get("create_graph", args[4:5] == (True,)) and _caller() != "gradtools"
-        on = torch._C._is_fwd_grad_enabled()
+        on = upstream.is_forward_mode_enabled()
         _tangents(on and not constant)
         try:
             return self._within(fun, args, kwargs)
@@ -138,7 +138,7 @@ class Stops(TorchFunctionMode):
 
         Transforms of torch.func switch them on inside, whatever was before.
         """
-        depth = len(torch._C._functorch.get_interpreter_stack() or ())
+        depth = len(upstream.get_interpreter_stack() or ())
         _graphs(on)
         if not on:
             self._stopped = depth if self._stopped is None else self._stopped

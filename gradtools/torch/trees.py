@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree  # the registry that torch.func itself uses
 
 from gradtools.containers import Containers, OpenedTree
 from gradtools.errors import GradtoolsError
+from gradtools.torch._upstream import pytree
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import said_by
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 # Beneath Function, so that who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
 
 def kept_as_it_is() -> AbstractContextManager[Any]:
     """Around a graph that ends inside: a checkpoint would take what it saves for its own."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = upstream.saved_tensors_hooks_on(False)
     return nullcontext() if hooks is None else saved_tensors_hooks(*(lambda x: x,) * 2)
 
 

@@ -28,18 +28,6 @@ import gradtools
 from gradtools.seeing.graph import Source
 
 _USER, _PACKAGE, _LIBRARY, _CHECKPOINT = range(4)
-_MANAGED = ("chunking.py", "programs.py", "frozen.py")
-
-
-def is_managed() -> bool:
-    """Whether gradtools itself makes this call, to run a chunk or a frozen function apart."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_RECORDING, _TORCH)):
-            return os.path.dirname(file) == _WING and os.path.basename(file) in _MANAGED
-        frame = frame.f_back
-    return False
 
 
 def place(end: CodeType) -> tuple[Source | None, str]:
@@ -97,9 +85,6 @@ def _folder(module: Any) -> str:
     return os.path.dirname(module.__file__)
 
 
-_RECORDING = os.path.dirname(__file__) + os.sep
-_WING = os.path.dirname(os.path.dirname(__file__))
-_TORCH = _folder(torch) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import function
 
 from gradtools.rules import Rule, captured
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording.recorder import RecordedCall, Recorder, tensors_in
 
 Tensor = torch.Tensor
 # Beneath Function: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
 # Above what makes a Parameter or a Buffer. PyTorch's own functions are left as they are: dynamo,
 # which may be imported in between, takes them for what it finds.
@@ -116,7 +116,7 @@ def _unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
         return set()
     outs = [y for y in tensors_in(out) if y.requires_grad and y.grad_fn is not None]
     asked = [k for k, t in enumerate(call.tracked) if t]
-    if not outs or not asked or torch._C._functorch.peek_interpreter_stack() is not None:
+    if not outs or not asked or upstream.peek_interpreter_stack() is not None:
         return set()
     try:
         with torch.enable_grad():

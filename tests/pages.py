@@ -36,9 +36,9 @@ FENCE = re.compile(
     r"^```python(?: title=\"(?:(\w[\w ]*): )?([^\"\n]*)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE
 )
 # The packages of the extra `integration`, as they are imported, and what these bring along.
-OTHER_PACKAGES = frozenset(
-    "accelerate diffrax diffusers haiku keras lightning numba optimistix peft pytorch_revgrad"
-    " sentence_transformers timm tokenizers torchdiffeq torchvision torchviz transformers".split()
+OTHER_PACKAGES = set(
+    """accelerate diffrax diffusers haiku keras lightning numba optimistix peft pytorch_revgrad
+    sentence_transformers timm tokenizers torchdiffeq torchvision torchviz transformers""".split()
 )
 
 
@@ -142,5 +142,10 @@ def default_precision() -> Iterator[None]:
 
 
 def named(found: list[Block]) -> dict:
-    marks = [[pytest.mark.integration] if b.with_other_packages else [] for b in found]
-    return {"argvalues": [pytest.param(b, id=b.name, marks=m) for b, m in zip(found, marks)]}
+    marks = {True: pytest.mark.integration, False: ()}
+    return {
+        "argvalues": [
+            pytest.param(block, id=block.name, marks=marks[block.with_other_packages])
+            for block in found
+        ]
+    }

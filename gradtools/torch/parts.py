@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradtools import keras_layers
 from gradtools.torch import modules
 from gradtools.torch.compiling import is_compiling
 
@@ -67,7 +68,9 @@ class Opened:
         self._f = f
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self._modules = {i: args[i] for i in argnums if isinstance(args[i], nn.Module)}
-        for module in self._modules.values():
+        for i, module in self._modules.items():
+            if keras_layers.is_keras(module):
+                raise keras_layers.refusal(asked, f"argument {i}", module)
             modules.check_module(asked, module)
         self.args = [_part(x) if i in self._modules else x for i, x in enumerate(args)]
 

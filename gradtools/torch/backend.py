@@ -11,7 +11,7 @@ import torch
 
 from gradtools.backend import Array, Fun, Staged, backend_of
 from gradtools.chunking import Options
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, is_of
 from gradtools.host import Kernel
 from gradtools.rules import Rule
 from gradtools.seeing.graph import Graph
@@ -40,10 +40,10 @@ from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.direct import DirectCalls
 from gradtools.torch.engines import asked_of
 from gradtools.torch.host import call_kernel, call_now
-from gradtools.torch.refusals import explained, torch_says
+from gradtools.torch.refusals import explained
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
 from gradtools.torch.transposing import pull, push
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 Tensor = torch.Tensor
 
@@ -193,10 +193,10 @@ class TorchBackend:
         try:
             return f(args)
         except RuntimeError as error:
-            if "Cannot access data pointer" not in torch_says(error):
-                raise
             shapes, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
+            if not (is_of("torch", error) and any(map(is_wrapped, xs))):
+                raise
 
             def run(*values: Tensor) -> list[Tensor]:
                 found, came = trees.flatten(f(trees.unflatten(argdef, values)))

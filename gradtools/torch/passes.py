@@ -25,7 +25,7 @@ import torch
 from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradtools.errors import GradtoolsError, warn
+from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
     FORWARD,
@@ -85,9 +85,10 @@ def _hooked_or_not(asked: Differentiated) -> Graph:
     try:
         return _observed(asked, hooked=True)
     except RuntimeError as error:
-        if "support saved tensor hooks" not in torch_says(error):
+        if not is_of("torch", error):
             raise
-    return _observed(asked, hooked=False)  # inside of torch.func's transforms there are none
+    # Inside of torch.func's transforms there are none; any other error comes again.
+    return _observed(asked, hooked=False)
 
 
 def _observed(asked: Differentiated, hooked: bool) -> Graph:
@@ -571,7 +572,7 @@ class _Recorder(Watching):
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
     if upstream.version_of(x) != version:
-        raise RuntimeError(
+        raise RuntimeRefusal(
             "a tensor that is needed for the gradient was modified in place after it was "
             f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
         )

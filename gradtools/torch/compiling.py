@@ -32,7 +32,7 @@ _SKIPPED: dict[str, Callable[..., Any]] = {}
 # other modes, nested too deeply for dynamo, which meets errors of its own there.
 _IN_PYTHON = (
     "gradtools.torch.chunking",
-    "gradtools.torch.frozen",
+    "gradtools.torch.freezing",
     "gradtools.torch.gathering",
     "gradtools.torch.programs",
     "gradtools.torch.watching",

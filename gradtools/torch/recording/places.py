@@ -28,7 +28,7 @@ import gradtools
 from gradtools.seeing.graph import Source
 
 _USER, _PACKAGE, _LIBRARY, _CHECKPOINT = range(4)
-_MANAGED = ("chunking.py", "programs.py", "frozen.py")
+_MANAGED = ("chunking.py", "programs.py", "freezing.py")
 
 
 def is_managed() -> bool:

@@ -39,7 +39,7 @@ def call_now(
 
     One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
     """
-    if is_compiling() or not args or not all(map(_is_plain, args)) or _is_followed():
+    if is_compiling() or not args or not all(map(_is_plain, args)) or is_followed():
         return None
     looks = tuple([(x.shape, x.dtype) for x in args])
     refuse_kernel()
@@ -50,7 +50,7 @@ def call_now(
     return expected, [y.bfloat16() if s.dtype == "bfloat16" else y for y, s in pairs]
 
 
-def _is_followed() -> bool:
+def is_followed() -> bool:
     """Whether a transform, a mode or a trace may look at what is done."""
     if _C._len_torch_dispatch_stack() or _C._len_torch_function_stack():
         return True

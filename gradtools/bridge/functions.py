@@ -252,8 +252,11 @@ class Bridged(CustomRule):
 
     def __init__(self, guest: Any, f: Callable[..., Any], out: Any) -> None:
         self.guest, self.out = guest, out
-        super().__init__(guest.host, f, (), "never")
+        super().__init__(guest.host, _of_trees, (), "never")
         self._parameters = Parameters(None, (), (), ())
+        self.fun = self.__wrapped__ = f
+        self.__name__ = getattr(f, "__name__", None) or type(f).__name__
+        self.__doc__, self.__module__ = f.__doc__, f.__module__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the guest wherever the host takes a derivative."""
@@ -289,6 +292,11 @@ class Bridged(CustomRule):
         rule = replace(flat.foreign.rule, primal=flat.primal, key=next(KEYS))
         self._flat[rule.key] = flat
         return rule
+
+
+def _of_trees(args: Any, kwargs: Any) -> Any:
+    """What a bridged function is to its rule: a function of two pytrees."""
+    raise AssertionError("its rule is made by `Bridged._rule`")
 
 
 @dataclass(eq=False)

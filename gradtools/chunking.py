@@ -34,6 +34,7 @@ from gradtools.calls import (
     normalized_argnums,
     with_article,
 )
+from gradtools.derivatives import Derivatives
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -259,14 +260,13 @@ class Chunking(Operators):
             f, args = opened, opened.args
         given = arguments("microbatched", f, args, kwargs, in_axes, positions)
         call = _Microbatches(backend, given, positions, weights)
+        derivatives = Derivatives(backend)
         seen: list[Any] = []
 
         def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
             own = None if call.weights is None else chunk[-1]
             asked = "microbatched", f, argnums, False, "raise"
-            value, _, grads = self._scalar_gradient(  # type: ignore[attr-defined]
-                asked, chunk[: len(args)], kwargs
-            )
+            value, _, grads = derivatives._scalar_gradient(asked, chunk[: len(args)], kwargs)
             found, treedef = backend.flatten((value, grads))
             seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
             if reduction == "sum":

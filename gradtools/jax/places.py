@@ -13,10 +13,12 @@ import traceback
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradtools.jax._upstream import file_of, stack_of
-from gradtools.seeing.graph import Source
+
+if TYPE_CHECKING:
+    from gradtools.seeing.graph import Source
 
 
 def source(eqn: Any, site: Source | None = None) -> Source | None:
@@ -37,7 +39,13 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
 
 
 def _line(frame: Any) -> Source:
-    return Source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
+    return _source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
+
+
+def _source(file: str, line: int, function: str) -> Source:
+    from gradtools.seeing.graph import Source  # a room that is loaded when a line is asked for
+
+    return Source(file, line, function)
 
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
@@ -46,7 +54,7 @@ def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...
     modules: list[str] = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        found[_kind(code.co_filename)] = Source(code.co_filename, line, code.co_name)
+        found[_kind(code.co_filename)] = _source(code.co_filename, line, code.co_name)
         modules += _module(code.co_qualname, code.co_filename)
     return found.get(_USER, found.get(_PACKAGE)), tuple(modules)
 

@@ -38,7 +38,7 @@ def call_now(
 
     One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
     """
-    if is_compiling() or not args or not all(map(_is_plain, args)) or _is_followed():
+    if is_compiling() or not args or not all(map(_is_plain, args)) or is_followed():
         return None
     looks = tuple([(x.shape, x.dtype) for x in args])
     refuse_kernel()
@@ -49,7 +49,7 @@ def call_now(
     return expected, [y.bfloat16() if s.dtype == "bfloat16" else y for y, s in pairs]
 
 
-def _is_followed() -> bool:
+def is_followed() -> bool:
     """Whether a transform, a mode or a trace may look at what is done."""
     if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
         return True

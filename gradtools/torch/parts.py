@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtools.torch import modules
 from gradtools.torch.compiling import is_compiling
 
 Tensor = torch.Tensor
@@ -67,12 +66,16 @@ class Opened:
         self._f = f
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self._modules = {i: args[i] for i in argnums if isinstance(args[i], nn.Module)}
+        from gradtools.torch import modules
+
         for module in self._modules.values():
             modules.check_module(asked, module)
         self.args = [_part(x) if i in self._modules else x for i, x in enumerate(args)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f at modules with these parameters."""
+        from gradtools.torch import modules
+
         copies = {i: modules.Copy(module, args[i]) for i, module in self._modules.items()}
         whole = [copies[i].root if i in copies else x for i, x in enumerate(args)]
         try:

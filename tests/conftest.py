@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import state_of_process
+import torchvision_anywhere
 
 from gradtools.testing import plugin
 from gradtools.testing.devices import placed
@@ -52,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "torch" in wanted:
         import torch
 
+        torchvision_anywhere.install()
         torch.set_num_threads(1)
     inside = ExitStack()  # from here on: what modules make while they are collected is placed, too
     for backend in wanted:

@@ -64,7 +64,7 @@ def unshared(t: Tensor) -> Tensor:
     PyTorch counts that in the storage; there is no public name for the count.
     """
     t = t.detach()
-    return t if _uses(t) <= _ALONE + 1 else t.clone()
+    return t if _uses(t) <= _ALONE else t.clone()
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:
@@ -93,8 +93,9 @@ _HELD_ONCE = _held_once()
 
 def tensor_of_numpy(x: np.ndarray, spec: Spec) -> Tensor:
     """The tensor in the memory of an array that may be read-only, which it must not write."""
-    t = torch.from_numpy(np.asarray(_Writable(x)))
-    return t.bfloat16() if spec.dtype == _BFLOAT16 else t
+    if spec.dtype == _BFLOAT16:  # which NumPy knows as raw bytes
+        return torch.from_numpy(np.asarray(_Writable(x.view(np.int16)))).view(torch.bfloat16)
+    return torch.from_numpy(np.asarray(_Writable(x)))
 
 
 class _Writable:

@@ -37,6 +37,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
 from gradtools.rules import captured
 from gradtools.torch.compiling import leaves_of
+from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
 _NO_TRACE = get_opaque_trace_state(convention="flax")
@@ -170,11 +171,16 @@ class TorchGuest:
     def _look(self, base: Known, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
         name, copies = base.of.name, [t.clone() for t in ts]
-        held = _captured(base.of.fun)
+        held, draws = _captured(base.of.fun), False
         versions = {key: t._version for key, t in held.items()}
         stream = torch.get_rng_state()
         ys = base.of.run(*copies)
         if not torch.equal(stream, torch.get_rng_state()):
+            with SEEDING:  # another thread may have drawn in the meantime
+                again = torch.get_rng_state()
+                ys = base.of.run(*[t.clone() for t in ts])
+                draws = not torch.equal(again, torch.get_rng_state())
+        if draws:
             torch.set_rng_state(stream)
             raise GradtoolsError(
                 f"to_jax: {name} draws random numbers from PyTorch's global stream, so each "
@@ -204,7 +210,12 @@ def _spec(y: Tensor) -> Spec:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else torch.equal(a.reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
+    """Whether two tensors hold the same bytes: NaN is NaN."""
+    return bool(np.array_equal(_bytes(a), _bytes(b)))
+
+
+def _bytes(t: Tensor) -> np.ndarray:
+    return numpy_of_tensor(t).reshape(-1).view(np.uint8)
 
 
 @contextmanager

@@ -69,8 +69,8 @@ IN_JAX = {
         jax.grad(lambda x, w: jax.lax.cond(x[0, 0] > 9, lambda *a: 0.0, f, x, w))
     ),
     "checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f), (0, 1))),
-    "vmap of grad": lambda f: lambda x, w: jax.vmap(jax.grad(f), (0, None))(
-        jnp.stack([x, 2 * x]), w
+    "vmap of grad": lambda f: (
+        lambda x, w: jax.vmap(jax.grad(f), (0, None))(jnp.stack([x, 2 * x]), w)
     ),
     "jit of vmap of grad": lambda f: jax.jit(
         lambda x, w: jax.vmap(jax.grad(f, (0, 1)), (0, None))(jnp.stack([x, 2 * x]), w)
@@ -81,9 +81,9 @@ IN_JAX = {
         )
     ),
     "gradtools' hvp": lambda f: lambda x, w: gj.hvp(f, (x, w), (x, w))[1],
-    "gradtools' reversal": lambda f: lambda x, w: gj.grad(
-        lambda x, w: f(gj.reverse_gradient(x), w)
-    )(x, w),
+    "gradtools' reversal": lambda f: (
+        lambda x, w: gj.grad(lambda x, w: f(gj.reverse_gradient(x), w))(x, w)
+    ),
 }
 
 
@@ -124,8 +124,8 @@ IN_TORCH = {
     "forward over forward": lambda f: func.jacfwd(func.jacfwd(f, 1), 1),
     "double backward": lambda f: lambda x, w: gt.hvp(f, (x, w), (x, w))[1],
     "third order": lambda f: func.grad(lambda x, w: (func.hessian(f, 1)(x, w) ** 2).sum(), (0, 1)),
-    "vmap of grad": lambda f: lambda x, w: func.vmap(func.grad(f), (0, None))(
-        torch.stack([x, 2 * x]), w
+    "vmap of grad": lambda f: (
+        lambda x, w: func.vmap(func.grad(f), (0, None))(torch.stack([x, 2 * x]), w)
     ),
     "checkpoint": lambda f: backward(
         lambda x, w: torch.utils.checkpoint.checkpoint(f, x, w, use_reentrant=False)
@@ -361,7 +361,9 @@ def test_random_numbers_and_written_buffers_are_refused_by_name():
     with pytest.raises(GradtoolsError, match="to_jax: .*draws random numbers"):
         bridge.to_jax(lambda t: dropout(t))(jnp.ones(3))
     assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(GradtoolsError, match="to_jax: .*writes in place in '[a-z_]+' of BatchNorm1d"):
+    with pytest.raises(
+        GradtoolsError, match="to_jax: .*writes in place in '[a-z_]+' of BatchNorm1d"
+    ):
         bridge.to_jax(lambda t: norm(t))(jnp.ones((2, 3)))
 
 

@@ -22,6 +22,7 @@ from gradtools.jax.arrays import X64
 
 Tensor = torch.Tensor
 _WIDE = frozenset(("float64", "int64", "complex128", "uint64"))
+_WIDE_DTYPES = frozenset(getattr(torch, name) for name in _WIDE)
 _BFLOAT16 = "bfloat16"
 
 
@@ -41,10 +42,12 @@ def tensor_of(x: jax.Array) -> Tensor:
 
 def array_of(t: Tensor, who: str) -> jax.Array:
     """The JAX array in the memory of a tensor, which nobody may write while it is there."""
-    refuse_wide(str(t.dtype).removeprefix("torch."), who)
+    if t.dtype in _WIDE_DTYPES:
+        refuse_wide(str(t.dtype).removeprefix("torch."), who)
     if t.layout is not torch.strided:
         raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
-    t = t.detach().resolve_conj().resolve_neg()
+    if t.requires_grad or t.is_conj() or t.is_neg():
+        t = t.detach().resolve_conj().resolve_neg()
     try:
         return jnp.from_dlpack(t)
     except jax.errors.JaxRuntimeError:  # strides that are no permutation of the axes

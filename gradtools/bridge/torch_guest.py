@@ -9,8 +9,7 @@ calls share memory, and are held to what the first did by the tensors' version c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.extend.core import get_opaque_trace_state
+from jax.sharding import SingleDeviceSharding
 
 # PyTorch has no public name for tensors that have no values.
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,6 +40,7 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
+_ARRAY = type(jax.device_put(np.zeros(()))) 
 _NO_TRACE = get_opaque_trace_state(convention="flax")
 _REQUIRES = (
     "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
@@ -94,9 +95,7 @@ class TorchGuest:
     def are_plain(self, xs: Sequence[Any]) -> bool:
         """Whether all are arrays with values on the default device, and nothing is traced."""
         for x in xs:
-            if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-                return False
-            if len(x.sharding.device_set) > 1 or not x.is_fully_addressable:
+            if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
                 return False
         return get_opaque_trace_state(convention="flax") == _NO_TRACE
 
@@ -136,14 +135,16 @@ class TorchGuest:
 
     def _evaluated(self, known: Known, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = known.base
-        with _plain_modes():
-            if not base.seen:
-                self._look(base, _one_of(ts, base))
-            if base.captured and base is not known:
-                raise GradtoolsError(base.captured)
-            for i in base.written:
-                ts[i] = ts[i].clone()
-            ys = run(*ts)
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.enable_grad():  # as in a thread of JAX's
+                return self._evaluated(known, run, ts)
+        if not base.seen:
+            self._look(base, _one_of(ts, base))
+        if base.captured and base is not known:
+            raise GradtoolsError(base.captured)
+        for i in base.written:
+            ts[i] = ts[i].clone()
+        ys = run(*ts)
         for i, t in enumerate(ts):
             if t._version and i not in base.written:
                 raise GradtoolsError(
@@ -216,13 +217,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _bytes(t: Tensor) -> np.ndarray:
     return numpy_of_tensor(t).reshape(-1).view(np.uint8)
-
-
-@contextmanager
-def _plain_modes() -> Iterator[None]:
-    """What a thread of JAX's has, wherever we are called."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def _one_of(ts: Sequence[Tensor], base: Known) -> list[Tensor]:

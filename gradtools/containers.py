@@ -9,7 +9,7 @@ called.
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -199,7 +199,8 @@ def _pattern(x: Any) -> Any:
     if isinstance(new, UserDict):
         new.data = {}
     elif isinstance(new, dict):
-        dict.clear(new)
+        kind = OrderedDict if isinstance(new, OrderedDict) else dict
+        kind.clear(new)  # whatever the class makes of it
     for name in (f.name for f in fields(new)) if is_dataclass(new) else ():
         if hasattr(new, name):
             object.__setattr__(new, name, None)

@@ -572,7 +572,7 @@ def test_nnx_modules_inside_of_a_container_are_differentiated_and_change(form):
         )
 
     ours, theirs = form(*made()), form(*made())
-    value, grads = gt.value_and_grad(joint)(ours, x)
+    grads = gt.grad(joint)(ours, x)
     wanted = nnx.grad(lambda e, d: joint(form(e, d), x), argnums=(0, 1))(
         taken(theirs, "enc"), taken(theirs, "dec")
     )

@@ -615,7 +615,8 @@ class Chunks:
                 f"{self._how_to_leave_out(out)}."
             )
         known = self._constants.setdefault(k, leaf)
-        if known is not leaf and not bool(known == leaf):
+        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # NaN is itself
+        if not bool(same):
             raise GradtoolsError(
                 f"chunked: {name} is {leaf!r} at chunk {number} and {known!r} before; what is no "
                 "array must be the same for all chunks. Return an array with an entry for each "

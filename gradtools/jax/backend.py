@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -172,10 +172,11 @@ class JaxBackend:
 
         return host.call_kernel(call, xs)
 
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+    @cached_property
+    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
         from gradtools.jax import host
 
-        return host.call_now(self, kernel, args)
+        return partial(host.call_now, self)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun  # jit runs Python as it is
@@ -239,10 +240,11 @@ class JaxBackend:
 
         return chunking.sum_chunks(chunks)
 
-    def is_replaying(self) -> bool:
+    @cached_property
+    def is_replaying(self) -> Callable[[], bool]:
         from gradtools.jax import chunking
 
-        return chunking.is_replaying()
+        return chunking.is_replaying
 
     def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
         from gradtools.jax import gathering

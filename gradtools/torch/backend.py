@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,10 +215,11 @@ class TorchBackend:
 
         return host.call_kernel(call, xs)
 
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+    @cached_property
+    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
         from gradtools.torch import host
 
-        return host.call_now(self, kernel, args)
+        return partial(host.call_now, self)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:
@@ -292,10 +293,11 @@ class TorchBackend:
 
         return chunking.sum_chunks(chunks)
 
-    def is_replaying(self) -> bool:
+    @cached_property
+    def is_replaying(self) -> Callable[[], bool]:
         from gradtools.torch import watching
 
-        return watching.asks_is_replaying()
+        return watching.asks_is_replaying
 
     def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
         from gradtools.torch import gathering
@@ -367,13 +369,14 @@ class TorchBackend:
 def _checkpointed(
     backend: TorchBackend, options: Options, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if is_compiling():
+    if is_compiling() and not engines.is_inside():
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)
     from gradtools.torch import chunking
 
-    return chunking.checkpointed(backend, f, args, kwargs, options)
+    # torch.func, which differentiates in compiled code, does not go through a checkpoint there.
+    return uncompiled(chunking.checkpointed, backend, f, args, kwargs, options)
 
 
 class _Constant(torch.autograd.Function):

@@ -269,6 +269,21 @@ def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
     x._backward_hooks = hooks
 
 
+def owners_of_memory(x: Tensor) -> int:
+    """How many hold x's storage, so that another framework may take it. Gone: copy."""
+    return int(_c._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+def fake_tensors(**options: Any) -> Any:
+    """A block in which operations give shapes and no numbers; a second to load.
+
+    Gone: tensors on the meta device, which have no device of their own.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**options)
+
+
 is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 """Whether two tensors share a storage. Gone: compare `untyped_storage()`, which wrappers refuse."""
 

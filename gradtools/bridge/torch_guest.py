@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from jax.extend.core import get_opaque_trace_state
 
-# PyTorch has no public name for tensors that have no values.
 import gradtools.torch
 from gradtools.backend import backend_of
 from gradtools.bridge.functions import Known

@@ -23,7 +23,7 @@ from jax.extend.core import set_current_trace, take_current_trace
 
 from gradtools.jax import tracing
 from gradtools.jax._upstream import Tracer
-from gradtools.jax.places import is_of
+from gradtools.lines import is_in
 
 Answers = list[Any]
 
@@ -180,7 +180,7 @@ class _AnsweringTracer(Tracer):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """For JAX itself, which counts what a boolean index selects; NumPy is refused."""
-        inside = is_of(("jax",), sys._getframe(1).f_code.co_filename)
+        inside = is_in(("jax",), sys._getframe(1).f_code.co_filename)
         if inside and self.front.answers_shapes:
             return self.front.answer(self)
         return super().__array__(*args, **kwargs)

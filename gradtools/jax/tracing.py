@@ -28,7 +28,7 @@ from jax.extend.core import Literal
 
 from gradtools.jax._upstream import stack_of
 from gradtools.jax.lifetimes import LIFE
-from gradtools.jax.places import is_of
+from gradtools.lines import is_in
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
 Eqn = Any
@@ -350,7 +350,7 @@ def is_activation_rule(eqn: Eqn) -> bool:
 
 
 def _is_activation_file(file: str) -> bool:
-    return file.endswith(os.path.join("nn", "functions.py")) and is_of(("jax",), file)
+    return file.endswith(os.path.join("nn", "functions.py")) and is_in(("jax",), file)
 
 
 # --- the flow ----------------------------------------------------------------------------

@@ -434,6 +434,14 @@ def operator_tables(name: str) -> Any:
     return import_module(f"torch.testing._internal.{name}")
 
 
+def is_of_checkpoint(file: str) -> bool:
+    """Whether a file is that of `torch.utils.checkpoint`: what it computes again is drawn so.
+
+    Nothing else tells that a call runs inside of one. Gone: pictures do not mark what is repeated.
+    """
+    return file == torch.utils.checkpoint.__file__
+
+
 # --- dynamo, which is not imported until someone compiles ---------------------------------------
 
 DYNAMO = "torch._dynamo"

@@ -1025,6 +1025,8 @@ class _Node(torch.autograd.Function):
     A rule's node is for those as well, and takes longer than a small network.
     """
 
+    recorded_as = "chunked"
+
     @staticmethod
     def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:
         ctx.maps = maps

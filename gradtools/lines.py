@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
-from types import FrameType
+from types import FrameType, ModuleType
 
 USER, PACKAGE, LIBRARY = range(3)
 ENGINES = ("torch", "jax", "jaxlib", "numpy", "gradtools")
@@ -36,6 +36,11 @@ def is_in(packages: Iterable[str], file: str) -> bool:
     modules = (sys.modules.get(name) for name in packages)
     files = (getattr(module, "__file__", None) for module in modules)
     return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)
+
+
+def is_installed(module: ModuleType) -> bool:
+    """Whether a module is of an installed package."""
+    return "-packages" in (getattr(module, "__file__", None) or "")
 
 
 def is_ours(file: str) -> bool:

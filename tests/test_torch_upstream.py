@@ -329,6 +329,19 @@ def test_zeros_views_and_aliases_are_told():
     assert upstream.is_alias_of(x, x[1:]) and not upstream.is_alias_of(x, x.clone())
 
 
+def test_the_owners_of_memory_are_counted():
+    x = torch.ones(3)
+    alone = upstream.owners_of_memory(x)
+    y = x[1:]
+    assert upstream.owners_of_memory(y) == alone + 1
+
+
+def test_fake_tensors_have_shapes_and_devices_alone():
+    with upstream.fake_tensors():
+        y = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert y.shape == (2, 4) and y.device.type == "cpu"
+
+
 def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
     class Mine(Tensor):
         pass

@@ -318,7 +318,7 @@ def _edit(eqn: Eqn) -> str:
 def _is_of_library(eqn: Eqn) -> bool:
     """Whether an equation calls a function of JAX, flax, equinox or optax."""
     jaxprs = list(tracing.sub_jaxprs(eqn.params))
-    return any(places.is_own(jaxpr) and not places.is_ours(jaxpr) for jaxpr in jaxprs)
+    return any(places.is_own(jaxpr) and not places.is_gradtools(jaxpr) for jaxpr in jaxprs)
 
 
 def _function(eqn: Eqn) -> str:

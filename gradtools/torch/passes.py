@@ -12,17 +12,15 @@ has another number from then on, and so has every view of it when it is read the
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
@@ -180,16 +178,6 @@ def _execute_backward(
 # Beneath Function, as in `recording/unseen.py`: who keeps a bound `apply` comes by here as well.
 _FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
-
-
-def _is_summed_by_autograd(running: Any) -> bool:
-    """Whether autograd itself adds gradients that meet: it is no part of the rule before."""
-    if not isinstance(running, function.BackwardCFunction):
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _copied(x: Any, tracked: bool) -> Any:
@@ -353,7 +341,7 @@ class _Recorder(Watching):
             return _Origin(source, self.scopes.path, mark)
         running = upstream.current_node()
         of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
-        inherited = "" if _is_summed_by_autograd(running) else of.mark
+        inherited = "" if upstream.is_summed_by_autograd(running) else of.mark
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
         if managed and of.mark:  # a frozen function is a chunk to gradtools

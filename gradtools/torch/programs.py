@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils.hooks import RemovableHandle
 
@@ -497,7 +497,7 @@ class Forward(Program):
                 of_pass = upstream.sequence_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
             if issubclass(kind, BackwardCFunction):
-                if _is_once_differentiable(kind):
+                if upstream.is_once_differentiable(kind):
                     self.once = kind.__name__.removesuffix("Backward")
                 self.edit = reverse_only_at(node) or self.edit
                 self.functions.add(upstream.forward_class(kind))
@@ -635,15 +635,6 @@ def _is_cast_of_leaf(node: Any) -> bool:
     parents = [parent for parent, _ in node.next_functions]
     leaf = len(parents) == 1 and type(parents[0]).__name__ == "AccumulateGrad"
     return leaf and type(node).__name__ == "ToCopyBackward0"
-
-
-def _is_once_differentiable(kind: Any) -> bool:
-    """Whether the backward pass of an `autograd.Function` is marked to have no derivative."""
-    backward = getattr(upstream.forward_class(kind), "backward", None)
-    return getattr(backward, "__code__", None) is _ONCE
-
-
-_ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 class _Derived(Program):
@@ -1024,6 +1015,8 @@ class _Node(torch.autograd.Function):
 
     A rule's node is for those as well, and takes longer than a small network.
     """
+
+    recorded_as = "chunked"
 
     @staticmethod
     def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:

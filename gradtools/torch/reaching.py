@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
+from gradtools.lines import is_installed
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
@@ -480,7 +481,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 def _is_installed(x: Any) -> bool:
     """Whether it is a module of a library, whose own state verification has to see."""
-    return isinstance(x, ModuleType) and "-packages" in (getattr(x, "__file__", None) or "")
+    return isinstance(x, ModuleType) and is_installed(x)
 
 
 def _package(kind: Any) -> str:

@@ -31,6 +31,7 @@ from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import Question, hold_linear, hold_zero
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
+from gradtools.torch.marks import RULE
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.transposing import in_eager, in_own_transpose, transposed
 from gradtools.torch.wrappers import (
@@ -376,6 +377,8 @@ def closed_over_error(rule: Rule) -> GradtoolsError:
 
 class _ReverseOnly(torch.autograd.Function):
     """A rule whose cotangent map is not linear: it has no forward mode."""
+
+    recorded_as = RULE
 
     @staticmethod
     def forward(point: Point, *xs: Tensor) -> tuple[Tensor, ...]:

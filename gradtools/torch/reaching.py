@@ -107,7 +107,10 @@ class Reached:
     @cached_property
     def _flat(self) -> tuple[list[Any], ...]:
         """The maps as lists, to be compared without a step of Python's for each."""
-        keys, values = [list(k) for _, k in self.maps], [v for _, k in self.maps for v in k.values()]
+        keys, values = (
+            [list(k) for _, k in self.maps],
+            [v for _, k in self.maps for v in k.values()],
+        )
         return [x for x, _ in self.maps], keys, values
 
     def stands(self) -> bool:
@@ -264,7 +267,7 @@ class _Walk:
         elif isinstance(x, dict | list | deque | set | tuple | frozenset):
             self._container(x, name, owned)
         elif isinstance(x, BuiltinMethodType):
-            if isinstance(x.__self__, Tensor):  # a method of a tensor's, as `h.matmul` is
+            if isinstance(x.__self__, (Tensor, *_CONTAINERS)):  # as `h.matmul` and `seen.append`
                 self.visit(x.__self__, name, owned)
         elif isinstance(x, MethodType | partial):
             of_partial = isinstance(x, partial)
@@ -284,6 +287,7 @@ class _Walk:
             self.found.generators.append((partial(getitem, x, whole), partial(setitem, x, whole)))
         elif (generator := _generator(x)) is not None:
             self.found.generators.append(generator)
+            self._attributes(x, name, owned)
         else:
             self._object(x, name, owned)
 

@@ -155,7 +155,7 @@ class TorchBackend:
     sketch_values = staticmethod(sketch_values)
 
     def direct_calls(self, of: Any) -> Any:
-        return DirectCalls(of) if of.check != "always" else None
+        return DirectCalls(of) if DirectCalls.fit(of) else None
 
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs
@@ -171,8 +171,7 @@ class TorchBackend:
 
     apply_rule_by_key = staticmethod(apply_rule_by_key)
 
-    def compiling(self) -> bool:
-        return is_compiling()
+    compiling = staticmethod(is_compiling)
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)

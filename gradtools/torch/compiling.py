@@ -42,9 +42,8 @@ _IN_PYTHON = (
 )
 
 
-def is_compiling() -> bool:
-    """Whether dynamo is tracing this very line."""
-    return torch.compiler.is_dynamo_compiling()
+is_compiling = torch.compiler.is_dynamo_compiling
+"""Whether dynamo is tracing this very line."""
 
 
 def opaque_to_dynamo(fun: F) -> F:

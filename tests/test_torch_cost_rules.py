@@ -306,14 +306,13 @@ def test_two_rules_keep_for_backward_what_bwd_reads():
 
 
 def test_reverse_mode_from_jvp_alone_shares_what_the_value_computed():
-    """From the second call on; the first one is held to what a rule must be."""
     (x,) = arguments("exp")
     f, ct = own("exp", "jvp"), torch.ones_like(x)
 
     def step():
         return torch.autograd.grad(f(x), x, ct)
 
-    step()
+    step()  # is held to what a rule must be
     found = operations(step)
     assert found.count("aten.exp.default") == 1
     torch.testing.assert_close(step()[0], torch.exp(x), rtol=0, atol=0)

@@ -265,6 +265,27 @@ gram = reverse(
 )
 fails = reverse(lambda x: 2 * x, lambda x: (2 * x, None), _fails)
 
+
+def forward(f, jvp):
+    rule = gt.custom_rule(f)
+    rule.defjvp(jvp)
+    return rule
+
+
+FORWARD = {
+    "cube": forward(lambda x: x**3, lambda p, t: (p[0] ** 3, 3 * p[0] ** 2 * t[0])),
+    "exp": forward(torch.exp, lambda p, t: ((y := torch.exp(*p)), y * t[0])),
+    "sinh": forward(
+        torch.sinh, lambda p, t: ((_sinh(*p)[0]), (p[0].exp() + (-p[0]).exp()) / 2 * t[0])
+    ),
+    "product": forward(lambda x, y: x * y, lambda p, t: (p[0] * p[1], t[0] * p[1] + p[0] * t[1])),
+    "sum and product": forward(
+        lambda x, y: (x + y, x * y),
+        lambda p, t: ((p[0] + p[1], p[0] * p[1]), (t[0] + t[1], t[0] * p[1] + p[0] * t[1])),
+    ),
+    "row": forward(lambda x: x[0], lambda p, t: (p[0][0], t[0][0])),
+    "identity": forward(lambda x: x.view_as(x), lambda p, t: (p[0].view_as(p[0]), 2 * t[0])),
+}
 PAIRS = {
     "cube": (Cube.apply, cube),
     "exp": (Exp.apply, exp),
@@ -463,6 +484,11 @@ EXCEPTIONS = {
     "None for what requires grad": "None is a zero cotangent of what the output depends on",
     "double backward, saved intermediate": "a Function differentiates it as a constant",
 }
+FORWARD_EXCEPTIONS = {
+    "hooks": "the output's node hands the cotangent on to the graph of the tangent",
+    "a saved tensor written in place": "3 x^2 was computed when it was written",
+    "complex": "the Function takes a product's cotangent without the conjugate",
+}
 
 
 def outcome(program, f):
@@ -474,11 +500,16 @@ def outcome(program, f):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("given", ["as the function", "forward"])
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in EXCEPTIONS])
-def test_a_rule_does_what_a_function_does(name):
+def test_a_rule_does_what_a_function_does(name, given):
     program = PROGRAMS[name]
     native, ours = PAIRS[program.name]
     expected = outcome(program, native)
+    if given == "forward":
+        if program.name not in FORWARD or name in FORWARD_EXCEPTIONS:
+            pytest.skip(FORWARD_EXCEPTIONS.get(name, "there is no forward rule of it"))
+        ours = FORWARD[program.name]
     for _ in range(3):  # the first call, what it taught, and what that taught
         found = outcome(program, ours)
         if isinstance(expected, type):

@@ -19,8 +19,10 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from gradtools.custom import CustomRule, Residuals, Shaped
+from gradtools.errors import GradtoolsError
 from gradtools.rules import Linearized
 from gradtools.torch import rules
+from gradtools.torch.checking import Question, hold_linear
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.transposing import EAGER, running, transposing
 from gradtools.torch.wrappers import filled, is_inexact, is_wrapped, like
@@ -55,7 +57,6 @@ class _Signature:
         self.fwd: Any = self.shaped.of.fwd
         self.bwd = self.shaped.of.bwd
         self.apply = _apply_of(self)
-        self.records = False  # whether its forward rule is evaluated for the value
         self.attach: Any = None
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
         pairs = zip(self.looks, self.likes, strict=True)
@@ -67,6 +68,7 @@ class _Signature:
         self.again = tuple(range(self.count)) * times
         if self.shaped.contract.check == "never":
             self.ready = True
+        self.records = self.bwd is None and None not in self.likes
         self.saves_no_extras = self.bwd is None
         if self.bwd is None:
             self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f
@@ -397,6 +399,9 @@ def _backward(signature: _Signature, ctx: Any, *cts: Any) -> Any:
 def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     """The value, by one evaluation of the forward rule; None where it has to go another way."""
     shaped, plain = signature.shaped, tuple([x.detach() for x in xs])
+    if signature.attach is None and not _is_linear(signature, plain):
+        signature.records = False  # its transpose is refused, if it is asked for
+        return None
     tracked = [x for x in xs if x.requires_grad]
     versions = [x._version for x in tracked]
     dxs = tuple([torch.sub(x, p) for x, p in zip(xs, plain, strict=True)])
@@ -405,6 +410,7 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     if versions != [x._version for x in tracked]:
         raise rules.written_error(shaped.rule)
     if type(found) is not tuple or len(found) != 2 or not _are_alike(*found):
+        signature.records = False  # a tree
         return None
     y, dy = found
     if y.requires_grad:
@@ -417,21 +423,32 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     return signature.attach([y], dy, *xs)
 
 
+def _is_linear(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
+    rule = signature.shaped.rule
+    assert rule.tangent is not None
+    try:
+        hold_linear(Question(rule, "tangent", rule.tangent, xs, signature.likes, signature.looks))
+    except GradtoolsError:
+        return False
+    return True
+
+
 def _are_alike(y: Any, dy: Any) -> bool:
     return type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype
 
 
 def _attach_of(signature: _Signature) -> Callable[..., Any]:
     """`apply` of the Function that gives a value its tangent's graph."""
+    plan = _Plan(places=(every := tuple(range(signature.count))), pulling=every)
 
     class Attached(torch.autograd.Function):
         """y, of which dy is the tangent. A derivative of its backward pass is the rule's."""
 
         @staticmethod
         def forward(ctx: Any, value: list[Tensor], dy: Tensor, *xs: Tensor) -> Tensor:
-            ctx.plan = signature.plan
+            ctx.plan = plan
             ctx.save_for_backward(*xs)
-            return value.pop()
+            return value.pop().detach()  # of itself it would hold its own graph
 
         @staticmethod
         def backward(ctx: Any, ct: Tensor) -> Any:
@@ -457,7 +474,6 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     easy = None not in signature.likes
     if easy and not torch.is_grad_enabled():
         signature.pulled = signature.bwd is not None
-        signature.records = signature.bwd is None and plan is signature.plan
     return tuple(found)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +22,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Linearized
 from gradtools.torch import rules
 from gradtools.torch.checking import Question, hold_linear
-from gradtools.torch.randomness import Randomness
+from gradtools.torch.compiling import is_compiling
+from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.transposing import EAGER, running, transposing
 from gradtools.torch.wrappers import filled, is_inexact, is_wrapped, like
 
@@ -229,8 +229,13 @@ def _apply_of(signature: _Signature) -> Callable[..., Any]:
     class Direct(torch.autograd.Function):
         """A rule, for autograd alone."""
 
-        forward = staticmethod(partial(_forward, signature))
-        backward = staticmethod(partial(_backward, signature))
+        @staticmethod
+        def forward(ctx: Any, *xs: Tensor) -> Any:
+            return _forward(signature, ctx, xs)
+
+        @staticmethod
+        def backward(ctx: Any, *cts: Any) -> Any:
+            return _backward(signature, ctx, cts)
 
     return super(torch.autograd.Function, Direct).apply
 
@@ -279,7 +284,7 @@ def _tree(signature: _Signature, out: Any) -> Any:
     return signature.shaped.backend.unflatten(node.plan.out_def, outs[: node.plan.count])
 
 
-def _forward(signature: _Signature, ctx: Any, *xs: Tensor) -> Any:
+def _forward(signature: _Signature, ctx: Any, xs: Sequence[Tensor]) -> Any:
     before = None if signature.is_sure() else Randomness.now(xs)
     tracked = [x for x in xs if x.requires_grad]
     versions = [x._version for x in tracked]
@@ -346,7 +351,7 @@ def _forward_of_any(
         if before is None and signature.bwd is not None:
             rules.SAVES_NO_EXTRAS.discard(shaped.rule)
             signature.saves_no_extras = False
-            return _forward(signature, ctx, *xs)
+            return _forward(signature, ctx, xs)
         plan.randomness = None if before is None or before.stands() else before
     out = (*rules.as_views(ys, xs), *extras)
     everything = (*xs, *out)
@@ -364,7 +369,7 @@ def _forward_of_any(
     return out
 
 
-def _backward(signature: _Signature, ctx: Any, *cts: Any) -> Any:
+def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Any:
     plan, ct = ctx.plan, cts[0]
     kept = plan.kept
     if (
@@ -399,8 +404,8 @@ def _backward(signature: _Signature, ctx: Any, *cts: Any) -> Any:
 def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     """The value, by one evaluation of the forward rule; None where it has to go another way."""
     shaped, plain = signature.shaped, tuple([x.detach() for x in xs])
-    if signature.attach is None and not _is_linear(signature, plain):
-        signature.records = False  # its transpose is refused, if it is asked for
+    if signature.attach is None and not _may_record(signature, plain):
+        signature.records = False
         return None
     tracked = [x for x in xs if x.requires_grad]
     versions = [x._version for x in tracked]
@@ -409,13 +414,12 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
         found = shaped.of.jvp(plain, dxs)
     if versions != [x._version for x in tracked]:
         raise rules.written_error(shaped.rule)
-    if type(found) is not tuple or len(found) != 2 or not _are_alike(*found):
-        signature.records = False  # a tree
+    y, dy = found if type(found) is tuple and len(found) == 2 else (None, None)
+    if not _are_alike(y, dy):
         return None
-    y, dy = found
     if y.requires_grad:
         raise rules.closed_over_error(shaped.rule)
-    if not dy.requires_grad or True in [rules.is_alias_of(x, y) for x in xs]:
+    if not dy.requires_grad:
         return None
     if signature.attach is None:
         rules.refuse_captured(shaped.rule, [dy], dxs)
@@ -423,14 +427,21 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     return signature.attach([y], dy, *xs)
 
 
-def _is_linear(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
-    rule = signature.shaped.rule
-    assert rule.tangent is not None
+def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
+    """Whether the tangent map may be transposed, and belongs to one tensor that f returns.
+
+    Nothing is saved for a backward pass meanwhile, of which a checkpoint would keep count.
+    """
+    shaped, looks = signature.shaped, signature.question[1]
+    question = (signature.likes, signature.looks)
     try:
-        hold_linear(Question(rule, "tangent", rule.tangent, xs, signature.likes, signature.looks))
-    except GradtoolsError:
+        hold_linear(Question(shaped.rule, "tangent", shaped.tangent, xs, *question))
+        if looks not in shaped.outs:
+            with torch.no_grad(), restored(Randomness.now(xs)):
+                shaped.tangent(xs, [torch.zeros_like(x) for x in xs])
+    except GradtoolsError:  # it will be said where a derivative is asked for
         return False
-    return True
+    return signature.out_def() == shaped.backend.flatten(0)[1]
 
 
 def _are_alike(y: Any, dy: Any) -> bool:
@@ -448,12 +459,18 @@ def _attach_of(signature: _Signature) -> Callable[..., Any]:
         def forward(ctx: Any, value: list[Tensor], dy: Tensor, *xs: Tensor) -> Tensor:
             ctx.plan = plan
             ctx.save_for_backward(*xs)
-            return value.pop().detach()  # of itself it would hold its own graph
+            y = value.pop()
+            if True not in [rules.is_alias_of(x, y) for x in xs]:
+                return y.detach()  # y itself may be held by the graph that it would hold
+            (view,) = rules.as_views([y], xs)
+            return y.view_as(y) if view is y else view
 
         @staticmethod
         def backward(ctx: Any, ct: Tensor) -> Any:
             if torch.is_grad_enabled():
                 return None, None, *_the_long_way(ctx, signature, (ct,))
+            if is_compiling():  # compiled autograd cannot add a tensor to None
+                return None, ct, *[torch.zeros_like(x) for x in ctx.saved_tensors]
             return None, ct, *(None,) * signature.count
 
     return super(torch.autograd.Function, Attached).apply

@@ -155,9 +155,9 @@ class TorchBackend:
         return checking.sketch_values(fun, *xs)
 
     def direct_calls(self, of: Any) -> Any:
-        from gradtools.torch import direct
+        from gradtools.torch.direct import DirectCalls
 
-        return direct.DirectCalls(of) if of.check != "always" else None
+        return DirectCalls(of) if DirectCalls.fit(of) else None
 
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs
@@ -173,8 +173,7 @@ class TorchBackend:
 
     apply_rule_by_key = staticmethod(apply_rule_by_key)
 
-    def compiling(self) -> bool:
-        return is_compiling()
+    compiling = staticmethod(is_compiling)
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)

@@ -225,7 +225,7 @@ def normalized_argnums(
     positions = []
     for i in given:
         # Dynamo makes integers symbolic, and asks none of these for its methods.
-        if isinstance(i, bool) or not (isinstance(i, int) or hasattr(i, "__index__")):
+        if isinstance(i, bool | type) or not (isinstance(i, int) or hasattr(i, "__index__")):
             raise GradtoolsError(
                 f"{asked}: {name} must hold integers, got {i!r}. Give the position of an argument, "
                 "counted from 0, or a tuple of positions."

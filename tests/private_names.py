@@ -48,12 +48,12 @@ def private_names() -> list[Use]:
 
 def uses_of_frames() -> list[Use]:
     """Every line that looks at the stack's frames, a traceback's, or a file's own name."""
-    return sorted({Use(f, *found) for f, tree in _trees().items() for found in _of_frames(tree)})
+    return sorted({Use(f, *found) for f, tree in _trees().items() for found in frames_in(tree)})
 
 
 def uses_of_texts() -> list[Use]:
     """Every line that decides by the text of an error."""
-    return sorted({Use(f, *found) for f, tree in _trees().items() for found in _of_texts(tree)})
+    return sorted({Use(f, *found) for f, tree in _trees().items() for found in texts_in(tree)})
 
 
 @cache
@@ -171,7 +171,8 @@ _TOLD = _OF_TENSORS | _OF_MODULES  # by a text, wherever it stands
 # --- frames and texts --------------------------------------------------------------------
 
 
-def _of_frames(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def frames_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The lines of one file that look at frames."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="inspect"), attr=name) if name in _FRAMES:
@@ -189,7 +190,8 @@ _SAID = re.compile(
 )
 
 
-def _of_texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def texts_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The lines of one file that decide by a text."""
     for node in ast.walk(tree):
         match node:
             case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.expr() as text]):

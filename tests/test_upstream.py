@@ -65,3 +65,58 @@ def test_each_entry_of_a_room_says_what_it_is_for(room):
 
 def _is_private(node: ast.AST) -> bool:
     return any(list(names.private_in(ast.Module([node], []))))
+
+
+# --- frames and texts ----------------------------------------------------------------------------
+
+# Who finds the user's line, or says where a function stands. Nothing is computed otherwise for it.
+_TELL_LINES = (
+    *("lines.py", "errors.py", "jax/places.py", "torch/recording/places.py", "testing/plugin.py"),
+    *("host.py", "seeing/doctor.py"),
+)
+
+
+def test_frames_of_the_stack_are_looked_at_to_tell_a_line_or_in_the_rooms():
+    found = [use for use in names.uses_of_frames() if use.file not in (*names.ROOMS, *_TELL_LINES)]
+    assert not found, "\n".join(map(str, found))
+
+
+# Where the text of an error, for which the framework has no type, says which way is taken; and
+# where it words a refusal or a finding alone.
+_DECIDE = ("torch/freezing.py", "torch/passes.py")
+_WORD = (
+    *("torch/refusals.py", "torch/recording/refusals.py", "torch/kernels.py", "torch/programs.py"),
+    *("torch/watching.py", "jax/refusals.py", "jax/host.py", "jax/modules.py", "jax/stateful.py"),
+    *("testing/probe.py", "testing/sweeps/in_jax.py"),
+)
+
+
+def test_two_rooms_take_another_way_by_the_text_of_an_error():
+    found = {use.file for use in names.uses_of_texts()}
+    assert found <= {*_DECIDE, *_WORD}
+    assert set(_DECIDE) <= found  # else strike it out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\nf = sys._getframe(1)",
+        "import inspect\nf = inspect.stack()",
+        "def f(frame):\n    return frame.f_back.f_code.co_filename",
+        "x = __file__",
+    ],
+)
+def test_the_sweep_sees_frames(text):
+    assert list(names.frames_in(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(error):\n    return 'no such mode' in str(error)",
+        "def f(e):\n    return 'a' not in said_by('jax', e)",
+        "import re\ndef f(error):\n    return re.search('a', str(error))",
+    ],
+)
+def test_the_sweep_sees_texts(text):
+    assert list(names.texts_in(ast.parse(text)))

@@ -8,10 +8,15 @@ do when it is gone. `tests/test_jax_upstream.py` holds that each still does what
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
+
+from gradtools.lines import is_in
 
 
 def stack_of(eqn: Any) -> Sequence[Any]:
@@ -57,3 +62,44 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
 
     def _origin_msg(self) -> str:
         return ""
+
+
+# --- what a maintainer of JAX would refuse ------------------------------------------------------
+
+
+def called_by_jax(depth: int) -> bool:
+    """Whether JAX itself made the call that stands so many calls above the caller's.
+
+    `x[mask]` counts mask by `__array__`, as NumPy does whom it is to be refused to: nothing but the
+    frame tells them apart. Buys an answer where f selects by a condition; costs a guess, which is
+    "no" in an optimised JAX without frames, and f is then said to branch on a value.
+    """
+    return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
+
+
+def is_activation_rule(eqn: Any) -> bool:
+    """Whether a comparison was made by jax.nn's derivative of an activation, such as relu.
+
+    At second order relu is connected with derivative zero, and this comparison is all that is left
+    of it. No mark tells it from a user's. Buys "its derivative is zero" in place of "cut" in what
+    why_zero says; costs that under jit, where JAX keeps no stack, it is said to be cut.
+    """
+    frames = stack_of(eqn)
+    inside = (f.function_name for f in frames if _is_activation_file(f.file_name))
+    return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
+
+
+def _is_activation_file(file: str) -> bool:
+    """Whether a file is that in which jax.nn defines its activations."""
+    return file.endswith(os.path.join("nn", "functions.py")) and is_in(("jax",), file)
+
+
+def is_batch_statistic(eqn: Any) -> bool:
+    """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation.
+
+    Buys the warning that a chunk has statistics of its own; costs that a renamed method is missed.
+    """
+    names = [frame.function_name for frame in stack_of(eqn)]
+    return "BatchNorm.__call__.<locals>._stats" in names or any(
+        pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
+    )

@@ -12,7 +12,6 @@ What leaves the framework is refused as in a plain trace: float, item, int, NumP
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +21,7 @@ import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
 from gradtools.jax import tracing
-from gradtools.jax._upstream import Tracer
-from gradtools.jax.places import is_of
+from gradtools.jax._upstream import Tracer, called_by_jax
 
 Answers = list[Any]
 
@@ -180,7 +178,7 @@ class _AnsweringTracer(Tracer):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """For JAX itself, which counts what a boolean index selects; NumPy is refused."""
-        inside = is_of(("jax",), sys._getframe(1).f_code.co_filename)
+        inside = called_by_jax(1)
         if inside and self.front.answers_shapes:
             return self.front.answer(self)
         return super().__array__(*args, **kwargs)

@@ -269,6 +269,21 @@ def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
     x._backward_hooks = hooks
 
 
+def owners_of_memory(x: Tensor) -> int:
+    """How many hold x's storage, so that another framework may take it. Gone: copy."""
+    return int(_c._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+def fake_tensors(**options: Any) -> Any:
+    """A block in which operations give shapes and no numbers; a second to load.
+
+    Gone: tensors on the meta device, which have no device of their own.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**options)
+
+
 is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 """Whether two tensors share a storage. Gone: compare `untyped_storage()`, which wrappers refuse."""
 
@@ -419,6 +434,14 @@ def operator_tables(name: str) -> Any:
     return import_module(f"torch.testing._internal.{name}")
 
 
+def is_of_checkpoint(file: str) -> bool:
+    """Whether a file is that of `torch.utils.checkpoint`: what it computes again is drawn so.
+
+    Nothing else tells that a call runs inside of one. Gone: pictures do not mark what is repeated.
+    """
+    return file == torch.utils.checkpoint.__file__
+
+
 # --- dynamo, which is not imported until someone compiles ---------------------------------------
 
 DYNAMO = "torch._dynamo"
@@ -458,3 +481,93 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 def is_compiled(f: Any) -> bool:
     """Whether f is what torch.compile returned. Nothing public tells."""
     return hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule"
+
+
+# --- what a maintainer of PyTorch would refuse --------------------------------------------------
+#
+# Each of these hangs on frames of the stack or on the identity of a code object, because nothing
+# else in PyTorch tells. Beside them, where they are needed and nowhere else: texts of PyTorch's
+# errors, for which it has no types (`refusals`, `recording/refusals`, `freezing`); an import hook
+# (`compiling`: dynamo takes marks by identity, and importing it to set them takes seconds); one
+# operator of ours, registered for the process (`host`: a compiled program holds no Python objects);
+# CPython's generator read in memory (`randomness`: to copy its state takes longer than a small
+# layer); hooks of leaves taken away while chunks are computed again (`programs`).
+
+
+def is_frameworks_own_question(depth: int) -> bool:
+    """Whether PyTorch or gradtools asks what a mode sees, so many calls above the caller.
+
+    In forward mode a tensor with a tangent answers the user's `x.requires_grad` with True, as it
+    would in reverse mode; PyTorch's own Python code must hear what is so, or it takes other ways.
+    Buys: f that branches on it is differentiated as in reverse mode. Costs: a frame at each such
+    question within a pushforward, 0.3 us; a library that asks for PyTorch is taken for the user.
+    """
+    return _package(_asker(depth + 1)) in ("torch", "gradtools")
+
+
+def package_that_called(depth: int) -> str:
+    """The package that called PyTorch, so many calls above the caller.
+
+    `torch.autograd.grad` in f makes a constant to forward mode; our own call of it does not. Buys
+    right tangents of a pullback in f. Costs: what gradtools is called by in turn counts as ours.
+    """
+    frame = _asker(depth + 1)
+    while frame is not None and _package(frame) == "torch":
+        frame = frame.f_back
+    return _package(frame)
+
+
+def is_leaving_a_block(depth: int) -> bool:
+    """Whether no_grad, or its like, puts back what it found.
+
+    A mode sees the same call where f switches gradients on because it needs them. Buys that
+    `with torch.no_grad()` in f does not switch a graph on when it ends, twice the time; costs that
+    a block which is no class of PyTorch's is taken for f's wish, which is slower, and right.
+    """
+    frame = _asker(depth + 1)
+    if frame.f_code is torch.set_grad_enabled.__init__.__code__:
+        frame = frame.f_back
+    return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"
+
+
+def _asker(depth: int) -> Any:
+    """The frame that called what modes see."""
+    frame: Any = sys._getframe(depth + 1)
+    while frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: Any) -> str:
+    """Whose code a frame runs, by its module."""
+    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+def is_summed_by_autograd(node: Any) -> bool:
+    """Whether autograd itself adds gradients that meet, and no Python code of a node's backward.
+
+    The module that asks does so in a dispatch mode of its own; its frames do not count.
+
+    Buys that a sum in a picture is not drawn as a part of the rule before it; costs that, if
+    PyTorch renames `_engine_run_backward`, it is.
+    """
+    if not isinstance(node, function.BackwardCFunction):
+        return False
+    frame: Any = sys._getframe(1)
+    asking = frame.f_globals
+    while frame is not None and frame.f_globals is asking:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def is_once_differentiable(kind: Any) -> bool:
+    """Whether the backward pass of a node's Function is marked to have no derivative.
+
+    The mark is a wrapper without a name of its own, so its code is compared. Buys a refusal before
+    a chunk is computed again in vain; costs that a wrapper around it hides the mark.
+    """
+    backward = getattr(forward_class(kind), "backward", None)
+    return getattr(backward, "__code__", None) is _ONCE
+
+
+_ONCE = function.once_differentiable(lambda ctx: None).__code__

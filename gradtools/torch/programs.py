@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils.hooks import RemovableHandle
 
@@ -239,8 +239,7 @@ class Forward(Program):
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
-            held = self.standing.reached.watched
-            check.compare(i, outs, seen, inputs, held, self.batches)
+            check.compare(i, outs, seen, inputs, self.batches)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry]
@@ -354,6 +353,8 @@ class Forward(Program):
             self._let_go_of_unused(own[len(self.moving_shared) :])
         self.start = self.start.without_unused_streams()
         self._note_end(self.count)
+        if self.verification is not None and not self.start.reached.stands():
+            self.verification.held = self.start.watched_now()
         return found
 
     def _check_modes(self) -> None:
@@ -409,7 +410,7 @@ class Forward(Program):
         """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
         if self.retained and not self.start.reached.stands():
             nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(_tensors(outs))}
-            held = [x for x, _ in self.start.now().reached.watched if x.grad_fn is not None]
+            held = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
             if not nodes.isdisjoint(nodes_of(held)):
                 self.retained.clear()
 
@@ -497,7 +498,7 @@ class Forward(Program):
                 of_pass = upstream.sequence_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
             if issubclass(kind, BackwardCFunction):
-                if _is_once_differentiable(kind):
+                if upstream.is_once_differentiable(kind):
                     self.once = kind.__name__.removesuffix("Backward")
                 self.edit = reverse_only_at(node) or self.edit
                 self.functions.add(upstream.forward_class(kind))
@@ -635,15 +636,6 @@ def _is_cast_of_leaf(node: Any) -> bool:
     parents = [parent for parent, _ in node.next_functions]
     leaf = len(parents) == 1 and type(parents[0]).__name__ == "AccumulateGrad"
     return leaf and type(node).__name__ == "ToCopyBackward0"
-
-
-def _is_once_differentiable(kind: Any) -> bool:
-    """Whether the backward pass of an `autograd.Function` is marked to have no derivative."""
-    backward = getattr(upstream.forward_class(kind), "backward", None)
-    return getattr(backward, "__code__", None) is _ONCE
-
-
-_ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 class _Derived(Program):
@@ -1024,6 +1016,8 @@ class _Node(torch.autograd.Function):
 
     A rule's node is for those as well, and takes longer than a small network.
     """
+
+    recorded_as = "chunked"
 
     @staticmethod
     def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:

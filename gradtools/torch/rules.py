@@ -31,6 +31,7 @@ from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import Question, hold_linear, hold_zero
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
+from gradtools.torch.marks import RULE
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.transposing import in_eager, in_own_transpose, transposed
 from gradtools.torch.wrappers import (
@@ -377,6 +378,8 @@ def closed_over_error(rule: Rule) -> GradtoolsError:
 class _ReverseOnly(torch.autograd.Function):
     """A rule whose cotangent map is not linear: it has no forward mode."""
 
+    recorded_as = RULE
+
     @staticmethod
     def forward(point: Point, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
@@ -556,7 +559,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         if rule.dense:
             pulled = filled(pulled, ctx.like_xs)
         if rule.captures and torch.is_grad_enabled() and in_eager():
-            _refuse_captured(rule, pulled, (*tensors, *saved, *cts))
+            refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
     mask = [like is not None and i not in rule.passive for i, like in enumerate(ctx.like_xs)]
 
@@ -571,7 +574,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
 
-def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
+def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
     """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return  # a transform's wrapper shows no graph

@@ -12,7 +12,6 @@ function that asks goes the same way.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -87,7 +86,7 @@ class Stops(TorchFunctionMode):
             return self._hooks.register(fun, *args, **kwargs)
         if upstream.peek_interpreter_stack() is not None:
             return Stops.flowing(self, fun, types, args, kwargs)
-        if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
+        if fun == _REQUIRES and not upstream.is_frameworks_own_question(1):
             return fun(*args) or self._requires(args[0])
         if not self.ruled(fun) and self._may_enter(fun, types, args, kwargs):
             return self._within(fun, args, kwargs)  # which sees gradients on, as f does
@@ -125,7 +124,10 @@ class Stops(TorchFunctionMode):
 
     def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
-        constant = not kwargs.get("create_graph", args[4:5] == (True,)) and _caller() != "gradtools"
+        constant = (
+            not kwargs.get("create_graph", args[4:5] == (True,))
+            and upstream.package_that_called(1) != "gradtools"
+        )
         on = upstream.is_forward_mode_enabled()
         _tangents(on and not constant)
         try:
@@ -144,7 +146,7 @@ class Stops(TorchFunctionMode):
             self._stopped = depth if self._stopped is None else self._stopped
         elif self._stopped is None or depth <= self._stopped:
             self._stopped = None
-            self._hidden = self._hidden and (depth > 0 or _is_leaving())
+            self._hidden = self._hidden and (depth > 0 or upstream.is_leaving_a_block(1))
         _tangents(self._stopped is None)
 
     def _requires(self, x: Tensor) -> bool:
@@ -162,31 +164,3 @@ class Stops(TorchFunctionMode):
 def _is_plain(kind: Any) -> bool:
     """Whether a class of tensors leaves functions as they are."""
     return kind in _PLAIN or getattr(kind.__torch_function__, "__func__", None) is _AS_IT_IS
-
-
-def _asker(depth: int) -> Any:
-    """The frame that called what modes see: the frameworks' own code is told what is so."""
-    frame: Any = sys._getframe(depth + 1)
-    while frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame
-
-
-def _caller() -> str:
-    """The package that called PyTorch."""
-    frame = _asker(2)
-    while frame is not None and _package(frame) == "torch":
-        frame = frame.f_back
-    return _package(frame)
-
-
-def _package(frame: Any) -> str:
-    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
-
-
-def _is_leaving() -> bool:
-    """Whether no_grad, or its like, puts back what it found."""
-    frame = _asker(2)
-    if frame.f_code is torch.set_grad_enabled.__init__.__code__:
-        frame = frame.f_back
-    return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"

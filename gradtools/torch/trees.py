@@ -119,7 +119,13 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, torch.Tensor | np.ndarray)
 
 
+def _is_array_or_module(x: Any) -> bool:
+    return isinstance(x, torch.Tensor | np.ndarray | torch.nn.Module)
+
+
 _CONTAINERS = Containers(_flattened, unflatten, _leaf_paths, _is_array)
+# Trees in which a module is a leaf like an array.
+WITH_MODULES = Containers(_flattened, unflatten, _leaf_paths, _is_array_or_module)
 
 
 def sketch(tree: Any) -> tuple[list[Any], Any]:

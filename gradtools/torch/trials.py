@@ -21,7 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradtools.errors import said_by
+from gradtools.errors import is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.randomness import Randomness, restored
 
@@ -175,7 +175,7 @@ class Trial:
         except NotImplementedError:
             raise
         except RuntimeError as error:  # once_differentiable raises on some ways only
-            if not said_by("torch", error):
+            if not is_of("torch", error):
                 raise
             return 0.0
         return 0.0 if slope is None else float((slope.conj() * v).real.sum())

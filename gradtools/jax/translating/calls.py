@@ -80,7 +80,7 @@ def _inside(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     jaxpr, consts = _inside(eqn)
-    own = bool(places.is_own(jaxpr)) and not places.is_ours(jaxpr)
+    own = bool(places.is_own(jaxpr)) and not places.is_gradtools(jaxpr)
     if own:
         found = _draw(w, eqn, jaxpr, entries) or _word(w, eqn, jaxpr, entries)
         if found is not None:

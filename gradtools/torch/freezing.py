@@ -518,6 +518,8 @@ class _Asked(torch.autograd.Function):
     for which this would be computed in vain. The pullback's own node saves them and checks them.
     """
 
+    recorded_as = "frozen"
+
     @staticmethod
     def forward(ctx: Any, back: Any, cts: tuple[Tensor, ...], *zs: Tensor) -> Any:
         ctx.back, ctx.cts = back, cts

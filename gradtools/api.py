@@ -18,6 +18,7 @@ from gradtools.seeing.formulating import Formulating
 from gradtools.seeing.graphing import Graphing
 from gradtools.seeing.measures import Measures
 from gradtools.seeing.operators import Seeing
+from gradtools.tiled import Tiling
 
 
 class Api(
@@ -27,6 +28,7 @@ class Api(
     HostFunctions,
     Freezing,
     Chunking,
+    Tiling,
     Accumulation,
     Models,
     Seeing,

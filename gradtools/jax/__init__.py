@@ -53,6 +53,7 @@ scale_gradient = _api.scale_gradient
 split = _api.split
 stop_gradient = _api.stop_gradient
 straight_through = _api.straight_through
+tiled = _api.tiled
 to_numpy = _api.to_numpy
 transform_gradient = _api.transform_gradient
 value_and_grad = _api.value_and_grad
@@ -99,6 +100,7 @@ __all__ = [
     "split",
     "stop_gradient",
     "straight_through",
+    "tiled",
     "to_numpy",
     "transform_gradient",
     "value_and_grad",

@@ -27,13 +27,14 @@ from gradtools.jax import (
     passes,
     seeing,
     shardings,
+    tiled,
     trees,
     vanishing,
     wrapping,
 )
 from gradtools.jax.host import call_kernel, call_now
 from gradtools.jax.loops import map_batch
-from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
+from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
 from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
@@ -156,6 +157,7 @@ class JaxBackend:
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
+    value_and_push = staticmethod(value_and_push)
     attempt = staticmethod(attempt)
 
     def stop_gradient(self, x: Array) -> Array:
@@ -235,6 +237,9 @@ class JaxBackend:
     gather = staticmethod(gathering.gather)
     frozen_uses = staticmethod(frozen.frozen_uses)
     run_frozen = staticmethod(frozen.run_frozen)
+    sweep = staticmethod(tiled.sweep)
+    fold = staticmethod(tiled.fold)
+    tile_bytes = staticmethod(tiled.tile_bytes)
 
     def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)  # jit traces everything

@@ -29,6 +29,7 @@ from gradtools.torch import (
     parts,
     passes,
     seeing,
+    tiled,
     trees,
     vanishing,
     watching,
@@ -41,7 +42,7 @@ from gradtools.torch.engines import asked_of
 from gradtools.torch.host import call_kernel, call_now
 from gradtools.torch.refusals import explained, torch_says
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
-from gradtools.torch.transposing import pull, push
+from gradtools.torch.transposing import pull, push, value_and_push
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
@@ -180,6 +181,7 @@ class TorchBackend:
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
+    value_and_push = staticmethod(value_and_push)
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
         return fun(*xs)
@@ -282,6 +284,9 @@ class TorchBackend:
     frozen_uses = staticmethod(frozen.Uses)
     run_frozen = staticmethod(frozen.run_frozen)
     uncompiled = staticmethod(uncompiled)
+    sweep = staticmethod(tiled.sweep)
+    fold = staticmethod(tiled.fold)
+    tile_bytes = staticmethod(tiled.tile_bytes)
 
     # --- seeing
 

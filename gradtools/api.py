@@ -14,6 +14,7 @@ from gradtools.edits import Edits
 from gradtools.frozen import Freezing
 from gradtools.kernels import HostFunctions
 from gradtools.models import Models
+from gradtools.pairs import Pairs
 from gradtools.seeing.formulating import Formulating
 from gradtools.seeing.graphing import Graphing
 from gradtools.seeing.measures import Measures
@@ -29,6 +30,7 @@ class Api(
     Freezing,
     Chunking,
     Tiling,
+    Pairs,
     Accumulation,
     Models,
     Seeing,

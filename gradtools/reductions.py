@@ -122,7 +122,7 @@ class Reduction:
         return self.backend.xp.expand_dims(x, axis=1)
 
 
-class Mean(Reduction):
+class _Mean(Reduction):
     """The sum over the number of entries."""
 
     def finish(self, state: Arrays) -> Arrays:
@@ -152,7 +152,7 @@ class _Weighted(Reduction):
         return [self._like(self.weights(tile[0], stats) * self._behind(cts[0]), tile[0])]
 
 
-class Max(_Weighted):
+class _Max(_Weighted):
     """The largest entry; of equal ones each has the same part of the derivative."""
 
     more = 1
@@ -183,7 +183,7 @@ class Max(_Weighted):
         return [_filled(self.backend, cts[0], ys[0])]
 
 
-class LogSumExp(_Weighted):
+class _LogSumExp(_Weighted):
     """The logarithm of the sum of exponentials; that of no entry, or of -inf alone, is -inf."""
 
     empty = (-float("inf"),)
@@ -226,7 +226,7 @@ class LogSumExp(_Weighted):
         return xp.exp(wide(self.backend, scores) - self._behind(lse))
 
 
-class Softmax(LogSumExp):
+class _Softmax(_LogSumExp):
     """The mean of values, weighted by the softmax of the scores; 0 where all scores are -inf.
 
     Values have the shape [rows, columns, ...] of a tile, or [1, columns, ...].
@@ -276,7 +276,7 @@ class Softmax(LogSumExp):
         return self._xp.reshape(wide(self.backend, v), (*v.shape[:2], -1))
 
     def _along(self, ct: Array, v: Array) -> Array:
-        """<ct_i, v_ij>"""
+        """The products of a row's cotangent with its values."""
         flat, g = self._flat(v), self._xp.reshape(ct, (ct.shape[0], -1))
         if self._shared(g, v):
             return g @ flat[0].T
@@ -285,10 +285,8 @@ class Softmax(LogSumExp):
     def _spread(self, w: Array, ct: Array, v: Array) -> Array:
         """The cotangent of values, w_ij ct_i."""
         g = self._xp.reshape(ct, (ct.shape[0], -1))
-        if self._shared(w, v):
-            found = w.T @ g
-        else:
-            found = self._xp.expand_dims(w, axis=2) * self._behind(g)
+        shared, apart = lambda: w.T @ g, lambda: self._xp.expand_dims(w, axis=2) * self._behind(g)
+        found = shared() if self._shared(w, v) else apart()
         return self._like(self._xp.reshape(found, v.shape), v)
 
     def finish(self, state: Arrays) -> Arrays:
@@ -331,10 +329,10 @@ class Softmax(LogSumExp):
 
 KINDS: dict[str, type[Reduction]] = {
     "sum": Reduction,
-    "mean": Mean,
-    "max": Max,
-    "logsumexp": LogSumExp,
-    "softmax": Softmax,
+    "mean": _Mean,
+    "max": _Max,
+    "logsumexp": _LogSumExp,
+    "softmax": _Softmax,
 }
 
 

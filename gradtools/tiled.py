@@ -22,7 +22,7 @@ The results, such as a logarithm of a sum, are what the maps read, so their own 
 again the rule. A reduction of the user's own (init, combine, finish) has no such weights: it is a
 T over tiles of rows whose h folds the columns, tile by tile, each a T of one tile.
 
-How a sweep runs stands in the wings' `tiled.py`.
+How a sweep runs stands in the wings' `tiling.py`.
 
 Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Dao et al.,
 FlashAttention, 2022; Cheng et al., Breaking the memory barrier: near infinite batch size scaling
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -47,7 +47,7 @@ from gradtools.rules import Linearized, Rule
 ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
 Arrays = list[Any]
 Names = int | str | Sequence[int | str]
-_TILE = (1024, 1024)  # rows and columns, where nothing else is said
+_TILE = (512, 512)  # rows and columns, where nothing else is said
 
 
 class Tiling(Operators):
@@ -214,6 +214,8 @@ class _Call:
         self.sides: list[str] = []  # of each reduction's results
         self.dtypes: list[list[str]] = []  # of each result, as it is returned
         self._template: Any = None
+        self._treedef: Any = None
+        self.cut = Cut(1, 1, 1, 1)
 
     @classmethod
     def of(
@@ -225,7 +227,8 @@ class _Call:
         paths = backend.leaf_paths((list(args), kwargs))
         for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
             call._add(xs, leaf, role, path)
-        call.cut = Cut(*[call._size(xs, r) for r in (ROWS, COLUMNS)], *(options.sizes or _TILE))
+        rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
+        call.cut = Cut(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
         return call, xs
@@ -327,7 +330,7 @@ class _Call:
             self.dtypes.append([*names, *names[:1] * kind.more])
 
     def _pair(self, tree: Any, reduce: Any, over: Any, path: str) -> Any:
-        """A tree like f's output with the number of a reduction, and of its result, at each leaf."""
+        """A tree like f's output, with the place of its result at each leaf."""
         if isinstance(reduce, str):
             return self._leaf(tree, reduce, over, path)
         if isinstance(reduce, dict | list | tuple):

@@ -27,7 +27,7 @@ from gradtools.jax import (
     passes,
     seeing,
     shardings,
-    tiled,
+    tiling,
     trees,
     vanishing,
     wrapping,
@@ -237,9 +237,9 @@ class JaxBackend:
     gather = staticmethod(gathering.gather)
     frozen_uses = staticmethod(frozen.frozen_uses)
     run_frozen = staticmethod(frozen.run_frozen)
-    sweep = staticmethod(tiled.sweep)
-    fold = staticmethod(tiled.fold)
-    tile_bytes = staticmethod(tiled.tile_bytes)
+    sweep = staticmethod(tiling.sweep)
+    fold = staticmethod(tiling.fold)
+    tile_bytes = staticmethod(tiling.tile_bytes)
 
     def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)  # jit traces everything

@@ -21,10 +21,12 @@ Spec = _api.Spec
 accumulate_gradients = _api.accumulate_gradients
 asarray = _api.asarray
 assign_gradients = _api.assign_gradients
+attention = _api.attention
 checkpoint = _api.checkpoint
 chunked = _api.chunked
 clip_gradient = _api.clip_gradient
 compile = _api.compile
+contrastive_loss = _api.contrastive_loss
 custom_rule = _api.custom_rule
 dependence = _api.dependence
 formula = _api.formula
@@ -43,6 +45,7 @@ jacobian = _api.jacobian
 jvp = _api.jvp
 key = _api.key
 known_gradient = _api.known_gradient
+linear_cross_entropy = _api.linear_cross_entropy
 linearize = _api.linearize
 measure = _api.measure
 microbatched = _api.microbatched
@@ -68,10 +71,12 @@ __all__ = [
     "accumulate_gradients",
     "asarray",
     "assign_gradients",
+    "attention",
     "checkpoint",
     "chunked",
     "clip_gradient",
     "compile",
+    "contrastive_loss",
     "custom_rule",
     "dependence",
     "formula",
@@ -90,6 +95,7 @@ __all__ = [
     "jvp",
     "key",
     "known_gradient",
+    "linear_cross_entropy",
     "linearize",
     "measure",
     "microbatched",

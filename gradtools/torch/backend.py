@@ -29,7 +29,7 @@ from gradtools.torch import (
     parts,
     passes,
     seeing,
-    tiled,
+    tiling,
     trees,
     vanishing,
     watching,
@@ -284,9 +284,9 @@ class TorchBackend:
     frozen_uses = staticmethod(frozen.Uses)
     run_frozen = staticmethod(frozen.run_frozen)
     uncompiled = staticmethod(uncompiled)
-    sweep = staticmethod(tiled.sweep)
-    fold = staticmethod(tiled.fold)
-    tile_bytes = staticmethod(tiled.tile_bytes)
+    sweep = staticmethod(tiling.sweep)
+    fold = staticmethod(tiling.fold)
+    tile_bytes = staticmethod(tiling.tile_bytes)
 
     # --- seeing
 

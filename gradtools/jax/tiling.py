@@ -89,7 +89,7 @@ class _Sweep:
 
     def _looks(self, rows: int, columns: int) -> States:
         """What the states of a tile of this size look like."""
-        sizes, looks = {ROWS: rows, COLUMNS: columns}, []
+        sizes, looks = {ROWS: rows, COLUMNS: columns}, list[int]()
 
         def states(*xs: Any) -> Arrays:
             pairs = zip(xs, self.roles, strict=True)
@@ -157,4 +157,4 @@ def tile_bytes(fun: Any, xs: Sequence[Any], sides: Sequence[int | None]) -> int:
         for x, n in zip(xs, sides, strict=True)
     ]
     found = jax.jit(fun).lower(*looks).compile().memory_analysis()
-    return int(found.temp_size_in_bytes)
+    return 0 if found is None else int(found.temp_size_in_bytes)

@@ -51,6 +51,7 @@ class Reduction:
     asked: str
     count: int
     real = False  # whether scores are compared
+    indexed = False  # whether a tile's last array is the index of the reduced axis
     more = 0  # results besides one for each array, which the derivative alone reads
     empty: tuple[
         float, ...
@@ -140,44 +141,62 @@ class _Weighted(Reduction):
 
     real = True
 
-    def weights(self, scores: Array, stats: Arrays) -> Array:
+    def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
         """The weights at a tile."""
         raise NotImplementedError
 
     def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
-        w = self.weights(tile[0], stats)
+        w = self.weights(tile[0], stats, *tile[1:])
         return [self.backend.xp.sum(w * wide(self.backend, moved[0]), axis=1)]
 
     def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
-        return [self._like(self.weights(tile[0], stats) * self._behind(cts[0]), tile[0])]
+        w = self.weights(tile[0], stats, *tile[1:])
+        return [self._like(w * self._behind(cts[0]), tile[0])]
 
 
 class _Max(_Weighted):
-    """The largest entry; of equal ones each has the same part of the derivative."""
+    """The largest entry; of equal ones each has the same part of the derivative.
 
-    more = 1
+    Which entry it is says its index, for a tile that is computed again in another program may be
+    rounded otherwise. Equal ones are those within rounding of it.
+    """
+
+    more = 2
+    indexed = True
     empty = (-float("inf"),)
 
     def lift(self, tile: Arrays) -> Arrays:
         xp, x = self.backend.xp, wide(self.backend, tile[0])
         m = xp.max(x, axis=1)
-        return [m, xp.sum(self._at(x, m), axis=1)]
+        count = xp.sum(self.backend.cast(x == self._behind(m), x), axis=1)
+        return [m, count, tile[1][xp.argmax(x, axis=1)]]
 
     def merge(self, a: Arrays, b: Arrays) -> Arrays:
         m = self.backend.xp.maximum(a[0], b[0])
-        return [m, a[1] * self.backend.cast(a[0] == m, m) + b[1] * self.backend.cast(b[0] == m, m)]
+        count = a[1] * self.backend.cast(a[0] == m, m) + b[1] * self.backend.cast(b[0] == m, m)
+        return [m, count, self.backend.xp.where(a[0] >= b[0], a[2], b[2])]
 
-    def _at(self, x: Array, m: Array) -> Array:
-        return self.backend.cast(x == self._behind(m), x)
+    def finish(self, state: Arrays) -> Arrays:
+        m, count, first = state
+        one = self.backend.ones_like(count)
+        count = self.backend.xp.where(m == m, self.backend.xp.maximum(count, one), count * 0)
+        return [m, count, first]  # no entry is equal to a maximum that is not a number
 
     def stats(self, ys: Arrays) -> Arrays:
-        return [self.backend.stop_gradient(y) for y in ys]
+        return [*map(self.backend.stop_gradient, ys[:2]), ys[2]]
 
-    def weights(self, scores: Array, stats: Arrays) -> Array:
-        return self._at(wide(self.backend, scores), stats[0]) / self._behind(stats[1])
+    def weights(self, scores: Array, stats: Arrays, index: Any = None) -> Array:
+        xp, x = self.backend.xp, self.backend.stop_gradient(wide(self.backend, scores))
+        m, count, first = map(self._behind, stats)
+        index = xp.reshape(index, (1, -1) + (1,) * (len(x.shape) - 2))
+        near = (x == m) | (xp.abs(x - m) <= 8 * xp.finfo(x.dtype).eps * xp.abs(m))
+        alone = self.backend.cast((index == first) & (x == x), x)
+        shared = self.backend.cast(near, x) / xp.maximum(count, self.backend.ones_like(count))
+        shared = xp.where(count == 0, self.backend.zeros_like(shared) + float("nan"), shared)
+        return xp.where(count == 1, alone, shared)
 
     def pushed(self, sums: Arrays, ys: Arrays) -> Arrays:
-        return [sums[0], None]
+        return [sums[0], None, None]
 
     def pulling(self, ys: Arrays, cts: Arrays) -> Arrays:
         return [_filled(self.backend, cts[0], ys[0])]
@@ -219,7 +238,7 @@ class _LogSumExp(_Weighted):
     def stats(self, ys: Arrays) -> Arrays:
         return ys[:1]
 
-    def weights(self, scores: Array, stats: Arrays) -> Array:
+    def weights(self, scores: Array, stats: Arrays, *index: Array) -> Array:
         xp, lse = self.backend.xp, stats[0]
         none = lse == -float("inf")  # a row of -inf has weights 0
         lse = xp.where(none, self.backend.zeros_like(lse), lse)

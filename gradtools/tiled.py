@@ -37,6 +37,8 @@ from functools import partial
 from math import isqrt
 from typing import Any
 
+import numpy as np
+
 from gradtools.arguments import argument_keys
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import as_array, is_numeric, like_function, with_article
@@ -215,6 +217,7 @@ class _Call:
         self.dtypes: list[list[str]] = []  # of each result, as it is returned
         self._template: Any = None
         self._treedef: Any = None
+        self._keywords: tuple[str, ...] = ()
         self.cut = Cut(1, 1, 1, 1)
 
     @classmethod
@@ -223,14 +226,20 @@ class _Call:
     ) -> tuple[_Call, Arrays]:
         """The call, and its arrays."""
         call, xs = cls(backend, options, f), list[Any]()
-        leaves, call._treedef = backend.flatten((list(args), kwargs))
-        paths = backend.leaf_paths((list(args), kwargs))
+        values = [*args, *kwargs.values()]  # a list, for JAX sorts what a dict holds
+        leaves, call._treedef = backend.flatten(values)
+        call._keywords, paths = tuple(kwargs), []
+        for key, value in zip([*range(len(args)), *kwargs], values, strict=True):
+            paths += [f"{key!r}{path}" for path in backend.leaf_paths(value)]
         for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
             call._add(xs, leaf, role, path)
         rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
         call.cut = Cut(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
+        for side, n in ((ROWS, rows), (COLUMNS, columns)):  # f is not called with these
+            xs.append(backend.asarray(np.arange(n, dtype=np.int32), beside=xs[0]))
+            call.roles.append(side)
         return call, xs
 
     def _roles(self, sides: Any, args: Any, kwargs: Any) -> list[str]:
@@ -313,8 +322,9 @@ class _Call:
         """f at one tile."""
         left = iter(xs)
         full = [next(left) if s is _ARRAY else s for s in self._statics]
-        args, kwargs = self.backend.unflatten(self._treedef, full)
-        return self.f(*args, **kwargs)
+        values = self.backend.unflatten(self._treedef, full)
+        count = len(values) - len(self._keywords)
+        return self.f(*values[:count], **dict(zip(self._keywords, values[count:], strict=True)))
 
     def shape_of(self, xs: Sequence[Array]) -> tuple[int, int]:
         """The rows and columns of a tile."""
@@ -657,18 +667,22 @@ class _Reduced:
         return [y for kind, state in pairs for y in kind.finish(state)]
 
     def _tile(self, xs: Arrays) -> list[Arrays]:
-        return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs))]
+        return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs), xs)]
 
     def _groups(self) -> list[Group]:
         pairs = zip(self.call.kinds, self.call.sides, strict=True)
         return [Group(side, kind.merge, kind.states) for kind, side in pairs]
 
-    def _parts(self, out: Arrays) -> list[tuple[Reduction, Arrays]]:
-        """Each reduction with its part of f's output."""
-        call = self.call
+    def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
+        """Each reduction with its part of f's output at a tile."""
+        call, index = self.call, {COLUMNS: xs[-2], ROWS: xs[-1]}
         triples = zip(call.kinds, call.places, call.sides, strict=True)
         return [
-            (kind, [_turned(call.backend, out[i], side) for i in places])
+            (
+                kind,
+                [_turned(call.backend, out[i], side) for i in places]
+                + [index[side]] * kind.indexed,
+            )
             for kind, places, side in triples
         ]
 
@@ -694,7 +708,7 @@ class _Reduced:
             *known, moved = _parted(tile[n:], [*counts, len(given)])
             xs, at = tile[:n], _at(call.of_tile, tile[:n], given)
             out, moved = call.backend.value_and_push(at, [xs[i] for i in given], moved)
-            triples = zip(self._parts(out), self._parts(moved), known, strict=True)
+            triples = zip(self._parts(out, xs), self._parts(moved, xs), known, strict=True)
             return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
 
         roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
@@ -722,12 +736,12 @@ class _Reduced:
 
         def pulled(tile: Arrays) -> Arrays:
             xs, at = tile[:n], _at(call.of_tile, tile[:n], moving)
-            cts = partial(of_scores, _parted(tile[n:], counts))
+            cts = partial(of_scores, xs, _parted(tile[n:], counts))
             return call.backend.pull(at, [xs[i] for i in moving], cts)
 
-        def of_scores(at_tile: list[Arrays], out: Arrays) -> Arrays:
+        def of_scores(xs: Arrays, at_tile: list[Arrays], out: Arrays) -> Arrays:
             full: Arrays = [None] * len(out)
-            for k, (kind, part) in enumerate(self._parts(out)):
+            for k, (kind, part) in enumerate(self._parts(out, xs)):
                 if at_tile[k]:
                     found = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
                     turned = [_turned(call.backend, ct, call.sides[k]) for ct in found]

@@ -96,7 +96,7 @@ class CustomRules(Operators):
 # --- the function ------------------------------------------------------------------------
 
 
-_KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
+_KNOWN = {"_taken", "_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
 _GIVEN = {"fun", "fwd", "bwd", "jvp", "remat", "check", "symbolic", "static_argnames", "kernel"}
 
 
@@ -176,13 +176,13 @@ class CustomRule:
             self._forget()
 
     def _forget(self) -> None:
-        self._parameters = self._taken()
+        self._taken = self._signature()
         self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
         self._shapes.clear()
         self._by_key.clear()
         self._direct = self._backend.direct_calls(self)
 
-    def _taken(self) -> Parameters:
+    def _signature(self) -> Parameters:
         return Parameters.of(self.__name__, self.fun, self.static_argnames)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -260,7 +260,7 @@ class CustomRule:
                     f"{self.__name__}.defjvps: {len(rules)} rules for {len(primals)} arguments; "
                     "give one for each, None where it adds nothing."
                 )
-            out = self._parameters.call(self, statics, primals)
+            out = self._taken.call(self, statics, primals)
             parts = [
                 rule(*statics, t, out, *primals)
                 for rule, t in zip(rules, tangents, strict=True)
@@ -290,9 +290,9 @@ class CustomRule:
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`(statics, rest)` of a call, or an error that names the function."""
         try:
-            return self._parameters.bound(args, kwargs)
+            return self._taken.bound(args, kwargs)
         except TypeError as error:
-            taken = f"{self.__name__}{self._parameters.signature}"
+            taken = f"{self.__name__}{self._taken.signature}"
             raise TypeRefusal(f"{self._kind} {taken}: {error}.") from error
 
     # Compiled code takes what these two return for constants.
@@ -329,7 +329,7 @@ class CustomRule:
     def _unhashable(self, statics: Any, others: Any) -> GradtoolsError:
         name, x = next(
             (name, x)
-            for name, x in [*zip(self._parameters.statics, statics, strict=True)]
+            for name, x in [*zip(self._taken.statics, statics, strict=True)]
             + [(None, o) for o in others]
             if not _is_hashable(x)
         )
@@ -557,7 +557,7 @@ class Shaped:
 
     def primal(self, *xs: Array) -> list[Array]:
         """The function itself."""
-        out = self.of._parameters.call(self.of.fun, self.statics, self.arguments(xs))
+        out = self.of._taken.call(self.of.fun, self.statics, self.arguments(xs))
         return self.outputs(xs, out, "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
@@ -696,7 +696,7 @@ class Shaped:
         """What bwd returned, as one flat entry for each array."""
         if not isinstance(found, tuple | list) or len(found) != len(self.entries):
             came = describe(self.backend, found)
-            names = [n for n in self.of._parameters.names if n not in self.of.static_argnames]
+            names = [n for n in self.of._taken.names if n not in self.of.static_argnames]
             raise self._error(
                 f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
                 f"each argument{' (' + ', '.join(names) + ')' if names else ''}."

@@ -122,12 +122,12 @@ class HostFunction(CustomRule):
             )
         super().__setattr__(name, value)
 
-    def _taken(self) -> Parameters:
+    def _signature(self) -> Parameters:
         return Parameters.positional(self.__name__, self.kernel.fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
-        _, values = self._parameters.bound(args, kwargs)
+        _, values = self._taken.bound(args, kwargs)
         now = self._backend.call_now(self.kernel, values)
         if now is None:
             return super().__call__(*args, **kwargs)

@@ -15,11 +15,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.custom import CustomRule, Residuals, Shaped
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Linearized
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import rules
 from gradtools.torch.checking import Question, hold_linear
 from gradtools.torch.compiling import is_compiling
@@ -94,14 +94,14 @@ class DirectCalls:
 
     def __init__(self, of: CustomRule) -> None:
         self.of = of
-        self.count = len(of._parameters.names)  # 0 where it takes any
+        self.count = len(of._taken.names)  # 0 where it takes any
         self.signatures: dict[Any, _Signature] = {}
         self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
 
     @staticmethod
     def fit(of: CustomRule) -> bool:
         """Whether the rule has calls that may go this way."""
-        parameters = of._parameters
+        parameters = of._taken
         special = (*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)
         return of.check != "always" and bool(of.bwd or of.jvp) and not any(special)
 
@@ -115,8 +115,8 @@ class DirectCalls:
                 return NotImplemented
             tracked = tracked or x.requires_grad
         if (
-            torch._C._functorch.peek_interpreter_stack() is not None
-            or forward_ad._current_level >= 0
+            upstream.peek_interpreter_stack() is not None
+            or upstream.forward_level() >= 0
             or running()
         ):
             return NotImplemented
@@ -287,20 +287,20 @@ def _tree(signature: _Signature, out: Any) -> Any:
 def _forward(signature: _Signature, ctx: Any, xs: Sequence[Tensor]) -> Any:
     before = None if signature.is_sure() else Randomness.now(xs)
     tracked = [x for x in xs if x.requires_grad]
-    versions = [x._version for x in tracked]
+    versions = [upstream.version_of(x) for x in tracked]
     plain = [x.detach() for x in xs]
-    torch._C._set_grad_enabled(True)  # the context manager takes three times as long
+    upstream.set_grad_enabled(True)  # the context manager takes three times as long
     try:
         found = signature.fwd(*plain)
     finally:
-        torch._C._set_grad_enabled(False)
+        upstream.set_grad_enabled(False)
     if signature.bwd is None:
         out, res = found, tuple(plain)
     elif type(found) is tuple and len(found) == 2:
         out, res = found
     else:
         out, res = signature.shaped.pair(found, "fwd", "(out, residuals)")
-    if versions != [x._version for x in tracked]:
+    if versions != [upstream.version_of(x) for x in tracked]:
         raise rules.written_error(signature.shaped.rule)
     if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
         known = [*plain, out]
@@ -408,11 +408,11 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
         signature.records = False
         return None
     tracked = [x for x in xs if x.requires_grad]
-    versions = [x._version for x in tracked]
+    versions = [upstream.version_of(x) for x in tracked]
     dxs = tuple([torch.sub(x, p) for x, p in zip(xs, plain, strict=True)])
     with transposing(shaped.rule, EAGER):
         found = shaped.of.jvp(plain, dxs)
-    if versions != [x._version for x in tracked]:
+    if versions != [upstream.version_of(x) for x in tracked]:
         raise rules.written_error(shaped.rule)
     y, dy = found if type(found) is tuple and len(found) == 2 else (None, None)
     if not _are_alike(y, dy):

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch import _C  # what torch.func itself asks
 
 from gradtools.errors import is_of, refusal
 from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import refuse_kernel
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.wrappers import is_dual
@@ -46,7 +45,7 @@ def call_now(
     for x in args:
         if type(x) not in _PLAIN or (tracking and x.requires_grad):
             return None
-    if _is_followed():
+    if is_followed():
         return None
     for x in args:
         try:
@@ -62,15 +61,15 @@ def call_now(
     return expected, ys
 
 
-def _is_followed() -> bool:
+def is_followed() -> bool:
     """Whether a transform, a mode or a trace may look at what is done."""
-    if _C._len_torch_dispatch_stack() or _C._len_torch_function_stack():
+    if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
         return True
-    if _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return True
-    batches = _C._vmapmode_increment_nesting() - 1  # of the vmap of before functorch
-    _C._vmapmode_decrement_nesting()
-    return batches > 0 or _C._is_tracing()
+    batches = upstream.enter_vmap() - 1  # of the vmap of before functorch
+    upstream.leave_vmap()
+    return batches > 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> Results:
@@ -83,7 +82,7 @@ def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> R
 
 
 def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
-    if not is_compiling() and (_C._functorch.peek_interpreter_stack() or _tracked(xs)):
+    if not is_compiling() and (upstream.peek_interpreter_stack() or _tracked(xs)):
         return _WithoutDerivative.apply(key, batch, *xs)
     if is_compiling() or all(type(x) in _PLAIN for x in xs):
         return torch.ops.gradtools.call_kernel(key, list(xs), batch)
@@ -149,21 +148,21 @@ def _front(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[
 
 def _old_vmap(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
     """Under the vmap of before functorch, which autograd's batched gradients still use."""
-    level = _C._vmapmode_increment_nesting() - 1
-    _C._vmapmode_decrement_nesting()
-    _C._vmapmode_decrement_nesting()  # the call stands outside of this level
+    level = upstream.enter_vmap() - 1
+    upstream.leave_vmap()
+    upstream.leave_vmap()  # the call stands outside of this level
     try:
-        mapped = ["Batched" in repr(_C._dispatch_keys(x)) for x in xs]
+        mapped = [upstream.is_legacy_batched(x) for x in xs]
         front = [
-            torch._remove_batch_dim(x, level, 1, 0) if m else x
+            upstream.remove_batch_axis(x, level, 1, 0) if m else x
             for x, m in zip(xs, mapped, strict=True)
         ]
         size = next(x.shape[0] for x, m in zip(front, mapped, strict=True) if m)
         full = [x if m else x.expand(size, *x.shape) for x, m in zip(front, mapped, strict=True)]
         found = torch.ops.gradtools.call_kernel(key, full, [size, *batch])
-        return [torch._add_batch_dim(y, 0, level) for y in found]
+        return [upstream.add_batch_axis(y, 0, level) for y in found]
     finally:
-        _C._vmapmode_increment_nesting()
+        upstream.enter_vmap()
 
 
 _LIBRARY = torch.library.Library("gradtools", "FRAGMENT")

@@ -33,6 +33,8 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
+from gradtools.lines import is_installed
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 
@@ -86,11 +88,11 @@ class Reached:
 
     def versions(self) -> list[int]:
         """The versions of the watched tensors, as they are now."""
-        return [x._version for x, _ in self.watched]
+        return [upstream.version_of(x) for x, _ in self.watched]
 
     def contents_versions(self) -> list[int]:
         """Those of the tensors whose contents count."""
-        return [0 if x.is_inference() else x._version for x in self.owned]
+        return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
 
     def holders(self) -> list[Any]:
         """The objects to begin from, so that all that was taken is taken again."""
@@ -332,7 +334,7 @@ class _Walk:
                 self.visit(value, f"{name}.{key}", owned)
 
     def _contents(self, x: Tensor) -> None:
-        if x.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if x.device.type == "meta" or upstream.is_wrapped(x):
             return
         self.found.owned.append(x)
 
@@ -347,7 +349,7 @@ class _Walk:
             if key in _FIXED and not value:
                 self.found.empty.append(value)
                 continue
-            if key in ("_modules", "_buffers", "_parameters") and isinstance(value, dict):
+            if key in upstream.SLOTS and isinstance(value, dict):
                 self._seen[id(value)] = value
                 self.found.maps.append((value, dict(value)))
                 for k, part in value.items():
@@ -360,12 +362,12 @@ class _Walk:
     def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
         """The attributes of a compiled module, which hands out copies of all but tensors."""
         self.found.comparable = False
-        for key, (_, is_parameter) in x._concrete_type.get_attributes().items():
-            value = x._c.getattr(key)
+        for key, is_parameter, holder in upstream.scripted_attributes(x):
+            value = holder.getattr(key)
             self.visit(value, f"{name}.{key}", True)
             if not is_parameter:
-                get = partial(x._c.getattr, key)
-                self.found.puts.append((get, partial(x._c.setattr, key), value))
+                get = partial(holder.getattr, key)
+                self.found.puts.append((get, partial(holder.setattr, key), value))
         for key, module in x.named_children():
             self.visit(module, f"{name}.{key}", True)
 
@@ -479,7 +481,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 def _is_installed(x: Any) -> bool:
     """Whether it is a module of a library, whose own state verification has to see."""
-    return isinstance(x, ModuleType) and "-packages" in (getattr(x, "__file__", None) or "")
+    return isinstance(x, ModuleType) and is_installed(x)
 
 
 def _package(kind: Any) -> str:
@@ -507,5 +509,5 @@ def _set_in_class(kind: type, key: str, value: Any) -> None:
 def _nbytes(x: Tensor) -> int:
     """The bytes of a tensor's entries, those of a sparse tensor's that it stores."""
     if x.layout is torch.sparse_coo:
-        return x._values().nbytes
+        return upstream.values_of(x).nbytes
     return x.nbytes if x.layout is torch.strided else x.values().nbytes

@@ -96,7 +96,7 @@ class CustomRules(Operators):
 # --- the function ------------------------------------------------------------------------
 
 
-_KNOWN = {"_taken", "_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
+_KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
 _GIVEN = {"fun", "fwd", "bwd", "jvp", "remat", "check", "symbolic", "static_argnames", "kernel"}
 
 
@@ -176,13 +176,13 @@ class CustomRule:
             self._forget()
 
     def _forget(self) -> None:
-        self._taken = self._signature()
+        self._taken = self._taking()
         self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
         self._shapes.clear()
         self._by_key.clear()
         self._direct = self._backend.direct_calls(self)
 
-    def _signature(self) -> Parameters:
+    def _taking(self) -> Parameters:
         return Parameters.of(self.__name__, self.fun, self.static_argnames)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -122,7 +122,7 @@ class HostFunction(CustomRule):
             )
         super().__setattr__(name, value)
 
-    def _signature(self) -> Parameters:
+    def _taking(self) -> Parameters:
         return Parameters.positional(self.__name__, self.kernel.fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
@@ -32,14 +31,14 @@ from gradtools.bridge.memory import (
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
+from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import captured
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
-_ARRAY = type(jax.device_put(np.zeros(()))) 
-_NO_TRACE = get_opaque_trace_state(convention="flax")
+_ARRAY = type(jax.device_put(np.zeros(())))
 _REQUIRES = (
     "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
     "Bridge the module itself, apply, params, state = to_jax(module), or pass the tensor as an "
@@ -95,7 +94,7 @@ class TorchGuest:
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
                 return False
-        return get_opaque_trace_state(convention="flax") == _NO_TRACE
+        return not within_a_trace()
 
     def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
         """What comes out, by fake tensors."""
@@ -199,7 +198,9 @@ class TorchGuest:
             names = [key for key, t in held.items() if t is leaf]
             what = names[0] if names else f"a tensor of shape {tuple(leaf.shape)}"
             base.captured = _REQUIRES.format(name=name, what=what)
-        written = [not _same(t, c) or upstream.version_of(c) > 0 for t, c in zip(ts, copies, strict=True)]
+        written = [
+            not _same(t, c) or upstream.version_of(c) > 0 for t, c in zip(ts, copies, strict=True)
+        ]
         base.written = tuple([i for i, w in enumerate(written) if w])
         base.seen = True
 
@@ -230,8 +231,7 @@ def _one_of(ts: Sequence[Tensor], base: Known) -> list[Tensor]:
 def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Tensor]:
     size = next(t.shape[0] for t, d in zip(ts, dims, strict=True) if d is not None)
     rows = [
-        run(*[t if d is None else t[i] for t, d in zip(ts, dims, strict=True)])
-        for i in range(size)
+        run(*[t if d is None else t[i] for t, d in zip(ts, dims, strict=True)]) for i in range(size)
     ]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 

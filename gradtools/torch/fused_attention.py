@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
@@ -132,10 +131,10 @@ class PlainWhereLive(TorchFunctionMode):
 
     def _is_live(self, args: Any, kwargs: Any) -> bool:
         """Whether an operand, without the caller's levels, requires grad."""
-        for x in tree_leaves((args, kwargs)):
+        for x in upstream.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 for level in range(self.levels, 0, -1):
-                    x = torch._C._functorch._unwrap_for_grad(x, level)
+                    x = upstream.unwrap_for_grad(x, level)
                 if x.requires_grad:
                     return True
         return False

@@ -26,6 +26,7 @@ from gradtools.backend import Array
 from gradtools.chunking import Chunks, Cut, progress_bar
 from gradtools.errors import GradtoolsError, warn
 from gradtools.jax import shardings, tracing
+from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
 from gradtools.jax.stateful import (
     again,
@@ -576,7 +577,7 @@ _warned: set[str] = set()
 
 def _warn_of_batch_norm(asked: str, name: str, closed: Any) -> None:
     """Says once for each function that its batch normalisation sees chunks."""
-    if name in _warned or not tracing.uses_primitive(closed, tracing.is_batch_statistic):
+    if name in _warned or not tracing.uses_primitive(closed, is_batch_statistic):
         return
     _warned.add(name)
     warn(

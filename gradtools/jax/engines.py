@@ -20,6 +20,7 @@ from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.calls import Call
 from gradtools.connection import refuse_cut
 from gradtools.jax import signs, tracing
+from gradtools.jax._upstream import scopes_of
 from gradtools.jax.refusals import explained
 from gradtools.jax.rules import reverse_only_p
 from gradtools.jax.trees import LinearMap, conj, zeros_of
@@ -232,7 +233,7 @@ def _watched() -> Iterator[list[bool]]:
 
 
 def _is_derivative(eqn: Any) -> bool:
-    return _SCOPE in str(eqn.source_info.name_stack)
+    return any(name == _SCOPE for name, _ in scopes_of(eqn))
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> _Traced | None:

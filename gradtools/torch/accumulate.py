@@ -16,6 +16,7 @@ import torch
 
 from gradtools.accumulate import Entry, Trees, paired
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.parts import with_parts
 
@@ -72,7 +73,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def current_trace() -> Any:
     """What tells one nest of `torch.func` transforms from another; None outside of all."""
-    return torch._C._functorch.maybe_current_level()
+    return upstream.maybe_current_level()
 
 
 def spec(x: torch.Tensor) -> str:
@@ -218,7 +219,7 @@ def _refuse(asked: str, found: str, expected: str, mend: str) -> None:
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return upstream.is_wrapped(x)
 
 
 def _short(name: Any) -> str:

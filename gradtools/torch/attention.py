@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from gradtools.rules import Rule
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.formulas import attention_weights, over_groups
 from gradtools.torch.rules import apply_rule
 from gradtools.torch.transposed import rule_of_reverse_mode
@@ -37,7 +37,7 @@ def differentiable(node: Any, given: Sequence[Tensor | None], ct: Tensor) -> lis
     mask = _mask_of(node)
     places = [k for k, g in enumerate(given) if g is not None]
     found = [g.detach() for g in given if g is not None]
-    options = node._saved_is_causal, node._saved_scale
+    options = upstream.saved(node, "is_causal"), upstream.saved(node, "scale")
     masks = [] if mask is None else [mask]
 
     def pulled(ct: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
@@ -45,7 +45,7 @@ def differentiable(node: Any, given: Sequence[Tensor | None], ct: Tensor) -> lis
         grads = attention_pullback(ct, q, k, v, mask, *options)
         return [g for i, g in enumerate(grads) if i in places and g is not None]
 
-    xs = [ct, node._saved_query, node._saved_key, node._saved_value, *masks]
+    xs = [ct, *(upstream.saved(node, name) for name in ("query", "key", "value")), *masks]
     rule = rule_of_reverse_mode("scaled_dot_product_attention", pulled)
     left = iter(apply_rule(_at_values(rule, len(xs), len(found)), *xs, *found))
     return [None if g is None else next(left) for g in given]
@@ -131,10 +131,10 @@ class PlainWhereLive(TorchFunctionMode):
 
     def _is_live(self, args: Any, kwargs: Any) -> bool:
         """Whether an operand, without the caller's levels, requires grad."""
-        for x in tree_leaves((args, kwargs)):
+        for x in upstream.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 for level in range(self.levels, 0, -1):
-                    x = torch._C._functorch._unwrap_for_grad(x, level)
+                    x = upstream.unwrap_for_grad(x, level)
                 if x.requires_grad:
                     return True
         return False

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradtools.backend import Array, Fun, Staged, backend_of
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, is_of
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import arrays, engines, parts, trees, wrapping
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
-from gradtools.torch.refusals import explained, torch_says
+from gradtools.torch.refusals import explained
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
 from gradtools.torch.transposing import pull, push
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
     from gradtools.chunking import Chunks, Options
@@ -154,9 +155,9 @@ class TorchBackend:
         return checking.sketch_values(fun, *xs)
 
     def direct_calls(self, of: Any) -> Any:
-        from gradtools.torch import direct
+        from gradtools.torch.direct import DirectCalls
 
-        return direct.DirectCalls(of) if of.check != "always" else None
+        return DirectCalls(of) if DirectCalls.fit(of) else None
 
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs
@@ -172,8 +173,7 @@ class TorchBackend:
 
     apply_rule_by_key = staticmethod(apply_rule_by_key)
 
-    def compiling(self) -> bool:
-        return is_compiling()
+    compiling = staticmethod(is_compiling)
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
@@ -193,10 +193,10 @@ class TorchBackend:
         try:
             return f(args)
         except RuntimeError as error:
-            if "Cannot access data pointer" not in torch_says(error):
-                raise
             shapes, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
+            if not (is_of("torch", error) and any(map(is_wrapped, xs))):
+                raise
 
             def run(*values: Tensor) -> list[Tensor]:
                 found, came = trees.flatten(f(trees.unflatten(argdef, values)))
@@ -224,13 +224,11 @@ class TorchBackend:
         def constant(*args: Any) -> Any:
             return fun(*args)
 
-        # What torch.compiler.assume_constant_result does, without importing dynamo.
-        setattr(constant, "_dynamo_marked_constant", True)  # noqa: B010 (mypy)
-        return constant
+        return upstream.marked_constant(constant)
 
     def refuse_to_compile(self, reason: str) -> None:
         if is_compiling():
-            torch._dynamo.graph_break(msg=reason)
+            upstream.break_graph(reason)
 
     # --- the framework's own transforms
 

@@ -137,10 +137,13 @@ class Opened:
 
 def _check(asked: str, modules: Sequence[nn.Module]) -> None:
     """Refuses modules whose tensors cannot be given, and two that share a parameter."""
+    from gradtools.keras_layers import is_keras, refusal
     from gradtools.torch.modules import check_module
 
     owners: dict[int, int] = {}
     for k, module in enumerate(modules):
+        if is_keras(module):
+            raise refusal(asked, "a differentiated argument", module)
         check_module(asked, module)
         for name, p in module.named_parameters():
             if p.requires_grad and owners.setdefault(id(p), k) != k:

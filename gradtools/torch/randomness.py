@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._guards import TracingContext
+
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 
@@ -30,7 +31,7 @@ class Randomness:
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
         """PyTorch's, for a function of these tensors; None in code that is being compiled."""
-        if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
+        if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
             return None
         devices = {torch.device("cpu"), *(x.device for x in xs)}
         return cls({d: _state(d) for d in devices if d.type != "meta"})

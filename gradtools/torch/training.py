@@ -11,6 +11,7 @@ from torch import nn
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.training import FROZEN, LOOSE, PARAMETER, TABLE, Held, Optimised
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
@@ -56,7 +57,7 @@ def _of_module(module: nn.Module, before: str) -> Iterator[Held]:
     listed = {id(part) for part in module.modules()}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in upstream.SLOTS:
                 here = f"{before}{path}.{name}" if path else before + name
                 yield from _hidden(value, here, listed, _DEPTH)
 

@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 
 from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
+from gradtools.jax._upstream import is_of_random, name_of
 from gradtools.jax.translating.folding import evaluated, forwarded, pulled
 from gradtools.jax.translating.writing import Entry, Known
 from gradtools.seeing.formula.expressions import kind_of, placeholder
@@ -79,7 +80,7 @@ def _inside(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     jaxpr, consts = _inside(eqn)
-    own = bool(places.is_own(jaxpr)) and not places.is_ours(jaxpr)
+    own = bool(places.is_own(jaxpr)) and not places.is_gradtools(jaxpr)
     if own:
         found = _draw(w, eqn, jaxpr, entries) or _word(w, eqn, jaxpr, entries)
         if found is not None:
@@ -113,7 +114,7 @@ def _has_rule(eqn: Any, jaxpr: Any, own: bool) -> bool:
 
 
 def _name(eqn: Any, jaxpr: Any) -> str:
-    name = eqn.params.get("name") or getattr(jaxpr.debug_info, "func_name", "")
+    name = eqn.params.get("name") or name_of(jaxpr)
     return str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
 
 
@@ -125,18 +126,13 @@ _DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π",
 def _draw(w: Any, eqn: Any, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry] | None:
     """A draw of jax.random of which all is known."""
     known = [e.value for e in entries if isinstance(e, Known)]
-    if not _is_of_random(jaxpr) or len(known) < len(entries) or not _draws(jaxpr):
+    if not is_of_random(jaxpr) or len(known) < len(entries) or not _draws(jaxpr):
         return None
     name = _DRAWS.get(_name(eqn, jaxpr).removesuffix("_real"), "ξ")
     values = evaluated(eqn, known)
     if any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in values):
         return [Known(v) for v in values]
     return [w.number(Known(np.asarray(v), name)) for v in values]
-
-
-def _is_of_random(jaxpr: Any) -> bool:
-    where = str(getattr(jaxpr.debug_info, "func_src_info", "")).partition(" at ")[2]
-    return "/jax/_src/random" in where.replace("\\", "/")
 
 
 def _draws(jaxpr: Any) -> bool:

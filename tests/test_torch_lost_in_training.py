@@ -208,7 +208,7 @@ def test_a_tensor_that_was_meant_as_a_parameter_is_noted_where_the_loss_depends_
     model.scale, model.last = torch.ones(1), torch.zeros(2)
     report = gt.why_zero(lambda: (model.scale * model(X)).square().sum(), model=model)
     assert [(names, "as a parameter" in text) for text, names in report.notes] == [
-        (["scale"], True)
+        (("scale",), True)
     ]
 
 

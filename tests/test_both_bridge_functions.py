@@ -68,8 +68,10 @@ def answers(native, f, scenario):
     if not scenario.order or not which or not native.inexact(f(*args)):
         return found
     at = [args[i] for i in which]
-    doubled = tuple(native.waist.unflatten(d, [0.3 * x + 0.1 for x in xs])
-                    for xs, d in map(native.waist.flatten, at))
+    doubled = tuple(
+        native.waist.unflatten(d, [0.3 * x + 0.1 for x in xs])
+        for xs, d in map(native.waist.flatten, at)
+    )
 
     def of(*moving):
         full = list(args)

@@ -115,7 +115,14 @@ class JaxGuest:
         return [numpy_of_array(y) for y in ys]
 
     def _evaluated(self, known: Known, run: Any, xs: Sequence[Any]) -> list[Any]:
-        ys = jax.block_until_ready(run(*xs))
+        ys = run(*xs)
+        if any(isinstance(y, jax.core.Tracer) for y in ys):
+            raise GradtoolsError(
+                f"to_torch: {known.of.name} closes over an array that JAX traces or differentiates "
+                "around this call, and PyTorch would lose that. Pass it as an argument, or take the "
+                "PyTorch program into JAX's: to_jax(f)."
+            )
+        jax.block_until_ready(ys)
         if "outs" not in vars(known) and run is known.of.entry:
             known.outs = [Spec(y.shape, y.dtype.name) for y in ys]
         return ys

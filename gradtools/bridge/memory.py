@@ -23,6 +23,7 @@ from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 _WIDE = frozenset(("float64", "int64", "complex128", "uint64"))
+_WIDE_DTYPES = frozenset(getattr(torch, name) for name in _WIDE)
 _BFLOAT16 = "bfloat16"
 
 
@@ -42,10 +43,12 @@ def tensor_of(x: jax.Array) -> Tensor:
 
 def array_of(t: Tensor, who: str) -> jax.Array:
     """The JAX array in the memory of a tensor, which nobody may write while it is there."""
-    refuse_wide(str(t.dtype).removeprefix("torch."), who)
+    if t.dtype in _WIDE_DTYPES:
+        refuse_wide(str(t.dtype).removeprefix("torch."), who)
     if t.layout is not torch.strided:
         raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
-    t = t.detach().resolve_conj().resolve_neg()
+    if t.requires_grad or t.is_conj() or t.is_neg():
+        t = t.detach().resolve_conj().resolve_neg()
     try:
         return jnp.from_dlpack(t)
     except jax.errors.JaxRuntimeError:  # strides that are no permutation of the axes
@@ -65,7 +68,7 @@ def unshared(t: Tensor) -> Tensor:
     PyTorch counts that in the storage; there is no public name for the count.
     """
     t = t.detach()
-    return t if _uses(t) <= _ALONE + 1 else t.clone()
+    return t if _uses(t) <= _ALONE else t.clone()
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:
@@ -94,8 +97,9 @@ _HELD_ONCE = _held_once()
 
 def tensor_of_numpy(x: np.ndarray, spec: Spec) -> Tensor:
     """The tensor in the memory of an array that may be read-only, which it must not write."""
-    t = torch.from_numpy(np.asarray(_Writable(x)))
-    return t.bfloat16() if spec.dtype == _BFLOAT16 else t
+    if spec.dtype == _BFLOAT16:  # which NumPy knows as raw bytes
+        return torch.from_numpy(np.asarray(_Writable(x.view(np.int16)))).view(torch.bfloat16)
+    return torch.from_numpy(np.asarray(_Writable(x)))
 
 
 class _Writable:

@@ -9,8 +9,7 @@ calls share memory, and are held to what the first did by the tensors' version c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.extend.core import get_opaque_trace_state
+from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
 from gradtools.backend import backend_of
@@ -35,8 +35,10 @@ from gradtools.host import Spec
 from gradtools.rules import captured
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
+from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
+_ARRAY = type(jax.device_put(np.zeros(()))) 
 _NO_TRACE = get_opaque_trace_state(convention="flax")
 _REQUIRES = (
     "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
@@ -91,9 +93,7 @@ class TorchGuest:
     def are_plain(self, xs: Sequence[Any]) -> bool:
         """Whether all are arrays with values on the default device, and nothing is traced."""
         for x in xs:
-            if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-                return False
-            if len(x.sharding.device_set) > 1 or not x.is_fully_addressable:
+            if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
                 return False
         return get_opaque_trace_state(convention="flax") == _NO_TRACE
 
@@ -133,14 +133,16 @@ class TorchGuest:
 
     def _evaluated(self, known: Known, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = known.base
-        with _plain_modes():
-            if not base.seen:
-                self._look(base, _one_of(ts, base))
-            if base.captured and base is not known:
-                raise GradtoolsError(base.captured)
-            for i in base.written:
-                ts[i] = ts[i].clone()
-            ys = run(*ts)
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.enable_grad():  # as in a thread of JAX's
+                return self._evaluated(known, run, ts)
+        if not base.seen:
+            self._look(base, _one_of(ts, base))
+        if base.captured and base is not known:
+            raise GradtoolsError(base.captured)
+        for i in base.written:
+            ts[i] = ts[i].clone()
+        ys = run(*ts)
         for i, t in enumerate(ts):
             if upstream.version_of(t) and i not in base.written:
                 raise GradtoolsError(
@@ -168,11 +170,16 @@ class TorchGuest:
     def _look(self, base: Known, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
         name, copies = base.of.name, [t.clone() for t in ts]
-        held = _captured(base.of.fun)
+        held, draws = _captured(base.of.fun), False
         versions = {key: upstream.version_of(t) for key, t in held.items()}
         stream = torch.get_rng_state()
         ys = base.of.run(*copies)
         if not torch.equal(stream, torch.get_rng_state()):
+            with SEEDING:  # another thread may have drawn in the meantime
+                again = torch.get_rng_state()
+                ys = base.of.run(*[t.clone() for t in ts])
+                draws = not torch.equal(again, torch.get_rng_state())
+        if draws:
             torch.set_rng_state(stream)
             raise GradtoolsError(
                 f"to_jax: {name} draws random numbers from PyTorch's global stream, so each "
@@ -202,14 +209,12 @@ def _spec(y: Tensor) -> Spec:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else torch.equal(a.reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
+    """Whether two tensors hold the same bytes: NaN is NaN."""
+    return bool(np.array_equal(_bytes(a), _bytes(b)))
 
 
-@contextmanager
-def _plain_modes() -> Iterator[None]:
-    """What a thread of JAX's has, wherever we are called."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
+def _bytes(t: Tensor) -> np.ndarray:
+    return numpy_of_tensor(t).reshape(-1).view(np.uint8)
 
 
 def _one_of(ts: Sequence[Tensor], base: Known) -> list[Tensor]:

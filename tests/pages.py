@@ -36,10 +36,11 @@ FENCE = re.compile(
     r"^```python(?: title=\"(?:(\w[\w ]*): )?([^\"\n]*)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE
 )
 # The packages of the extra `integration`, as they are imported, and what these bring along.
-OTHER_PACKAGES = set(
-    """accelerate diffrax diffusers haiku keras lightning numba optimistix peft pytorch_revgrad
-    sentence_transformers timm tokenizers torchdiffeq torchvision torchviz transformers""".split()
-)
+OTHER_PACKAGES = {
+    *("accelerate", "diffrax", "diffusers", "haiku", "keras", "lightning", "numba", "optimistix"),
+    *("peft", "pytorch_revgrad", "sentence_transformers", "timm", "tokenizers", "torchdiffeq"),
+    *("torchvision", "torchviz", "transformers"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Block:
 
     @property
     def picks_a_backend(self) -> bool:
-        return "gt" not in re.findall(r"\bgt\b", self.code) or "as gt" in self.code
+        given = "gt" in re.findall(r"\bgt\b", self.code) and "as gt" not in self.code
+        return not given or self.end == "pytest"  # whose fixture it is
 
     @property
     def packages(self) -> set[str]:

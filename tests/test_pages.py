@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 from pages import OTHER_PACKAGES, PAGES, ROOT, Block, blocks, named
@@ -19,6 +20,14 @@ TOUR = ROOT / "docs" / "tour.md"
 @pytest.mark.parametrize("block", **named([b for b in blocks() if b.picks_a_backend]))
 def test_a_block_runs_as_it_stands(block):
     block.run()
+
+
+@pytest.mark.parametrize("block", **named([b for b in blocks() if "KERAS_BACKEND=" in b.text]))
+def test_a_block_with_keras_runs_on_its_other_backend_too(block):
+    here = block.text.partition("=")[2]
+    other = {"torch": "jax", "jax": "torch"}[here]
+    code = block.code.replace(f"gradtools.{here}", f"gradtools.{other}")
+    replace(block, code=code, text=f"KERAS_BACKEND={other}").run()
 
 
 @pytest.mark.parametrize("block", **named([b for b in blocks() if not b.picks_a_backend]))

@@ -38,7 +38,7 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
-_ARRAY = type(jax.device_put(np.zeros(()))) 
+_ARRAY = type(jax.device_put(np.zeros(())))
 _NO_TRACE = get_opaque_trace_state(convention="flax")
 _REQUIRES = (
     "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
@@ -199,7 +199,9 @@ class TorchGuest:
             names = [key for key, t in held.items() if t is leaf]
             what = names[0] if names else f"a tensor of shape {tuple(leaf.shape)}"
             base.captured = _REQUIRES.format(name=name, what=what)
-        written = [not _same(t, c) or upstream.version_of(c) > 0 for t, c in zip(ts, copies, strict=True)]
+        written = [
+            not _same(t, c) or upstream.version_of(c) > 0 for t, c in zip(ts, copies, strict=True)
+        ]
         base.written = tuple([i for i, w in enumerate(written) if w])
         base.seen = True
 
@@ -230,8 +232,7 @@ def _one_of(ts: Sequence[Tensor], base: Known) -> list[Tensor]:
 def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Tensor]:
     size = next(t.shape[0] for t, d in zip(ts, dims, strict=True) if d is not None)
     rows = [
-        run(*[t if d is None else t[i] for t, d in zip(ts, dims, strict=True)])
-        for i in range(size)
+        run(*[t if d is None else t[i] for t, d in zip(ts, dims, strict=True)]) for i in range(size)
     ]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 
 from gradtools.backend import Array, backend_of
 from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
-from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
+from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
 from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
@@ -149,6 +149,7 @@ class JaxBackend:
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
+    value_and_push = staticmethod(value_and_push)
     attempt = staticmethod(attempt)
 
     def stop_gradient(self, x: Array) -> Array:
@@ -172,10 +173,11 @@ class JaxBackend:
 
         return host.call_kernel(call, xs)
 
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+    @cached_property
+    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
         from gradtools.jax import host
 
-        return host.call_now(self, kernel, args)
+        return partial(host.call_now, self)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun  # jit runs Python as it is
@@ -229,6 +231,21 @@ class JaxBackend:
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 
+    def sweep(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.jax import tiling
+
+        return tiling.sweep(*args, **kwargs)
+
+    def fold(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.jax import tiling
+
+        return tiling.fold(*args, **kwargs)
+
+    def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
+        from gradtools.jax import tiling
+
+        return tiling.tile_bytes(*args, **kwargs)
+
     def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
         from gradtools.jax import chunking
 
@@ -239,10 +256,11 @@ class JaxBackend:
 
         return chunking.sum_chunks(chunks)
 
-    def is_replaying(self) -> bool:
+    @cached_property
+    def is_replaying(self) -> Callable[[], bool]:
         from gradtools.jax import chunking
 
-        return chunking.is_replaying()
+        return chunking.is_replaying
 
     def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
         from gradtools.jax import gathering

@@ -94,7 +94,7 @@ def _add_run(step: _Step, sums: list[Array] | None, state: list[Array], stacked:
     avals = step.out_avals
     if sums is None:
         sums = [_zeros(aval) for aval in avals]
-    sums = [_promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
+    sums = [promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
     return jax.lax.scan(partial(_add_step, step), (sums, state), stacked)[0]
 
 
@@ -179,7 +179,7 @@ class _Step:
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """A carry in the type that it has after a step: a loop keeps its types."""
-        return [_promoted(x, aval) for x, aval in zip(carry, self.carry_avals, strict=True)]
+        return [promoted(x, aval) for x, aval in zip(carry, self.carry_avals, strict=True)]
 
     @cached_property
     def graph_bytes(self) -> int:
@@ -453,7 +453,7 @@ def _varying(x: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
-def _promoted(x: Array, aval: Any) -> Array:
+def promoted(x: Array, aval: Any) -> Array:
     """x as a value that varies over the axes that another does: a loop keeps its types."""
     axes = tuple(sorted(_varying(aval) - _varying(x)))
     x = jax.lax.pcast(x, axes, to="varying") if axes else x

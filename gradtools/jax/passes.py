@@ -58,12 +58,12 @@ def gradient_graph(asked: Differentiated) -> Graph:
         ) from error
     captured = seeing.captured_arrays(program.run)
     names = [asked.output(k) for k in range(len(traced.closed.out_avals))]
-    forward = graph_of(traced.closed, program.names, captured=captured)
+    forward = graph_of(traced.closed, program.names, captured=captured, in_places=True)
     plan = _plan(asked, traced, forward)
     if not (asked.order and plan.wrt):
         return with_named_outputs(forward, names)
     closed = jax.make_jaxpr(plan.run)(*plan.examples())
-    graph = graph_of(closed, plan.in_names(), captured=captured)
+    graph = graph_of(closed, plan.in_names(), captured=captured, in_places=True)
     return _Passes(graph, closed, forward, plan.phases()).graph(plan.out_names())
 
 

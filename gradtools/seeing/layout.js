@@ -26,7 +26,7 @@ const layout = (() => {
   const LABEL = 14, SPREAD = 13; // a label's height; between two lines at one side of a box
   const TRACK = 7, GUTTER = 30, MOST_TRACKS = 40, MOST_LABELS = 300;
   const SWEEPS = 7, STILL = 0.2; // what moves less does not move
-  const NOTHING = 0.05; // a step so short has no direction
+  const NOTHING = 0.05, SHORT = 1; // steps so short have no direction, and none to be seen
   const ROUND = 6;
 
   const last = (list) => list[list.length - 1];
@@ -523,11 +523,12 @@ const layout = (() => {
     let [x, top, bottom] = points[0];
     const steps = [["M", [x, top]]];
     if (Math.abs(top - bottom) > NOTHING) steps.push(["L", [x, bottom]]);
-    for (const [nextX, nextTop, nextBottom] of points.slice(1)) {
+    for (const [nextX, from, nextBottom] of points.slice(1)) {
+      const nextTop = Math.abs(nextBottom - from) > SHORT ? from : nextBottom;
       const middle = (bottom + nextTop) / 2;
       if (Math.abs(nextX - x) < NOTHING) steps.push(["L", [nextX, nextTop]]);
       else steps.push(["C", [x, middle, nextX, middle, nextX, nextTop]]);
-      if (Math.abs(nextBottom - nextTop) > NOTHING) steps.push(["L", [nextX, nextBottom]]);
+      if (nextTop !== nextBottom) steps.push(["L", [nextX, nextBottom]]);
       x = nextX;
       bottom = nextBottom;
     }

@@ -103,6 +103,9 @@ class Loop:
 
 Record = Callable[[Program], Recording]
 
+_CUT_OR_UNREAD = "or the way is cut, of which a finished graph shows nothing; given a closure that \
+computes the loss, why_zero names the line"
+
 
 def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> Diagnosis:
     """The findings for what a loop trains; also at these values, if asked for."""
@@ -130,6 +133,9 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> Diagnosis:
     if not loss.requires_grad:
         return Diagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
     found = trained(backend, replace(loop, f=lambda: loss), record, values=False)
+    found.findings = [
+        replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in found.findings
+    ]
     for held in backend.held(loop.asked, loop.model):
         grad = getattr(held.array, "grad", None)
         is_told = any(finding.argument == held.name for finding in found.findings)

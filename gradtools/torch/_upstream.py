@@ -85,6 +85,10 @@ is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 """The tensor beneath one level. Gone: `torch.func.debug_unwrap(x, recurse=False)`."""
 
+unwrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._unwrap_for_grad
+"""The tensor beneath one level of `torch.func.grad`, attached as it was outside: whether an operand
+requires grad for the caller. Gone: attention under `torch.func` is pushed as if it did."""
+
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 """A wrapper's level; -2 if the transform has ended: a pullback may still run on its wrappers."""
 
@@ -286,11 +290,11 @@ def fake_tensors(**options: Any) -> Any:
     return FakeTensorMode(**options)
 
 
-def is_fake(x: Any) -> bool:
-    """Whether a tensor is such a one, or wraps one."""
-    from torch._subclasses.fake_tensor import is_fake
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor is one of that block. Gone: `detect_fake_mode` knows it of the block."""
+    from torch._subclasses import fake_tensor
 
-    return bool(is_fake(x))
+    return bool(fake_tensor.is_fake(x))
 
 
 is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
-from gradtools.torch.transposing import pull, push
+from gradtools.torch.transposing import pull, push, value_and_push
 from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
@@ -155,9 +155,9 @@ class TorchBackend:
         return checking.sketch_values(fun, *xs)
 
     def direct_calls(self, of: Any) -> Any:
-        from gradtools.torch import direct
+        from gradtools.torch.direct import DirectCalls
 
-        return direct.DirectCalls(of) if of.check != "always" else None
+        return DirectCalls(of) if DirectCalls.fit(of) else None
 
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs
@@ -173,8 +173,7 @@ class TorchBackend:
 
     apply_rule_by_key = staticmethod(apply_rule_by_key)
 
-    def compiling(self) -> bool:
-        return is_compiling()
+    compiling = staticmethod(is_compiling)
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
@@ -182,6 +181,7 @@ class TorchBackend:
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
+    value_and_push = staticmethod(value_and_push)
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
         return fun(*xs)
@@ -215,10 +215,11 @@ class TorchBackend:
 
         return host.call_kernel(call, xs)
 
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+    @cached_property
+    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
         from gradtools.torch import host
 
-        return host.call_now(self, kernel, args)
+        return partial(host.call_now, self)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:
@@ -282,6 +283,21 @@ class TorchBackend:
 
     uncompiled = staticmethod(uncompiled)
 
+    def sweep(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.torch import tiling
+
+        return tiling.sweep(*args, **kwargs)
+
+    def fold(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.torch import tiling
+
+        return tiling.fold(*args, **kwargs)
+
+    def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
+        from gradtools.torch import tiling
+
+        return tiling.tile_bytes(*args, **kwargs)
+
     def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
         from gradtools.torch import chunking
 
@@ -292,10 +308,11 @@ class TorchBackend:
 
         return chunking.sum_chunks(chunks)
 
-    def is_replaying(self) -> bool:
+    @cached_property
+    def is_replaying(self) -> Callable[[], bool]:
         from gradtools.torch import watching
 
-        return watching.asks_is_replaying()
+        return watching.asks_is_replaying
 
     def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
         from gradtools.torch import gathering
@@ -367,13 +384,14 @@ class TorchBackend:
 def _checkpointed(
     backend: TorchBackend, options: Options, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if is_compiling():
+    if is_compiling() and not engines.is_inside():
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)
     from gradtools.torch import chunking
 
-    return chunking.checkpointed(backend, f, args, kwargs, options)
+    # torch.func, which differentiates in compiled code, does not go through a checkpoint there.
+    return uncompiled(chunking.checkpointed, backend, f, args, kwargs, options)
 
 
 class _Constant(torch.autograd.Function):

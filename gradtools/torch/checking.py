@@ -137,7 +137,7 @@ _STATE = threading.local()
 
 def refuse_kernel() -> None:
     """Ends a question that would run a host kernel."""
-    if not is_compiling() and _STATE.__dict__.get("asking"):
+    if not is_compiling() and getattr(_STATE, "asking", False):
         raise KernelMet
 
 

@@ -30,9 +30,8 @@ _SKIPPED: dict[str, Callable[..., Any]] = {}
 _IN_PYTHON: list[str] = []  # modules that said so of themselves
 
 
-def is_compiling() -> bool:
-    """Whether dynamo is tracing this very line."""
-    return torch.compiler.is_dynamo_compiling()
+is_compiling = torch.compiler.is_dynamo_compiling
+"""Whether dynamo is tracing this very line."""
 
 
 def opaque_to_dynamo(fun: F) -> F:

@@ -367,11 +367,12 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     wrong: list[str | None] = []
     empty: list[bool] = []
     mended: list[Any] = []
+    keep = torch.is_grad_enabled()
 
     def paired(*xs: Tensor) -> Any:
         asked = groups if groups is not None and is_compiling() else ()
         if is_compiling():
-            with _twice_in_trace(bool(_open_derivatives())), RightGradients():
+            with _again_in_trace(keep, 1 + len(asked)), RightGradients():
                 outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
             nested[:] = [inside]
         else:
@@ -487,6 +488,15 @@ def _twice_in_trace(again: bool) -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if again else nullcontext()
 
 
+def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
+    """Around a function that is pulled back in compiled code, perhaps with a graph."""
+    from gradtools.torch.fused_attention import PlainWhereLive
+
+    if _open_derivatives():
+        return _twice_in_trace(True)
+    return PlainWhereLive(levels) if keep else nullcontext()
+
+
 def _pushed_from_outside() -> AbstractContextManager[Any]:
     """Around a function that is pulled back inside of the framework's own `torch.func.jvp`."""
     if not _is_pushed_again():
@@ -542,6 +552,11 @@ _compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty bef
 def _open_derivatives() -> list[list[bool]]:
     """One flag for each derivative whose function is being evaluated."""
     return _compiled if is_compiling() else _eager.__dict__.setdefault("open", [])
+
+
+def is_inside() -> bool:
+    """Whether gradtools is evaluating a function to differentiate it."""
+    return bool(_open_derivatives())
 
 
 def _note_derivative() -> None:

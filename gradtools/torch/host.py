@@ -18,9 +18,10 @@ from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import refuse_kernel
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.wrappers import is_dual, is_wrapped
+from gradtools.torch.wrappers import is_dual
 
 Tensor = torch.Tensor
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -38,15 +39,26 @@ def call_now(
 
     One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
     """
-    if is_compiling() or not args or not all(map(_is_plain, args)) or is_followed():
+    if is_compiling() or not args:
         return None
-    looks = tuple([(x.shape, x.dtype) for x in args])
+    tracking, arrays = torch.is_grad_enabled(), []
+    for x in args:
+        if type(x) not in _PLAIN or (tracking and x.requires_grad):
+            return None
+    if is_followed():
+        return None
+    for x in args:
+        try:
+            arrays.append(x.detach().numpy() if x.requires_grad else x.numpy())
+        except (RuntimeError, TypeError):  # its memory is none that NumPy reads as it stands
+            return None
     refuse_kernel()
+    looks = tuple([(x.shape, x.dtype) for x in arrays])
     call, expected = kernel.known_call(looks, backend, args)
-    found = call.run([x.detach().numpy() if x.requires_grad else x.numpy() for x in args], expected)
-    ys = [torch.from_numpy(y) for y in found]
-    pairs = zip(ys, expected.specs, strict=True)
-    return expected, [y.bfloat16() if s.dtype == "bfloat16" else y for y, s in pairs]
+    ys = [torch.from_numpy(y) for y in call.run(arrays, expected)]
+    if expected.widened:
+        ys = [y.to(getattr(torch, s.dtype)) for y, s in zip(ys, expected.specs, strict=True)]
+    return expected, ys
 
 
 def is_followed() -> bool:
@@ -58,18 +70,6 @@ def is_followed() -> bool:
     batches = upstream.enter_vmap() - 1  # of the vmap of before functorch
     upstream.leave_vmap()
     return batches > 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether x is a tensor whose memory NumPy reads as it stands, and that is not tracked."""
-    return (
-        (type(x) is Tensor or type(x) is torch.nn.Parameter)
-        and x.is_cpu
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and x.layout is torch.strided
-        and x.dtype is not torch.bfloat16
-        and not (x.is_conj() or x.is_neg() or upstream.is_zero(x) or is_wrapped(x))
-    )
 
 
 def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> Results:
@@ -87,9 +87,6 @@ def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tens
     if is_compiling() or all(type(x) in _PLAIN for x in xs):
         return torch.ops.gradtools.call_kernel(key, list(xs), batch)
     return _of_subclass(key, xs, batch)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _of_subclass(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:

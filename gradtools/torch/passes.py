@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
+from gradtools.torch.operands import Call
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
@@ -276,18 +276,18 @@ class _Recorder(Watching):
         kwargs = kwargs or {}
         if self._quiet:
             return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        written = list(_written(func, args, kwargs))
+        name, call = func.overloadpacket.__name__, Call(func, args, kwargs)
+        written = [*call.written()]
         for x in written:
             self._keep(x)
-        given = _operands(func, args, kwargs)
+        given = call.operands()
         numbers = [self._operand(x) for x in given]
         out = func(*args, **kwargs)
         outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
         if name in _SAME and not self._stops(name, given[0]):
             self.hold(outs[0], numbers[0])
         elif outs or isinstance(out, bool | int | float | complex):
-            self._write(func, args, kwargs, numbers, outs if outs else [out], written)
+            self._write(func, call, numbers, outs if outs else [out], written)
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
@@ -299,13 +299,12 @@ class _Recorder(Watching):
     def _write(
         self,
         func: Any,
-        args: Any,
-        kwargs: Any,
+        call: Call,
         numbers: Sequence[int],
         outs: Sequence[Any],
         written: Sequence[Tensor],
     ) -> None:
-        name = operations.name_of(func.overloadpacket)
+        name = call.name
         if name + "_" in operations.OVERWRITES and written:
             numbers = numbers[len(written) :]
         if name in operations.NO_DATA:
@@ -313,12 +312,13 @@ class _Recorder(Watching):
         sequence, origin = upstream.nodes_made() - 1, self._origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
+        operation, attributes = call.said(outs)
         node = Node(
-            _NAMES.get(name) or operations.neutral(name),
+            operation,
             tuple(numbers),
             tuple(made),
             f"aten.{func.overloadpacket.__name__}",
-            attributes=_attributes(func, args, kwargs),
+            attributes=attributes,
             source=origin.source,
             scope=origin.scope,
             phase=self._phase,
@@ -446,7 +446,7 @@ class _Recorder(Watching):
     def _number(self, x: Tensor) -> int:
         held = self._held.get(id(x)) or self._seen.get(_key(x))
         if held is None:
-            number = self.new(x, self._known.get(id(x), ""))
+            number = self.new(x, self._known.get(id(x)) or _number_in(x))
             self.captured[number] = x
             self._before.add(_memory(x))
             self.hold(x, number)
@@ -580,66 +580,17 @@ def _needed(outputs: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
 # --- aten's operations -------------------------------------------------------------------
 
 _SAME = frozenset({"detach", "alias", "lift_fresh"})
-_NAMES = {
-    "convolution_overrideable": "convolution",
-    "native_layer_norm": "layer_norm",
-    "native_group_norm": "group_norm",
-    "native_batch_norm": "batch_norm",
-    "fused_rms_norm": "rms_norm",
-    "native_dropout": "dropout",
-    "scaled_dot_product_flash_attention_for_cpu": "attention",
-    "scaled_dot_product_efficient_attention": "attention",
-    "scaled_dot_product_flash_attention": "attention",
-    "unsafe_view": "reshape",
-    "as_strided": "reshape",
-    "to_copy": "cast",
-    "local_scalar_dense": "leave",
-    "unsafe_index": "index",
-    "unsafe_index_put": "scatter",
-    "ones_like": "constant",
-    "zeros_like": "constant",
-    "full_like": "constant",
-    "new_zeros": "constant",
-    "scalar_tensor": "constant",
-}
 
 
-def _operands(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an operation computes with: its tensors, and the numbers that stand for tensors."""
-    found: list[Any] = []
-    for argument, value in _bound(func, args, kwargs):
-        kind = str(argument.type)
-        number = isinstance(value, int | float | complex) and not isinstance(value, bool)
-        if number and kind in ("Tensor", "number") and argument.name not in ("alpha", "beta"):
-            found.append(value)
-        else:
-            found += tensors_in(value)
-    return found
-
-
-def _attributes(func: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
-    """The arguments that are no tensors: axes, shapes, flags."""
-    found = {}
-    for argument, value in _bound(func, args, kwargs):
-        plain = value is not None and not any(True for _ in tensors_in(value))
-        if plain and "Tensor" not in str(argument.type) and str(argument.type) != "number":
-            found[argument.name] = tuple(value) if isinstance(value, list) else value
-    return MappingProxyType(found)
-
-
-def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for i, argument in enumerate(upstream.arguments_of(func)):
-        if i < len(args):
-            yield argument, args[i]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to."""
-    for argument, value in _bound(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(value)
+def _number_in(x: Tensor) -> str:
+    """What a tensor of one number holds, to be read in place of a name."""
+    if x.shape or x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
+        return ""
+    try:
+        with upstream.disable_current_modes():
+            return f"{x.item():.6g}"
+    except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
+        return ""
 
 
 def _memory(x: Tensor) -> int:

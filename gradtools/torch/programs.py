@@ -239,8 +239,7 @@ class Forward(Program):
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
-            held = self.standing.reached.watched
-            check.compare(i, outs, seen, inputs, held, self.batches)
+            check.compare(i, outs, seen, inputs, self.batches)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry]
@@ -354,6 +353,8 @@ class Forward(Program):
             self._let_go_of_unused(own[len(self.moving_shared) :])
         self.start = self.start.without_unused_streams()
         self._note_end(self.count)
+        if self.verification is not None and not self.start.reached.stands():
+            self.verification.held = self.start.watched_now()
         return found
 
     def _check_modes(self) -> None:
@@ -409,7 +410,7 @@ class Forward(Program):
         """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
         if self.retained and not self.start.reached.stands():
             nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(_tensors(outs))}
-            held = [x for x, _ in self.start.now().reached.watched if x.grad_fn is not None]
+            held = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
             if not nodes.isdisjoint(nodes_of(held)):
                 self.retained.clear()
 

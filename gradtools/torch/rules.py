@@ -559,7 +559,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         if rule.dense:
             pulled = filled(pulled, ctx.like_xs)
         if rule.captures and torch.is_grad_enabled() and in_eager():
-            _refuse_captured(rule, pulled, (*tensors, *saved, *cts))
+            refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
     mask = [like is not None and i not in rule.passive for i, like in enumerate(ctx.like_xs)]
 
@@ -574,7 +574,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
 
-def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
+def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
     """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return  # a transform's wrapper shows no graph

@@ -71,9 +71,14 @@ class Snapshot:
 
     def now(self) -> Snapshot:
         """What stands now behind all that was reached; this one where nothing changed."""
+        streams = self.streams.again()
         if self.reached.stands():
-            return self._taken_again(self.streams.again())
-        return self._walked(self.reached.holders(), self.reached.kinds)
+            return self._taken_again(streams)
+        return replace(self, reached=self.reached.now())._taken_again(streams)
+
+    def watched_now(self) -> list[tuple[Tensor, str]]:
+        """The tensors that can be reached now, with their names."""
+        return walk(self.reached.roots, self.reached.kinds).watched
 
     def _taken_again(self, streams: Randomness) -> Snapshot:
         reached = self.reached

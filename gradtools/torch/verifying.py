@@ -67,6 +67,7 @@ class Verification:
         self.leaves: dict[int, dict[int, Tensor]] = {}
         self.kinds: dict[int, Counter[str]] = {}  # of the nodes of each chunk's graph
         self.batches: Any = ()
+        self.held: list[tuple[Tensor, str]] = []  # what f can reach after the first pass besides
         self.compared = False  # whether anything was
 
     @classmethod
@@ -127,11 +128,10 @@ class Verification:
         self.places[i] = _differentiated(outs)
         self.outs[i] = self._figures([outs[k] for k in self.places[i]])
 
-    def compare(self, i: int, outs: Any, modules: Any, own: Any, held: Any, batches: Any) -> None:
+    def compare(self, i: int, outs: Any, modules: Any, own: Any, batches: Any) -> None:
         """Raises if chunk i, computed again, is another one.
 
         own: The inputs of its graph, where that is to be compared as well.
-        held: The tensors that stand behind f outside of the replay, with their names.
         """
         if batches != self.batches:
             return  # a batch is computed where one was alone before
@@ -142,7 +142,7 @@ class Verification:
         if self.exact and not self._same_modules(self.modules[i], modules):
             raise self._other(i, self._where(i, modules))
         if own is not None and torch.is_grad_enabled() and i in self.leaves:
-            self._compare_leaves(i, outs, own, held)
+            self._compare_leaves(i, outs, own)
 
     # --- numbers
 
@@ -186,7 +186,7 @@ class Verification:
 
     # --- graphs
 
-    def _compare_leaves(self, i: int, outs: Any, own: Any, held: Any) -> None:
+    def _compare_leaves(self, i: int, outs: Any, own: Any) -> None:
         ends = {id(x) for x in own}
         stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
         nodes = list(nodes_of([y for y in outs if isinstance(y, Tensor)], stop))
@@ -201,7 +201,7 @@ class Verification:
             if self.reached.comparable and not self.is_compiled:
                 self._compare_nodes(i, kinds_of(nodes))
             return
-        names = {id(x): name for x, name in (*self.reached.watched, *held)}
+        names = {id(x): name for x, name in (*self.reached.watched, *self.held)}
         others = [x for k, x in {**first, **found}.items() if (k in first) != (k in found)]
         # A leaf that f makes anew is another one each time.
         lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
@@ -266,7 +266,7 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
 def _is_compiled(forward: Forward) -> bool:
     """Whether f reaches compiled code."""
     modules = (m for m, _ in forward.start.reached.modules.values())
-    functions = (f for f, _ in forward.start.reached.functions)
+    functions = (f for f, _ in forward.start.reached.holders)
     return any(map(upstream.is_compiled, (forward.chunks.f, *functions, *modules)))
 
 

@@ -284,7 +284,7 @@ def captured_error(forward: Watched, what: Any) -> GradtoolsError:
 
 def edge_error(forward: Watched, i: int, node: Any) -> GradtoolsError:
     """node: What an earlier chunk computed, with a derivative, and chunk i goes on from."""
-    held = [name for x, name in forward.start.now().reached.watched if x.grad_fn is node]
+    held = [name for x, name in forward.start.watched_now() if x.grad_fn is node]
     name = repr(held[0]) if held else "something"
     return GradtoolsError(
         f"{forward.asked}: chunk {i} goes on from {name} that an earlier chunk computed and kept "

@@ -16,6 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
@@ -100,3 +102,39 @@ def attention_pullback(
 def _summed(x: Tensor, times: int) -> Tensor:
     """Over the heads of queries that share one of keys."""
     return x if times == 1 else x.unflatten(-3, (-1, times)).sum(-3)
+
+
+_ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
+
+
+class PlainWhereLive(TorchFunctionMode):
+    """Around what dynamo traces: attention by plain operations where its gradient has a graph.
+
+    The compiled graph is differentiated as a whole if what goes into it requires grad, the
+    backward pass of fused attention in it too, which has no derivative.
+
+    Attributes:
+        levels: How many of `torch.func`'s levels are the caller's own, above those operands.
+    """
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The function, by the kernel that can be differentiated as often as is asked."""
+        kwargs = kwargs or {}
+        if getattr(fun, "__name__", "") not in _ATTENDING or not self._is_live(args, kwargs):
+            return fun(*args, **kwargs)
+        with sdpa_kernel(SDPBackend.MATH):
+            return fun(*args, **kwargs)
+
+    def _is_live(self, args: Any, kwargs: Any) -> bool:
+        """Whether an operand, without the caller's levels, requires grad."""
+        for x in upstream.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                for level in range(self.levels, 0, -1):
+                    x = upstream.unwrap_for_grad(x, level)
+                if x.requires_grad:
+                    return True
+        return False

@@ -340,6 +340,7 @@ def test_fake_tensors_have_shapes_and_devices_alone():
     with upstream.fake_tensors():
         y = torch.ones(2, 3) @ torch.ones(3, 4)
     assert y.shape == (2, 4) and y.device.type == "cpu"
+    assert upstream.is_fake(y) and not upstream.is_fake(torch.ones(2))
 
 
 def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():

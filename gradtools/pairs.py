@@ -23,7 +23,7 @@ from gradtools.calls import as_array
 from gradtools.errors import GradtoolsError
 
 TileSize = int | tuple[int, int] | None
-_PAIRS_AT_ONCE = 2**20  # of all heads of an attention together
+_PAIRS_AT_ONCE = 2**22  # of all heads of an attention together
 
 
 class Pairs(Operators):
@@ -493,7 +493,7 @@ class _Attention:
     def _scores(
         self, name: str, q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None
     ) -> Any:
-        xp, s = self.xp, self.scale * (q @ k.T)
+        xp, s = self.xp, (self.scale * q) @ k.T
         none = self.backend.zeros_like(s) - float("inf")
         if mask is not None:
             if name == "pairs":

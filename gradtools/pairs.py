@@ -24,7 +24,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.tiled import Tiling
 
 TileSize = int | tuple[int, int] | None
-_PAIRS_AT_ONCE = 2**20  # of all heads of an attention together
+_PAIRS_AT_ONCE = 2**22  # of all heads of an attention together
 
 
 class Pairs(Operators):
@@ -500,7 +500,7 @@ class _Attention:
     def _scores(
         self, name: str, q: Any, k: Any, v: Any, mask: Any = None, i: Any = None, j: Any = None
     ) -> Any:
-        xp, s = self.xp, self.scale * (q @ k.T)
+        xp, s = self.xp, (self.scale * q) @ k.T
         none = self.backend.zeros_like(s) - float("inf")
         if mask is not None:
             if name == "pairs":

@@ -88,9 +88,7 @@ def test_dropout_follows_the_key_and_its_gradient_is_that_of_the_same_mask():
 
 def test_each_example_of_a_vmap_has_its_own_key():
     apply, params, state = bridge.to_jax(nn.Dropout(0.5), train=True)
-    out = jax.vmap(lambda k: apply(params, state, jnp.ones(64), key=k)[0])(
-        jax.random.split(KEY, 3)
-    )
+    out = jax.vmap(lambda k: apply(params, state, jnp.ones(64), key=k)[0])(jax.random.split(KEY, 3))
     assert len({tuple(row) for row in np.asarray(out)}) == 3
 
 
@@ -151,10 +149,17 @@ def test_a_flax_model_is_a_module_that_trains_keeps_statistics_and_saves():
     out = module.eval()(x)
     assert torch.equal(out, module(x))
     params = {
-        layer: {k: v.detach().numpy() for k, v in dict(getattr(module, layer).named_parameters()).items()}
+        layer: {
+            k: v.detach().numpy()
+            for k, v in dict(getattr(module, layer).named_parameters()).items()
+        }
         for layer in ("Dense_0", "BatchNorm_0", "Dense_1")
     }
-    stats = {"BatchNorm_0": {k: np.array(module.get_buffer(f"batch_stats.BatchNorm_0.{k}")) for k in ("mean", "var")}}
+    stats = {
+        "BatchNorm_0": {
+            k: np.array(module.get_buffer(f"batch_stats.BatchNorm_0.{k}")) for k in ("mean", "var")
+        }
+    }
     near(out.detach(), model.apply({"params": params, "batch_stats": stats}, X, train=False))
     again = bridge.to_torch(model, variables=variables).eval()
     again.load_state_dict(module.state_dict())

@@ -61,7 +61,11 @@ def in_torch():
     return work
 
 
-KINDS = {"eager in JAX": lambda: in_jax(False), "jit in JAX": lambda: in_jax(True), "torch": in_torch}
+KINDS = {
+    "eager in JAX": lambda: in_jax(False),
+    "jit in JAX": lambda: in_jax(True),
+    "torch": in_torch,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

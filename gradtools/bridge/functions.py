@@ -240,7 +240,7 @@ def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
 
 
 def _first(shared: Sequence[bool]) -> tuple[Any, ...]:
-    return tuple([0 if s else slice(None) for s in shared])
+    return (*[0 if s else slice(None) for s in shared], ...)  # an array, not a number
 
 
 def _at(xs: Sequence[Array], at: Sequence[Array], moving: Mask) -> list[Array]:

@@ -116,12 +116,17 @@ class BridgedModule(nn.Module):
 
         def fun(run: Any, ps: Any, ss: Any, args: Any, key: Any, kwargs: Any) -> Any:
             ss = jax.lax.stop_gradient(ss)
-            ss = [x if i is None else jax.random.wrap_key_data(x, impl=i) for x, i in
-                  zip(ss, impls, strict=True)]
+            ss = [
+                x if i is None else jax.random.wrap_key_data(x, impl=i)
+                for x, i in zip(ss, impls, strict=True)
+            ]
             key = None if key is None else jax.random.fold_in(jax.random.key(key[0]), key[1])
             out, after = run(
-                jax.tree.unflatten(params_def, ps), jax.tree.unflatten(state_def, ss), *args,
-                key=key, **kwargs,
+                jax.tree.unflatten(params_def, ps),
+                jax.tree.unflatten(state_def, ss),
+                *args,
+                key=key,
+                **kwargs,
             )
             return out, [_data(x) for x in jax.tree.leaves(after)]
 

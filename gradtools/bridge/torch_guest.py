@@ -9,6 +9,7 @@ calls share memory, and are held to what the first did by the tensors' version c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
-_ARRAY = type(jax.device_put(np.zeros(()))) 
+_ARRAY = type(jax.device_put(np.zeros(())))
 _NO_TRACE = get_opaque_trace_state(convention="flax")
 _REQUIRES = (
     "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
@@ -232,15 +233,22 @@ def _one_of(ts: Sequence[Tensor], base: Known) -> list[Tensor]:
 def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Tensor]:
     size = next(t.shape[0] for t, d in zip(ts, dims, strict=True) if d is not None)
     rows = [
-        run(*[t if d is None else t[i] for t, d in zip(ts, dims, strict=True)])
-        for i in range(size)
+        run(*[t if d is None else t[i] for t, d in zip(ts, dims, strict=True)]) for i in range(size)
     ]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
+def _globals(f: Any) -> list[Any]:
+    """The modules and tensors that a function finds among its module's names."""
+    if not inspect.isfunction(f):
+        return []
+    found = inspect.getclosurevars(f).globals.values()
+    return [x for x in found if isinstance(x, torch.nn.Module | Tensor)]
+
+
 def _captured(f: Any) -> dict[str, Tensor]:
     """The tensors that a function holds, in words."""
-    where = SimpleNamespace(written=(f,), maps=())
+    where = SimpleNamespace(written=(f, *_globals(f)), maps=())
     modules = list(captured(where, lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}
     for module in modules:

@@ -1,4 +1,4 @@
-"""Batches that are sharded over meshes of Explicit and Auto axes, on eight devices that the host plays.
+"""Batches sharded over meshes of Explicit and Auto axes, on eight devices that the host plays.
 
 One process runs all of it; the same programs on one device, without a mesh, say what is right.
 """

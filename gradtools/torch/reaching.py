@@ -35,6 +35,8 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
+from gradtools.lines import is_installed
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 Get, Put = Callable[[], Any], Callable[[Any], Any]
@@ -88,11 +90,11 @@ class Reached:
 
     def versions(self) -> list[int]:
         """The versions of the watched tensors, as they are now."""
-        return [x._version for x, _ in self.watched]
+        return [upstream.version_of(x) for x, _ in self.watched]
 
     def contents_versions(self) -> list[int]:
         """Those of the tensors whose contents count."""
-        return [0 if x.is_inference() else x._version for x in self.owned]
+        return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
 
     @cached_property
     def lasts(self) -> bool:
@@ -321,7 +323,7 @@ class _Walk:
             )
         self.found.kinds.add(x.device.type)
         constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
-        shown = x.device.type != "meta" and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        shown = x.device.type != "meta" and not upstream.is_wrapped(x)
         if constant and shown and (owned or _nbytes(x) <= _LARGE):
             self.found.owned.append(x)
         if not x.is_inference():
@@ -331,7 +333,7 @@ class _Walk:
     def _module(self, x: torch.nn.Module, name: str) -> None:
         self.found.modules[id(x)] = (x, name)
         self._holds(type(x), name)
-        for parts in (x._parameters, x._buffers, x._modules):
+        for parts in upstream.slots_of(x):
             for key, part in parts.items() if parts else ():
                 self.visit(part, f"{name}.{key}", True)
         self._attributes(x, name, True)
@@ -425,7 +427,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 def _is_installed(x: Any) -> bool:
     """Whether it is a module of a library, whose own state verification has to see."""
-    return isinstance(x, ModuleType) and "-packages" in (getattr(x, "__file__", None) or "")
+    return isinstance(x, ModuleType) and is_installed(x)
 
 
 def _package(kind: Any) -> str:
@@ -437,5 +439,5 @@ def _package(kind: Any) -> str:
 def _nbytes(x: Tensor) -> int:
     """The bytes of a tensor's entries, those of a sparse tensor's that it stores."""
     if x.layout is torch.sparse_coo:
-        return x._values().nbytes
+        return upstream.values_of(x).nbytes
     return x.nbytes if x.layout is torch.strided else x.values().nbytes

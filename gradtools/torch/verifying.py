@@ -24,8 +24,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.compiling import nodes_of
+from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.reaching import contents_of
 from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gradtools.torch.programs import Forward
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 Figures = tuple[Any, ...]
 
 _VERIFIED: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -146,7 +148,7 @@ class Verification:
 
     def _figures(self, tree: Any, sample: int | None = None) -> list[Figures]:
         leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        wrapped = upstream.is_wrapped
         duals = [is_dual(x) and not wrapped(x) for x in leaves]
         pairs = zip(leaves, duals, strict=True)
         leaves = [forward_ad.unpack_dual(x).primal if dual else x for x, dual in pairs]
@@ -263,12 +265,9 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
 
 def _is_compiled(forward: Forward) -> bool:
     """Whether f reaches compiled code."""
-    modules = (
-        type(m).__name__ == "OptimizedModule" for m, _ in forward.start.reached.modules.values()
-    )
+    modules = (m for m, _ in forward.start.reached.modules.values())
     functions = (f for f, _ in forward.start.reached.holders)
-    compiled = (hasattr(f, "_torchdynamo_orig_callable") for f in (forward.chunks.f, *functions))
-    return any(compiled) or any(modules)
+    return any(map(upstream.is_compiled, (forward.chunks.f, *functions, *modules)))
 
 
 def _way(forward: Forward) -> Any:
@@ -364,11 +363,7 @@ def _is_shown(x: Tensor) -> bool:
     """Whether the numbers can be read."""
     plain = type(x) in (Tensor, torch.nn.Parameter)
     known = plain and x.layout is torch.strided and x.device.type != "meta" and not x.is_quantized
-    return (
-        known
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        and ("Batched" not in repr(torch._C._dispatch_keys(x)))
-    )
+    return known and not (upstream.is_wrapped(x) or upstream.is_legacy_batched(x))
 
 
 def _figures(x: Tensor, sample: int | None = None) -> Figures:

@@ -9,6 +9,7 @@ calls share memory, and are held to what the first did by the tensors' version c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -236,9 +237,17 @@ def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Te
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
+def _globals(f: Any) -> list[Any]:
+    """The modules and tensors that a function finds among its module's names."""
+    if not inspect.isfunction(f):
+        return []
+    found = inspect.getclosurevars(f).globals.values()
+    return [x for x in found if isinstance(x, torch.nn.Module | Tensor)]
+
+
 def _captured(f: Any) -> dict[str, Tensor]:
     """The tensors that a function holds, in words."""
-    where = SimpleNamespace(written=(f,), maps=())
+    where = SimpleNamespace(written=(f, *_globals(f)), maps=())
     modules = list(captured(where, lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}
     for module in modules:

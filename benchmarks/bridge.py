@@ -114,7 +114,7 @@ def threads() -> list[str]:
     for count in (1, 4, 16):
         each = 2000 // count
 
-        def work() -> None:
+        def work(each: int = each) -> None:
             for _ in range(each):
                 jax.block_until_ready(slope(x))
 

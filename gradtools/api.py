@@ -20,10 +20,12 @@ if TYPE_CHECKING:  # what a type checker, and an editor, sees
     from gradtools.frozen import Freezing
     from gradtools.kernels import HostFunctions
     from gradtools.models import Models
+    from gradtools.pairs import Pairs
     from gradtools.seeing.formulating import Formulating
     from gradtools.seeing.graphing import Graphing
     from gradtools.seeing.measures import Measures
     from gradtools.seeing.operators import Seeing
+    from gradtools.tiled import Tiling
 
     class Api(
         Derivatives,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:  # what a type checker, and an editor, sees
         HostFunctions,
         Freezing,
         Chunking,
+        Tiling,
+        Pairs,
         Accumulation,
         Models,
         Seeing,
@@ -73,6 +77,8 @@ _ROOMS = {
     "kernels:HostFunctions": "host_function Spec",
     "frozen:Freezing": "frozen",
     "chunking:Chunking": "chunked microbatched gather is_replaying",
+    "tiled:Tiling": "tiled",
+    "pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
     "seeing.operators:Seeing": "dependence why_zero guard_gradients",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradtools.seeing.program import Program
     from gradtools.seeing.recording import Recording, Run, Vanished
     from gradtools.seeing.training import Held, Optimised
+    from gradtools.tiled import Sweep
 
 Array = Any
 P = ParamSpec("P")
@@ -192,8 +193,17 @@ class Backend(Protocol):
         examples: list[Array],
         values: list[Array],
     ) -> list[Array]: ...
-    def pull(self, fun: Any, xs: Sequence[Array], cts: Sequence[Any]) -> list[Array]: ...
+    def pull(self, fun: Any, xs: Sequence[Array], cts: Any) -> list[Array]:
+        """The pullback at xs of `cts` (None: zero), or of what they give at fun's outputs."""
+        ...
+
     def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]: ...
+    def value_and_push(
+        self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]
+    ) -> tuple[list[Array], list[Array]]:
+        """The outputs and their tangents, of one evaluation."""
+        ...
+
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]: ...
     def stop_gradient(self, x: Array) -> Array: ...
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any: ...
@@ -255,6 +265,19 @@ class Backend(Protocol):
 
     def run_frozen(self, whole: Any, uses: Any) -> list[Array]:
         """The output leaves of one use, a `chunking.Chunks` of one chunk that shares all."""
+        ...
+
+    # Tiles.
+    def sweep(self, sweep: Sweep, xs: Sequence[Array]) -> list[list[Array]]:
+        """The merged states of all tiles, group by group; blocks of rows and columns joined."""
+        ...
+
+    def fold(self, step: Any, state: list[Array], xs: Sequence[Array], count: int) -> list[Array]:
+        """`state = step(state, block)` over so many blocks of the arrays' first axis."""
+        ...
+
+    def tile_bytes(self, fun: Any, xs: Sequence[Array], sides: Sequence[int | None]) -> int:
+        """The peak of `fun` at arrays like xs, with another length of the first axis or None."""
         ...
 
     def is_replaying(self) -> bool: ...

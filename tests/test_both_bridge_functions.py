@@ -1,10 +1,8 @@
 """The scenario matrix of functions through the bridge, against the native function."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import gradtools.jax as gj
 import gradtools.torch as gt
@@ -13,6 +11,8 @@ from gradtools.testing import scenarios
 from gradtools.testing.tolerances import real_name, tolerance
 
 RECORDS = {s.name: s for s in scenarios()}
+# One operation of one array each: two of them are enough for whoever waits.
+ALIKE = [name for name, s in RECORDS.items() if s.shape == "vector" and not s.tags][2:]
 # What one framework itself cannot, or not as the other does.
 CONVENTIONS = "kink"
 
@@ -95,7 +95,9 @@ def answers(native, f, scenario):
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RECORDS]
+)
 @pytest.mark.parametrize("host", ["jax", "torch"])
 def test_a_bridged_function_is_the_native_one_in_value_and_both_orders(host, name):
     scenario = RECORDS[name]
@@ -110,6 +112,6 @@ def test_a_bridged_function_is_the_native_one_in_value_and_both_orders(host, nam
         order = 0 if key == "value" else 2 if key in MODES else 1
         for y, wanted in zip(ys, expected[key], strict=True):
             assert y.shape == wanted.shape and y.dtype == wanted.dtype
-            scale = max(1.0, np.max(np.abs(wanted), initial=0.0))
+            scale = max(1.0, np.max(np.abs(wanted[np.isfinite(wanted)]), initial=0.0))
             allowed = tolerance(real_name(scenario.dtype), order) * scale
             np.testing.assert_allclose(y, wanted, rtol=0, atol=allowed, err_msg=key)

@@ -7,7 +7,9 @@ import jax.extend.source_info_util as source_info
 import jax.numpy as jnp
 import pytest
 
+import gradtools.jax as gt
 from gradtools.jax import _upstream as upstream
+from gradtools.jax import marks
 
 
 def _made_here(x):
@@ -51,6 +53,17 @@ def test_a_function_of_jax_random_is_known():
 def test_a_tracer_of_ours_says_nothing_of_jaxs_internals():
     assert "_origin_msg" in vars(upstream.Tracer)
     assert hasattr(jax.core.Tracer, "_origin_msg")
+
+
+def test_what_chunked_makes_of_its_own_is_marked_by_a_name():
+    x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+    loss = lambda w: (gt.chunked(lambda x: jnp.tanh(x @ w), 3)(x) ** 2).sum()
+    found = jax.make_jaxpr(loss)(w).jaxpr.eqns
+    scan = next(e for e in found if e.primitive.name == "scan")
+    assert marks.is_chunk(scan.params["jaxpr"].jaxpr)
+    assert marks.function_name(scan.params["jaxpr"].jaxpr) == "body"
+    own = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, y: (c, y), 0, x))(x).jaxpr.eqns[0]
+    assert not marks.is_chunk(own.params["jaxpr"].jaxpr)
 
 
 @pytest.mark.parametrize("name", ["frames", "scopes", "user_frames", "traceback"])

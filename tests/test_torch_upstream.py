@@ -340,6 +340,7 @@ def test_fake_tensors_have_shapes_and_devices_alone():
     with upstream.fake_tensors():
         y = torch.ones(2, 3) @ torch.ones(3, 4)
     assert y.shape == (2, 4) and y.device.type == "cpu"
+    assert upstream.is_fake(y) and not upstream.is_fake(torch.ones(2))
 
 
 def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
@@ -423,12 +424,6 @@ def test_the_block_of_a_default_device_is_seen():
         torch.set_default_device(before)
         torch.set_default_device(None)
     assert upstream.device_set() is None
-
-
-def test_attributes_of_a_scripted_module_are_listed():
-    m = torch.jit.script(torch.nn.Linear(2, 2))
-    found = {name: parameter for name, parameter, _ in upstream.scripted_attributes(m)}
-    assert found["weight"] is True and found["training"] is False
 
 
 def test_which_kernels_stand_beneath_autograd():

@@ -62,6 +62,7 @@ class Foreign:
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
         self._known: dict[Any, Known] = {}
+        self._mapped: dict[Any, Run] = {}
 
     def __repr__(self) -> str:
         return f"<{self.guest.name} function {self.name}>"
@@ -150,6 +151,18 @@ class Foreign:
 
         return self._of("vjp", (moving, given), pulled, outs)
 
+    def mapped(self, shared: Any, depth: int) -> Run:
+        """The function of batches, `shared` as `_shared` says; kept, for it may be compiled."""
+        if not depth:
+            return self.entry
+        found = self._mapped.get(shared)
+        if found is None:
+            run = self.run
+            for level in reversed(range(depth)):
+                run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
+            found = _kept(self._mapped, shared, self.guest.entry(run))
+        return found
+
     def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
         found = self._derived.get((which, masks))
         if found is None:
@@ -224,9 +237,7 @@ class Known:
             return [np.empty((*sizes, *s.shape), guest.carrier(s)) for s in self.outs]
         shared = _shared(arrays, depth)
         arrays = tuple([a[_first(s)] for a, s in zip(arrays, shared, strict=True)])
-        run = self.of.run if depth else self.of.entry
-        for level in reversed(range(depth)):
-            run = guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
+        run = self.of.mapped(tuple(map(tuple, shared)), depth)
         return guest.called_on_host(self, run, arrays, depth)
 
 
@@ -240,7 +251,7 @@ def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
 
 
 def _first(shared: Sequence[bool]) -> tuple[Any, ...]:
-    return tuple([0 if s else slice(None) for s in shared])
+    return (*[0 if s else slice(None) for s in shared], ...)  # an array, not a number
 
 
 def _at(xs: Sequence[Array], at: Sequence[Array], moving: Mask) -> list[Array]:

@@ -118,9 +118,9 @@ class JaxGuest:
         ys = run(*xs)
         if any(isinstance(y, jax.core.Tracer) for y in ys):
             raise GradtoolsError(
-                f"to_torch: {known.of.name} closes over an array that JAX traces or differentiates "
-                "around this call, and PyTorch would lose that. Pass it as an argument, or take the "
-                "PyTorch program into JAX's: to_jax(f)."
+                f"to_torch: {known.of.name} closes over an array that JAX traces or "
+                "differentiates around this call, and PyTorch would lose that. Pass it as an "
+                "argument, or take the PyTorch program into JAX's: to_jax(f)."
             )
         jax.block_until_ready(ys)
         if "outs" not in vars(known) and run is known.of.entry:

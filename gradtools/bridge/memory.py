@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,16 +97,8 @@ _HELD_ONCE = _held_once()
 def tensor_of_numpy(x: np.ndarray, spec: Spec) -> Tensor:
     """The tensor in the memory of an array that may be read-only, which it must not write."""
     if spec.dtype == _BFLOAT16:  # which NumPy knows as raw bytes
-        return torch.from_numpy(np.asarray(_Writable(x.view(np.int16)))).view(torch.bfloat16)
-    return torch.from_numpy(np.asarray(_Writable(x)))
-
-
-class _Writable:
-    """An array's memory, said to be writable: `torch.from_numpy` warns of any other."""
-
-    def __init__(self, x: np.ndarray) -> None:
-        about = x.__array_interface__
-        self.of, self.__array_interface__ = x, {**about, "data": (about["data"][0], False)}
+        return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(x)
 
 
 def numpy_of_tensor(t: Tensor) -> np.ndarray:

@@ -9,6 +9,7 @@ calls share memory, and are held to what the first did by the tensors' version c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
@@ -32,6 +32,7 @@ from gradtools.bridge.memory import (
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
+from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import captured
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
@@ -39,7 +40,6 @@ from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))
-_NO_TRACE = get_opaque_trace_state(convention="flax")
 _REQUIRES = (
     "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
     "Bridge the module itself, apply, params, state = to_jax(module), or pass the tensor as an "
@@ -95,7 +95,7 @@ class TorchGuest:
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
                 return False
-        return get_opaque_trace_state(convention="flax") == _NO_TRACE
+        return not within_a_trace()
 
     def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
         """What comes out, by fake tensors."""
@@ -237,9 +237,17 @@ def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Te
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
+def _globals(f: Any) -> list[Any]:
+    """The modules and tensors that a function finds among its module's names."""
+    if not inspect.isfunction(f):
+        return []
+    found = inspect.getclosurevars(f).globals.values()
+    return [x for x in found if isinstance(x, torch.nn.Module | Tensor)]
+
+
 def _captured(f: Any) -> dict[str, Tensor]:
     """The tensors that a function holds, in words."""
-    where = SimpleNamespace(written=(f,), maps=())
+    where = SimpleNamespace(written=(f, *_globals(f)), maps=())
     modules = list(captured(where, lambda x: isinstance(x, torch.nn.Module), Tensor))
     named: dict[int, tuple[str, Tensor]] = {}
     for module in modules:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gradtools.backend import Array, backend_of
 from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
-from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
+from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
 from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
@@ -149,6 +149,7 @@ class JaxBackend:
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
+    value_and_push = staticmethod(value_and_push)
     attempt = staticmethod(attempt)
 
     def stop_gradient(self, x: Array) -> Array:
@@ -229,6 +230,21 @@ class JaxBackend:
     def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
+
+    def sweep(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.jax import tiling
+
+        return tiling.sweep(*args, **kwargs)
+
+    def fold(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.jax import tiling
+
+        return tiling.fold(*args, **kwargs)
+
+    def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
+        from gradtools.jax import tiling
+
+        return tiling.tile_bytes(*args, **kwargs)
 
     def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
         from gradtools.jax import chunking

@@ -23,7 +23,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gradtools.jax import operands, places, tracing
-from gradtools.jax._upstream import name_of, scopes_of
+from gradtools.jax._upstream import scopes_of
+from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
 
@@ -314,7 +315,7 @@ def _is_of_library(eqn: Eqn) -> bool:
 
 def _function(eqn: Eqn) -> str:
     """The name of the function that an equation calls."""
-    name = next(map(name_of, tracing.sub_jaxprs(eqn.params)), "")
+    name = next(map(function_name, tracing.sub_jaxprs(eqn.params)), "")
     return name.lstrip("_") or eqn.primitive.name
 
 
@@ -324,7 +325,7 @@ def _mark(eqn: Eqn) -> str:
         rule = eqn.params["rule"]
         edited = "edited gradient" if rule.identity else "custom rule"
         return "frozen" if rule.name.startswith("frozen") else edited
-    if any(places.is_chunk(jaxpr) for jaxpr in jaxprs):
+    if any(is_chunk(jaxpr) for jaxpr in jaxprs):
         return "chunked"
     if tracing.is_ruled(eqn):
         return "edited gradient" if _edit(eqn) else "" if _is_of_library(eqn) else "custom rule"

@@ -68,11 +68,6 @@ def is_gradtools(jaxpr: Any) -> bool:
     return is_ours(file_of(jaxpr))
 
 
-def is_chunk(jaxpr: Any) -> bool:
-    """Whether a jaxpr is what `gradtools.jax.chunking` runs for each chunk."""
-    return file_of(jaxpr).startswith(_CHUNKING)
-
-
 def modules_around(eqn: Any) -> tuple[str, ...]:
     """The classes whose ``__call__`` led to an equation, outermost first.
 
@@ -94,5 +89,4 @@ def _module(function: str, file: str) -> list[str]:
 _ENGINES = ("jax", "jaxlib", "gradtools")
 _LIBRARIES = (*_ENGINES, "flax", "equinox", "optax", "jaxtyping")
 _HERE = os.path.dirname(__file__)
-_CHUNKING = os.path.join(_HERE, "chunking.py")
 _SEEING = os.path.join(os.path.dirname(_HERE), "seeing") + os.sep

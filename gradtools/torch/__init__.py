@@ -20,10 +20,12 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for a checker and an editor
     accumulate_gradients = _api.accumulate_gradients
     asarray = _api.asarray
     assign_gradients = _api.assign_gradients
+    attention = _api.attention
     checkpoint = _api.checkpoint
     chunked = _api.chunked
     clip_gradient = _api.clip_gradient
     compile = _api.compile
+    contrastive_loss = _api.contrastive_loss
     custom_rule = _api.custom_rule
     dependence = _api.dependence
     formula = _api.formula
@@ -42,6 +44,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for a checker and an editor
     jvp = _api.jvp
     key = _api.key
     known_gradient = _api.known_gradient
+    linear_cross_entropy = _api.linear_cross_entropy
     linearize = _api.linearize
     measure = _api.measure
     microbatched = _api.microbatched
@@ -53,6 +56,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for a checker and an editor
     split = _api.split
     stop_gradient = _api.stop_gradient
     straight_through = _api.straight_through
+    tiled = _api.tiled
     to_numpy = _api.to_numpy
     transform_gradient = _api.transform_gradient
     value_and_grad = _api.value_and_grad
@@ -66,10 +70,12 @@ __all__ = [
     "accumulate_gradients",
     "asarray",
     "assign_gradients",
+    "attention",
     "checkpoint",
     "chunked",
     "clip_gradient",
     "compile",
+    "contrastive_loss",
     "custom_rule",
     "dependence",
     "formula",
@@ -88,6 +94,7 @@ __all__ = [
     "jvp",
     "key",
     "known_gradient",
+    "linear_cross_entropy",
     "linearize",
     "measure",
     "microbatched",
@@ -99,6 +106,7 @@ __all__ = [
     "split",
     "stop_gradient",
     "straight_through",
+    "tiled",
     "to_numpy",
     "transform_gradient",
     "value_and_grad",

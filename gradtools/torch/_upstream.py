@@ -30,12 +30,13 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.autograd import function
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 Tensor = torch.Tensor
 _functorch: Any = torch._C._functorch
+_autograd: Any = torch.autograd
 _c: Any = torch._C
 
 # --- names that are imported above -------------------------------------------------------------
@@ -57,6 +58,7 @@ disable_current_modes = _disable_current_modes
 """A block in which no dispatch mode sees what we do on our own account. Gone: a flag of the mode
 that is asked in its `__torch_dispatch__`, as `gradient_graph` has; other modes see us then."""
 
+pytree = _pytree
 tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
 tree_leaves, tree_map = pytree.tree_leaves, pytree.tree_map
 tree_map_only = pytree.tree_map_only
@@ -182,7 +184,7 @@ saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_
 """The innermost hooks of saved tensors, if any: a graph of our own that ends inside must not pass
 through them. Gone: enter hooks that change nothing always, at 2 us."""
 
-version_counter_kept: Any = torch.autograd._unsafe_preserve_version_counter
+version_counter_kept: Any = _autograd._unsafe_preserve_version_counter
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
 """A tensor that is put back to what it held counts as unchanged for the graphs that saved it.
 `torch.autograd.graph.increment_version` is the public half. Gone: replay of a program whose state
@@ -401,15 +403,6 @@ class ModuleLike(torch.nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._own._load_from_state_dict(*args, **kwargs)
-
-
-def scripted_attributes(module: Any) -> list[tuple[str, bool, Any]]:
-    """Name, whether it is a parameter, and the holder of each attribute of a ScriptModule.
-
-    `getattr` of the module hands out copies. Gone: what TorchScript changes is not put back.
-    """
-    attributes = module._concrete_type.get_attributes().items()
-    return [(key, is_parameter, module._c) for key, (_, is_parameter) in attributes]
 
 
 def cached_weights() -> dict[Any, Any] | None:

@@ -17,7 +17,7 @@ from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
-from gradtools.torch.transposing import pull, push
+from gradtools.torch.transposing import pull, push, value_and_push
 from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ class TorchBackend:
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
+    value_and_push = staticmethod(value_and_push)
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
         return fun(*xs)
@@ -281,6 +282,21 @@ class TorchBackend:
     # --- chunks
 
     uncompiled = staticmethod(uncompiled)
+
+    def sweep(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.torch import tiling
+
+        return tiling.sweep(*args, **kwargs)
+
+    def fold(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.torch import tiling
+
+        return tiling.fold(*args, **kwargs)
+
+    def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
+        from gradtools.torch import tiling
+
+        return tiling.tile_bytes(*args, **kwargs)
 
     def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
         from gradtools.torch import chunking

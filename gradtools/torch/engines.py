@@ -490,7 +490,7 @@ def _twice_in_trace(again: bool) -> AbstractContextManager[Any]:
 
 def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
     """Around a function that is pulled back in compiled code, perhaps with a graph."""
-    from gradtools.torch.attention import PlainWhereLive
+    from gradtools.torch.fused_attention import PlainWhereLive
 
     if _open_derivatives():
         return _twice_in_trace(True)

@@ -91,18 +91,26 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
         return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
-def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero)."""
+def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Any) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
     outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
+    cts = cts(outs) if callable(cts) else cts
     full = [torch.zeros_like(y) if ct is None else ct for y, ct in zip(outs, cts, strict=True)]
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 
 def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
     """The pushforward of `fun` at xs, of `dxs`, as the transpose of its pullback."""
+    return value_and_push(fun, xs, dxs)[1]
+
+
+def value_and_push(
+    fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The outputs and the pushforward, of one evaluation."""
     outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
     _, again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))
-    return [v.view_as(v) for v in again(tuple(dxs))[0]]
+    return list(outs), [v.view_as(v) for v in again(tuple(dxs))[0]]
 
 
 # --- a rule that is applied to the tangents of its own map --------------------------------

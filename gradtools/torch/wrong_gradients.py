@@ -134,7 +134,7 @@ def _attention(node: Any, given: Given, cts: Given) -> Any:
     """The kernel's own numbers, with the derivative that it lacks."""
     if not torch.is_grad_enabled():
         return None
-    from gradtools.torch.attention import differentiable  # by rules, which rest on this file
+    from gradtools.torch.fused_attention import differentiable  # by rules, which rest on this file
 
     return tuple(differentiable(node, given, cts[0]))
 

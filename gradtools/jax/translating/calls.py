@@ -21,7 +21,8 @@ from jax.extend.core import Literal
 
 from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
-from gradtools.jax._upstream import is_of_random, name_of
+from gradtools.jax._upstream import is_of_random
+from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.translating.folding import evaluated, forwarded, pulled
 from gradtools.jax.translating.writing import Entry, Known
 from gradtools.seeing.formula.expressions import kind_of, placeholder
@@ -108,13 +109,13 @@ def _has_rule(eqn: Any, jaxpr: Any, own: bool) -> bool:
 
     The rules that JAX gives its own functions say what their code says, but for numerical care.
     """
-    if not tracing.is_ruled(eqn) or places.is_chunk(jaxpr):
+    if not tracing.is_ruled(eqn) or is_chunk(jaxpr):
         return False
     return not (own and eqn.primitive.name == "custom_jvp_call")
 
 
 def _name(eqn: Any, jaxpr: Any) -> str:
-    name = eqn.params.get("name") or name_of(jaxpr)
+    name = eqn.params.get("name") or function_name(jaxpr)
     return str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
 
 

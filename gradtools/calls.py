@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from gradtools import keras_layers
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
@@ -278,6 +277,8 @@ def differentiable_leaf(backend: Backend, asked: str, leaf: Any, name: str) -> A
 
 def _converted(backend: Backend, asked: str, leaf: Any, name: str) -> Array:
     if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
+        from gradtools import keras_layers
+
         if keras_layers.is_keras(leaf):
             raise keras_layers.refusal(asked, name, leaf)
         raise _not_differentiable(asked, name, f"an object of type {type(leaf).__name__}")

@@ -9,12 +9,14 @@ The title of a block, which a reader sees above it, may say how it ends::
     ```python title="with: KERAS_BACKEND=torch"           in a process of its own, so set up
     ```python title="pytest: test_port.py"                a file of that name, run by pytest
 
-What imports a package of the extra ``integration`` is run with the tests of other packages.
+What the page says it printed, in a block of text behind "This printed" or "It begins with", it must
+print. What imports a package of the extra ``integration`` is run with the tests of other packages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import subprocess
@@ -33,7 +35,9 @@ import gradtools
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
-    r"^```python(?: title=\"(?:(\w[\w ]*): )?([^\"\n]*)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE
+    r"^```python(?: title=\"(?:(\w[\w ]*): )?([^\"\n]*)\")?\n(.*?)^```"
+    r"(?:\n\n(?:This printed|It begins with)(?:, with (PyTorch|JAX),)?\n\n```\n(.*?)^```)?",
+    re.DOTALL | re.MULTILINE,
 )
 # The packages of the extra `integration`, as they are imported, and what these bring along.
 OTHER_PACKAGES = {
@@ -52,6 +56,8 @@ class Block:
     code: str
     end: str = ""
     text: str = ""
+    printed: str = ""
+    printed_by: str = ""  # the backend that printed it, of a block for both
 
     @property
     def name(self) -> str:
@@ -96,8 +102,12 @@ class Block:
         vars(module).update(names)
         sys.modules["page"] = module
         try:
-            with default_precision():
+            with default_precision(), contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(source, str(self.page), "exec"), vars(module))
+            if getattr(names.get("gt"), "__name__", "").endswith(self.printed_by):
+                assert _exact(self.printed) in _exact(out.getvalue()), (
+                    f"{self.name}: {out.getvalue()}"
+                )
         finally:
             del sys.modules["page"]
 
@@ -120,10 +130,21 @@ class Block:
         assert run.returncode == 0, f"{self.name}:\n{run.stdout}{run.stderr}"
 
 
+def _exact(said: str) -> str:
+    """What was printed without rounding errors, which another machine has not."""
+    return re.sub(r"\d\.\de-1\d", "tiny", said)
+
+
 def blocks(pages: list[Path] = PAGES) -> list[Block]:
     return [
         Block(
-            page, text.count("\n", 0, found.start()) + 1, found[3], found[1] or "", found[2] or ""
+            page,
+            text.count("\n", 0, found.start()) + 1,
+            code=found[3],
+            end=found[1] or "",
+            text=found[2] or "",
+            printed=found[5] or "",
+            printed_by={"PyTorch": "torch", "JAX": "jax"}.get(found[4], ""),
         )
         for page in pages
         for text in [page.read_text(encoding="utf-8")]

@@ -203,6 +203,15 @@ def test_buffers_of_batch_norm_are_no_finding():
     assert not [f for f in report if not f.numerical] and not report.notes
 
 
+def test_a_tensor_that_was_meant_as_a_parameter_is_noted_where_the_loss_depends_on_it():
+    model = nn.Linear(3, 1)
+    model.scale, model.last = torch.ones(1), torch.zeros(2)
+    report = gt.why_zero(lambda: (model.scale * model(X)).square().sum(), model=model)
+    assert [(names, "as a parameter" in text) for text, names in report.notes] == [
+        (("scale",), True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

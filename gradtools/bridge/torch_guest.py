@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
@@ -32,6 +31,7 @@ from gradtools.bridge.memory import (
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
+from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import captured
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
@@ -39,7 +39,6 @@ from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))
-_NO_TRACE = get_opaque_trace_state(convention="flax")
 _REQUIRES = (
     "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
     "Bridge the module itself, apply, params, state = to_jax(module), or pass the tensor as an "
@@ -95,7 +94,7 @@ class TorchGuest:
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
                 return False
-        return get_opaque_trace_state(convention="flax") == _NO_TRACE
+        return not within_a_trace()
 
     def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
         """What comes out, by fake tensors."""

@@ -24,14 +24,12 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax import tracing
 from gradtools.jax.alike import derived
 
-_NO_TRACE = get_opaque_trace_state(convention="flax")
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
 
@@ -58,7 +56,7 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """f, computed again in the backward pass; its modules stand afterwards as after one call."""
-    if get_opaque_trace_state(convention="flax") == _NO_TRACE:
+    if not tracing.within_a_trace():
         return f(*args, **kwargs)  # nothing differentiates it
     held = stateful("checkpoint", f, (args, kwargs))
     if held is None:

@@ -15,6 +15,7 @@ How to trace a function, and what to do about an input that does not reach, is l
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,13 +23,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, get_opaque_trace_state
 
 from gradtools.jax import _upstream as upstream
 from gradtools.jax.lifetimes import LIFE
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
 Eqn = Any
+
+
+def within_a_trace() -> bool:
+    """Whether JAX traces or differentiates the code that asks."""
+    return bool(get_opaque_trace_state(convention="flax") != _outside())
+
+
+@cache
+def _outside() -> Any:
+    """What JAX says in a new thread, where it traces nothing; who asks first may be in a trace."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(get_opaque_trace_state, convention="flax").result()
 
 
 def reached(closed_jaxpr: Jaxpr) -> list[bool]:

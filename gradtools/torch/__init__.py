@@ -122,6 +122,7 @@ if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt n
     def __getattr__(name: str) -> object:
         """A public name, when it is first read: its room is imported then, and no other."""
         if name not in __all__:
+            __tracebackhide__ = True
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = globals()[name] = getattr(_api, name)
         return found

@@ -68,7 +68,6 @@ class Reached:
         maps: Dictionaries by text, as those of attributes are, and what they held.
         holders: Other containers, functions and the dictionaries of classes, and what they held.
         places: All else that holds one object: how it is read, how it is written, what it held.
-        comparable: Whether what is read is the same object each time.
     """
 
     roots: list[Any]
@@ -82,7 +81,6 @@ class Reached:
     maps: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     holders: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     places: list[tuple[Get, Put, Any]] = field(default_factory=list)
-    comparable: bool = True
 
     def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
         """Whether a walk from these would be this one, if nothing changed."""
@@ -119,8 +117,7 @@ class Reached:
         """Whether everything holds the very objects that it held; text may be equal."""
         maps, keys, values = self._flat
         return (
-            self.comparable
-            and not any(self.empty)
+            not any(self.empty)
             and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
             and [x.requires_grad for x, _ in self.watched] == self.tracked
@@ -282,8 +279,6 @@ class _Walk:
         elif isinstance(x, np.ndarray):
             if x.flags.writeable and (owned or x.nbytes <= _LARGE):
                 self.found.generators.append((x.copy, partial(x.__setitem__, ...)))
-                for part in x.flat if x.dtype.hasobject else ():
-                    self.visit(part, name, owned)
         elif isinstance(x, bytearray | array.array):
             whole = slice(None)
             self.found.generators.append((partial(getitem, x, whole), partial(setitem, x, whole)))
@@ -343,17 +338,6 @@ class _Walk:
             for key, part in parts.items() if parts else ():
                 self.visit(part, f"{name}.{key}", True)
         self._attributes(x, name, True)
-        if isinstance(x, torch.jit.ScriptModule):
-            self._scripted(x, name)
-
-    def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
-        """The attributes of a compiled module, which hands out copies of all but tensors."""
-        self.found.comparable = False
-        for key, is_parameter, holder in upstream.scripted_attributes(x):
-            put = _left if is_parameter else partial(holder.setattr, key)
-            self._place(partial(holder.getattr, key), put, f"{name}.{key}", True)
-        for key, module in x.named_children():
-            self.visit(module, f"{name}.{key}", True)
 
     def _function(self, x: FunctionType, owned: bool) -> None:
         for part in self._holder(x)[1:]:
@@ -371,11 +355,8 @@ class _Walk:
             self._name(x.__globals__, key, key, owned)
 
     def _name(self, space: dict[str, Any], key: str, name: str, owned: bool) -> None:
-        """What a global means, if anything; functions and classes are not put back."""
-        value = space.get(key)
-        is_state = not callable(value) or isinstance(value, torch.nn.Module)
-        put = partial(setitem, space, key) if is_state else _left
-        self._place(partial(getitem, space, key), put, name, owned)
+        """What a global means, if anything."""
+        self._place(partial(getitem, space, key), partial(setitem, space, key), name, owned)
 
     def _object(self, x: Any, name: str, owned: bool) -> None:
         if _package(type(x)) in _FOREIGN or getattr(type(x), "never_changes", False):
@@ -404,10 +385,6 @@ class _Walk:
         part = getattr(part, "fget", None) or getattr(part, "__func__", part)
         if isinstance(part, FunctionType):
             self.visit(part, key, False)
-            wrapped = getattr(part, "__wrapped__", part)
-            self._names.update(_names(getattr(wrapped, "__code__", part.__code__)))
-        elif isinstance(part, ModuleType | type):
-            self.visit(part, name, False)
         elif isinstance(holder, ModuleType):
             self._name(vars(holder), key, name, False)
         elif not hasattr(type(part), "__get__"):
@@ -445,10 +422,6 @@ def _package(kind: Any) -> str:
     """The package of a class, or of a module."""
     name = kind.__module__ if isinstance(kind, type) else kind.__name__
     return str(name).partition(".")[0]
-
-
-def _left(value: Any) -> None:
-    """Leaves a place as it stands."""
 
 
 def _nbytes(x: Tensor) -> int:

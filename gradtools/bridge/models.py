@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake  # there is no public name
+from torch.utils.dlpack import from_dlpack
 
 import gradtools.jax
 import gradtools.torch
@@ -132,7 +133,7 @@ class BridgedModule(nn.Module):
 
         self._bridged = {}
         for train, run in modes.items():
-            one = partial(fun, run)
+            one: Any = partial(fun, run)
             one.__name__ = name
             self._bridged[train] = Bridged(guest, one, out)
 
@@ -187,7 +188,7 @@ def _registered(
             if name not in inside._modules:
                 inside.add_module(name, nn.Module())
             inside = inside.get_submodule(name)
-        value = made(torch.from_dlpack(_data(x)).clone())
+        value = made(from_dlpack(_data(x)).clone())
         if isinstance(value, nn.Parameter):
             inside.register_parameter(last, value)
         else:

@@ -230,15 +230,18 @@ class Results:
     treedef: Any
     alone: bool  # whether one array comes, in no container
     dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)  # as NumPy carries them
+    widened: bool = field(init=False, compare=False)  # whether NumPy has another dtype for one
 
     def __post_init__(self) -> None:
         carried = [np.dtype(_carrier(s.dtype)) for s in self.specs]
         object.__setattr__(self, "dtypes", tuple(carried))
+        object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
 
     def are(self, ys: Sequence[Any], batch: Shape) -> bool:
         """Whether arrays are what was expected, without a word of what is wrong with them."""
         for y, spec, dtype in zip(ys, self.specs, self.dtypes, strict=True):
-            if type(y) is not np.ndarray or y.dtype != dtype or y.shape != (*batch, *spec.shape):
+            shape = (*batch, *spec.shape) if batch else spec.shape
+            if type(y) is not np.ndarray or y.dtype != dtype or y.shape != shape:
                 return False
         return True
 

@@ -29,6 +29,7 @@ NAMES = {
     "own rules": ["custom_rule", "host_function", "Spec"],
     "memory": [
         *("frozen", "chunked", "microbatched", "gather", "is_replaying"),
+        *("tiled", "contrastive_loss", "linear_cross_entropy", "attention"),
         *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
     ],
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],

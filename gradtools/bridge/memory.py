@@ -19,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
 from gradtools.jax.arrays import X64
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 _WIDE = frozenset(("float64", "int64", "complex128", "uint64"))
@@ -55,7 +56,7 @@ def array_of(t: Tensor, who: str) -> jax.Array:
 
 
 def _uses(t: Tensor) -> int:
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    return upstream.owners_of_memory(t)
 
 
 _ALONE = _uses(torch.empty(1))

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake  # there is no public name
 from torch.utils.dlpack import from_dlpack
 
 import gradtools.jax
@@ -27,6 +26,7 @@ from gradtools.bridge.memory import array_of
 from gradtools.errors import GradtoolsError
 from gradtools.jax.arrays import check_key
 from gradtools.jax.parts import module_kinds
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 _NARROW = {torch.int64: torch.int32, torch.uint64: torch.uint32}
@@ -43,7 +43,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
     def fun(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
         state = {name: t.detach().to(dtypes[name]) for name, t in state.items()}
         if key is not None:  # what has no values only tells shapes
-            key = None if is_fake(key) else key.to(torch.int64)[:2]
+            key = None if upstream.is_fake(key) else key.to(torch.int64)[:2]
         out, after = run(params, state, *args, key=key, **kwargs)
         return out, {name: _narrow(t) for name, t in after.items()}
 
@@ -185,7 +185,7 @@ def _registered(
             last = above.pop()
         inside = module
         for name in above:
-            if name not in inside._modules:
+            if name not in dict(inside.named_children()):
                 inside.add_module(name, nn.Module())
             inside = inside.get_submodule(name)
         value = made(from_dlpack(_data(x)).clone())

@@ -18,11 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import SingleDeviceSharding
-
-# PyTorch has no public name for tensors that have no values.
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradtools.torch
 from gradtools.backend import backend_of
@@ -36,13 +32,14 @@ from gradtools.bridge.memory import (
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
+from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import captured
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))
-_NO_TRACE = get_opaque_trace_state(convention="flax")
 _REQUIRES = (
     "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
     "Bridge the module itself, apply, params, state = to_jax(module), or pass the tensor as an "
@@ -98,12 +95,12 @@ class TorchGuest:
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
                 return False
-        return get_opaque_trace_state(convention="flax") == _NO_TRACE
+        return not within_a_trace()
 
     def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
         """What comes out, by fake tensors."""
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            with upstream.fake_tensors(allow_non_fake_inputs=True), torch.enable_grad():
                 xs = [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
                 ys = run(*xs)
         except GradtoolsError:
@@ -147,7 +144,7 @@ class TorchGuest:
             ts[i] = ts[i].clone()
         ys = run(*ts)
         for i, t in enumerate(ts):
-            if t._version and i not in base.written:
+            if upstream.version_of(t) and i not in base.written:
                 raise GradtoolsError(
                     f"to_jax: {base.of.name} wrote in its argument {i}, and did not at its first "
                     "call with such arrays, so JAX's own array was changed. Clone what you write "
@@ -174,7 +171,7 @@ class TorchGuest:
         """Evaluates the function on copies, and notes what JAX would not know of."""
         name, copies = base.of.name, [t.clone() for t in ts]
         held, draws = _captured(base.of.fun), False
-        versions = {key: t._version for key, t in held.items()}
+        versions = {key: upstream.version_of(t) for key, t in held.items()}
         stream = torch.get_rng_state()
         ys = base.of.run(*copies)
         if not torch.equal(stream, torch.get_rng_state()):
@@ -190,7 +187,7 @@ class TorchGuest:
                 "module, or bridge it: apply, params, state = to_jax(module), and give apply a "
                 "key."
             )
-        changed = [key for key, t in held.items() if t._version != versions[key]]
+        changed = [key for key, t in held.items() if upstream.version_of(t) != versions[key]]
         if changed:
             raise GradtoolsError(
                 f"to_jax: {name} writes in place in {changed[0]}, which it closes over, at each "
@@ -202,7 +199,9 @@ class TorchGuest:
             names = [key for key, t in held.items() if t is leaf]
             what = names[0] if names else f"a tensor of shape {tuple(leaf.shape)}"
             base.captured = _REQUIRES.format(name=name, what=what)
-        written = [not _same(t, c) or c._version > 0 for t, c in zip(ts, copies, strict=True)]
+        written = [
+            not _same(t, c) or upstream.version_of(c) > 0 for t, c in zip(ts, copies, strict=True)
+        ]
         base.written = tuple([i for i, w in enumerate(written) if w])
         base.seen = True
 

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from gradtools.host import Kernel, KernelCall, Results
-from gradtools.rules import Rule
-from gradtools.seeing.graph import Graph
-from gradtools.seeing.passes import Differentiated
-from gradtools.seeing.recording import Recording, Run, Vanished
-
 if TYPE_CHECKING:
     from gradtools.chunking import Options
+    from gradtools.host import Kernel, KernelCall, Results
+    from gradtools.rules import Rule
+    from gradtools.seeing.graph import Graph
+    from gradtools.seeing.passes import Differentiated
     from gradtools.seeing.program import Program
+    from gradtools.seeing.recording import Recording, Run, Vanished
     from gradtools.seeing.training import Held, Optimised
     from gradtools.tiled import Sweep
 
@@ -375,17 +374,17 @@ class Operators:
         self._backend = backend
 
     def __reduce__(self) -> Any:  # what is pickled by name is the same object again
-        return operators_of, (self._backend.name,)
+        return _room_of, (self._backend.name, f"{type(self).__module__}:{type(self).__name__}")
 
     def __repr__(self) -> str:
         return f"<gradtools for {self._backend.name}>"
 
 
-def operators_of(name: str) -> Any:
-    """The public operators of a wing."""
-    return import_module(f"gradtools.{name}")._api
+def _room_of(name: str, room: str) -> Any:
+    """The public operators of a wing that one room holds."""
+    return import_module(f"gradtools.{name}")._api.room(room)
 
 
 def backend_of(name: str) -> Any:
     """A wing's backend."""
-    return operators_of(name)._backend
+    return import_module(f"gradtools.{name}")._api._backend

@@ -21,6 +21,7 @@ import numpy as np
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import as_array
 from gradtools.errors import GradtoolsError
+from gradtools.tiled import Tiling
 
 TileSize = int | tuple[int, int] | None
 _PAIRS_AT_ONCE = 2**22  # of all heads of an attention together
@@ -111,7 +112,7 @@ class Pairs(Operators):
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
         )
         options = {"tile_size": tile_size, "memory_budget": memory_budget, "progress": progress}
-        logits = _Logits(self, scale, bias, label_smoothing, options)
+        logits = _Logits(self._backend, scale, bias, label_smoothing, options)
         apart = gathered or axis_name is not None or group is not None
         own = None if ids is None else as_array(backend, asked, ids, "ids")
         spread = lambda z: z
@@ -271,7 +272,7 @@ class Pairs(Operators):
             q, k, v = (xp.permute_dims(z, (0, 2, 1, 3)) for z in (q, k, v))
         heads = _Heads.of(asked, q, k, v)
         mask = None if attn_mask is None else as_array(backend, asked, attn_mask, "attn_mask")
-        call = _Attention(self, heads, is_causal, scale, tile_size)
+        call = _Attention(self._backend, heads, is_causal, scale, tile_size)
         out = call.run(q, k, v, mask)
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
 
@@ -286,9 +287,9 @@ class _Logits:
     """
 
     def __init__(
-        self, api: Pairs, scale: Array, bias: Array, smoothing: float, options: dict[str, Any]
+        self, backend: Backend, scale: Array, bias: Array, smoothing: float, options: dict[str, Any]
     ) -> None:
-        self.api, self.backend, self.xp = api, api._backend, api._backend.xp
+        self.backend, self.xp = backend, backend.xp
         self.scale, self.bias, self.smoothing, self.options = scale, bias, smoothing, options
 
     def positive(self, x: Array, y: Array) -> Array:
@@ -311,7 +312,8 @@ class _Logits:
         rows, others = (
             [name for name in names if name in named] for names in (("x", "a"), ("y", "b", "ours"))
         )
-        run = self.api.tiled(f, reduce, rows=rows, columns=others, over=over, **self.options)
+        tiled = Tiling(self.backend).tiled
+        run = tiled(f, reduce, rows=rows, columns=others, over=over, **self.options)
         return run(scale=self.scale, bias=self.bias, **named)
 
     def softplus(self, x: Array, ids: Any, columns: Any, positive: Array) -> Array:
@@ -415,9 +417,14 @@ class _Attention:
     """One call, heads first; the queries of a group are rows of one head."""
 
     def __init__(
-        self, api: Pairs, heads: _Heads, causal: bool, scale: float | None, tile_size: TileSize
+        self,
+        backend: Backend,
+        heads: _Heads,
+        causal: bool,
+        scale: float | None,
+        tile_size: TileSize,
     ) -> None:
-        self.api, self.backend, self.xp = api, api._backend, api._backend.xp
+        self.backend, self.xp = backend, backend.xp
         self.heads, self.causal = heads, causal
         self.scale = heads.size**-0.5 if scale is None else scale
         together = isqrt(_PAIRS_AT_ONCE // max(prod(heads.batch), 1))
@@ -439,7 +446,7 @@ class _Attention:
             arrays["j"] = _indices(self.backend, heads.columns, q)
         columns = ["k", "v", "j", *(["mask"] if name == "columns" else [])]
         rows = ["q", "i", *(["mask"] if name != "columns" else [])]
-        run = self.api.tiled(
+        run = Tiling(self.backend).tiled(
             partial(self._scores, name),
             "softmax",
             self.tile_size,

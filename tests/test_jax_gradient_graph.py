@@ -73,5 +73,5 @@ def test_a_flax_module_gives_its_layers_scopes_in_both_passes():
     network = Network()
     params = network.init(jax.random.key(0), X)
     graph = gt.gradient_graph(network.apply, params, X)
-    scopes = {(n.phase, n.scope[-1]) for n in graph.nodes if n.operation == "dot_general"}
+    scopes = {(n.phase, n.scope[-1]) for n in graph.nodes if n.native == "dot_general"}
     assert {(0, "first"), (0, "last"), (1, "first"), (1, "last")} <= scopes

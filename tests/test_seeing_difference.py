@@ -15,7 +15,7 @@ from gradtools.seeing import align
 from gradtools.seeing.align import aligned, share
 from gradtools.seeing.difference import graph_diff
 from gradtools.seeing.graph import Body, Dependence, Graph
-from gradtools.seeing.picture import picture_of
+from gradtools.seeing.layout import picture_of
 
 
 def short_words(**change) -> Graph:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -11,10 +13,9 @@ from seeing_graphs import SHAPES, Builder, random_graph, transformer
 from gradtools.seeing.arrange import arrange
 from gradtools.seeing.cards import LINE, card_of, short, size_of, text_width
 from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.layout import pooled, rows_near
-from gradtools.seeing.outline import Block
-from gradtools.seeing.picture import fitted, picture_of
-from gradtools.seeing.scene import LABEL, Picture
+from gradtools.seeing.layout import fitted, interpreter, picture_of, script
+from gradtools.seeing.outline import Block, size_text
+from gradtools.seeing.scene import Picture
 
 VIEWS = ("fitted", "closed", "open", "unfolded")
 MORE = {f"random_{seed}": lambda seed=seed: random_graph(40, seed, 20) for seed in range(1, 7)}
@@ -171,7 +172,7 @@ def test_arrowheads_come_from_outside(picture):
 
 def test_labels_lie_free(picture):
     labels = [
-        (label.x, label.y - LABEL / 2, label.x + text_width(label.text, LINE), label.y + LABEL / 2)
+        (label.x, label.y - 7, label.x + text_width(label.text, LINE), label.y + 7)
         for label in picture.labels
     ]
     for a, b in combinations(labels, 2):
@@ -185,6 +186,12 @@ def test_residuals_are_labelled_with_their_bytes(picture):
     across = [line for line in picture.lines if line.thread and line.arrow.saved]
     assert len(across) <= len(residuals)
     assert len([label for label in picture.labels if label.text[-1] == "B"]) == len(across)
+
+
+def test_what_is_cut_is_drawn_over_other_lines(picture):
+    wires = re.findall(r'<g class="wire".*', picture.body)
+    cuts = ["edge cut" in wire for wire in wires]
+    assert len(wires) == len(picture.lines) and cuts == sorted(cuts)
 
 
 def test_all_lies_on_the_page(picture):
@@ -242,14 +249,26 @@ def test_residuals_lie_beside_their_readers():
     assert abs(middle["tanh"] - middle["tanh_backward"]) < 40
 
 
+def asked(expression: str):
+    """What an expression is in the layout's own language."""
+    return json.loads(interpreter().eval(f"JSON.stringify({expression})"))
+
+
 def test_pooling_gives_the_nearest_ascending_numbers():
-    assert pooled([1.0, 3.0, 2.0, 4.0], [1.0, 1.0, 1.0, 1.0]) == [1.0, 2.5, 2.5, 4.0]
-    assert pooled([3.0, 0.0], [1.0, 2.0]) == [1.0, 1.0]
-    assert pooled([], []) == []
+    assert asked("layout.pooled([1, 3, 2, 4], [1, 1, 1, 1])") == [1.0, 2.5, 2.5, 4.0]
+    assert asked("layout.pooled([3, 0], [1, 2])") == [1.0, 1.0]
+    assert asked("layout.pooled([], [])") == []
 
 
 def test_rows_keep_their_distance():
-    assert rows_near([0.0, 10.0], [5.0, 5.0], [(0, 20.0), (1, 5.0)]) == [7.5, 17.5]
+    assert asked("layout.rowsNear([0, 10], [[0, 20], [1, 5]])") == [7.5, 17.5]
+
+
+@pytest.mark.parametrize(
+    "size", [0, 999, 1000, 9949, 9950, 16384, 999_499, 999_500, 1_234_567, 10**9, 5 * 10**14]
+)
+def test_sizes_are_told_alike_in_the_picture_and_in_the_text(size):
+    assert asked(f"layout.sizeText({size})") == size_text(size)
 
 
 def test_long_lines_are_threads_and_cost_no_place_in_every_row():
@@ -267,3 +286,79 @@ def test_a_hostile_name_is_broken_over_few_lines():
     card = card_of(Block(0, "scope", "m" * 5000, "m", 0, ()))
     assert card.width < 400 and card.height < 160
     assert any("…" in row.text for row in card.rows)
+
+
+# --- the page's own script, in a document that holds no more than it asks for -------------------
+
+STUB = """
+const element = () => ({
+  textContent: "", innerHTML: "", value: "", dataset: {}, listeners: {},
+  classList: { toggle() {}, contains: () => false },
+  addEventListener(name, act) { this.listeners[name] = act; },
+  setAttribute() {}, focus() {}, matches: () => false,
+  querySelector: () => null, querySelectorAll: () => [],
+  getBoundingClientRect: () => ({ left: 0, top: 0, width: 1600, height: 1000 }),
+});
+const elements = new Map();
+const document = {
+  documentElement: element(), addEventListener() {},
+  getElementById(id) {
+    if (!elements.has(id)) elements.set(id, element());
+    return elements.get(id);
+  },
+};
+const window = {}, addEventListener = () => {}, matchMedia = () => ({ matches: false });
+const stage = document.getElementById("stage"), canvas = element(), world = element();
+stage.firstElementChild = canvas;
+canvas.firstElementChild = world;
+"""
+
+
+class Reader:
+    """A reader of a graph's page: opens and closes blocks, and sees what is drawn."""
+
+    def __init__(self, graph) -> None:
+        data = re.search(r'id="graph">(.*?)</script>', graph.to_html(), re.DOTALL)[1]
+        self.script = interpreter()
+        self.script.eval(STUB)
+        self.script.set("data", data)
+        self.script.eval('document.getElementById("graph").textContent = data')
+        self.script.eval("(() => {" + script("page.js") + "})()")
+
+    def drawn(self) -> str:
+        """What is drawn, without what a static picture leaves out."""
+        body = re.sub(r' tabindex="0"[^>]*', "", self.script.eval("world.innerHTML"))
+        body = re.sub(r'<g class="tab">(<rect class="hot"[^>]*>)(.*?</text>)</g>', r"\2", body)
+        return body.replace(" found", "")
+
+    def status(self) -> str:
+        return self.script.eval('document.getElementById("status").textContent')
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_page_draws_what_a_file_shows(name):
+    outline = outline_of(SHAPES[name]())
+    reader = Reader(SHAPES[name]())
+    assert reader.drawn() == fitted(outline).body
+    every = frozenset(block.key for block in outline.blocks)
+    for opened, act in ((every, "true"), (frozenset(), "false")):
+        reader.script.eval(f"window.gradtools.setAll({act})")
+        assert reader.drawn() == picture_of(outline, opened).body
+    for block in (*outline.blocks[:3], *outline.blocks[:3]):  # opens, and closes again
+        reader.script.eval(f"window.gradtools.toggle({block.key})")
+        opened ^= {block.key}
+        assert reader.drawn() == picture_of(outline, opened).body
+        assert reader.status().startswith(block.name[:10])
+
+
+def test_the_search_of_the_page_opens_what_it_finds():
+    reader = Reader(transformer(12))
+    reader.script.eval(
+        'const search = document.getElementById("search");'
+        'search.value = "attention.query.weight"; search.listeners.input();'
+    )
+    assert reader.status() == "1 found: Enter goes to the next"
+    reader.script.eval('search.listeners.keydown({ key: "Enter" })')
+    assert reader.status().startswith("1 of 1")
+    assert "found" in reader.script.eval("world.innerHTML")
+    assert "384×384 float32" in reader.drawn()

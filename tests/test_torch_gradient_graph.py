@@ -48,7 +48,7 @@ def test_parameters_of_a_module_are_captured_by_name_and_differentiated(network)
 
 def test_both_passes_of_a_layer_stand_in_its_scope(network):
     graph = gt.gradient_graph(network, X)
-    scopes = {(n.phase, n.scope) for n in graph.nodes if n.operation == "matmul"}
+    scopes = {(n.phase, n.scope) for n in graph.nodes if n.operation in ("matmul", "addmm")}
     first, last = ("Network", "first"), ("Network", "last")
     assert scopes == {(0, first), (0, last), (1, first), (1, last)}
 

@@ -18,10 +18,13 @@ from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from gradtools.jax import places, tracing
+from gradtools.jax import operands, places, tracing
+from gradtools.jax._upstream import scopes_of
+from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
 
@@ -34,6 +37,7 @@ def graph_of(
     names: Sequence[str] = (),
     outputs: Sequence[str] = (),
     captured: Mapping[int, str] = MappingProxyType({}),
+    in_places: bool = False,
 ) -> Graph:
     """The graph of a jaxpr.
 
@@ -42,6 +46,8 @@ def graph_of(
         names: The names of its inputs, such as "argument 0['w']".
         outputs: The names of its outputs.
         captured: Names of constants that it closes over, by ``id`` of the array.
+        in_places: Whether operands stand as both frameworks have them (`operands.py`), not as the
+            equations have them.
 
     Returns:
         The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
@@ -52,9 +58,9 @@ def graph_of(
         >>> [node.operation for node in graph_of(closed).nodes]
         ['sin', 'multiply']
     """
-    consts = [captured.get(id(c), "") for c in getattr(closed_jaxpr, "consts", ())]
+    consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
     jaxpr = tracing.open_jaxpr(closed_jaxpr)
-    return _Reader().graph(jaxpr, _Place(), names, outputs, consts)[0]
+    return _Reader(in_places).graph(jaxpr, _Place(), names, outputs, consts)[0]
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ _Read = tuple[Graph, list[bool]]  # and which outputs are what is left of a zero
 class _Reader:
     """Reads jaxprs; one that is called several times from one place is read once."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_places: bool) -> None:
+        self._in_places = in_places
         self._known: dict[Any, tuple[Jaxpr, _Read]] = {}  # jaxprs are held: ids stay unique
         self._uncut = tracing.Flow(raw=True)
 
@@ -121,7 +128,7 @@ class _Reader:
         links = self.links(eqn, inner, values)
         if _may_lose(eqn, links):
             loss = _loss(eqn, operation)
-        return Node(
+        node = Node(
             operation=operation,
             inputs=inputs,
             outputs=outputs,
@@ -136,6 +143,7 @@ class _Reader:
             bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
             overwrites=inputs[:1] if tracing.overwrites(eqn) else (),
         )
+        return _in_places(eqn, node, values) if self._in_places else node
 
     def body_of(self, eqn: Eqn, body: Any, values: _Values, here: _Place) -> Body:
         site, own = here.site, places.is_own(body.jaxpr)
@@ -217,6 +225,13 @@ class _Values:
         self.literals.append(number)
         return number
 
+    def number(self, value: int) -> int:
+        """A number of the program that is no array in it."""
+        number = len(self.found)
+        self.found[number] = Value((), "int32", str(value))
+        self.literals.append(number)
+        return number
+
     def name(self, number: int, name: str) -> None:
         if name and not self.found[number].name:
             self.found[number] = replace(self.found[number], name=name)
@@ -235,60 +250,38 @@ def _value(aval: Any, name: str) -> Value:
 
 
 def _text(value: Any) -> str:
-    return f"{np.asarray(value).item():.6g}" if np.size(value) == 1 else ""
+    """A single number, to be read in place of a name."""
+    if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
+        return ""
+    dtype = getattr(value, "dtype", None)
+    known = dtype is None or isinstance(dtype, np.dtype)  # a random key is no number
+    return f"{np.asarray(value).item():.6g}" if known else ""
+
+
+def _in_places(eqn: Eqn, node: Node, values: _Values) -> Node:
+    """A node with its operands as both frameworks have them; an exponent is one of them."""
+    order, exponent = operands.order_of(eqn), operands.exponent_of(eqn)
+    if exponent is not None:
+        number = values.number(exponent)
+        links = node.links and tuple((*row, _CUT) for row in node.links)
+        return replace(node, inputs=(*node.inputs, number), links=links)
+    if order == tuple(range(len(node.inputs))):
+        return node
+    links = node.links and tuple(tuple(row[i] for i in order) for row in node.links)
+    return replace(node, inputs=tuple(node.inputs[i] for i in order), links=links)
 
 
 # --- names -------------------------------------------------------------------------------
 
-_NAMES = {
-    native: line.split()[0]
-    for line in """
-        add             add_any
-        subtract        sub
-        multiply        mul
-        divide          div
-        negate          neg
-        power           integer_pow pow
-        remainder       rem
-        maximum         max
-        minimum         min
-        clip            clamp
-        select          select_n
-        sigmoid         logistic
-        sum             reduce_sum reduce_window_sum psum psum2 psum_invariant
-        prod            reduce_prod
-        max             reduce_max pmax
-        min             reduce_min pmin
-        max_pool        reduce_window_max
-        all             reduce_and
-        any             reduce_or
-        compare         eq ne lt le gt ge eq_to lt_to le_to
-        cast            convert_element_type reduce_precision
-        broadcast       broadcast_in_dim
-        slice           dynamic_slice
-        flip            rev
-        scatter         scatter-mul scatter-min scatter-max scatter_mul
-        scatter_add     scatter-add scatter-sub select_and_scatter_add
-        update          dynamic_update_slice addupdate swap
-        convolution     conv_general_dilated
-        stop            stop_gradient
-        callback        pure_callback io_callback
-        checkpoint      remat remat2
-        call            jit pjit closed_call core_call xla_call
-    """.strip().splitlines()
-    for native in line.split()[1:]
-}
-
 
 def _operation(eqn: Eqn) -> str:
     """The neutral name; that of a library's function with a rule of its own is the function's."""
-    name = eqn.primitive.name
     if tracing.is_ruled(eqn):
         return _function(eqn) if _is_of_library(eqn) else "custom_rule"
     if _is_ours(eqn):
         scales = eqn.params["rule"].name == "scale_gradient"
         return "scale_gradient" if scales else "custom_rule"
-    return _NAMES.get(name, name)
+    return operands.name_of(eqn)
 
 
 def _is_ours(eqn: Eqn) -> bool:
@@ -317,41 +310,35 @@ def _edit(eqn: Eqn) -> str:
 def _is_of_library(eqn: Eqn) -> bool:
     """Whether an equation calls a function of JAX, flax, equinox or optax."""
     jaxprs = list(tracing.sub_jaxprs(eqn.params))
-    return any(places.is_own(jaxpr) and not places.is_ours(jaxpr) for jaxpr in jaxprs)
+    return any(places.is_own(jaxpr) and not places.is_gradtools(jaxpr) for jaxpr in jaxprs)
 
 
 def _function(eqn: Eqn) -> str:
     """The name of the function that an equation calls."""
-    infos = (getattr(j, "debug_info", None) for j in tracing.sub_jaxprs(eqn.params))
-    name = next((getattr(info, "func_name", "") for info in infos), "")
+    name = next(map(function_name, tracing.sub_jaxprs(eqn.params)), "")
     return name.lstrip("_") or eqn.primitive.name
 
 
 def _mark(eqn: Eqn) -> str:
-    name, jaxprs = eqn.primitive.name, list(tracing.sub_jaxprs(eqn.params))
+    jaxprs = list(tracing.sub_jaxprs(eqn.params))
     if _is_ours(eqn):
         rule = eqn.params["rule"]
         edited = "edited gradient" if rule.identity else "custom rule"
         return "frozen" if rule.name.startswith("frozen") else edited
-    if any(places.is_chunk(jaxpr) for jaxpr in jaxprs):
+    if any(is_chunk(jaxpr) for jaxpr in jaxprs):
         return "chunked"
     if tracing.is_ruled(eqn):
         return "edited gradient" if _edit(eqn) else "" if _is_of_library(eqn) else "custom rule"
-    return "checkpoint" if _NAMES.get(name) == "checkpoint" else ""
+    return "checkpoint" if operands.name_of(eqn) == "checkpoint" else ""
 
 
 def _attributes(eqn: Eqn) -> Mapping[str, Any]:
     """The parameters that are no programs; of a rule its name."""
-    found = {
-        key: value
-        for key, value in eqn.params.items()
-        if key != "rule" and not callable(value) and not any(tracing.sub_jaxprs(value))
-    }
     if _is_ours(eqn):
-        found["name"] = str(eqn.params["rule"].name)
-    elif tracing.is_ruled(eqn):
-        found = {"name": _function(eqn)}
-    return MappingProxyType(found)
+        return MappingProxyType({"name": str(eqn.params["rule"].name)})
+    if tracing.is_ruled(eqn):
+        return MappingProxyType({"name": _function(eqn)})
+    return MappingProxyType(operands.attributes_of(eqn))
 
 
 # --- links -------------------------------------------------------------------------------
@@ -438,10 +425,10 @@ _OURS = "gradtools_"  # scopes of gradtools' own
 def _inside(eqn: Eqn, place: _Place) -> _Place:
     """The place of what is inside an equation: its modules, from named scopes or frames."""
     scopes, phase = [], 0
-    for entry in eqn.source_info.name_stack.stack:
-        if type(entry).__name__ == "Scope":
-            scopes.append(entry.name)
-        elif entry.name == "transpose":
+    for name, named in scopes_of(eqn):
+        if named:
+            scopes.append(name)
+        elif name == "transpose":
             phase += 1
     found = tuple(name for name in scopes if not name.startswith(_OURS))
     if not found and not place.scope:

@@ -22,6 +22,7 @@ from jax.extend.core import Literal
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import seeing
+from gradtools.jax._upstream import scopes_of
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.flow import dependence_matrix
@@ -57,12 +58,12 @@ def gradient_graph(asked: Differentiated) -> Graph:
         ) from error
     captured = seeing.captured_arrays(program.run)
     names = [asked.output(k) for k in range(len(traced.closed.out_avals))]
-    forward = graph_of(traced.closed, program.names, captured=captured)
+    forward = graph_of(traced.closed, program.names, captured=captured, in_places=True)
     plan = _plan(asked, traced, forward)
     if not (asked.order and plan.wrt):
         return with_named_outputs(forward, names)
     closed = jax.make_jaxpr(plan.run)(*plan.examples())
-    graph = graph_of(closed, plan.in_names(), captured=captured)
+    graph = graph_of(closed, plan.in_names(), captured=captured, in_places=True)
     return _Passes(graph, closed, forward, plan.phases()).graph(plan.out_names())
 
 
@@ -187,8 +188,7 @@ def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
 
 def _step_of(eqn: Any) -> int | None:
     """The equation of the forward program that an equation was made of."""
-    for entry in eqn.source_info.name_stack.stack:
-        name = getattr(entry, "name", "")
+    for name, _ in scopes_of(eqn):
         if name.startswith(_STEP):
             return int(name.removeprefix(_STEP))
     return None

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.jet import jet_rules
-from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -76,7 +76,6 @@ def _within(stack: list[Any], entry: Any) -> Iterator[None]:
         stack.pop()
 
 
-_NO_TRACE = get_opaque_trace_state(convention="flax")
 _NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
 
 
@@ -1275,7 +1274,7 @@ def _closes_over_tracer(rule: Rule) -> bool:
 
     A rule may use itself, so to trace its maps whenever it is applied would never end.
     """
-    if get_opaque_trace_state(convention="flax") == _NO_TRACE:
+    if not tracing.within_a_trace():
         return False
     return closes_over(rule, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
 

@@ -7,7 +7,7 @@ crossings kept. An arrow that goes into a block, or out of it, has a port on the
 a place in a row of ports above the first row or below the last.
 
 Arrows between columns, and those too long to take a place in every row, are *threads*: they are
-led around boxes, between the rows, when everything has its place (`routes.py`).
+led around boxes, between the rows, when everything has its place (`layout.js`).
 """
 
 from __future__ import annotations

@@ -43,10 +43,11 @@ class Card:
 
 def card_of(item: Box | Block) -> Card:
     """The card of a box, or of a closed block."""
-    titles = [*_lines(item.title if isinstance(item, Box) else item.name, _LONGEST["title"])]
+    titles = [*_lines(item.heading if isinstance(item, Box) else item.name, _LONGEST["title"])]
     titles[0] = titles[0] if isinstance(item, Box) else _CLOSED + titles[0]
     texts = [("title", line) for line in titles]
-    for text in item.lines:
+    signature = (item.signature,) if isinstance(item, Block) and (item.made or item.given) else ()
+    for text in (*signature, *item.lines):
         style = "alert" if isinstance(item, Block) and _is_alert(item, text) else "line"
         texts += [(style, line) for line in _lines(text, _LONGEST["line"])]
     texts += [("mark", item.mark)] if item.mark else []

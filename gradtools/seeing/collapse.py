@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
+from gradtools.seeing.attributes import call_text
 from gradtools.seeing.flatten import Flat, Group, Link, Notes, Unit
 from gradtools.seeing.graph import Graph, Node
+from gradtools.seeing.letters import Letters, stand_in
 from gradtools.seeing.nesting import in_parts, nested
 from gradtools.seeing.outline import Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.repeats import Folding
@@ -50,31 +52,42 @@ def outline_of(
     else:
         alias, copies = {}, {}
     numbers = iter(range(len(flat.units), 10**9))
-    columns = tuple(_frozen(flat, block, numbers) for block in blocks)
+    letters = Letters(flat, blocks, alias)
+    columns = tuple(_frozen(flat, block, numbers, letters) for block in blocks)
     boxes = {id(unit.node): unit.key for unit in flat.units if unit.node}
-    keys = {node: _stand_in(alias, key) for node, key in (flat.ends | boxes).items()}
+    keys = {node: stand_in(alias, key) for node, key in (flat.ends | boxes).items()}
     return Outline(columns, _arrows(flat, alias, copies), dict(enumerate(flat.values)), title, keys)
 
 
-def _frozen(flat: Flat, group: Group, numbers: Iterator[int]) -> Block:
+def _frozen(flat: Flat, group: Group, numbers: Iterator[int], letters: Letters) -> Block:
     children = tuple(
-        _frozen(flat, item, numbers) if isinstance(item, Group) else _box(flat, item)
+        _frozen(flat, item, numbers, letters)
+        if isinstance(item, Group)
+        else _box(flat, item, letters)
         for item in group.children
     )
     path = ".".join(group.scope) or group.title
     key = next(numbers)
     title, phase, mark = group.title, group.phase, group.mark
-    return Block(key, group.kind, title, path, phase, children, group.count, mark)
+    made, given = letters.around(group)
+    return Block(
+        *(key, group.kind, title, path, phase, children, group.count, mark), made=made, given=given
+    )
 
 
-def _box(flat: Flat, unit: Unit) -> Box:
+def _box(flat: Flat, unit: Unit, letters: Letters) -> Box:
     alert = next((link.cut for link in flat.entering(unit.key) if link.cut), "")
+    made, given = letters.made(unit), tuple(letters.operands(unit))
     if unit.node is None or unit.value is not None:
         lines = (value_text(unit.value),) if unit.value else ()
-        return Box(unit.key, unit.kind, unit.name, lines, unit.phase, alert=alert)
+        return Box(
+            *(unit.key, unit.kind, unit.name, lines, unit.phase),
+            alert=alert,
+            made=made,
+            call=", ".join(given),
+        )
     node = unit.node
     lines = [unit.name] if unit.name else []
-    lines += [" ".join(["with", ", ".join(unit.constants)])] if unit.constants else []
     lines += [value_text(value) for value in unit.outputs[:2]]
     lines += [f"and {len(unit.outputs) - 2} more"] if len(unit.outputs) > 2 else []
     return Box(
@@ -83,6 +96,8 @@ def _box(flat: Flat, unit: Unit) -> Box:
         tint=unit.note[0],
         note=unit.note[1],
         hint=_hint(node),
+        made=made,
+        call=call_text(node, given, flat.shape_of(unit)),
     )
 
 
@@ -99,7 +114,7 @@ def _arrows(
     groups: dict[tuple[int, int], list[Link]] = {}
     for link in flat.links:
         if not _from_copy_to_copy(alias, copies, link):
-            pair = _stand_in(alias, link.source), _stand_in(alias, link.target)
+            pair = stand_in(alias, link.source), stand_in(alias, link.target)
             groups.setdefault(pair, []).append(link)
     return tuple(_arrow(flat, pair, links) for pair, links in groups.items())
 
@@ -113,12 +128,6 @@ def _arrow(flat: Flat, pair: tuple[int, int], links: list[Link]) -> Arrow:
         max(link.strength for link in links),
         None if None in cuts else cuts[0],
     )
-
-
-def _stand_in(alias: Mapping[int, int], key: int) -> int:
-    while key in alias:
-        key = alias[key]
-    return key
 
 
 def _from_copy_to_copy(

@@ -99,7 +99,7 @@ class GraphDifference:
         Blocks with a difference are open, others closed, unless depth or expand say otherwise.
         """
         from gradtools.seeing.drawing import drawn, svg_of
-        from gradtools.seeing.picture import fitted
+        from gradtools.seeing.layout import fitted
 
         theme, depth, expand = _view(view, "to_svg")
         outline = self._outline(expand)

@@ -12,11 +12,23 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from gradtools.seeing.attributes import is_number
 from gradtools.seeing.edges import cut_reason, lost_links, reason, strengths_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
 
 Notes = Mapping[int, tuple[str, str]]  # by the id of a node
+Makers = tuple[tuple[int, int], ...]  # units, each with which of its outputs it is
 _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What stands in one place of an operation: a value, which several may make, or a number."""
+
+    makers: Makers
+    text: str = ""
+    strength: Dependence = Dependence.DIFFERENTIABLE
+    cut: str | None = None
 
 
 @dataclass
@@ -31,7 +43,7 @@ class Unit:
     position: int | None = None
     value: Value | None = None
     outputs: tuple[Value, ...] = ()
-    constants: list[str] = field(default_factory=list)
+    operands: list[Operand] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)  # maker, value
     name: str = ""
     note: tuple[str, str] = ("", "")  # how it compares, in a tint and in words
@@ -79,10 +91,10 @@ class Flat:
             *(self._leaf("input", graph, v, f"input {i}") for i, v in enumerate(graph.inputs)),
             *(self._leaf("captured", graph, v, "") for v in graph.captured),
         ]
-        made: dict[int, tuple[int, ...]]
-        made = {v: (self.leaves[i].key,) for i, v in reversed([*enumerate(graph.inputs)])}
+        made: dict[int, Makers]
+        made = {v: ((self.leaves[i].key, 0),) for i, v in reversed([*enumerate(graph.inputs)])}
         captured = self.leaves[len(graph.inputs) :]
-        made |= {v: (u.key,) for v, u in zip(graph.captured, captured, strict=True)}
+        made |= {v: ((u.key, 0),) for v, u in zip(graph.captured, captured, strict=True)}
         numbers: dict[int, int] = {}
         self.entries = self._entries(graph, made, numbers, ())
         self._join_outside(graph, made, numbers)
@@ -100,7 +112,7 @@ class Flat:
     def _entries(
         self,
         graph: Graph,
-        made: dict[int, tuple[int, ...]],
+        made: dict[int, Makers],
         numbers: dict[int, int],
         around: tuple[str, ...],
     ) -> list[Entry]:
@@ -117,7 +129,7 @@ class Flat:
             for i, (value, strength) in enumerate(zip(node.inputs, strengths, strict=True)):
                 cut = cut_reason(self._lost, node, i, strength)
                 self._read(unit, graph, value, made, numbers, strength, cut)
-            made.update(dict.fromkeys(node.outputs, (unit.key,)))
+            made.update({v: ((unit.key, k),) for k, v in enumerate(node.outputs)})
         return entries
 
     def _operation(self, graph: Graph, node: Node, position: int, scope: tuple[str, ...]) -> Unit:
@@ -136,15 +148,18 @@ class Flat:
         unit: Unit,
         graph: Graph,
         value: int,
-        made: Mapping[int, tuple[int, ...]],
+        made: Mapping[int, Makers],
         numbers: dict[int, int],
         strength: Dependence,
         cut: str | None = None,
     ) -> None:
-        for maker in made.get(value, ()):
-            if self.is_number(maker):
-                unit.constants.append(self.units[maker].name)
-                continue
+        makers = made.get(value, ())
+        if len(makers) == 1 and self.is_number(makers[0][0]):
+            unit.operands.append(Operand((), self.units[makers[0][0]].name))
+            return
+        if makers:
+            unit.operands.append(Operand(makers, "", strength, cut))
+        for maker in dict.fromkeys(key for key, _ in makers):
             number = self._number(graph, value, numbers)
             unit.reads.append((maker, number))
             self.links.append(Link(maker, unit.key, number, strength, cut))
@@ -166,10 +181,19 @@ class Flat:
             self.values.append(graph.values[value])
         return numbers[value]
 
+    def shape_of(self, unit: Unit) -> tuple[int, ...]:
+        """The shape of a unit's first operand; of a number none."""
+        for key, k in unit.operands[0].makers if unit.operands else ():
+            maker = self.units[key]
+            return maker.outputs[k].shape if maker.outputs else maker.value.shape  # type: ignore[union-attr]
+        return ()
+
     def is_number(self, key: int) -> bool:
         """Whether a captured value is a plain number, which is told in the box of its reader."""
         unit = self.units[key]
-        return unit.kind == "captured" and unit.value is not None and not unit.value.shape
+        if unit.kind != "captured" or unit.value is None or unit.value.shape:
+            return False
+        return not unit.value.name or is_number(unit.value.name)
 
     def _call(
         self,
@@ -177,7 +201,7 @@ class Flat:
         node: Node,
         position: int,
         scope: tuple[str, ...],
-        made: dict[int, tuple[int, ...]],
+        made: dict[int, Makers],
         numbers: dict[int, int],
     ) -> Group:
         """A node with programs inside: a group, whose values are followed through."""
@@ -189,7 +213,7 @@ class Flat:
             group.children.append(unit)
             for i in sorted(deciding):
                 self._read(unit, graph, node.inputs[i], made, numbers, Dependence.CUT)
-        leaving: dict[int, dict[int, None]] = {v: {} for v in node.outputs}
+        leaving: dict[int, dict[tuple[int, int], None]] = {v: {} for v in node.outputs}
         for number, body in enumerate(node.bodies):
             inner = {v: made.get(node.inputs[i], ()) for v, i in self._ties(body)}
             own = {v: self._number(graph, node.inputs[i], numbers) for v, i in self._ties(body)}
@@ -217,32 +241,33 @@ class Flat:
     def _ties(body: Body) -> list[tuple[int, int]]:
         return [*zip(body.graph.inputs, body.inputs, strict=True)]
 
-    def _constants(self, graph: Graph) -> dict[int, tuple[int, ...]]:
+    def _constants(self, graph: Graph) -> dict[int, Makers]:
         leaves = {v: self._leaf("captured", graph, v, "") for v in graph.captured}
         self.leaves += leaves.values()
-        return {v: (leaf.key,) for v, leaf in leaves.items()}
+        return {v: ((leaf.key, 0),) for v, leaf in leaves.items()}
 
     def _join_outside(
-        self, graph: Graph, made: Mapping[int, tuple[int, ...]], numbers: dict[int, int]
+        self, graph: Graph, made: Mapping[int, Makers], numbers: dict[int, int]
     ) -> None:
         """Data that left the framework and came back: a cut from its maker to what came back."""
         cut = reason("left_framework")
         for source, target in graph.outside:
             number = self._number(graph, source, numbers)
-            for maker in made.get(source, ()):
-                for unit in made.get(target, ()):
+            for maker, _ in made.get(source, ()):
+                for unit, _ in made.get(target, ()):
                     self.units[unit].reads.append((maker, number))
                     self.links.append(Link(maker, unit, number, Dependence.CUT, cut))
 
     def _leaving(
-        self, graph: Graph, made: Mapping[int, tuple[int, ...]], numbers: dict[int, int]
+        self, graph: Graph, made: Mapping[int, Makers], numbers: dict[int, int]
     ) -> Iterator[Unit]:
         for i, value in enumerate(graph.outputs):
             makers = made.get(value, ())
-            phase = max((self.units[maker].phase for maker in makers), default=0)
+            phase = max((self.units[maker].phase for maker, _ in makers), default=0)
             known = graph.values[value]
             unit = self._unit("output", phase, value=known, name=known.name or f"output {i}")
-            for maker in makers:
+            unit.operands.append(Operand(makers))
+            for maker, _ in makers:
                 number = self._number(graph, value, numbers)
                 unit.reads.append((maker, number))
                 self.links.append(Link(maker, unit.key, number, Dependence.DIFFERENTIABLE, None))

@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 
 from gradtools.seeing.graph import Dependence, Value
 
+_FEW = 6  # letters of a closed block
 PHASES = ("forward", "backward", "backward of the backward")
 
 
@@ -38,6 +39,8 @@ class Box:
         note: What a comparison says about it.
         tint: "first", "second", "changed" or empty: how it compares.
         hint: What more there is to say: the line of the user's code, the framework's own name.
+        made: The letters of what it makes.
+        call: The operation with its operands in their places; an output's value.
     """
 
     key: int
@@ -51,6 +54,16 @@ class Box:
     note: str = ""
     tint: str = ""
     hint: str = ""
+    made: str = ""
+    call: str = ""
+
+    @property
+    def heading(self) -> str:
+        """What is made of what, as in a program."""
+        if self.kind == "output":
+            return f"{self.title} = {self.call}" if self.call else self.title
+        told = self.call if self.kind == "operation" and self.call else self.title
+        return f"{self.made} = {told}" if self.made else told
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,8 @@ class Block:
         children: What stands in it, in program order.
         count: How many alike consecutive parts it stands for; the first is shown.
         mark: As in `Node.mark`.
+        made: The letters of what it makes for others.
+        given: The letters of what it reads of others.
     """
 
     key: int
@@ -76,6 +91,14 @@ class Block:
     children: tuple[Box | Block, ...]
     count: int = 1
     mark: str = ""
+    made: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        """What it makes of what when it is closed: "c = (a, b)", at most a few of each."""
+        made, given = _few(self.made), _few(self.given)
+        return f"{made} = ({given})" if made else f"({given})"
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
@@ -253,6 +276,10 @@ class Outline:
                     found += [block.key for block in blocks]
                     queue += [inner for block in blocks for inner in _blocks_in(block)]
         return found
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names if len(names) <= _FEW else (*names[:_FEW], "…"))
 
 
 def _turn(blocks: list[Block]) -> tuple[bool, int]:

@@ -1,7 +1,8 @@
 """A graph as a page of its own: one file that loads nothing, in which blocks open and close.
 
-The page holds the arrangement of every block (`arrange.py`) as data; `page.js` gives coordinates to
-what is open. Without scripts the picture of the first view stands there as it is.
+The page holds the arrangement of every block as data (`data.py`). `layout.js` and `markup.js` drew
+the first view; in the page they draw it again whenever a block opens or closes, and `page.js`
+listens to the reader. Without scripts the first view stands there as it is.
 """
 
 from __future__ import annotations
@@ -9,17 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from html import escape
-from importlib.resources import files
 from typing import Any
 
-from gradtools.seeing.arrange import Arrangement, Level
-from gradtools.seeing.cards import LINE, card_of, short, shown, text_width
+from gradtools.seeing.cards import short
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.drawing import drawn, key_of
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.outline import Arrow, Block, Box, Outline, value_text
+from gradtools.seeing.layout import fitted, picture_of, script
+from gradtools.seeing.outline import Outline
 from gradtools.seeing.palette import DARK, LIGHT, Colours, shapes_and_colours
-from gradtools.seeing.picture import fitted, picture_of
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _PAGE = """\
@@ -77,7 +76,7 @@ def page_of(
 ) -> str:
     """An outline as a page, with some blocks open; None: as many as fit."""
     picture = fitted(outline, expand) if opened is None else picture_of(outline, opened)
-    data = _data(picture.arrangement, picture.opened)
+    data = picture.data | {"opened": sorted(picture.opened)}
     names = " and ".join(column.title for column in outline.columns)
     title = escape(short(outline.title, 120) or f"Gradient graph: {names or 'empty'}")
     return _PAGE.format(
@@ -88,7 +87,7 @@ def page_of(
         svg=drawn(picture, theme),
         key=key_of(picture),
         data=_embedded(data),
-        script=files("gradtools.seeing").joinpath("page.js").read_text(encoding="utf-8"),
+        script="".join(map(script, ("layout.js", "markup.js", "page.js"))),
     )
 
 
@@ -99,7 +98,7 @@ def framed(page: str, height: int = 640) -> str:
 
 
 def _style() -> str:
-    css = files("gradtools.seeing").joinpath("page.css").read_text(encoding="utf-8")
+    css = script("page.css")
     light, dark = _variables(LIGHT), _variables(DARK)
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"
@@ -120,61 +119,3 @@ def _embedded(data: Any) -> str:
     """Data as JSON that no page can take for its own end."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _data(arrangement: Arrangement, opened: frozenset[int]) -> dict[str, Any]:
-    outline = arrangement.outline
-    items = [item for column in outline.columns for item in (column, *column.walk())]
-    return {
-        "columns": [column.key for column in outline.columns],
-        "items": {item.key: _item(item) for item in items},
-        "levels": {key: _level(level) for key, level in arrangement.levels.items()},
-        "arrows": [_arrow(arrow) for arrow in outline.arrows],
-        "threads": list(arrangement.threads),
-        "ties": outline.ties,
-        "bytes": [outline.values[v].bytes for v in range(len(outline.values))],
-        "texts": [value_text(outline.values[v]) for v in range(len(outline.values))],
-        "opened": sorted(opened),
-    }
-
-
-def _item(item: Box | Block) -> dict[str, Any]:
-    card = card_of(item)
-    found: dict[str, Any] = {
-        "kind": item.kind,
-        "name": shown(item.title if isinstance(item, Box) else item.name),
-        "phase": item.phase,
-        "mark": item.mark,
-        "rows": [(row.text, row.style, row.y) for row in card.rows],
-        "width": card.width,
-        "height": card.height,
-    }
-    if isinstance(item, Block):
-        name = short(item.name)
-        found |= {"children": [child.key for child in item.children], "count": item.count}
-        found |= {"short": name, "nameWidth": text_width("▾ " + name, LINE), "hint": item.path}
-    else:
-        found |= {"hint": item.hint, "tint": item.tint}
-    words = (found["name"], found["hint"], *(row.text for row in card.rows))
-    return found | {"search": " ".join(words).lower()}
-
-
-def _level(level: Level) -> dict[str, Any]:
-    return {
-        "rows": level.rows,
-        "items": level.items,
-        "strands": [(strand.places, strand.arrows) for strand in level.strands],
-        "in": {f"{block} {number}": p for (block, number), p in level.ports_in.items()},
-        "out": {f"{block} {number}": p for (block, number), p in level.ports_out.items()},
-    }
-
-
-def _arrow(arrow: Arrow) -> dict[str, Any]:
-    return {
-        "source": arrow.source,
-        "target": arrow.target,
-        "values": sorted(arrow.values),
-        "saved": arrow.saved,
-        "strength": int(arrow.strength),
-        "cut": arrow.cut,
-    }

@@ -8,13 +8,14 @@ are folded only where that saves much: the query, key and value of an attention 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.flatten import Entry, Flat, Group, Unit, units_of
+from gradtools.seeing.flatten import Entry, Flat, Group, Operand, Unit, units_of
+from gradtools.seeing.graph import Node
 from gradtools.seeing.outline import matches
 
 _LONGEST_PERIOD = 400
@@ -119,7 +120,7 @@ class Folding:
         units = units_of(part)
         inside = {unit.key: i for i, unit in enumerate(units)}
         return tuple(
-            (self._interned(_token(unit)), *(inside.get(maker, -1) for maker, _ in unit.reads))
+            (self._interned(_token(unit)), *(_place(inside, o) for o in unit.operands))
             for unit in units
         )
 
@@ -136,6 +137,12 @@ def _is_chain(parts: Sequence[Sequence[Entry]]) -> bool:
     )
 
 
+def _place(inside: Mapping[int, int], operand: Operand) -> Any:
+    """What stands in one place of a unit: a number, or which units of the part make it."""
+    made = {(inside.get(key, -1), k if key in inside else 0) for key, k in operand.makers}
+    return operand.text or frozenset(made)
+
+
 def _token(unit: Unit) -> tuple[Any, ...]:
     """What makes two units alike, whatever they are called."""
     values = unit.outputs or ((unit.value,) if unit.value else ())
@@ -145,8 +152,15 @@ def _token(unit: Unit) -> tuple[Any, ...]:
         unit.node.mark if unit.node else "",
         unit.phase,
         unit.note,
+        _attributes(unit.node) if unit.node else "",
         tuple((value.shape, value.dtype) for value in values),
     )
+
+
+def _attributes(node: Node) -> str:
+    """What makes an operation what it is; of a slice not where it begins."""
+    found = {k: v for k, v in node.attributes.items() if k not in ("start", "limit", "name")}
+    return str(sorted(found.items()))
 
 
 def _stretches(equal: np.ndarray, least: int) -> Iterator[tuple[int, int]]:

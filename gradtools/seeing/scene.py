@@ -1,21 +1,52 @@
-"""What a picture holds: boxes, frames, lines, labels and headings, each with its place.
-
-`Spot` and `Stage` say where things stand while lines are drawn to them.
-"""
+"""What a picture holds: boxes, frames, lines, labels and headings, each with its place."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
-from gradtools.seeing.arrange import Arrangement
-from gradtools.seeing.layout import Frame, Inside, Placed
-from gradtools.seeing.outline import Arrow, Block, Outline
-from gradtools.seeing.paths import Point, Step
+from gradtools.seeing.cards import Card, card_of
+from gradtools.seeing.outline import Arrow, Block, Box, Outline
 
-MARGIN = 24.0
-COLUMN_HEAD = 34.0
-LABEL = 14.0  # the height of a label
-SPREAD = 13.0  # between two lines at one side of a box
+Point = tuple[float, float]
+Step = tuple[str, tuple[float, ...]]  # "M", "L" or "C" with its coordinates
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A box, or a closed block, where it stands."""
+
+    item: Box | Block
+    x: float
+    y: float
+
+    @property
+    def card(self) -> Card:
+        """Its text."""
+        return card_of(self.item)
+
+    @property
+    def width(self) -> float:
+        """Its width."""
+        return self.card.width
+
+    @property
+    def height(self) -> float:
+        """Its height."""
+        return self.card.height
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An open block, where it stands; `depth` counts the frames around it."""
+
+    block: Block
+    x: float
+    y: float
+    width: float
+    height: float
+    depth: int
+    name_x: float
 
 
 @dataclass(frozen=True)
@@ -26,19 +57,18 @@ class Line:
         steps: Its path: moves, straight lines and cubic curves.
         arrow: What it stands for.
         head: Whether it ends at a box, with an arrowhead; else at a frame.
-        thread: Whether it is a thread.
+        thread: Whether it is led around the boxes, between the rows.
     """
 
     steps: tuple[Step, ...]
     arrow: Arrow
     head: bool
-    thread: bool = False
+    thread: bool
 
     @property
     def end(self) -> tuple[Point, Point]:
         """The last point, and the one before it that says from where it comes."""
-        numbers = [step[1] for step in self.steps]
-        flat = [n for coordinates in numbers for n in coordinates]
+        flat = [n for _, numbers in self.steps for n in numbers]
         return (flat[-2], flat[-1]), (flat[-4], flat[-3])
 
 
@@ -53,58 +83,26 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Heading:
-    """The name of a column."""
-
-    x: float
-    y: float
-    block: Block
-
-
-@dataclass
 class Picture:
-    """Everything that is drawn, with its place."""
+    """Everything that is drawn, with its place.
+
+    Attributes:
+        outline: What it shows.
+        opened: The keys of the blocks that are open.
+        data: The outline as data, for a page.
+        body: All of it as SVG, without a document around it.
+        looks: The classes of its lines.
+    """
 
     outline: Outline
-    arrangement: Arrangement
     opened: frozenset[int]
-    boxes: list[Placed] = field(default_factory=list)
-    frames: list[Frame] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
-    labels: list[Label] = field(default_factory=list)
-    headings: list[Heading] = field(default_factory=list)
-    top: float = 0.0
-    width: float = 0.0
-    height: float = 0.0
-
-
-@dataclass
-class Spot:
-    """A box or open block on the page, and the inside that it stands in."""
-
-    x: float
-    y: float
+    data: dict[str, Any]
+    boxes: tuple[Placed, ...]
+    frames: tuple[Frame, ...]
+    lines: tuple[Line, ...]
+    labels: tuple[Label, ...]
+    top: float
     width: float
     height: float
-    column: int
-    around: Stage | None
-
-
-@dataclass
-class Stage:
-    """The inside of an open block, on the page."""
-
-    inside: Inside
-    x: float
-    y: float
-    flips: bool
-    spot: Spot | None
-    channels: dict[int, int] = field(default_factory=dict)
-
-    def at(self, along: float) -> float:
-        """The y on the page of a place along the flow."""
-        return self.y + (self.inside.height - along if self.flips else along)
-
-    def middle(self, place: int) -> float:
-        """The x on the page of a place."""
-        return self.x + self.inside.x[place]
+    body: str
+    looks: tuple[str, ...]

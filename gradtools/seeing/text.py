@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from gradtools.seeing.cards import short, shown
 from gradtools.seeing.collapse import outline_of
-from gradtools.seeing.graph import Dependence, Graph
-from gradtools.seeing.outline import Arrow, Block, Box, Outline, counted, size_text
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.outline import Block, Box, Outline, counted, size_text
 
 _FIT = 90  # lines
 _WIDEST = 56  # letters before the shape stands
@@ -61,29 +61,18 @@ class _Text:
 class _Listing:
     def __init__(self, outline: Outline, opened: frozenset[int]) -> None:
         self.opened, self.outline = opened, outline
-        self.entering: dict[int, list[Arrow]] = {}
         self.kept: dict[int, set[int]] = {}
         for arrow in outline.seen_arrows(opened):
-            self.entering.setdefault(arrow.target, []).append(arrow)
             if arrow.saved:
                 self.kept.setdefault(arrow.source, set()).update(arrow.values)
-        self.names: dict[int, str] = {}
 
     def lines(self) -> Iterator[_Text]:
         """Every line, the passes one after the other."""
         for number, column in enumerate(self.outline.columns):
-            self._name(column)
             if number:
                 yield _Text("")
             yield _Text(column.title)
             yield from self._inside(column, 1)
-
-    def _name(self, block: Block) -> None:
-        for child in block.children:
-            if isinstance(child, Block) and child.key in self.opened:
-                self._name(child)
-            elif not (isinstance(child, Box) and child.kind == "output"):
-                self.names[child.key] = letters(len(self.names))
 
     def _inside(self, block: Block, depth: int) -> Iterator[_Text]:
         for child in block.children:
@@ -94,29 +83,14 @@ class _Listing:
                 yield self._line(child, "  " * depth)
 
     def _line(self, item: Box | Block, indent: str) -> _Text:
-        reads = self.entering.get(item.key, [])
-        given = ", ".join(self._given(arrow) for arrow in reads if arrow.source in self.names)
-        name = self.names.get(item.key, "")
         if isinstance(item, Block):
-            left = f"{indent}{name} = ▸ {short(item.name)}({given})"
-            return _Text(left, "", self._notes(item))
+            made, given = ", ".join(item.made), ", ".join(item.given)
+            call = f"▸ {short(item.name)}({given})"
+            return _Text(indent + (f"{made} = {call}" if made else call), "", self._notes(item))
         *more, last = item.lines or ("",)
-        if item.kind == "output":
-            return _Text(f"{indent}→ {shown(item.title)} = {given}", last, self._notes(item))
-        if item.kind != "operation":
-            return _Text(f"{indent}{name} = {shown(item.title)}", last, self._notes(item))
-        numbers = [text.removeprefix("with ") for text in more if text.startswith("with ")]
-        scope = [text for text in more if not text.startswith("with ")]
-        given = ", ".join(filter(None, (given, *numbers)))
-        said = "  ".join(filter(None, (*map(shown, scope), self._notes(item))))
-        return _Text(f"{indent}{name} = {shown(item.title)}({given})", last, said)
-
-    def _given(self, arrow: Arrow) -> str:
-        """An argument; one through which no derivative flows is told by its brackets."""
-        name = self.names[arrow.source]
-        if arrow.cut:
-            return f"✕{name}"
-        return f"[{name}]" if arrow.strength < Dependence.DIFFERENTIABLE else name
+        arrow = "→ " if item.kind == "output" else ""
+        said = "  ".join(filter(None, (*map(shown, more), self._notes(item))))
+        return _Text(f"{indent}{arrow}{shown(item.heading)}", last, said)
 
     def _notes(self, item: Box | Block) -> str:
         kept = self.kept.get(item.key)
@@ -131,13 +105,3 @@ class _Listing:
 
 def _marked(mark: str) -> str:
     return f"◆ {mark}" if mark else ""
-
-
-def letters(number: int) -> str:
-    """a, b, ..., z, aa, ab, ..."""
-    found = ""
-    number += 1
-    while number:
-        number, rest = divmod(number - 1, 26)
-        found = chr(ord("a") + rest) + found
-    return found

@@ -309,6 +309,13 @@ class Check:
             return self.sides[k].value(self.programs[k], leaves)
         except Exception as error:
             error.add_note(f"cross_check: raised by the {self.sides[k].name} program.")
+            held = {x.dtype.name for x in self.sides[k].params.values()}
+            others = {x.dtype.name for x in leaves if x.dtype.kind == "f"} - held
+            if held and others:
+                error.add_note(
+                    f"Its parameters are {' and '.join(sorted(held))}, an argument is "
+                    f"{' and '.join(sorted(others))}: dtype='float64' casts them all."
+                )
             raise
 
     def _picked(self, paths: list[str], out: Output) -> Found:

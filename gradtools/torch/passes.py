@@ -11,23 +11,18 @@ has another number from then on, and so has every view of it when it is read the
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
-from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtools.errors import GradtoolsError, warn
+from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
     FORWARD,
@@ -38,9 +33,12 @@ from gradtools.seeing.passes import (
     second_gradient_of,
     with_named_outputs,
 )
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
+from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
+from gradtools.torch.operands import Call
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
@@ -85,9 +83,10 @@ def _hooked_or_not(asked: Differentiated) -> Graph:
     try:
         return _observed(asked, hooked=True)
     except RuntimeError as error:
-        if "support saved tensor hooks" not in torch_says(error):
+        if not is_of("torch", error):
             raise
-    return _observed(asked, hooked=False)  # inside of torch.func's transforms there are none
+    # Inside of torch.func's transforms there are none; any other error comes again.
+    return _observed(asked, hooked=False)
 
 
 def _observed(asked: Differentiated, hooked: bool) -> Graph:
@@ -177,28 +176,8 @@ def _execute_backward(
 
 
 # Beneath Function, as in `recording/unseen.py`: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
-
-
-def _is_of_gradtools() -> bool:
-    """Whether gradtools detaches for its own purposes, not because it was asked to."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == os.path.join(
-        os.path.dirname(__file__), "engines.py"
-    )
-
-
-def _is_summed_by_autograd(running: Any) -> bool:
-    """Whether autograd itself adds gradients that meet: it is no part of the rule before."""
-    if not isinstance(running, function.BackwardCFunction):
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _copied(x: Any, tracked: bool) -> Any:
@@ -297,49 +276,49 @@ class _Recorder(Watching):
         kwargs = kwargs or {}
         if self._quiet:
             return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        written = list(_written(func, args, kwargs))
+        name, call = func.overloadpacket.__name__, Call(func, args, kwargs)
+        written = [*call.written()]
         for x in written:
             self._keep(x)
-        given = _operands(func, args, kwargs)
+        given = call.operands()
         numbers = [self._operand(x) for x in given]
         out = func(*args, **kwargs)
         outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
         if name in _SAME and not self._stops(name, given[0]):
             self.hold(outs[0], numbers[0])
         elif outs or isinstance(out, bool | int | float | complex):
-            self._write(func, args, kwargs, numbers, outs if outs else [out], written)
+            self._write(func, call, numbers, outs if outs else [out], written)
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
         """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
         if name != "detach" or self._phase or self._marks or not x.requires_grad:
             return False
-        return not (mark_of_running() or _is_of_gradtools())
+        return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _write(
         self,
         func: Any,
-        args: Any,
-        kwargs: Any,
+        call: Call,
         numbers: Sequence[int],
         outs: Sequence[Any],
         written: Sequence[Tensor],
     ) -> None:
-        name = operations.name_of(func.overloadpacket)
+        name = call.name
         if name + "_" in operations.OVERWRITES and written:
             numbers = numbers[len(written) :]
         if name in operations.NO_DATA:
             numbers = ()
-        sequence, origin = torch.autograd._get_sequence_nr() - 1, self._origin()  # type: ignore[attr-defined]
+        sequence, origin = upstream.nodes_made() - 1, self._origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
+        operation, attributes = call.said(outs)
         node = Node(
-            _NAMES.get(name) or operations.neutral(name),
+            operation,
             tuple(numbers),
             tuple(made),
             f"aten.{func.overloadpacket.__name__}",
-            attributes=_attributes(func, args, kwargs),
+            attributes=attributes,
             source=origin.source,
             scope=origin.scope,
             phase=self._phase,
@@ -360,9 +339,9 @@ class _Recorder(Watching):
         mark = managed or next(filter(None, self._marks), found)
         if not self._phase:
             return _Origin(source, self.scopes.path, mark)
-        running = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        of = self._origins.get(-1 if running is None else running._sequence_nr(), _Origin())
-        inherited = "" if _is_summed_by_autograd(running) else of.mark
+        running = upstream.current_node()
+        of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
+        inherited = "" if upstream.is_summed_by_autograd(running) else of.mark
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
         if managed and of.mark:  # a frozen function is a chunk to gradtools
@@ -396,7 +375,7 @@ class _Recorder(Watching):
         """A rule may compute nothing in its forward pass, and something backward."""
         for y in tensors_in(out):
             if y.grad_fn is not None:
-                self._origins.setdefault(y.grad_fn._sequence_nr(), self._origin())
+                self._origins.setdefault(upstream.sequence_of(y.grad_fn), self._origin())
 
     # --- what is saved
 
@@ -404,10 +383,10 @@ class _Recorder(Watching):
         with self._silent(), torch.no_grad():
             number = self._number(x)
             kept = x.detach()  # x itself may hold the graph that holds it
-            sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
             self._packed.append((sequence, number, self._phase))
             self.hold(kept, number)
-            return kept, kept._version
+            return kept, upstream.version_of(kept)
 
     def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
         """For nodes, by position, what they keep for a pass that there is."""
@@ -467,7 +446,7 @@ class _Recorder(Watching):
     def _number(self, x: Tensor) -> int:
         held = self._held.get(id(x)) or self._seen.get(_key(x))
         if held is None:
-            number = self.new(x, self._known.get(id(x), ""))
+            number = self.new(x, self._known.get(id(x)) or _number_in(x))
             self.captured[number] = x
             self._before.add(_memory(x))
             self.hold(x, number)
@@ -511,7 +490,7 @@ class _Recorder(Watching):
         self._number(x)  # met now for the first time, it was there before
         key = _memory(x)
         if key in self._before and key not in self._contents and x.layout is torch.strided:
-            with _disable_current_modes():
+            with upstream.disable_current_modes():
                 storage = x.untyped_storage()
                 self._contents[key] = storage, storage.clone()
 
@@ -580,8 +559,8 @@ class _Recorder(Watching):
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    if x._version != version:
-        raise RuntimeError(
+    if upstream.version_of(x) != version:
+        raise RuntimeRefusal(
             "a tensor that is needed for the gradient was modified in place after it was "
             f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
         )
@@ -601,70 +580,21 @@ def _needed(outputs: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
 # --- aten's operations -------------------------------------------------------------------
 
 _SAME = frozenset({"detach", "alias", "lift_fresh"})
-_NAMES = {
-    "convolution_overrideable": "convolution",
-    "native_layer_norm": "layer_norm",
-    "native_group_norm": "group_norm",
-    "native_batch_norm": "batch_norm",
-    "fused_rms_norm": "rms_norm",
-    "native_dropout": "dropout",
-    "scaled_dot_product_flash_attention_for_cpu": "attention",
-    "scaled_dot_product_efficient_attention": "attention",
-    "scaled_dot_product_flash_attention": "attention",
-    "unsafe_view": "reshape",
-    "as_strided": "reshape",
-    "to_copy": "cast",
-    "local_scalar_dense": "leave",
-    "unsafe_index": "index",
-    "unsafe_index_put": "scatter",
-    "ones_like": "constant",
-    "zeros_like": "constant",
-    "full_like": "constant",
-    "new_zeros": "constant",
-    "scalar_tensor": "constant",
-}
 
 
-def _operands(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an operation computes with: its tensors, and the numbers that stand for tensors."""
-    found: list[Any] = []
-    for argument, value in _bound(func, args, kwargs):
-        kind = str(argument.type)
-        number = isinstance(value, int | float | complex) and not isinstance(value, bool)
-        if number and kind in ("Tensor", "number") and argument.name not in ("alpha", "beta"):
-            found.append(value)
-        else:
-            found += tensors_in(value)
-    return found
-
-
-def _attributes(func: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
-    """The arguments that are no tensors: axes, shapes, flags."""
-    found = {}
-    for argument, value in _bound(func, args, kwargs):
-        plain = value is not None and not any(True for _ in tensors_in(value))
-        if plain and "Tensor" not in str(argument.type) and str(argument.type) != "number":
-            found[argument.name] = tuple(value) if isinstance(value, list) else value
-    return MappingProxyType(found)
-
-
-def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for i, argument in enumerate(func._schema.arguments):
-        if i < len(args):
-            yield argument, args[i]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to."""
-    for argument, value in _bound(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(value)
+def _number_in(x: Tensor) -> str:
+    """What a tensor of one number holds, to be read in place of a name."""
+    if x.shape or x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
+        return ""
+    try:
+        with upstream.disable_current_modes():
+            return f"{x.item():.6g}"
+    except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
+        return ""
 
 
 def _memory(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+    return id(x.untyped_storage()) if x.layout is torch.strided else id(x)
 
 
 def _key(x: Tensor) -> Any:

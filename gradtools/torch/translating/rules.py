@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import function
 
 from gradtools.seeing.graph import Body
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording.unseen import _rule_of as rule_of
 from gradtools.torch.translating.recorder import Computing, Recorder, tensors_in
 from gradtools.torch.translating.writer import Ref, like
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 _DEEPEST = 2  # a formula is of second order at most
 
 # Beneath Function: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
 
 

@@ -1,0 +1,615 @@
+// Where every box, frame and line of a graph stands, for given open blocks. The only layout there
+// is: a page runs it when blocks open and close, and layout.py runs it for a picture that stands.
+//
+// From the inside out, each open block is laid out by itself. Along a row, the places are pulled
+// towards the mean of their neighbours in the next row and keep their order and distance:
+//
+//     minimise  sum_i w_i (x_i - d_i)^2   subject to   x_(i+1) - x_i >= s_i
+//
+// which is solved exactly by pooling adjacent violators; a few sweeps down and up settle it. Lines
+// that pass weigh more than boxes, so long lines are straight. Rows never overlap, and between two
+// rows there are only lines: a line cannot run through a box.
+//
+// Columns stand side by side. Forward runs down and backward runs up, each row as near as may be
+// to the rows whose residuals it reads. A strand is a smooth line through its places. A thread (a
+// line between columns, or one too long for a place in every row) leaves its box to the side, goes
+// between the rows to the border of its column, up or down in the gutter, and in again.
+//
+// Rows and their order come from arrange.py; data.py says what the data holds. Nothing here knows
+// of a page.
+"use strict";
+const layout = (() => {
+  const GAP = 34; // between two rows
+  const SIDE = 26, BESIDE = 16, LINES = 11; // between two boxes, a box and a line, two lines
+  const PAD = 16, HEAD = 30; // between a frame and what it holds; the room for its name
+  const MARGIN = 24, COLUMN_HEAD = 34;
+  const LABEL = 14, SPREAD = 13; // a label's height; between two lines at one side of a box
+  const TRACK = 7, GUTTER = 30, MOST_TRACKS = 40, MOST_LABELS = 300;
+  const SWEEPS = 7, STILL = 0.2; // what moves less does not move
+  const NOTHING = 0.05, SHORT = 1; // steps so short have no direction, and none to be seen
+  const ROUND = 6;
+
+  const last = (list) => list[list.length - 1];
+  const sum = (list) => list.reduce((a, b) => a + b, 0);
+  const most = (list, least) => list.reduce((a, b) => Math.max(a, b), least);
+  const range = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, i) => from + i);
+  const grouped = (list, nameOf) => {
+    const groups = new Map();
+    for (const item of list) {
+      const name = nameOf(item);
+      if (!groups.has(name)) groups.set(name, []);
+      groups.get(name).push(item);
+    }
+    return groups;
+  };
+
+  // --- the graph, and what of it is seen ----------------------------------------------------
+
+  // The block around each box and block, and the number of its column.
+  const nested = (G) => {
+    const parent = new Map(), columnOf = new Map();
+    const visit = (key, number) => {
+      columnOf.set(key, number);
+      for (const child of G.items[key].children || []) {
+        parent.set(child, key);
+        visit(child, number);
+      }
+    };
+    G.columns.forEach(visit);
+    return { parent, columnOf };
+  };
+  const around = (graph, key) => {
+    const found = [];
+    while (graph.parent.has(key)) { key = graph.parent.get(key); found.push(key); }
+    return found;
+  };
+  // What stands for a box: itself, or the outermost closed block around it.
+  const standing = (graph, opened, key) => {
+    const { G } = graph;
+    const closed = around(graph, key).filter((b) => !G.columns.includes(b) && !opened.has(b));
+    return closed.length ? last(closed) : key;
+  };
+  const merged = (arrows) => arrows.length === 1 ? arrows[0] : {
+    source: arrows[0].source, target: arrows[0].target,
+    values: [...new Set(arrows.flatMap((a) => a.values))].sort((a, b) => a - b),
+    saved: arrows.every((a) => a.saved),
+    strength: most(arrows.map((a) => a.strength), 0),
+    ...(arrows.every((a) => a.cut) ? { cut: arrows[0].cut, cutWidth: arrows[0].cutWidth }
+      : { cut: null, cutWidth: 0 }),
+  };
+  const seenThreads = (graph, opened) => {
+    const seen = graph.G.threads.map((number) => {
+      const arrow = graph.G.arrows[number];
+      return { ...arrow, source: standing(graph, opened, arrow.source),
+        target: standing(graph, opened, arrow.target) };
+    }).filter((arrow) => arrow.source !== arrow.target);
+    return [...grouped(seen, (a) => `${a.source} ${a.target} ${a.saved}`).values()].map(merged);
+  };
+  const sizeText = (bytes) => {
+    if (bytes < 1000) return `${bytes} B`;
+    for (const unit of ["kB", "MB", "GB", "TB"]) {
+      bytes /= 1000;
+      if (bytes < 999.5 || unit === "TB") {
+        return `${bytes < 9.95 ? bytes.toFixed(1) : bytes.toFixed(0)} ${unit}`;
+      }
+      bytes = Math.round(bytes);
+    }
+  };
+
+  // --- numbers that keep their order --------------------------------------------------------
+
+  // The nondecreasing numbers nearest to those wanted, by pooling adjacent violators.
+  const pooled = (wanted, weights) => {
+    const means = [], masses = [], counts = [];
+    wanted.forEach((mean, i) => {
+      let mass = weights[i], count = 1;
+      while (means.length && last(means) >= mean) {
+        const other = masses.pop();
+        mean = (means.pop() * other + mean * mass) / (other + mass);
+        mass += other;
+        count += counts.pop();
+      }
+      means.push(mean); masses.push(mass); counts.push(count);
+    });
+    return means.flatMap((mean, i) => Array(counts[i]).fill(mean));
+  };
+  // Rows (where each begins) moved apart, so that each is near to where it is wanted.
+  const rowsNear = (tops, wanted) => {
+    const pulls = tops.map(() => []);
+    for (const [row, top] of wanted) pulls[row].push(top - tops[row]);
+    let shift = 0;
+    const known = [], weights = [];
+    for (const pull of pulls) {
+      if (pull.length) shift = sum(pull) / pull.length;
+      known.push(shift);
+      weights.push(pull.length ? 1 : 0.001);
+    }
+    return pooled(known, weights).map((move, i) => tops[i] + move);
+  };
+
+  // --- a block's inside, in coordinates of its own; y runs along the flow ---------------------
+
+  const insideOf = (G, key, opened, flips) => {
+    const level = G.levels[key], inner = new Map();
+    for (const child of G.items[key].children) {
+      if (opened.has(child)) inner.set(child, insideOf(G, child, opened, flips));
+    }
+    const sizes = level.items.map((k) => {
+      const { width, height } = k < 0 ? { width: 0, height: 0 } : inner.get(k) || G.items[k];
+      return [width, height];
+    });
+    const joints = jointsOf(key, level, inner);
+    const x = across(level, sizes, joints);
+    return stacked(G, key, level, x, sizes, joints.below, inner, flips);
+  };
+  // Where a line enters or leaves an open block, from the block's middle.
+  const portOffset = (inner, key, strand, kind) => {
+    const inside = inner.get(key);
+    return inside ? inside.x[inside.level[kind][strand]] - inside.width / 2 : 0;
+  };
+  // For each place the lines to the rows above and below: [other place, own offset, its, weight].
+  const jointsOf = (key, level, inner) => {
+    const above = level.items.map(() => []), below = level.items.map(() => []);
+    level.strands.forEach(([places], number) => {
+      for (let i = 0; i + 1 < places.length; i++) {
+        const up = places[i], low = places[i + 1];
+        const out = portOffset(inner, level.items[up], `${key} ${number}`, "out");
+        const into = portOffset(inner, level.items[low], `${key} ${number}`, "in");
+        const weight = [1, 3, 12][(level.items[up] < 0) + (level.items[low] < 0)];
+        below[up].push([low, out, into, weight]);
+        above[low].push([up, into, out, weight]);
+      }
+    });
+    return { above, below, both: above.map((list, i) => list.concat(below[i])) };
+  };
+  // The middle of each place along its row.
+  const across = (level, sizes, { above, below, both }) => {
+    const x = level.items.map(() => 0);
+    const rooms = level.rows.map((row) => roomsOf(row, level.items, sizes));
+    level.rows.forEach((row, r) => row.forEach((place, i) => {
+      x[place] = rooms[r][i] - last(rooms[r]) / 2;
+    }));
+    const down = level.rows.map((_, r) => r), up = [...down].reverse();
+    for (let sweep = 0; sweep < 2 * SWEEPS; sweep++) {
+      const falls = sweep % 2 === 0;
+      const near = sweep > SWEEPS ? both : falls ? above : below;
+      let moved = 0;
+      for (const r of falls ? down : up) {
+        moved = Math.max(moved, settle(x, level.rows[r], rooms[r], near));
+      }
+      if (moved < STILL && sweep > SWEEPS) break;
+    }
+    return x;
+  };
+  // The least distance of each place's middle from the first one's.
+  const roomsOf = (row, items, sizes) => {
+    const found = row.length ? [0] : [];
+    for (let i = 1; i < row.length; i++) {
+      const passing = (items[row[i - 1]] < 0) + (items[row[i]] < 0);
+      const gap = [SIDE, BESIDE, LINES][passing];
+      found.push(found[i - 1] + (sizes[row[i - 1]][0] + sizes[row[i]][0]) / 2 + gap);
+    }
+    return found;
+  };
+  // Moves a row as near to its neighbours as its order and distances allow; says how far.
+  const settle = (x, row, room, near) => {
+    const wanted = [], weights = [];
+    row.forEach((place, i) => {
+      let total = 0.02, pull = 0.02 * x[place];
+      for (const [other, own, its, weight] of near[place]) {
+        total += weight;
+        pull += weight * (x[other] + its - own);
+      }
+      wanted.push(pull / total - room[i]);
+      weights.push(total);
+    });
+    let moved = 0;
+    pooled(wanted, weights).forEach((level, i) => {
+      moved = Math.max(moved, Math.abs(x[row[i]] - level - room[i]));
+      x[row[i]] = level + room[i];
+    });
+    return moved;
+  };
+  // The rows below each other, and the name in the frame where no line is.
+  const stacked = (G, key, level, x, sizes, below, inner, flips) => {
+    const bare = G.columns.includes(key), rowOf = [], placeOf = new Map();
+    level.rows.forEach((row, r) => row.forEach((place) => { rowOf[place] = r; }));
+    level.items.forEach((k, place) => { if (k >= 0) placeOf.set(k, place); });
+    const heights = level.rows.map((row) => most(row.map((place) => sizes[place][1]), 0));
+    if (!bare) heights[flips ? heights.length - 1 : 0] = HEAD - 6; // lines go past the name
+    const tops = topsOf(level, x, heights, below);
+    const span = spanOf(x, sizes);
+    const { left, width, nameX } = bare ? { ...span, nameX: 0 }
+      : framed(G.items[key].nameWidth, flips ? level.out : level.in, x, span);
+    return {
+      key, level, x: x.map((middle) => middle - left), rowOf, placeOf, tops, heights, width,
+      height: last(tops) + last(heights), nameX, inner, sizes,
+      end(row) { return this.tops[row] + this.heights[row]; },
+    };
+  };
+  const spanOf = (x, sizes) => {
+    if (!x.length) return { left: 0, width: 0 };
+    const left = -most(x.map((m, i) => sizes[i][0] / 2 - m), -Infinity);
+    return { left, width: most(x.map((m, i) => m + sizes[i][0] / 2), -Infinity) - left };
+  };
+  // Where each row begins; the first and last hold ports and lie on the frame.
+  const topsOf = (level, x, heights, below) => {
+    const tops = [0], count = level.rows.length;
+    for (let r = 0; r + 1 < count; r++) {
+      const reach = level.rows[r].flatMap((p) =>
+        below[p].map(([q, own, its]) => Math.abs(x[p] + own - x[q] - its)));
+      const ends = r === 0 || r === count - 2;
+      const gap = reach.length ? (ends ? PAD : GAP) + Math.min(46, 0.08 * most(reach, 0))
+        : ends ? PAD / 2 : GAP;
+      tops.push(tops[r] + heights[r] + gap);
+    }
+    return tops;
+  };
+  // A frame's left side and width, and where between the lines its name has room.
+  const framed = (nameWidth, ports, x, span) => {
+    const need = nameWidth + 2 * BESIDE, left = span.left - PAD;
+    const width = Math.max(span.width + 2 * PAD, need);
+    const stops = Object.values(ports).map((place) => x[place] - left).sort((a, b) => a - b);
+    let start = 0;
+    for (const stop of [...stops, width]) {
+      if (stop - start >= need) return { left, width, nameX: start + BESIDE };
+      start = stop;
+    }
+    const wider = need - stops[0];
+    return { left: left - wider, width: width + wider, nameX: BESIDE };
+  };
+
+  // --- the page: columns side by side, everything in its coordinates --------------------------
+
+  // The inside of an open block, on the page; `spot` is the block's own place, if it has one.
+  const stageOf = (inside, x, y, flips, spot) => ({
+    inside, x, y, flips, spot, channels: new Map(),
+    at(along) { return this.y + (this.flips ? this.inside.height - along : along); },
+    middle(place) { return this.x + this.inside.x[place]; },
+  });
+
+  // The row and the middle, on the page, of everything in a column.
+  const middlesOf = (column) => {
+    const found = new Map();
+    const visit = (stage, key, place, row) => {
+      const { inside } = stage, r = inside.rowOf[place];
+      const middle = stage.at(inside.tops[r] + inside.heights[r] / 2);
+      found.set(key, [row, middle]);
+      const within = inside.inner.get(key);
+      if (!within) return;
+      const below = stageOf(within, 0, middle - inside.sizes[place][1] / 2, stage.flips, null);
+      for (const [child, at] of within.placeOf) visit(below, child, at, row);
+    };
+    for (const [key, place] of column.inside.placeOf) {
+      visit(column, key, place, column.inside.rowOf[place]);
+    }
+    return found;
+  };
+  const moveRows = (stage, pulls) => {
+    const { inside } = stage;
+    const rows = inside.tops.map((_, r) => r);
+    if (stage.flips) rows.reverse();
+    const edges = rows.map((r) => stage.at(stage.flips ? inside.end(r) : inside.tops[r]));
+    const number = new Map(rows.map((r, i) => [r, i]));
+    const moved = rowsNear(edges, pulls.map(([r, move]) =>
+      [number.get(r), edges[number.get(r)] + move]));
+    const top = Math.min(stage.y, moved[0]);
+    const bottom = most(moved.map((m, i) => m + inside.heights[rows[i]]), -Infinity);
+    stage.y = top;
+    inside.height = bottom - top;
+    rows.forEach((r, i) => {
+      inside.tops[r] = stage.flips ? bottom - moved[i] - inside.heights[r] : moved[i] - top;
+    });
+  };
+  // Moves each column's rows near to what they are tied to in other columns.
+  const align = (columns, ties, tiedTwice) => {
+    const middles = columns.map(middlesOf);
+    const near = (number, others) => {
+      const own = middles[number], known = new Map(), pulls = [];
+      for (const k of others) {
+        if (k !== number) for (const [key, [, y]] of middles[k]) known.set(key, y);
+      }
+      for (const [one, two] of ties) {
+        if (own.has(one) && known.has(two)) {
+          pulls.push([own.get(one)[0], known.get(two) - own.get(one)[1]]);
+        } else if (own.has(two) && known.has(one)) {
+          pulls.push([own.get(two)[0], known.get(one) - own.get(two)[1]]);
+        }
+      }
+      if (!pulls.length) return;
+      moveRows(columns[number], pulls);
+      middles[number] = middlesOf(columns[number]);
+    };
+    const all = range(0, columns.length);
+    for (const number of all.slice(1)) near(number, all.slice(0, number));
+    if (tiedTwice) for (const number of all) near(number, all);
+  };
+  // Puts what stands in a stage on the page, inner stages too.
+  const put = (stage, column, depth, page) => {
+    page.stages.push(stage);
+    const { inside } = stage;
+    for (const [key, place] of inside.placeOf) {
+      const [width, height] = inside.sizes[place], row = inside.rowOf[place];
+      const x = stage.middle(place) - width / 2;
+      const y = stage.at(inside.tops[row] + inside.heights[row] / 2) - height / 2;
+      const spot = { x, y, width, height, column, stage };
+      page.spots.set(key, spot);
+      const within = inside.inner.get(key);
+      if (within) {
+        page.frames.push({ key, x, y, width, height, depth, nameX: x + within.nameX });
+        put(stageOf(within, x, y, stage.flips, spot), column, depth + 1, page);
+      } else {
+        page.boxes.push({ key, x, y });
+      }
+    }
+  };
+
+  // --- strands --------------------------------------------------------------------------------
+
+  // How far from the middle of its box each strand begins (kind "out") or ends ("in").
+  const offsetsOf = (inside, kind) => {
+    const { level } = inside, offsets = level.strands.map(() => 0);
+    const end = (places, i) => places[kind === "out" ? i : places.length - 1 - i];
+    const byPlace = grouped(range(0, level.strands.length), (n) => end(level.strands[n][0], 0));
+    for (const [place, numbers] of byPlace) {
+      const key = level.items[place];
+      if (inside.inner.has(key)) {
+        for (const n of numbers) {
+          offsets[n] = portOffset(inside.inner, key, `${inside.key} ${n}`, kind);
+        }
+      } else if (key >= 0) {
+        const where = (n) => inside.x[end(level.strands[n][0], 1)];
+        numbers.sort((a, b) => where(a) - where(b));
+        const count = numbers.length, width = inside.sizes[place][0];
+        const step = count < 2 ? 0 : Math.min(SPREAD, (width - 20) / (count - 1));
+        numbers.forEach((n, i) => { offsets[n] = (i - (count - 1) / 2) * step; });
+      }
+    }
+    return offsets;
+  };
+  const strandsOf = (G, stage) => {
+    const { inside } = stage, { level } = inside;
+    const outs = offsetsOf(inside, "out"), intos = offsetsOf(inside, "in");
+    return level.strands.map(([places, arrows], number) => {
+      const points = places.map((place, i) => passage(stage, place, i === 0));
+      points[0][0] += outs[number];
+      last(points)[0] += intos[number];
+      const target = level.items[last(places)];
+      return { steps: smooth(points), arrow: merged(arrows.map((n) => G.arrows[n])),
+        head: target >= 0 && !inside.inner.has(target), thread: false };
+    });
+  };
+  // The x of a line in one of its places, and the y between which it runs straight.
+  const passage = (stage, place, first) => {
+    const { inside } = stage, row = inside.rowOf[place];
+    let begin = inside.tops[row], end = inside.end(row);
+    if (inside.level.items[place] >= 0) {
+      const margin = (end - begin - inside.sizes[place][1]) / 2;
+      if (first) begin = end - margin; else end = begin + margin;
+    }
+    return [stage.middle(place), stage.at(begin), stage.at(end)];
+  };
+
+  // --- threads --------------------------------------------------------------------------------
+
+  // The threads between what is seen, each with its ends' columns, its gutters and its label.
+  const threadsOf = (graph, opened) => seenThreads(graph, opened).map((arrow, id) => {
+    const from = graph.columnOf.get(arrow.source), to = graph.columnOf.get(arrow.target);
+    const low = Math.min(from, to), high = Math.max(from, to);
+    const bytes = sum(arrow.values.map((v) => graph.G.bytes[v]));
+    const size = arrow.saved ? sizeText(bytes) : "";
+    return {
+      id, arrow, from, to,
+      gutters: range(low + 1, Math.max(low + 2, high + 1)),
+      labelsAt: from < to ? to : to + 1,
+      text: arrow.cut ? `✕ ${arrow.cut}` : size,
+      width: arrow.cut ? arrow.cutWidth : size.length * graph.G.advance,
+    };
+  });
+  // Room before a column, or after the last, for the threads that run there, and their labels.
+  const gutterOf = (threads, number, count) => {
+    const crossing = threads.filter((t) => t.gutters.includes(number));
+    if (!crossing.length) return number > 0 && number < count ? GUTTER : 0;
+    const texts = crossing.filter((t) => t.labelsAt === number).map((t) => t.width + 16);
+    return GUTTER + Math.min(crossing.length, MOST_TRACKS) * TRACK + most(texts, 0);
+  };
+  // How far below the top of its box each thread begins and ends.
+  const sidesOf = (threads, spots) => {
+    const ends = threads.flatMap((t) => [
+      { t, key: t.arrow.source, other: t.arrow.target, right: t.from <= t.to, end: "begin" },
+      { t, key: t.arrow.target, other: t.arrow.source, right: t.from >= t.to, end: "end" },
+    ]);
+    for (const list of grouped(ends, (e) => `${e.key} ${e.right}`).values()) {
+      const { height } = spots.get(list[0].key);
+      const step = Math.min(SPREAD, (height - 10) / list.length);
+      list.sort((a, b) => spots.get(a.other).y - spots.get(b.other).y);
+      list.forEach(({ t, end }, i) => {
+        t[end] = height / 2 + (i - (list.length - 1) / 2) * step;
+      });
+    }
+  };
+  // From a box to the border of its column, between the rows.
+  const wayOut = (spots, key, side, below) => {
+    let at = spots.get(key), current = key, y = at.y + below;
+    const border = () => side > 0 ? at.x + at.width : at.x;
+    const points = [[border(), y]];
+    for (;;) {
+      const { stage } = at, { inside } = stage, place = inside.placeOf.get(current);
+      const r = inside.rowOf[place], row = inside.level.rows[r], index = row.indexOf(place);
+      const beyond = side > 0 ? row.slice(index + 1) : row.slice(0, index);
+      if (beyond.some((p) => inside.level.items[p] >= 0)) {
+        const x = border() + side * 7;
+        points.push([x, y]);
+        y = channel(stage, r);
+        points.push([x, y]);
+      }
+      if (!stage.spot) return points;
+      current = inside.key;
+      at = stage.spot;
+    }
+  };
+  // A free height between a row and the next.
+  const channel = (stage, row) => {
+    const used = stage.channels.get(row) || 0;
+    stage.channels.set(row, used + 1);
+    const low = stage.inside.end(row), high = stage.inside.tops[row + 1];
+    const share = [0.5, 0.3, 0.7, 0.4, 0.6, 0.2, 0.8][used % 7];
+    return stage.at(low + (high - low) * share);
+  };
+  // Where each thread runs in each gutter: those that go down first, the lower ones outermost.
+  const tracksOf = (threads, gutters) => gutters.forEach(([left], number) => {
+    const here = threads.filter((t) => t.gutters.includes(number));
+    const order = (t) => {
+      const begin = last(t.start)[1], end = last(t.stop)[1];
+      return end > begin ? [0, -begin] : [1, begin];
+    };
+    here.sort((a, b) => order(a)[0] - order(b)[0] || order(a)[1] - order(b)[1]);
+    const step = Math.min(TRACK, TRACK * MOST_TRACKS / Math.max(1, here.length));
+    here.forEach((t, i) => { t.tracks[number] = left + GUTTER / 2 + i * step; });
+  });
+  // The height of each label, near to where its thread goes in, none over another.
+  const levelLabels = (threads, gutters) => gutters.forEach((_, number) => {
+    const told = threads.filter((t) => t.labelsAt === number && t.text);
+    told.sort((a, b) => last(a.stop)[1] - last(b.stop)[1]);
+    const wanted = told.map((t, i) => [i, last(t.stop)[1]]);
+    rowsNear(told.map((_, i) => i * LABEL), wanted).forEach((y, i) => { told[i].level = y; });
+  });
+  // The height nearest to y at which a column has a gap between two rows.
+  const betweenRows = (stage, y) => {
+    const { inside } = stage;
+    const gaps = range(1, inside.tops.length - 2).map((r) =>
+      stage.at((inside.end(r) + inside.tops[r + 1]) / 2));
+    gaps.push(stage.at(-GAP / 4), stage.at(inside.height + GAP / 4));
+    return gaps.reduce((a, b) => Math.abs(b - y) < Math.abs(a - y) ? b : a);
+  };
+  const led = (thread, columns) => {
+    const { start, stop, tracks, level, from, to } = thread;
+    const numbers = from > to ? [...thread.gutters].reverse() : thread.gutters;
+    const points = [...start], entry = last(stop)[1], track = tracks[last(numbers)];
+    let y = last(start)[1];
+    numbers.forEach((number, i) => {
+      points.push([tracks[number], y]);
+      if (i + 1 < numbers.length) {
+        y = betweenRows(columns[Math.max(number, numbers[i + 1]) - 1], y);
+        points.push([tracks[number], y]);
+      }
+    });
+    if (level !== null) points.push([track, level]);
+    if (level !== null && from < to) points.push([thread.right - 6, level]);
+    points.push([last(points)[0], entry], ...[...stop].reverse());
+    return { steps: rounded(points), arrow: thread.arrow, head: true, thread: true };
+  };
+  // Leads every thread, when all boxes have their places.
+  const lead = (threads, { spots, columns, gutters }) => {
+    sidesOf(threads, spots);
+    for (const t of threads) {
+      const { arrow, from, to } = t;
+      t.start = wayOut(spots, arrow.source, from <= to ? 1 : -1, t.begin);
+      t.stop = wayOut(spots, arrow.target, from < to ? -1 : 1, t.end);
+      Object.assign(t, { tracks: {}, level: null, right: gutters[t.labelsAt][1] });
+    }
+    tracksOf(threads, gutters);
+    if (threads.length <= MOST_LABELS) levelLabels(threads, gutters);
+    const labels = threads.filter((t) => t.level !== null).map((t) => ({
+      x: t.right - 10 - t.width, y: t.level, width: t.width, text: t.text, arrow: t.arrow,
+    }));
+    return { lines: threads.map((t) => led(t, columns)), labels };
+  };
+
+  // --- lines as paths -------------------------------------------------------------------------
+
+  // A line through (x, top, bottom) of each place: straight in the rows, curved between.
+  const smooth = (points) => {
+    let [x, top, bottom] = points[0];
+    const steps = [["M", [x, top]]];
+    if (Math.abs(top - bottom) > NOTHING) steps.push(["L", [x, bottom]]);
+    for (const [nextX, from, nextBottom] of points.slice(1)) {
+      const nextTop = Math.abs(nextBottom - from) > SHORT ? from : nextBottom;
+      const middle = (bottom + nextTop) / 2;
+      if (Math.abs(nextX - x) < NOTHING) steps.push(["L", [nextX, nextTop]]);
+      else steps.push(["C", [x, middle, nextX, middle, nextX, nextTop]]);
+      if (nextTop !== nextBottom) steps.push(["L", [nextX, nextBottom]]);
+      x = nextX;
+      bottom = nextBottom;
+    }
+    return steps;
+  };
+  // A line of level and upright stretches with round corners.
+  const rounded = (points) => {
+    const far = (a, b) => Math.abs(a[0] - b[0]) + Math.abs(a[1] - b[1]);
+    const towards = (a, b, reach) => {
+      const length = far(a, b) || 1;
+      return [a[0] + (b[0] - a[0]) * reach / length, a[1] + (b[1] - a[1]) * reach / length];
+    };
+    const kept = [points[0]];
+    for (const point of points) if (far(point, last(kept)) > NOTHING) kept.push(point);
+    const steps = [["M", kept[0]]];
+    for (let i = 1; i + 1 < kept.length; i++) {
+      const [before, corner, after] = kept.slice(i - 1, i + 2);
+      const reach = Math.min(ROUND, far(before, corner) / 2, far(corner, after) / 2);
+      steps.push(["L", towards(corner, before, reach)]);
+      steps.push(["C", [...corner, ...corner, ...towards(corner, after, reach)]]);
+    }
+    steps.push(["L", last(kept)]);
+    return steps;
+  };
+
+  // --- all of it ------------------------------------------------------------------------------
+
+  // Columns from left to right, a gutter before each and after the last; boxes, frames, spots.
+  const setOut = (graph, opened, threads) => {
+    const { G } = graph, count = G.columns.length;
+    const columns = G.columns.map((key) => {
+      const flips = G.items[key].phase % 2 === 1;
+      return stageOf(insideOf(G, key, opened, flips), 0, MARGIN + COLUMN_HEAD, flips, null);
+    });
+    const ties = threads.map(({ arrow }) => [arrow.source, arrow.target]).concat(
+      G.ties.map((tie) => tie.map((key) => standing(graph, opened, key))));
+    align(columns, ties, G.ties.length > 0);
+    const page = { columns, boxes: [], frames: [], stages: [], spots: new Map(), gutters: [] };
+    let x = MARGIN;
+    for (const number of range(0, count + 1)) {
+      const width = gutterOf(threads, number, count);
+      page.gutters.push([x, x + width]);
+      if (number === count) break;
+      const stage = columns[number];
+      stage.x = x + width;
+      put(stage, number, 0, page);
+      x = stage.x + Math.max(stage.inside.width, G.items[stage.inside.key].nameWidth + 30);
+    }
+    return page;
+  };
+  // Where the page begins and ends, with room for the columns' names above all.
+  const extent = (page, lines, labels) => {
+    const ys = [...page.spots.values()].flatMap((spot) => [spot.y, spot.y + spot.height]);
+    for (const line of lines) if (line.thread) ys.push(...line.steps.map((step) => last(step[1])));
+    for (const label of labels) ys.push(label.y - LABEL / 2, label.y + LABEL / 2);
+    if (!ys.length) ys.push(0);
+    const top = -most(ys.map((y) => -y), -Infinity) - COLUMN_HEAD - MARGIN;
+    const height = most(ys, -Infinity) + MARGIN - top;
+    return { top, width: last(page.gutters)[1] + MARGIN, height };
+  };
+  const graphs = new WeakMap();
+
+  // Boxes, frames, lines, labels and headings of the data G, each with its place.
+  const layout = (G, opened) => {
+    if (!graphs.has(G)) graphs.set(G, { G, ...nested(G) });
+    const graph = graphs.get(G), threads = threadsOf(graph, opened);
+    const page = setOut(graph, opened, threads), { boxes, frames, spots } = page;
+    const threaded = lead(threads, page);
+    const lines = page.stages.flatMap((stage) => strandsOf(G, stage)).concat(threaded.lines);
+    const size = extent(page, lines, threaded.labels);
+    const headings = G.columns.map((key, i) =>
+      ({ key, x: page.gutters[i][1], y: size.top + MARGIN + 8 }));
+    return { boxes, frames, lines, labels: threaded.labels, headings, spots, ...size };
+  };
+  const seenAs = (G, opened, key) => {
+    if (!graphs.has(G)) graphs.set(G, { G, ...nested(G) });
+    return standing(graphs.get(G), opened, key);
+  };
+  const blocksAround = (G, key) => {
+    if (!graphs.has(G)) graphs.set(G, { G, ...nested(G) });
+    return around(graphs.get(G), key).filter((block) => !G.columns.includes(block));
+  };
+  return { layout, seenAs, blocksAround, sizeText, pooled, rowsNear, MARGIN, LABEL };
+})();

@@ -1,0 +1,117 @@
+// The picture as SVG: one element for each box, frame, line and label. It makes text, so that a
+// page shows the picture that layout.py writes to a file; what a page adds is `hands`.
+"use strict";
+const markup = (() => {
+  const ARROWHEAD = 7;
+
+  const n = (number) => number.toFixed(1).replace(/\.0$/, "");
+  const content = (text) =>
+    text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const attribute = (text) => content(text).replace(/"/g, "&quot;");
+  const rect = (x, y, width, height, radius, name) =>
+    `<rect class="${name}" x="${n(x)}" y="${n(y)}" width="${n(width)}" height="${n(height)}" ` +
+    `rx="${n(radius)}"/>`;
+  const text = (x, y, words, name, more = "") =>
+    `<text class="${name}" x="${n(x)}" y="${n(y)}"${more}>${content(words)}</text>`;
+  const titled = (words) => words ? `<title>${content(words)}</title>` : "";
+
+  const isBlock = (item) => item.children !== undefined;
+  // What makes a block open and close: found by the keyboard and told to a screen reader.
+  const handle = (item, isOpen) => {
+    const about = item.rows.slice(1).map((row) => row[0]).join(", ");
+    const label = `${item.name}, ${about}: ${isOpen ? "close" : "open"}`;
+    return ` tabindex="0" role="button" aria-expanded="${isOpen}" aria-label="${attribute(label)}"`;
+  };
+
+  const box = (G, { key, x, y }, hands, found) => {
+    const item = G.items[key], closed = isBlock(item), phase = item.phase % 3;
+    const names = ["box", `p${phase}`, closed ? "block" : "",
+      closed || item.kind === "operation" ? "" : `leaf ${item.kind}`,
+      item.tint ? "differs" : "", item.mark ? "marked" : "", found.has(key) ? "found" : ""];
+    const leaf = item.kind === "input" || item.kind === "output";
+    const radius = leaf ? Math.min(16, item.height / 2) : 5;
+    const { width, height } = item;
+    const middle = x + width / 2, parts = [titled(item.hint)];
+    if (item.count > 1) parts.push(rect(x + 4, y + 4, width, height, 5, "behind"));
+    parts.push(rect(x, y, width, height, radius, "card"));
+    for (const [words, style, below, pill] of item.rows) {
+      if (pill) parts.push(rect(middle - pill / 2, y + below - 10.5, pill, 14, 7, "pill"));
+      parts.push(text(middle, y + below, words, style, ' text-anchor="middle"'));
+    }
+    const more = hands && closed ? handle(item, false) : "";
+    return `<g class="${names.filter(Boolean).join(" ")}" data-key="${key}"${more}>` +
+      `${parts.join("")}</g>`;
+  };
+  const frame = (G, { key, x, y, width, height, nameX }, hands) => {
+    const item = G.items[key], phase = item.phase % 3;
+    const name = text(nameX, y + 17, `▾ ${item.short}`, `h${phase}`);
+    const hot = rect(nameX - 5, y + 5, item.nameWidth + 10, 17, 4, "hot");
+    const tab = hands ? `<g class="tab"${handle(item, true)}>${hot}${name}</g>` : name;
+    return `<g class="frame p${phase}" data-key="${key}">${titled(item.hint)}` +
+      `${rect(x, y, width, height, 8, "around")}${tab}</g>`;
+  };
+  // The classes of a line and of its head.
+  const look = (G, arrow) => {
+    if (arrow.cut) return ["edge cut", "acut"];
+    const saved = arrow.saved ? " saved" : "", phase = G.items[arrow.source].phase % 3;
+    if (arrow.strength === 2) return ["edge zero", "azero"];
+    if (arrow.strength < 2) return [`edge data${saved}`, "adata"];
+    return [`edge e${phase}${saved}`, `a${phase}`];
+  };
+  const about = (G, arrow) => {
+    const told = arrow.values.slice(0, 4).map((v) => G.texts[v]).join(", ");
+    const more = arrow.values.length > 4 ? ` and ${arrow.values.length - 4} more` : "";
+    return told + more + (arrow.cut ? `: ${arrow.cut}` : "");
+  };
+  const line = (G, { steps, arrow, head }) => {
+    const [edge, tip] = look(G, arrow);
+    const path = steps.map(([name, numbers]) => name + numbers.map(n).join(",")).join(" ");
+    const parts = [titled(about(G, arrow)), `<path class="${edge}" d="${path}"/>`];
+    if (head) parts.push(`<path class="${tip}" d="${arrowhead(steps)}"/>`);
+    if (arrow.cut) parts.push(`<path class="edge cut" d="${cross(steps)}"/>`);
+    return `<g class="wire" data-from="${arrow.source}" data-to="${arrow.target}">` +
+      `${parts.join("")}</g>`;
+  };
+  // A line's last point, from where it comes there, and how far.
+  const ending = (steps) => {
+    const [fromX, fromY, x, y] = steps.flatMap((step) => step[1]).slice(-4);
+    const length = Math.hypot(x - fromX, y - fromY) || 1;
+    return { x, y, dx: (x - fromX) / length, dy: (y - fromY) / length, length };
+  };
+  const arrowhead = (steps) => {
+    const { x, y, dx, dy } = ending(steps);
+    const bx = x - ARROWHEAD * dx, by = y - ARROWHEAD * dy;
+    const sx = -dy * ARROWHEAD * 0.48, sy = dx * ARROWHEAD * 0.48;
+    const corners = [[x, y], [bx + sx, by + sy], [bx - sx, by - sy]];
+    return `M${corners.map(([cx, cy]) => `${n(cx)},${n(cy)}`).join(" L")} Z`;
+  };
+  // The cross on a cut line, just before its end.
+  const cross = (steps) => {
+    const { x, y, dx, dy, length } = ending(steps), back = Math.min(14, length / 2);
+    const cx = x - back * dx, cy = y - back * dy;
+    const [left, right, upper, lower] = [cx - 4.2, cx + 4.2, cy - 4.2, cy + 4.2].map(n);
+    return `M${left},${upper} L${right},${lower} M${left},${lower} L${right},${upper}`;
+  };
+  const label = ({ x, y, width, text: words, arrow }) => [
+    rect(x - 3, y - 7, width + 6, 14, 4, "halo"),
+    text(x, y + 3.8, words, arrow.cut ? "alert" : "label"),
+  ];
+
+  // Frames, lines, boxes and labels, what is in front last.
+  const body = (G, picture, { hands = false, found = new Set() } = {}) => {
+    const frames = [...picture.frames].sort((a, b) => a.depth - b.depth);
+    const isCut = (drawn) => drawn.arrow.cut ? 1 : 0;
+    const lines = [...picture.lines].sort((a, b) => isCut(a) - isCut(b));
+    return [
+      ...picture.headings.map(({ key, x, y }) =>
+        text(x, y, G.items[key].name, `heading h${G.items[key].phase % 3}`)),
+      ...frames.map((it) => frame(G, it, hands)),
+      ...lines.map((it) => line(G, it)),
+      ...picture.boxes.map((it) => box(G, it, hands, found)),
+      ...picture.labels.flatMap(label),
+    ].join("\n");
+  };
+  // How lines look in a picture, for its key.
+  const looks = (G, picture) => [...new Set(picture.lines.map((it) => look(G, it.arrow)[0]))];
+  return { body, looks };
+})();

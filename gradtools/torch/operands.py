@@ -1,0 +1,339 @@
+"""What an operation of aten computes with, in the words of both frameworks.
+
+The operands in their places, and as attributes all else that it was given and that is not the
+default of its schema. The names are those of `seeing/formula/operations.py`: axes are counted from
+0, a permutation is whole, a slice has a start and a limit on each axis. What has no word there
+keeps PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.recording import operations
+from gradtools.torch.recording.recorder import tensors_in
+
+Tensor = torch.Tensor
+
+
+class Call:
+    """A call of an operation of aten, its arguments by their names in the schema."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.name = operations.name_of(func.overloadpacket)
+        self.out: Tensor | None = None
+        self.bound = [*_bound(func, args, kwargs)]
+        self.given = {argument.name: value for argument, value in self.bound}
+        self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)
+
+    def operands(self) -> list[Any]:
+        """Its tensors, and the numbers that stand for tensors, each in its place."""
+        found: list[Any] = []
+        for argument, value in self.bound:
+            if _is_number(argument, value):
+                found.append(value)
+            else:
+                found += tensors_in(value)
+        return _REORDERED[self.name](found) if self.name in _REORDERED else found
+
+    def written(self) -> Iterator[Tensor]:
+        """The tensors that it writes to."""
+        for argument, value in self.bound:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from tensors_in(value)
+
+    def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
+        """Its neutral name and its attributes; `out`: what it returned."""
+        self.out = next(iter(tensors_in(out)), None)
+        operation = _NAMES.get(self.name) or operations.neutral(self.name)
+        form = _FORMS.get(self.name) or _FORMS.get(operation)
+        attributes = self._attributes()
+        if form is not None:
+            operation, attributes = form(self, operation, attributes)
+        return operation, MappingProxyType(attributes)
+
+    @property
+    def rank(self) -> int:
+        """How many axes its first tensor has."""
+        return self.first.dim() if self.first is not None else 0
+
+    def _attributes(self) -> dict[str, Any]:
+        """What is no operand, and not as it is by default."""
+        found = {}
+        for argument, value in self.bound:
+            default = argument.default_value if argument.has_default_value() else None
+            plain = value is not None and not any(True for _ in tensors_in(value))
+            if plain and argument.name not in _UNSAID and not _is_number(argument, value):
+                value = _plain(value)
+                if value != _plain(default):
+                    found[argument.name] = value
+        return self._with_axes(found)
+
+    def _with_axes(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Axes from 0: `axis` where one is asked for, `axes` where several may be."""
+        rank = max(1, self.rank + (self.name == "stack"))
+        for name in ("dim", "dims"):
+            if name in found:
+                axis = found.pop(name)
+                several = isinstance(axis, tuple)
+                count = lambda a: a % rank
+                if several:
+                    if axis:
+                        found["axes"] = tuple(sorted(map(count, axis)))
+                else:
+                    key = "axes" if self.name in _OF_AXES else "axis"
+                    found[key] = (count(axis),) if key == "axes" else count(axis)
+        if found.pop("keepdim", False):
+            found["keep"] = True
+        return found
+
+
+def _is_number(argument: Any, value: Any) -> bool:
+    """Whether it is a number that stands for a tensor."""
+    number = isinstance(value, int | float | complex) and not isinstance(value, bool)
+    needed = not argument.has_default_value()
+    return number and needed and str(argument.type) in ("Tensor", "number")
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """The arguments that a call was given, each with what the schema says of it."""
+    for i, argument in enumerate(upstream.arguments_of(func)):
+        if i < len(args):
+            yield argument, args[i]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value
+
+
+# Where an array is, how it lies, which gradients are wanted: not what is computed.
+_UNSAID = frozenset(
+    ["layout", "device", "pin_memory", "non_blocking", "memory_format", "copy", "half_to_float"]
+    + ["input_dtype", "implicit", "output_mask", "generator", "is_coalesced", "requires_size_one"]
+)
+_OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
+_NAMES = {
+    "fmod": "fmod",
+    "addmm": "addmm",
+    "baddbmm": "baddbmm",
+    "addmv": "addmv",
+    "select": "slice",
+    "masked_fill": "where",
+    "convolution_overrideable": "convolution",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "fused_rms_norm": "rms_norm",
+    "native_dropout": "dropout",
+    "scaled_dot_product_flash_attention_for_cpu": "attention",
+    "scaled_dot_product_efficient_attention": "attention",
+    "scaled_dot_product_flash_attention": "attention",
+    "unsafe_view": "reshape",
+    "as_strided": "reshape",
+    "to_copy": "cast",
+    "local_scalar_dense": "leave",
+    "unsafe_index": "index",
+    "unsafe_index_put": "scatter",
+    "ones_like": "constant",
+    "zeros_like": "constant",
+    "full_like": "constant",
+    "new_zeros": "constant",
+    "scalar_tensor": "constant",
+}
+_REORDERED: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
+    "rsub": lambda xs: [xs[1], xs[0], *xs[2:]],
+    "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
+}
+_Form = Callable[[Call, str, dict[str, Any]], tuple[str, dict[str, Any]]]
+
+
+def _out_shape(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return operation, {"shape": tuple(call.out.shape)} if call.out is not None else found
+
+
+def _permuted(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    order = [*range(call.rank)]
+    if call.name in ("permute", "movedim", "moveaxis"):
+        order = [a % call.rank for a in call.given["dims"]]
+    elif call.rank > 1:
+        default = (-2, -1) if call.name in ("mT", "mH", "adjoint") else (0, 1)
+        a, b = call.given.get("dim0", default[0]), call.given.get("dim1", default[1])
+        order[a], order[b] = order[b], order[a]
+    return operation, {"permutation": tuple(order)}
+
+
+def _sliced(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    assert call.first is not None
+    shape = call.first.shape
+    axis = call.given.get("dim", 0) % max(1, call.rank)
+    start, limit, stride = [0] * len(shape), [*map(int, shape)], [1] * len(shape)
+    if call.name == "select":
+        start[axis] = call.given["index"] % shape[axis]
+        limit[axis] = start[axis] + 1
+        dropped = {"drop": (axis,)}
+    else:
+        lower, upper, step = slice(
+            call.given.get("start"), call.given.get("end"), call.given.get("step", 1)
+        ).indices(shape[axis])
+        start[axis], limit[axis], stride[axis] = lower, upper, step
+        dropped = {}
+    found = {"start": tuple(start), "limit": tuple(limit)}
+    if any(n != 1 for n in stride):
+        found["stride"] = tuple(stride)
+    return operation, found | dropped
+
+
+def _compared(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    relation = _RELATIONS.get(call.name)
+    return operation, {**found, "relation": relation} if relation else found
+
+
+_RELATIONS = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "equal": "==",
+    "not_equal": "!=",
+    "less": "<",
+    "less_equal": "<=",
+    "greater": ">",
+    "greater_equal": ">=",
+}
+
+
+def _convolved(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if call.name.endswith("backward"):
+        return operation, _convolution(found)
+    if found.get("transposed"):
+        operation = "convolution_transposed"
+    return operation, _convolution(found)
+
+
+def _convolution(found: dict[str, Any]) -> dict[str, Any]:
+    """Stride, padding and dilation, where they are not what one means without them."""
+    usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
+    kept = {"transposed": found["transposed"]} if found.get("transposed") else {}
+    for name, default in usual.items():
+        value = found.get(name, default)
+        values = value if isinstance(value, tuple) else (value,)
+        if any(n != default for n in values):
+            kept[name] = tuple((n, n) for n in values) if name == "padding" else value
+    kept.pop("transposed", None)
+    return kept
+
+
+def _pooled(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    found = dict(found)
+    if "kernel_size" in found:
+        window = found["window"] = found.pop("kernel_size")
+        if found.get("stride") in (window, ()):
+            found.pop("stride")
+        padding = found.pop("padding", ())
+        if any(padding if isinstance(padding, tuple) else (padding,)):
+            found["padding"] = tuple((n, n) for n in padding)
+    return operation, found
+
+
+def _normed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    found = dict(found)
+    shape = found.pop("normalized_shape", ())
+    if shape:
+        found["axes"] = tuple(range(call.rank - len(shape), call.rank))
+    return operation, found
+
+
+def _clipped(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
+    limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
+    known = limits.get(call.name, {})
+    return operation, known | {ends.get(key, key): value for key, value in found.items()}
+
+
+def _padded(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    widths = call.given["pad"]
+    missing = call.rank - len(widths) // 2
+    low = [0] * missing + list(widths[0::2])[::-1]
+    high = [0] * missing + list(widths[1::2])[::-1]
+    value = call.given.get("value", 0) or 0
+    told = {"low": tuple(low), "high": tuple(high)}
+    return "pad", told | ({"value": value} if value else {})
+
+
+def _triangle(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    offset = found.get("diagonal", 0)
+    return operation, {"upper": call.name == "triu"} | ({"offset": offset} if offset else {})
+
+
+def _indexed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    indices = call.given.get("indices")
+    if isinstance(indices, list | tuple):
+        found = {**found, "axes": tuple(i for i, x in enumerate(indices) if x is not None)}
+    elif "axis" in found:
+        found = dict(found)
+        found["axes"] = (found.pop("axis"),)
+    if found.pop("accumulate", False):
+        found["mode"] = "add"
+    return operation, found
+
+
+def _norm(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    ord_ = call.given.get("ord", call.given.get("p", 2))
+    found = {key: value for key, value in found.items() if key not in ("ord", "p")}
+    if ord_ not in (2, 2.0, None):
+        found["ord"] = ord_ if abs(ord_) != inf else float(ord_)
+    return operation, found
+
+
+def _variance(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    found = dict(found)
+    corrected = found.pop("correction", None if "unbiased" not in found else 1)
+    corrected = int(found.pop("unbiased", True)) if corrected is None else corrected
+    return operation, {**found, "correction": corrected}
+
+
+def _rolled(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return operation, {**found, "axes": tuple(a % call.rank for a in call.given.get("dims", ()))}
+
+
+def _made(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A constant: what it is filled with; its shape and dtype are those of its value."""
+    values = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+    filled = {"value": values[call.name]} if call.name in values else {}
+    return operation, filled
+
+
+_FORMS: Mapping[str, _Form] = {
+    **dict.fromkeys(("reshape", "broadcast"), _out_shape),
+    "transpose": _permuted,
+    **dict.fromkeys(("slice", "select"), _sliced),
+    "compare": _compared,
+    **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
+    **dict.fromkeys(("max_pool", "avg_pool", "max_pool2d_with_indices_backward"), _pooled),
+    **dict.fromkeys(("avg_pool2d_backward",), _pooled),
+    **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm_backward"), _normed),
+    "clip": _clipped,
+    **dict.fromkeys(("constant_pad_nd", "pad"), _padded),
+    "triangle": _triangle,
+    **dict.fromkeys(("index", "scatter"), _indexed),
+    "norm": _norm,
+    **dict.fromkeys(("variance", "deviation"), _variance),
+    "roll": _rolled,
+    "constant": _made,
+}
+
+__all__ = ["Call"]

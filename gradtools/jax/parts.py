@@ -103,7 +103,7 @@ def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
 def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with f of its leaves, modules among them."""
     leaves, treedef = _flattened(kinds, tree)
-    return trees.unflatten(treedef, map(f, leaves))
+    return trees.unflatten(treedef, list(map(f, leaves)))
 
 
 class Opened:

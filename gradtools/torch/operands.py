@@ -28,7 +28,7 @@ class Call:
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.name = operations.name_of(func.overloadpacket)
         self.out: Tensor | None = None
-        self.schema = func._schema.arguments
+        self.schema = upstream.arguments_of(func)
         self.bound = [*_bound(func, args, kwargs)]
         self.given = {argument.name: value for argument, value in self.bound}
         self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)

@@ -343,11 +343,11 @@ class _Walk:
     def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
         """The attributes of a compiled module, which hands out copies of all but tensors."""
         self.found.comparable = False
-        for key, (_, is_parameter) in x._concrete_type.get_attributes().items():
-            value, put = x._c.getattr(key), partial(x._c.setattr, key)
+        for key, is_parameter, holder in upstream.scripted_attributes(x):
+            value, put = holder.getattr(key), partial(holder.setattr, key)
             self.visit(value, f"{name}.{key}", True)
             if not is_parameter:
-                self.found.places.append((partial(x._c.getattr, key), put, value))
+                self.found.places.append((partial(holder.getattr, key), put, value))
         for key, module in x.named_children():
             self.visit(module, f"{name}.{key}", True)
 

@@ -41,7 +41,7 @@ class Call:
                 found.append(value)
             else:
                 found += tensors_in(value)
-        return _REORDERED[self.name](found) if self.name in _REORDERED else found
+        return [*_REORDERED[self.name](found)] if self.name in _REORDERED else found
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that it writes to."""

@@ -39,7 +39,8 @@ from gradtools.lines import is_installed
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
-Get, Put = Callable[[], Any], Callable[[Any], Any]
+Get = Callable[[], Any]
+Put = Callable[[Any], Any]
 
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(...), range, slice}
@@ -268,9 +269,11 @@ class _Walk:
         elif isinstance(x, BuiltinMethodType):
             if isinstance(x.__self__, (Tensor, *_CONTAINERS)):  # as `h.matmul` and `seen.append`
                 self.visit(x.__self__, name, owned)
-        elif isinstance(x, MethodType | partial):
-            of_partial = isinstance(x, partial)
-            for part in (x.func, x.args, x.keywords) if of_partial else (x.__func__, x.__self__):
+        elif isinstance(x, partial):
+            for part in (x.func, x.args, x.keywords):
+                self.visit(part, name, owned)
+        elif isinstance(x, MethodType):
+            for part in (x.__func__, x.__self__):
                 self.visit(part, name, owned)
         elif isinstance(x, ModuleType | type):
             self._holds(x, name)
@@ -344,10 +347,10 @@ class _Walk:
         """The attributes of a compiled module, which hands out copies of all but tensors."""
         self.found.comparable = False
         for key, is_parameter, holder in upstream.scripted_attributes(x):
-            value, put = holder.getattr(key), partial(holder.setattr, key)
+            get, value = partial(holder.getattr, key), holder.getattr(key)
             self.visit(value, f"{name}.{key}", True)
             if not is_parameter:
-                self.found.places.append((partial(holder.getattr, key), put, value))
+                self.found.places.append((get, partial(holder.setattr, key), value))
         for key, module in x.named_children():
             self.visit(module, f"{name}.{key}", True)
 

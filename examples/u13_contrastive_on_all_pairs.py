@@ -38,12 +38,12 @@ def show(gt, backend):
 
     few = [gt.asarray(gt.to_numpy(x[:200]).astype(np.float64)) for x in batch]
     exact = {k: gt.asarray(gt.to_numpy(x).astype(np.float64)) for k, x in params.items()}
-    tiled, dense = (gt.grad(functools.partial(f, gt))(exact, *few) for f in (loss, dense_loss))
+    run = gt.compile if backend == "jax" else lambda f: f
+    tiled, dense = (run(gt.grad(functools.partial(f, gt)))(exact, *few) for f in (loss, dense_loss))
     apart = max(float(abs(gt.to_numpy(tiled[k] - dense[k])).max()) for k in exact)
     claim(f"the gradient differs from the dense program's by {apart:.1e}", apart < 1e-12)
 
-    step = gt.value_and_grad(functools.partial(loss, gt))
-    step = gt.compile(step) if backend == "jax" else step
+    step = run(gt.value_and_grad(functools.partial(loss, gt)))
     some = [x[:MEASURED] for x in batch]
     taken, plain = (
         gt.measure(gt.grad(functools.partial(f, gt)), params, *some).peak_bytes / 1e6

@@ -117,7 +117,7 @@ class CustomRule:
     """
 
     __qualname__: str
-    __gradtools_holds__ = ("fun", "fwd", "bwd", "jvp")  # see `rules.captured`
+    __gradtools_holds__: tuple[str, ...] = ("fun", "fwd", "bwd", "jvp")  # see `rules.captured`
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import functools
 import math
 import random
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -607,6 +608,77 @@ def _() -> World:
 
     (count, table), w = make(), weight()
     return simple(lambda x: x @ w * count(float(x.sum())), leaves=[w], state=lambda: dict(table))
+
+
+def _in_two_steps(f: Any, net: nn.Module, change: Callable[[], Any], state: Any) -> World:
+    """A step, a change of what f is, and a step."""
+
+    def step(run: Run) -> dict[str, Any]:
+        operator, found = run(f), []
+        for turn in (0, 1):
+            if turn:
+                change()
+            net.zero_grad()
+            score(operator(batch())).backward()
+            found.append([p.grad for p in net.parameters()])
+        return {"grads": found}
+
+    return World(step, state)
+
+
+@program("the forward of a class is replaced between two steps", TRAINED)
+def _() -> World:
+    net, seen = block(nothing, lambda self, x: self.linear(x)), [0]
+
+    def counts(self: Any, x: Any) -> Any:
+        seen[0] += 1
+        return self.linear(x) * seen[0]
+
+    change = functools.partial(setattr, type(net), "forward", counts)
+    return _in_two_steps(net, net, change, lambda: seen[0])
+
+
+SEEN = [0]
+
+
+@program("the code of a function is replaced between two steps, as a reload does", TRAINED)
+def _() -> World:
+    net, SEEN[0] = Block(), 0
+
+    def counts(x: Any, net: Any = net) -> Any:
+        SEEN[0] += 1
+        return net(x) * SEEN[0]
+
+    def f(x: Any, net: Any = net) -> Any:
+        return net(x)
+
+    change = functools.partial(setattr, f, "__code__", counts.__code__)
+    return _in_two_steps(f, net, change, lambda: SEEN[0])
+
+
+class Scripted(nn.Module):
+    """A number, a list and a tensor, for TorchScript."""
+
+    n: int
+    seen: list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.n, self.seen = 0, [1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        self.seen.append(self.n)
+        return self.linear(x) * float(self.n + len(self.seen))
+
+
+@program("a scripted module with a number and a list that count", TRAINED)
+def _() -> World:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = torch.jit.script(Scripted())
+    return simple(net, module=net, state=lambda: (net.n, net.seen))
 
 
 # --- operators in each other ----------------------------------------------------------------

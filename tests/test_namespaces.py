@@ -135,7 +135,7 @@ ALONE = {
     ("torch", "hooks.py"): "hooks on gradients; JAX has none",
     ("torch", "transposed.py"): "forward mode by reverse mode; JAX's is right",
     ("torch", "upstream_bugs.py"): "wrong derivatives of PyTorch; JAX has no such seam",
-    ("torch", "attention.py"): "fused kernels, differentiated again; JAX has none",
+    ("torch", "fused_attention.py"): "fused kernels, differentiated again; JAX has none",
     ("torch", "wrong_gradients.py"): "wrong gradients of PyTorch; JAX has none that can be mended",
     ("torch", "formulas.py"): "operations as plain ones, for both",
     ("torch", "zeros.py"): "products with symbolic zeros; XLA takes them out itself",

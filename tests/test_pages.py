@@ -108,7 +108,7 @@ def test_every_link_leads_to_a_file():
         prose = re.sub(
             r"^```.*?^```|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S
         )
-        for link in re.findall(r"\]\(([^)#:]+)\)", prose):
+        for link in re.findall(r"\]\(([^)#:\s]+)\)", prose):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 

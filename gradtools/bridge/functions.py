@@ -287,10 +287,12 @@ class Bridged(CustomRule):
     def __init__(self, guest: Any, f: Callable[..., Any], out: Any) -> None:
         self.guest, self.out = guest, out
         super().__init__(guest.host, _of_trees, (), "never")
-        self._parameters = Parameters(None, (), (), ())
         self.fun = self.__wrapped__ = f
         self.__name__ = getattr(f, "__name__", None) or type(f).__name__
         self.__doc__, self.__module__ = f.__doc__, f.__module__
+
+    def _taking(self) -> Parameters:
+        return Parameters(None, (), (), ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the guest wherever the host takes a derivative."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
@@ -37,7 +38,7 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 def tensor_of(x: jax.Array) -> Tensor:
     """The tensor in the memory of a JAX array, which it must not write."""
-    return torch.from_dlpack(x)
+    return from_dlpack(x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
@@ -75,7 +76,7 @@ def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor
     taken = {x.data_ptr() for x in others}
     found = []
     for i in range(len(ys)):
-        t = torch.from_dlpack(ys[i])
+        t = from_dlpack(ys[i])
         if t.data_ptr() in taken or sys.getrefcount(ys[i]) > _HELD_ONCE:
             t = t.clone()
         taken.add(t.data_ptr())
@@ -97,8 +98,8 @@ _HELD_ONCE = _held_once()
 def tensor_of_numpy(x: np.ndarray, spec: Spec) -> Tensor:
     """The tensor in the memory of an array that may be read-only, which it must not write."""
     if spec.dtype == _BFLOAT16:  # which NumPy knows as raw bytes
-        return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_dlpack(x)
+        return from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+    return from_dlpack(x)
 
 
 def numpy_of_tensor(t: Tensor) -> np.ndarray:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 import gradtools.jax
 import gradtools.torch
@@ -132,7 +133,7 @@ class BridgedModule(nn.Module):
 
         self._bridged = {}
         for train, run in modes.items():
-            one = partial(fun, run)
+            one: Any = partial(fun, run)
             one.__name__ = name
             self._bridged[train] = Bridged(guest, one, out)
 
@@ -187,7 +188,7 @@ def _registered(
             if name not in dict(inside.named_children()):
                 inside.add_module(name, nn.Module())
             inside = inside.get_submodule(name)
-        value = made(torch.from_dlpack(_data(x)).clone())
+        value = made(from_dlpack(_data(x)).clone())
         if isinstance(value, nn.Parameter):
             inside.register_parameter(last, value)
         else:

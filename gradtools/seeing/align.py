@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -100,6 +100,7 @@ class Step:
         outputs: What it makes.
         reads: The steps that it reads, through all that only arranges data, by number.
         number: Its place in the sequence.
+        turn: Its pass; what runs in the first and is read in later ones alone stands between.
     """
 
     node: Node
@@ -107,6 +108,7 @@ class Step:
     outputs: tuple[Value, ...]
     reads: frozenset[int]
     number: int
+    turn: float = 0.0
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -139,7 +141,11 @@ def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[Step, .
     """
     steps: list[Step] = []
     _collect(graph, {}, whole, steps)
-    return tuple(steps)
+    first = {id(node) for _, node in forward_alone(graph).walk()}
+    return tuple(
+        replace(step, turn=0.5) if not step.node.phase and id(step.node) not in first else step
+        for step in steps
+    )
 
 
 def _collect(
@@ -148,7 +154,7 @@ def _collect(
     for node in graph.nodes:
         reads = frozenset[int]().union(*(made.get(v, frozenset()) for v in node.inputs))
         name = common_name(node)
-        if node.bodies and name not in whole:
+        if node.bodies and (name not in whole or _holds(node, name)):
             found = reads
             for body in node.bodies:
                 inner = {
@@ -161,9 +167,15 @@ def _collect(
             found = reads
         else:
             outputs = tuple(graph.values[v] for v in node.outputs)
-            steps.append(Step(node, name, outputs, reads, len(steps)))
+            steps.append(Step(node, name, outputs, reads, len(steps), float(node.phase)))
             found = frozenset({steps[-1].number})
         made.update(dict.fromkeys(node.outputs, found))
+
+
+def _holds(node: Node, name: str) -> bool:
+    """Whether a call holds an operation of its own name."""
+    inner = (part for body in node.bodies for _, part in body.graph.walk())
+    return any(common_name(part) == name for part in inner)
 
 
 def is_arranging(graph: Graph, node: Node) -> bool:
@@ -191,9 +203,9 @@ def aligned(a: Graph, b: Graph) -> Alignment:
     """Two graphs, aligned."""
     first, second = steps_of(a, names_in(b)), steps_of(b, names_in(a))
     pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for phase in sorted({step.node.phase for step in (*first, *second)}):
-        one = [step for step in first if step.node.phase == phase]
-        two = [step for step in second if step.node.phase == phase]
+    for turn in sorted({step.turn for step in (*first, *second)}):
+        one = [step for step in first if step.turn == turn]
+        two = [step for step in second if step.turn == turn]
         pairs += _of_one_pass(one, two)
     _in_another_order(first, second, pairs)
     pairs += _renamed(first, second, pairs)
@@ -348,9 +360,9 @@ def _in_another_order(first: Sequence[Step], second: Sequence[Step], pairs: _Pai
             step = first[i]
             expected = {j for read in step.reads for j in partner.get(read, ())}
             for other in others:
-                alike = (step.name, step.size, step.node.phase) == (
+                alike = (step.name, step.size, step.turn) == (
                     *(other.name, other.size),
-                    other.node.phase,
+                    other.turn,
                 )
                 if alike and (expected & other.reads or not step.reads | other.reads):
                     pairs.append(((step.number,), (other.number,)))
@@ -371,7 +383,7 @@ def _renamed(first: Sequence[Step], second: Sequence[Step], pairs: _Pairs) -> _P
         expected = {j for read in step.reads for j in partner.get(read, ())}
         for j in twos:
             other = second[j]
-            if (step.size, step.node.phase) == (other.size, other.node.phase) and (
+            if (step.size, step.turn) == (other.size, other.turn) and (
                 expected & other.reads or not step.reads | other.reads
             ):
                 found.append(((i,), (j,)))
@@ -381,6 +393,29 @@ def _renamed(first: Sequence[Step], second: Sequence[Step], pairs: _Pairs) -> _P
     return found
 
 
+def forward_alone(graph: Graph) -> Graph:
+    """The first pass, and of it what its own outputs are made of.
+
+    How a derivative is written is each framework's own: what it keeps, in which steps.
+    """
+    first = [node for node in graph.nodes if not node.phase]
+    later = {v for node in graph.nodes if node.phase for v in node.outputs}
+    entering = {v for node in first for v in (*node.inputs, *node.outputs)}
+    outputs = [v for v in graph.outputs if v not in later and (v in entering or v in graph.inputs)]
+    outputs = [v for v in outputs if "gradient of " not in graph.values[v].name]
+    needed, nodes = set(outputs), []
+    for node in reversed(first):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            nodes.append(node)
+    inputs = tuple(v for v in graph.inputs if not graph.values[v].name.startswith("cotangent of "))
+    captured = tuple(v for v in graph.captured if v in needed)
+    nodes = nodes[::-1]
+    return replace(
+        graph, nodes=tuple(nodes), inputs=inputs, outputs=tuple(outputs), captured=captured
+    )
+
+
 def share(alignment: Alignment) -> float:
     """How much of both programs is paired, from 0 to 1."""
     total = len(alignment.first) + len(alignment.second)
@@ -388,4 +423,4 @@ def share(alignment: Alignment) -> float:
     return paired / total if total else 1.0
 
 
-__all__ = ["Alignment", "Step", "aligned", "common_name", "share", "steps_of"]
+__all__ = ["Alignment", "Step", "aligned", "common_name", "forward_alone", "share", "steps_of"]

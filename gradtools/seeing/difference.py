@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.align import Alignment, Step, aligned
+from gradtools.seeing.align import Step, aligned, forward_alone
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.edges import reason, strengths_of
+from gradtools.seeing.equality import ELSE, Pair
 from gradtools.seeing.graph import Dependence, Graph, Node
 from gradtools.seeing.outline import Arrow, Block, Outline, counted, size_text, value_text
 
@@ -48,6 +49,8 @@ class GraphDifference:
         changed: The operations of both that are not the same.
         only_a: Those of the first graph alone.
         only_b: Those of the second alone.
+        by_name: Those of ``matched`` that are alike by name and shape, and of which no more is
+            known: an operation, and what it is made of in the other graph.
     """
 
     first: Graph
@@ -57,6 +60,7 @@ class GraphDifference:
     changed: tuple[Change, ...]
     only_a: tuple[Node, ...]
     only_b: tuple[Node, ...]
+    by_name: tuple[Node, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.only_a or self.only_b)
@@ -65,7 +69,7 @@ class GraphDifference:
         return f"GraphDifference({self.headline()})"
 
     def __str__(self) -> str:
-        return "\n".join([self.headline(), *self._kept(), *self._told()])
+        return "\n".join([self.headline(), *self._kept(), *self._unproved(), *self._told()])
 
     def headline(self) -> str:
         """One line: how much is alike, and how much is not."""
@@ -84,6 +88,10 @@ class GraphDifference:
             return []
         pairs = zip(self.names, kept, strict=True)
         return ["kept for backward: " + ", ".join(f"{name} {size_text(n)}" for name, n in pairs)]
+
+    def _unproved(self) -> list[str]:
+        names = dict.fromkeys(node.operation for node in self.by_name)
+        return [f"alike by name and shape alone: {', '.join(names)}"] if names else []
 
     def _told(self) -> list[str]:
         lines = []
@@ -198,20 +206,64 @@ def graph_diff(a: Any, b: Any, names: tuple[str, str] = ("first", "second")) -> 
                 f"graph_diff: {name} must be a Graph, got {type(graph).__name__}. Mend: pass "
                 "gradient_graph(f, *args) of each."
             )
-    alignment = aligned(a, b)
+    return compared(a, b, names)
+
+
+def compared(a: Graph, b: Graph, names: tuple[str, str]) -> GraphDifference:
+    """How two graphs differ."""
+    crossing = _is_crossing(a, b)
+    ones, twos = (forward_alone(a), forward_alone(b)) if crossing else (a, b)
+    alignment, pair = aligned(ones, twos), Pair(ones, twos, crossing)
     of = _owners(a), _owners(b)
+    equal = pair.is_equal()
     matched, changed = [], []
+    otherwise = {} if equal else pair.held_against(alignment)
     for one, two in alignment.pairs:
         steps = [alignment.first[i] for i in one], [alignment.second[j] for j in two]
-        what = _differences(alignment, steps[0][0], steps[1][0], of) if _single(one, two) else ()
+        last = steps[0][-1], steps[1][-1]
+        what: tuple[str, ...] = ()
+        if _single(one, two):
+            same = (one, two) in pair.same
+            what = _differences(*last, of, equal, equal or same, crossing)
+        more = otherwise.get((one, two), ())
+        what += tuple(w for w in more if not (what and w == ELSE))
         if what:
-            changed.append(Change(steps[0][0].node, steps[1][0].node, what))
+            changed.append(Change(last[0].node, last[1].node, what))
         else:
             groups = tuple(tuple(step.node for step in side) for side in steps)
             matched.append((groups[0], groups[1]))
-    only_a = tuple(alignment.first[i].node for i in alignment.left(0))
-    only_b = tuple(alignment.second[j].node for j in alignment.left(1))
-    return GraphDifference(a, b, names, tuple(matched), tuple(changed), only_a, only_b)
+    alone = [
+        tuple(steps[i].node for i in ([] if equal else alignment.left(side)))
+        for side, steps in enumerate((alignment.first, alignment.second))
+    ]
+    if not equal:
+        changed += [Change(*nodes, what) for nodes, what in (*pair.loops(), *pair.outputs())]
+        if not (changed or alone[0] or alone[1] or pair.by_name) and not pair.is_equal():
+            changed += [Change(*nodes, what) for nodes, what in pair.outputs()]
+    if crossing:
+        missing = _lost_gradients(a, b)
+        alone = [(*nodes, *more) for nodes, more in zip(alone, missing, strict=True)]
+    by_name = tuple(one[-1] for one, two in matched if {id(one[-1]), id(two[-1])} & pair.by_name)
+    return GraphDifference(a, b, names, tuple(matched), tuple(changed), *alone, by_name)
+
+
+def _is_crossing(a: Graph, b: Graph) -> bool:
+    """Whether the two are of two frameworks."""
+    kinds = [{n.native.startswith("aten.") for _, n in g.walk() if n.native} for g in (a, b)]
+    return bool(kinds[0] and kinds[1]) and (True in kinds[0]) != (True in kinds[1])
+
+
+def _lost_gradients(a: Graph, b: Graph) -> list[list[Node]]:
+    """Of each graph what makes a gradient of an argument that the other has none of."""
+    makers = [{v: n for n in graph.nodes for v in n.outputs} for graph in (a, b)]
+    found = []
+    for graph, of in zip((a, b), makers, strict=True):
+        ends = {graph.values[v].name: of.get(v) for v in graph.outputs}
+        found.append({k: n for k, n in ends.items() if "gradient of argument" in k and n})
+    return [
+        [node for name, node in found[side].items() if name not in found[1 - side]]
+        for side in (0, 1)
+    ]
 
 
 def _single(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
@@ -223,24 +275,30 @@ def _owners(graph: Graph) -> dict[int, Graph]:
 
 
 def _differences(
-    alignment: Alignment, one: Step, two: Step, owners: tuple[Mapping[int, Graph], ...]
+    one: Step,
+    two: Step,
+    owners: tuple[Mapping[int, Graph], ...],
+    equal: bool,
+    same: bool,
+    crossing: bool,
 ) -> tuple[str, ...]:
+    """What differs of two operations by themselves, whatever they read."""
     found = []
-    if one.name != two.name:
+    if one.name != two.name and not same:
         found.append(f"{one.node.operation} ≠ {two.node.operation}")
-    if one.size != two.size:
+    if one.size != two.size and not equal:
         found.append(f"shape: {_first(one)} ≠ {_first(two)}")
     dtypes = [tuple(v.dtype for v in step.outputs[:1]) for step in (one, two)]
-    if dtypes[0] != dtypes[1]:
+    inexact = any(v.is_inexact for step in (one, two) for v in step.outputs[:1])
+    if dtypes[0] != dtypes[1] and (inexact or not crossing):
         found.append(f"dtype: {' '.join(dtypes[0])} ≠ {' '.join(dtypes[1])}")
     if one.node.mark != two.node.mark:
         found.append(f"{one.node.mark or 'no mark'} ≠ {two.node.mark or 'no mark'}")
+    if equal and crossing:
+        return tuple(found)
     flows = [_flow(owners[side][id(step.node)], step) for side, step in enumerate((one, two))]
     if flows[0] != flows[1]:
         found.append(f"derivative: {flows[0]} ≠ {flows[1]}")
-    found += _axes(one, two)
-    if not found and _reads_differ(alignment, one, two):
-        found.append("reads something else")
     return tuple(found)
 
 
@@ -263,29 +321,6 @@ def _flow(graph: Graph, step: Step) -> str:
         return "none"
     cut = strongest == Dependence.CUT and step.node.loss
     return reason(step.node.loss) if cut else str(strongest)
-
-
-def _axes(one: Step, two: Step) -> list[str]:
-    """Attributes that both name and that are not the same: axes, where shapes are."""
-    found: list[str] = []
-    if [v.shape for v in one.outputs] != [v.shape for v in two.outputs]:
-        return found
-    for name in ("axis", "axes"):
-        values = [step.node.attributes.get(name) for step in (one, two)]
-        if None not in values and values[0] != values[1]:
-            found.append(f"{name}: {values[0]} ≠ {values[1]}")
-    return found
-
-
-def _reads_differ(alignment: Alignment, one: Step, two: Step) -> bool:
-    """Whether both read only paired steps, and not the same ones."""
-    partner = {i: pair[1] for pair in alignment.pairs for i in pair[0]}
-    back = {j for pair in alignment.pairs for j in pair[1]}
-    if not one.reads <= partner.keys() or not two.reads <= back:
-        return False
-    expected = [set(partner[i]) for i in one.reads]
-    covered = set().union(*expected)
-    return any(not group & two.reads for group in expected) or not two.reads <= covered
 
 
 def kept_bytes(graph: Graph) -> int:

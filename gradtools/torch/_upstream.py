@@ -405,6 +405,15 @@ class ModuleLike(torch.nn.Module):
         self._own._load_from_state_dict(*args, **kwargs)
 
 
+def scripted_attributes(module: Any) -> list[tuple[str, bool, Any]]:
+    """Name, whether it is a parameter, and the holder of each attribute of a ScriptModule.
+
+    `getattr` of the module hands out copies. Gone: what TorchScript changes is not put back.
+    """
+    attributes = module._concrete_type.get_attributes().items()
+    return [(key, is_parameter, module._c) for key, (_, is_parameter) in attributes]
+
+
 def cached_weights() -> dict[Any, Any] | None:
     """What `torch.nn.utils.parametrize.cached` keeps; None outside of its block."""
     return parametrize._cache if parametrize._cache_enabled else None

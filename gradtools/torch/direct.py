@@ -68,7 +68,8 @@ class _Signature:
         self.again = tuple(range(self.count)) * times
         if self.shaped.contract.check == "never":
             self.ready = True
-        self.records = self.bwd is None and None not in self.likes
+        opaque = hasattr(self.shaped.of, "kernel")  # what it does to tangents leaves no graph
+        self.records = self.bwd is None and not opaque and None not in self.likes
         self.saves_no_extras = self.bwd is None
         if self.bwd is None:
             self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f

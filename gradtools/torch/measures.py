@@ -63,7 +63,7 @@ def _check(given: Sequence[Tensor]) -> None:
 
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, set[str]]:
-    with LiveBytes() as live, Kept(live, before), Flops() as flops, _eager():
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, _eager():
         found = run()
     del found
     before.restore()
@@ -209,7 +209,7 @@ def _saved_bytes(
     with torch.inference_mode(False), torch.enable_grad():
         tracked_args, tracked_kwargs = upstream.tree_map(_tracked, (tuple(args), kwargs))
         try:
-            with live, Kept(live, before), saved_tensors_hooks(pack, lambda x: x), _eager():
+            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), _eager():
                 found = f(*tracked_args, **tracked_kwargs)
         except Exception as error:  # it ran as it was given: what stands in the way is the answer
             first = str(error).strip().partition("\n")[0]
@@ -306,7 +306,7 @@ def _kinds_of(kind: type) -> set[type]:
     return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
 
 
-class Kept(Watching):
+class PutBack(Watching):
     """Copies what was there before, just before an operation inside writes to it."""
 
     def __init__(self, live: LiveBytes, before: _Before) -> None:

@@ -28,6 +28,7 @@ class Call:
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.name = operations.name_of(func.overloadpacket)
         self.out: Tensor | None = None
+        self.schema = upstream.arguments_of(func)
         self.bound = [*_bound(func, args, kwargs)]
         self.given = {argument.name: value for argument, value in self.bound}
         self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)
@@ -40,7 +41,7 @@ class Call:
                 found.append(value)
             else:
                 found += tensors_in(value)
-        return _REORDERED[self.name](found) if self.name in _REORDERED else found
+        return [*_REORDERED[self.name](found)] if self.name in _REORDERED else found
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that it writes to."""
@@ -73,6 +74,14 @@ class Call:
                 value = _plain(value)
                 if value != _plain(default):
                     found[argument.name] = value
+        for argument in self.schema:
+            default = argument.has_default_value() and argument.default_value
+            if (
+                argument.name == "dim"
+                and type(default) is int
+                and self.given.get("dim") in (None, default)
+            ):
+                found["dim"] = default
         return self._with_axes(found)
 
     def _with_axes(self, found: dict[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
     with put_back(program.run, program.leaves) as start:
         watched = start.reached.watched
         known = {id(x): name.removeprefix("f.") for x, name in reversed(watched)}
-        recorder = _Recorder(known, hooked)
+        recorder = _PassRecorder(known, hooked)
         grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
         try:
             with recording(), torch.inference_mode(False), torch.enable_grad():
@@ -110,7 +110,7 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
                     x.grad = grad
 
 
-def _recorded(asked: Differentiated, recorder: _Recorder) -> Graph:
+def _recorded(asked: Differentiated, recorder: _PassRecorder) -> Graph:
     program = asked.program
     active = set(program.wrt)
     xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
@@ -139,7 +139,7 @@ class _Ends:
 
 
 def _differentiated(
-    recorder: _Recorder,
+    recorder: _PassRecorder,
     ends: _Ends,
     phase: int,
     outs: Mapping[str, Tensor],
@@ -201,7 +201,7 @@ class _Origin:
 
 
 @dataclass
-class _Held:
+class _Numbered:
     """A tensor that is known: its number, and how often its memory had been written to."""
 
     tensor: Tensor
@@ -210,7 +210,7 @@ class _Held:
 
 
 @dataclass
-class _Storage:
+class _SharedMemory:
     """A piece of memory: the numbers that were written to it, and its contents before, if kept."""
 
     written: list[int] = field(default_factory=list)
@@ -225,7 +225,7 @@ class _Made:
     grad_enabled: bool
 
 
-class _Recorder(Watching):
+class _PassRecorder(Watching):
     """Writes down the operations that run beneath it.
 
     Args:
@@ -245,9 +245,9 @@ class _Recorder(Watching):
         self._origins: dict[int, _Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
-        self._held: dict[int, _Held] = {}
-        self._seen: dict[Any, _Held] = {}
-        self._storages: dict[int, _Storage] = {}
+        self._held: dict[int, _Numbered] = {}
+        self._seen: dict[Any, _Numbered] = {}
+        self._storages: dict[int, _SharedMemory] = {}
         self._before: set[int] = set()  # the memory of what is captured
         self._contents: dict[int, tuple[Any, Any]] = {}
 
@@ -431,7 +431,7 @@ class _Recorder(Watching):
 
     def hold(self, x: Tensor, number: int) -> None:
         """From now on x has this number."""
-        held = _Held(x, number, len(self._storage(x).written))
+        held = _Numbered(x, number, len(self._storage(x).written))
         self._held[id(x)] = held
         self._seen[_key(x)] = held
 
@@ -455,7 +455,7 @@ class _Recorder(Watching):
         if written:
             held = self._updated(x, held, written)
         if id(x) not in self._held:
-            self._held[id(x)] = _Held(x, held.number, held.writes)
+            self._held[id(x)] = _Numbered(x, held.number, held.writes)
         return self._read(x, held.number)
 
     def _read(self, x: Tensor, number: int) -> int:
@@ -463,7 +463,7 @@ class _Recorder(Watching):
             self._tracked[number] = self._tracked.get(number, False) or x.requires_grad
         return number
 
-    def _updated(self, x: Tensor, held: _Held, written: Sequence[int]) -> _Held:
+    def _updated(self, x: Tensor, held: _Numbered, written: Sequence[int]) -> _Numbered:
         """x after others wrote to its memory."""
         number, origin = self.new(x), self._origin()
         node = Node(
@@ -480,8 +480,8 @@ class _Recorder(Watching):
         self.hold(x, number)
         return self._held[id(x)]
 
-    def _storage(self, x: Tensor) -> _Storage:
-        return self._storages.setdefault(_memory(x), _Storage())
+    def _storage(self, x: Tensor) -> _SharedMemory:
+        return self._storages.setdefault(_memory(x), _SharedMemory())
 
     # --- what is put back, and what f holds
 

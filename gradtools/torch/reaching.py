@@ -39,7 +39,8 @@ from gradtools.lines import is_installed
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
-Get, Put = Callable[[], Any], Callable[[Any], Any]
+Get = Callable[[], Any]
+Put = Callable[[Any], Any]
 
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(...), range, slice}
@@ -61,26 +62,27 @@ class Reached:
         roots: Where the walk began.
         kinds: The types of devices.
         modules: Every module, with its name.
-        watched: Tensors, with their names, and whether they were differentiated.
+        watched: Tensors, with their names.
         owned: Tensors whose contents count, as those of modules' buffers do.
         generators: How the state of each is read and set; of arrays that are no tensors as well.
         empty: Containers in attributes that held nothing, of which modules have many.
         maps: Dictionaries by text, as those of attributes are, and what they held.
         holders: Other containers, functions and the dictionaries of classes, and what they held.
         places: All else that holds one object: how it is read, how it is written, what it held.
+        comparable: Whether what is read is the same object each time.
     """
 
     roots: list[Any]
     kinds: set[str]
     modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)
     watched: list[tuple[Tensor, str]] = field(default_factory=list)
-    tracked: list[bool] = field(default_factory=list)
     owned: list[Tensor] = field(default_factory=list)
     generators: list[tuple[Get, Put]] = field(default_factory=list)
     empty: list[Any] = field(default_factory=list)
     maps: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     holders: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     places: list[tuple[Get, Put, Any]] = field(default_factory=list)
+    comparable: bool = True
 
     def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
         """Whether a walk from these would be this one, if nothing changed."""
@@ -117,10 +119,10 @@ class Reached:
         """Whether everything holds the very objects that it held; text may be equal."""
         maps, keys, values = self._flat
         return (
-            not any(self.empty)
+            self.comparable
+            and not any(self.empty)
             and [*map(list, maps)] == keys
             and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
-            and [x.requires_grad for x, _ in self.watched] == self.tracked
             and all(_same(_entries(x), kept) for x, kept in self.holders)
             and all(_got(get) is value for get, _, value in self.places)
         )
@@ -129,7 +131,6 @@ class Reached:
         """The same objects, with what each of them holds now."""
         found = copy(self)
         vars(found).pop("_flat", None)
-        found.tracked = [x.requires_grad for x, _ in self.watched]
         found.maps = [(x, dict(x)) for x, _ in self.maps]
         filled = [(x, ()) for x in self.empty if x]
         found.holders = [(x, _entries(x)) for x, _ in (*self.holders, *filled)]
@@ -268,9 +269,11 @@ class _Walk:
         elif isinstance(x, BuiltinMethodType):
             if isinstance(x.__self__, (Tensor, *_CONTAINERS)):  # as `h.matmul` and `seen.append`
                 self.visit(x.__self__, name, owned)
-        elif isinstance(x, MethodType | partial):
-            of_partial = isinstance(x, partial)
-            for part in (x.func, x.args, x.keywords) if of_partial else (x.__func__, x.__self__):
+        elif isinstance(x, partial):
+            for part in (x.func, x.args, x.keywords):
+                self.visit(part, name, owned)
+        elif isinstance(x, MethodType):
+            for part in (x.__func__, x.__self__):
                 self.visit(part, name, owned)
         elif isinstance(x, ModuleType | type):
             self._holds(x, name)
@@ -328,7 +331,6 @@ class _Walk:
             self.found.owned.append(x)
         if not x.is_inference():
             self.found.watched.append((x, name))
-            self.found.tracked.append(x.requires_grad)
         self._attributes(x, name, owned)
 
     def _module(self, x: torch.nn.Module, name: str) -> None:
@@ -338,6 +340,19 @@ class _Walk:
             for key, part in parts.items() if parts else ():
                 self.visit(part, f"{name}.{key}", True)
         self._attributes(x, name, True)
+        if isinstance(x, torch.jit.ScriptModule):
+            self._scripted(x, name)
+
+    def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
+        """The attributes of a compiled module, which hands out copies of all but tensors."""
+        self.found.comparable = False
+        for key, is_parameter, holder in upstream.scripted_attributes(x):
+            get, value = partial(holder.getattr, key), holder.getattr(key)
+            self.visit(value, f"{name}.{key}", True)
+            if not is_parameter:
+                self.found.places.append((get, partial(holder.setattr, key), value))
+        for key, module in x.named_children():
+            self.visit(module, f"{name}.{key}", True)
 
     def _function(self, x: FunctionType, owned: bool) -> None:
         for part in self._holder(x)[1:]:

@@ -198,7 +198,7 @@ class Verification:
         first = self.leaves[i]
         if found.keys() == first.keys():
             # Compiled code gets other nodes while it is optimised.
-            if not self.is_compiled:
+            if self.reached.comparable and not self.is_compiled:
                 self._compare_nodes(i, kinds_of(nodes))
             return
         names = {id(x): name for x, name in (*self.reached.watched, *self.held)}

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class Held:
+class Shown:
     """A tensor that is known, its value, and how often its memory had been written to."""
 
     tensor: Tensor
@@ -30,10 +30,10 @@ class Held:
 
 
 @dataclass
-class Storage:
+class Memory:
     """A piece of memory: the tensor that was met first, and how often it was written to."""
 
-    root: Held
+    root: Shown
     writes: int = 0
 
 

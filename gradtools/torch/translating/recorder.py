@@ -24,7 +24,7 @@ from gradtools.host import _BY_KEY
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.translating import memory
-from gradtools.torch.translating.memory import Held, Storage, key_of, memory_of
+from gradtools.torch.translating.memory import Memory, Shown, key_of, memory_of
 from gradtools.torch.translating.writer import Ref, Writer, like
 from gradtools.torch.wrappers import is_inexact
 
@@ -38,7 +38,7 @@ _DRAWN = """
 DRAWN = frozenset(_DRAWN.split())
 
 
-class Recorder:
+class FormulaRecorder:
     """What a run computes, and which tensor stands for which value.
 
     Args:
@@ -64,9 +64,9 @@ class Recorder:
         self.depth = 0  # inside so many functions with rules of their own
         self.rule = ""  # the name of the innermost
         self.thread = threading.get_ident()
-        self.held: dict[int, Held] = {}
-        self.seen: dict[Any, Held] = {}
-        self.storages: dict[int, Storage] = {}
+        self.held: dict[int, Shown] = {}
+        self.seen: dict[Any, Shown] = {}
+        self.storages: dict[int, Memory] = {}
         self.tensors: dict[int, Tensor] = {}
         self.fixed: set[int] = set()  # values that depend on no argument
 
@@ -83,8 +83,8 @@ class Recorder:
         key = memory_of(x)
         storage = self.storages.get(key)
         if storage is None:
-            storage = self.storages[key] = Storage(Held(x, ref, 0))
-        held = self.held[id(x)] = Held(x, ref, storage.writes)
+            storage = self.storages[key] = Memory(Shown(x, ref, 0))
+        held = self.held[id(x)] = Shown(x, ref, storage.writes)
         self.tensors[ref.number] = x
         if not alone:
             self.seen[key_of(x)] = held
@@ -104,7 +104,7 @@ class Recorder:
             ref = memory.read(self.writer, storage.root.ref, memory.places(x, storage.root.tensor))
             self.hold(x, ref)
             return ref
-        self.held.setdefault(id(x), Held(x, held.ref, held.writes))
+        self.held.setdefault(id(x), Shown(x, held.ref, held.writes))
         return held.ref
 
     def met(self, x: Tensor) -> Ref:
@@ -371,7 +371,7 @@ class Computing:
 class Operations(upstream.TorchDispatchMode):
     """What aten computes."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: FormulaRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -387,7 +387,7 @@ class Operations(upstream.TorchDispatchMode):
 class Functions(TorchFunctionMode):
     """What is called in Python."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: FormulaRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 

@@ -91,7 +91,7 @@ def dense_loss(gt, params, query, document):
 
 def recall(gt, params, held_out):
     """How often a function's own body is among the ten nearest of its head."""
-    x, y = (gt.to_numpy(z) for z in towers(gt, params, *held_out, lambda f: f))
+    x, y = (gt.to_numpy(z) for z in towers(gt, params, held_out[0], held_out[1], lambda f: f))
     scores = x @ y.T
     return float(((scores > np.diag(scores)[:, None]).sum(axis=1) < 10).mean())
 

@@ -287,7 +287,6 @@ class Bridged(CustomRule):
     def __init__(self, guest: Any, f: Callable[..., Any], out: Any) -> None:
         self.guest, self.out = guest, out
         super().__init__(guest.host, _of_trees, (), "never")
-        self._parameters = Parameters(None, (), (), ())
         self.fun = self.__wrapped__ = f
         self.__name__ = getattr(f, "__name__", None) or type(f).__name__
         self.__doc__, self.__module__ = f.__doc__, f.__module__
@@ -326,6 +325,9 @@ class Bridged(CustomRule):
                     f"{self.guest.host_title} arrays, as it is part of a {self.guest.host_title} "
                     "program. Convert it before the call."
                 )
+
+    def _taking(self) -> Parameters:
+        return Parameters(None, (), (), ())
 
     def _begin(self) -> None:
         self._flat: dict[str, Flat] = {}

@@ -371,6 +371,11 @@ def test_arrays_of_the_wrong_framework_are_refused_by_name():
         bridge.to_jax(lambda t: t)(jax.random.key(0))
 
 
+def test_a_tensor_on_a_device_that_jax_does_not_see_is_refused_by_name():
+    with pytest.raises(GradtoolsError, match=r"to_torch: an argument of .* is on meta, which JAX"):
+        bridge.to_torch(lambda a: a)(torch.ones(2, device="meta"))
+
+
 def test_without_x64_wide_dtypes_are_refused_and_never_narrowed():
     program = f"""
 import jax.numpy as jnp, torch

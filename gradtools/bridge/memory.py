@@ -47,7 +47,7 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
     if t.device.type != "cpu" and not _seen_by_jax(t.device.type):
         raise GradtoolsError(
-            f"{who} is on {t.device}, which JAX does not see in this process. Move it by .cpu(), or "
+            f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
             "install JAX for that device."
         )
     if t.layout is not torch.strided:

@@ -260,7 +260,7 @@ def test_a_function_that_writes_in_its_argument_gets_a_copy(around):
 
 def test_a_function_that_writes_later_than_at_its_first_call_is_told():
     calls = []
-    f = bridge.to_jax(lambda t: (calls.append(1), t.add_(1) if len(calls) > 1 else t * 1)[1])
+    f = bridge.to_jax(lambda t: (calls.append(1), t.add_(1) if len(calls) > 2 else t * 1)[1])
     f(jnp.zeros(4))
     with pytest.raises(GradtoolsError, match=r"to_jax: .* wrote in its argument 0"):
         f(jnp.zeros(4))
@@ -369,6 +369,11 @@ def test_arrays_of_the_wrong_framework_are_refused_by_name():
         bridge.to_jax(3)
     with pytest.raises(GradtoolsError, match=r"to_jax: .* typed key.*jax.random.key_data"):
         bridge.to_jax(lambda t: t)(jax.random.key(0))
+
+
+def test_a_tensor_on_a_device_that_jax_does_not_see_is_refused_by_name():
+    with pytest.raises(GradtoolsError, match=r"to_torch: an argument of .* is on meta, which JAX"):
+        bridge.to_torch(lambda a: a)(torch.ones(2, device="meta"))
 
 
 def test_without_x64_wide_dtypes_are_refused_and_never_narrowed():

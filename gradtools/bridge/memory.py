@@ -45,6 +45,11 @@ def array_of(t: Tensor, who: str) -> jax.Array:
     """The JAX array in the memory of a tensor, which nobody may write while it is there."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
+    if t.device.type != "cpu" and not _seen_by_jax(t.device.type):
+        raise GradtoolsError(
+            f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
+            "install JAX for that device."
+        )
     if t.layout is not torch.strided:
         raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
     if t.requires_grad or t.is_conj() or t.is_neg():
@@ -53,6 +58,14 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         return jnp.from_dlpack(t)
     except jax.errors.JaxRuntimeError:  # strides that are no permutation of the axes
         return jnp.from_dlpack(t.contiguous())
+
+
+def _seen_by_jax(kind: str) -> bool:
+    """Whether JAX has a device of PyTorch's kind."""
+    try:
+        return bool(jax.devices({"cuda": "gpu"}.get(kind, kind)))
+    except RuntimeError:
+        return False
 
 
 def _uses(t: Tensor) -> int:

@@ -22,6 +22,7 @@ from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import as_array
 from gradtools.errors import GradtoolsError
 from gradtools.tiled import Tiling
+from gradtools.tiled import Tiling
 
 TileSize = int | tuple[int, int] | None
 _PAIRS_AT_ONCE = 2**22  # of all heads of an attention together
@@ -29,9 +30,6 @@ _PAIRS_AT_ONCE = 2**22  # of all heads of an attention together
 
 class Pairs(Operators):
     """Ready functions of all pairs."""
-
-    tiled: Callable[..., Any]
-    gather: Callable[..., Any]
 
     def contrastive_loss(
         self,
@@ -117,7 +115,7 @@ class Pairs(Operators):
         own = None if ids is None else as_array(backend, asked, ids, "ids")
         spread = lambda z: z
         if apart:
-            spread = lambda z: None if z is None else self.gather(z, axis_name, group)
+            spread = lambda z: None if z is None else self._gathered(z, axis_name, group)
         positive, mean = logits.positive(x, y), backend.xp.mean
         columns = logits.with_negatives(spread(y), spread(own), negatives)
         if sigmoid:
@@ -186,7 +184,7 @@ class Pairs(Operators):
         xp, shape, classes = backend.xp, tuple(t.shape), w.shape[0]
         h, t = xp.reshape(h, (-1, w.shape[1])), xp.reshape(t, (-1,))
         b = None if bias is None else as_array(backend, asked, bias, "bias")
-        entropy = self.tiled(
+        entropy = self._over_pairs(
             partial(_class_scores, xp, bool(label_smoothing)),
             {"all": "logsumexp", "own": "sum", **({"mean": "mean"} if label_smoothing else {})},
             rows=("h", "t"),
@@ -275,6 +273,12 @@ class Pairs(Operators):
         call = _Attention(self._backend, heads, is_causal, scale, tile_size)
         out = call.run(q, k, v, mask)
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
+
+    def _over_pairs(self, f: Any, *args: Any, **options: Any) -> Callable[..., Any]:
+        return Tiling(self._backend).tiled(f, *args, **options)
+
+    def _gathered(self, x: Any, axis_name: Any, group: Any) -> Any:
+        return self._backend.uncompiled(self._backend.gather, x, axis_name, group)
 
 
 # --- contrastive -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from gradtools.seeing.arrange import arrange
 from gradtools.seeing.cards import LINE, card_of, short, size_of, text_width
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.layout import fitted, interpreter, picture_of, script
-from gradtools.seeing.outline import Block, size_text
+from gradtools.seeing.outline import ALIVE, Block, size_text
 from gradtools.seeing.scene import Picture
 
 VIEWS = ("fitted", "closed", "open", "unfolded")
@@ -185,7 +185,9 @@ def test_residuals_are_labelled_with_their_bytes(picture):
     residuals = [a for a in picture.outline.seen_arrows(picture.opened) if a.saved]
     across = [line for line in picture.lines if line.thread and line.arrow.saved]
     assert len(across) <= len(residuals)
-    assert len([label for label in picture.labels if label.text[-1] == "B"]) == len(across)
+    assert len(
+        [label for label in picture.labels if label.text[-1] == "B" or label.text == ALIVE]
+    ) == len(across)
 
 
 def test_what_is_cut_is_drawn_over_other_lines(picture):

@@ -56,7 +56,8 @@ def outline_of(
     columns = tuple(_frozen(flat, block, numbers, letters) for block in blocks)
     boxes = {id(unit.node): unit.key for unit in flat.units if unit.node}
     keys = {node: stand_in(alias, key) for node, key in (flat.ends | boxes).items()}
-    return Outline(columns, _arrows(flat, alias, copies), dict(enumerate(flat.values)), title, keys)
+    arrows, values = _arrows(flat, alias, copies), dict(enumerate(flat.values))
+    return Outline(columns, arrows, values, title, keys, alive=frozenset(flat.alive))
 
 
 def _frozen(flat: Flat, group: Group, numbers: Iterator[int], letters: Letters) -> Block:

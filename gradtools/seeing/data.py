@@ -10,7 +10,7 @@ from typing import Any
 
 from gradtools.seeing.arrange import Arrangement, Level
 from gradtools.seeing.cards import LINE, Row, card_of, short, shown, text_width
-from gradtools.seeing.outline import Arrow, Block, Box, value_text
+from gradtools.seeing.outline import ALIVE, Arrow, Block, Box, value_text
 
 
 def data_of(arrangement: Arrangement) -> dict[str, Any]:
@@ -24,7 +24,8 @@ def data_of(arrangement: Arrangement) -> dict[str, Any]:
         "arrows": [_arrow(arrow) for arrow in outline.arrows],
         "threads": list(arrangement.threads),
         "ties": outline.ties,
-        "bytes": [outline.values[v].bytes for v in range(len(outline.values))],
+        "bytes": [outline.bytes_of([v]) for v in range(len(outline.values))],
+        "alive": ALIVE,
         "texts": [_shown(value_text(outline.values[v])) for v in range(len(outline.values))],
         "advance": text_width("0", LINE),
     }

@@ -324,10 +324,8 @@ def _flow(graph: Graph, step: Step) -> str:
 
 
 def kept_bytes(graph: Graph) -> int:
-    """The bytes that the forward pass keeps for later ones."""
-    kept = {edge.value for edge in graph.edges if edge.saved}
-    kept |= {value for node in graph.nodes if not node.phase for value in node.saved}
-    return sum(graph.values[value].bytes for value in kept)
+    """The bytes that the forward pass keeps anew for later ones."""
+    return sum(graph.kept.values())
 
 
 def _place(node: Node) -> str:
@@ -367,7 +365,8 @@ def beside(
         for a, b in pairs
         if id(a) in one.keys and id(b) in two.keys
     )
-    return Outline(tuple(columns), tuple(arrows), all_values, title, ties=ties)
+    alive = one.alive | {value + values for value in two.alive}
+    return Outline(tuple(columns), tuple(arrows), all_values, title, ties=ties, alive=alive)
 
 
 def _named(column: Block, name: str, shift: int) -> Block:

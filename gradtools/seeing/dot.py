@@ -12,7 +12,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.cards import card_of, short, shown
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.graph import Dependence, Graph
-from gradtools.seeing.outline import Arrow, Block, Box, Outline, size_text
+from gradtools.seeing.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.palette import LIGHT
 
 _TIMEOUT = 120  # seconds
@@ -88,7 +88,7 @@ def _edge(outline: Outline, arrow: Arrow, phases: dict[int, int]) -> str:
     elif arrow.strength < Dependence.ZERO_DERIVATIVE:
         looks = [f'color="{LIGHT.line}"']
     if arrow.saved:
-        size = size_text(outline.bytes_of(arrow.values))
+        size = outline.kept_text(arrow.values)
         looks += ["style=dashed", "constraint=false", f"label={quoted(size)}"]
     return f"  n{arrow.source} -> n{arrow.target} [{', '.join(looks)}];"
 

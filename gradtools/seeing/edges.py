@@ -39,6 +39,28 @@ def edges_of(graph: Graph) -> tuple[Edge, ...]:
     return tuple(edges)
 
 
+def kept_anew(graph: Graph) -> dict[int, int]:
+    """What the first pass makes and later ones read, once for each piece of memory."""
+    first = {v for node in graph.nodes if not node.phase for v in node.outputs}
+    phases = _phases(graph)
+    read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
+    read |= {v for node in graph.nodes if not node.phase for v in node.saved}
+    alive = alive_anyway(graph)
+    found = {base_of(graph, v) for v in read & first if base_of(graph, v) not in alive}
+    return {v: graph.values[v].bytes for v in sorted(found)}
+
+
+def base_of(graph: Graph, value: int) -> int:
+    """The value whose memory a value shows."""
+    base = graph.values[value].base
+    return value if base is None else base
+
+
+def alive_anyway(graph: Graph) -> frozenset[int]:
+    """What is alive whether it is kept or not: what the program was given, and holds."""
+    return frozenset((*graph.inputs, *graph.captured))
+
+
 def _phases(graph: Graph) -> dict[int, int]:
     """In which pass each value is made, or, if it is given, first read."""
     phases: dict[int, int] = {}

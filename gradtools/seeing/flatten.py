@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradtools.seeing.attributes import is_number
-from gradtools.seeing.edges import cut_reason, lost_links, reason, strengths_of
+from gradtools.seeing.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
 
 Notes = Mapping[int, tuple[str, str]]  # by the id of a node
@@ -85,6 +85,8 @@ class Flat:
         self.units: list[Unit] = []
         self.links: list[Link] = []
         self.values: list[Value] = []
+        self.alive: set[int] = set()  # values that are alive whether they are kept or not
+        self._given = alive_anyway(graph)
         self.has_later_pass = any(node.phase for _, node in graph.walk())
         self._lost = lost_links(graph)
         self.leaves = [
@@ -161,6 +163,8 @@ class Flat:
             unit.operands.append(Operand(makers, "", strength, cut))
         for maker in dict.fromkeys(key for key, _ in makers):
             number = self._number(graph, value, numbers)
+            if self.units[maker].kind != "operation" or graph.values[value].base in self._given:
+                self.alive.add(number)
             unit.reads.append((maker, number))
             self.links.append(Link(maker, unit.key, number, strength, cut))
 

@@ -63,11 +63,13 @@ class Value:
         shape: Its shape.
         dtype: Its dtype's name.
         name: The path of an input's or output's leaf, the name of a captured parameter, or empty.
+        base: The number of the value whose memory it shows: of a view another than its own.
     """
 
     shape: tuple[int, ...]
     dtype: str
     name: str = ""
+    base: int | None = None
 
     @property
     def is_inexact(self) -> bool:
@@ -160,7 +162,8 @@ class Edge:
         target: The position of the node that reads it; None where it leaves as an output.
         value: Its number.
         bytes: Its size.
-        saved: Whether it is kept from one pass for a later one: a residual.
+        saved: Whether a later pass reads what an earlier one made or was given: a residual.
+            `Graph.kept` says which of them are kept anew.
         strength: How its reader's outputs depend on it.
         cut: Why no derivative flows, in words; None where one flows or none could.
     """
@@ -208,6 +211,16 @@ class Graph(_Pickled):
         from gradtools.seeing.edges import edges_of
 
         return edges_of(self)
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """What the first pass keeps for later ones and was not alive anyway, with its bytes.
+
+        Arguments and captured arrays were; a view is what it is a view of.
+        """
+        from gradtools.seeing.edges import kept_anew
+
+        return kept_anew(self)
 
     def __repr__(self) -> str:
         counts = len(self.nodes), len(self.inputs), len(self.outputs)

@@ -397,7 +397,7 @@ const layout = (() => {
     const from = graph.columnOf.get(arrow.source), to = graph.columnOf.get(arrow.target);
     const low = Math.min(from, to), high = Math.max(from, to);
     const bytes = sum(arrow.values.map((v) => graph.G.bytes[v]));
-    const size = arrow.saved ? sizeText(bytes) : "";
+    const size = arrow.saved ? (bytes ? sizeText(bytes) : graph.G.alive) : "";
     return {
       id, arrow, from, to,
       gutters: range(low + 1, Math.max(low + 2, high + 1)),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from gradtools.seeing.cards import card_of, short, shown
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.graph import Dependence, Graph
-from gradtools.seeing.outline import Arrow, Block, Box, Outline, size_text
+from gradtools.seeing.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.palette import LIGHT
 
 _SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "captured": ("[/", "/]")}
@@ -64,7 +64,7 @@ def _arrow(outline: Outline, arrow: Arrow) -> str:
     if arrow.cut:
         return "  " + pair.format(f"-- {quoted('✕ ' + arrow.cut)} --x")
     if arrow.saved:
-        size = quoted(size_text(outline.bytes_of(arrow.values)))
+        size = quoted(outline.kept_text(arrow.values))
         return "  " + pair.format(f"-. {size} .->")
     return "  " + pair.format("-->" if arrow.strength == Dependence.DIFFERENTIABLE else "-.->")
 

@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 
 from gradtools.seeing.graph import Dependence, Value
 
+ALIVE = "alive anyway"
 _FEW = 6  # letters of a closed block
 PHASES = ("forward", "backward", "backward of the backward")
 
@@ -169,6 +170,7 @@ class Outline:
         title: What is above all.
         keys: The key of the box that stands for a node, by the node's ``id``.
         ties: Pairs of boxes in two columns that should stand beside each other.
+        alive: The values that are alive whether they are kept for a later pass or not.
     """
 
     columns: tuple[Block, ...]
@@ -177,6 +179,7 @@ class Outline:
     title: str = ""
     keys: Mapping[int, int] = field(default_factory=dict)
     ties: tuple[tuple[int, int], ...] = ()
+    alive: frozenset[int] = frozenset()
 
     @cached_property
     def parents(self) -> dict[int, Block]:
@@ -219,8 +222,18 @@ class Outline:
         return seen
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """The bytes of some values."""
-        return sum(self.values[v].bytes for v in values)
+        """The bytes that are kept for some values: none for what is alive anyway."""
+        left = [v for v in values if v not in self.alive]
+        return sum({self._memory(v): self.values[v].bytes for v in left}.values())
+
+    def _memory(self, value: int) -> tuple[int | None, int]:
+        base = self.values[value].base
+        return base, value if base is None else 0
+
+    def kept_text(self, values: Iterable[int]) -> str:
+        """How much is kept for some values, in words."""
+        size = self.bytes_of(values)
+        return size_text(size) if size else ALIVE
 
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
         """The arrows between what is seen, those that join the same two merged."""

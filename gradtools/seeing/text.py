@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gradtools.seeing.cards import short, shown
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.outline import Block, Box, Outline, counted, size_text
+from gradtools.seeing.outline import Block, Box, Outline, counted
 
 _FIT = 90  # lines
 _WIDEST = 56  # letters before the shape stands
@@ -94,7 +94,7 @@ class _Listing:
 
     def _notes(self, item: Box | Block) -> str:
         kept = self.kept.get(item.key)
-        said = [f"kept: {size_text(self.outline.bytes_of(kept))}"] if kept else []
+        said = [f"kept: {self.outline.kept_text(kept)}"] if kept else []
         if isinstance(item, Block):
             said += [counted(item.operations, "operation"), *item.lines[1:]]
         else:

@@ -248,6 +248,7 @@ class _PassRecorder(Watching):
         self._held: dict[int, _Numbered] = {}
         self._seen: dict[Any, _Numbered] = {}
         self._storages: dict[int, _SharedMemory] = {}
+        self._bases: dict[int, int] = {}  # for a piece of memory the first value in it
         self._before: set[int] = set()  # the memory of what is captured
         self._contents: dict[int, tuple[Any, Any]] = {}
 
@@ -431,6 +432,9 @@ class _PassRecorder(Watching):
 
     def hold(self, x: Tensor, number: int) -> None:
         """From now on x has this number."""
+        base = self._bases.setdefault(_memory(x), number)
+        if base != number:
+            self.values[number] = replace(self.values[number], base=base)
         held = _Numbered(x, number, len(self._storage(x).written))
         self._held[id(x)] = held
         self._seen[_key(x)] = held

@@ -329,9 +329,6 @@ class Bridged(CustomRule):
                     "program. Convert it before the call."
                 )
 
-    def _taking(self) -> Parameters:
-        return Parameters(None, (), (), ())
-
     def _begin(self) -> None:
         self._flat: dict[str, Flat] = {}
         self._calls: dict[Any, Flat] = {}

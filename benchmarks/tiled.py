@@ -47,6 +47,7 @@ class InfCL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, y: Any, size: int) -> Any:
+        """The logsumexp of each row."""
         total = torch.full((len(x),), -float("inf"))
         for i in range(0, len(x), size):
             for j in range(0, len(y), size):
@@ -58,6 +59,7 @@ class InfCL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ct: Any) -> Any:
+        """The tiles once more."""
         x, y, total = ctx.saved_tensors
         dx, dy, size = torch.zeros_like(x), torch.zeros_like(y), ctx.size
         for i in range(0, len(x), size):

@@ -22,7 +22,6 @@ from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import as_array
 from gradtools.errors import GradtoolsError
 from gradtools.tiled import Tiling
-from gradtools.tiled import Tiling
 
 TileSize = int | tuple[int, int] | None
 _PAIRS_AT_ONCE = 2**22  # of all heads of an attention together

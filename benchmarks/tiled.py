@@ -59,7 +59,7 @@ class InfCL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ct: Any) -> Any:
-        """The cotangents of both sides, each tile again."""
+        """The tiles once more."""
         x, y, total = ctx.saved_tensors
         dx, dy, size = torch.zeros_like(x), torch.zeros_like(y), ctx.size
         for i in range(0, len(x), size):

@@ -110,6 +110,29 @@ def test_the_same_model_may_be_called_where_that_changes_no_buffer():
     assert_same([beside.found], [model[2](alone)])
 
 
+def test_what_another_threads_backward_pass_adds_to_the_same_model_stays():
+    model = net(nn.Tanh())
+    expected = by_the_plain_loop(model)
+    both = [2 * g for g in expected]
+    beside = Beside(lambda: model(batch()).square().sum().backward())
+    assert_same(beside.step(model), both)
+    assert beside.finished
+
+
+def test_the_gradient_that_f_adds_itself_is_added_once():
+    model, w = net(nn.Tanh()), torch.ones((), requires_grad=True)
+    w.grad = torch.tensor(5.0)
+
+    def f(x):
+        with torch.enable_grad():
+            (3 * w).backward()
+        return model(x)
+
+    gt.chunked(f, CHUNK, retain=0)(batch()).square().sum().backward()
+    assert w.grad == 5 + 3 * ROWS / CHUNK
+    assert_same(gradients(model), by_the_plain_loop(model))
+
+
 @pytest.mark.parametrize("asks", [False, True], ids=["f does not ask", "f asks is_replaying"])
 def test_a_call_that_changes_buffers_of_the_same_model_is_refused(asks):
     model = net(nn.BatchNorm1d(3))

@@ -158,6 +158,7 @@ class Forward(Program):
         self.standing = self.start  # then: what stands for everyone else
         self.ends: dict[int, tuple[dict[str, int], list[int]]] = {}  # see `_check_end`
         self.hooked = False  # whether hooks on gradients were set in f
+        self.accumulates = False  # whether f itself adds to its leaves' .grad
         self.versions: list[tuple[Tensor, int, str]] = []
         self.storages: list[tuple[Tensor, Any]] = []  # where the leaves' entries lie
         self.drawn: Randomness | None = None
@@ -303,13 +304,20 @@ class Forward(Program):
 
     def evaluate(self, rows: Rows, shared: Entries) -> tuple[Rows, list[Any]]:
         """The first pass. Notes leaves, and keeps the last chunks' graphs."""
+        before = self._grads()
         try:
             with torch.set_grad_enabled(self.modes.grad):
                 found = self._first_pass(rows, shared)
         except BaseException:
             self.start.restore()
             raise
+        self.accumulates = self._grads() != before
         return found, self.carry if self.beneath else []
+
+    def _grads(self) -> list[tuple[int, int]]:
+        """Which `.grad` each leaf has, and in which version."""
+        grads = [x.grad for x, _ in self.start.reached.watched if x.is_leaf]
+        return [(id(g), 0 if g is None else upstream.version_of(g)) for g in grads]
 
     def _first_pass(self, rows: Rows, shared: Entries) -> Rows:
         grad, budget = self.modes.grad, self.chunks.options.memory_budget
@@ -568,11 +576,14 @@ class Forward(Program):
             outer = is_replaying(), self.is_again, self.carry, self.drawn
             before = self.standing if self.is_again else None
             self.standing = self.start.now()
-            grads = [(x, x.grad) for x, _ in self.start.reached.watched if x.is_leaf]
+            # Where f goes backward itself, what it adds was added before. Elsewhere .grad is left
+            # alone: another thread's backward pass may add to it meanwhile.
+            watched = self.start.reached.watched if self.accumulates else []
+            grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
             try:
                 for x, grad in grads:
                     if grad is not None:
-                        x.grad = None  # f may go backward itself; what it adds was added before
+                        x.grad = None
                 if self.standing is not self.start:
                     self.start.restore()
                 self.carry, self.drawn, self.is_again = self.first_carry, None, True

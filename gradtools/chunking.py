@@ -78,14 +78,16 @@ class Chunking(Operators):
         parameter once, as one sum. If the forward or the backward pass of f raises, `.grad` of
         f's parameters, buffers, attributes and random streams are as they stood before it;
         leaves that autograd reached earlier, such as a temperature in the loss, have their
-        gradient already. Hooks of modules run in both computations, see `is_replaying`. The
-        backward pass may not run in two threads at once on one model.
+        gradient already. Hooks of modules run in both computations, see `is_replaying`. Of two
+        threads' backward passes that compute again one waits for the other.
 
         JAX: a scan over the chunks whose body is computed again in the backward pass: the same
         program over the same arrays, so `verify` has nothing to compare. What `pure_callback`s
-        gave is kept, and not asked for again. Randomness comes by keys, changing state by carries;
-        the state of flax.nnx modules that f is, closes over or gets as arguments is carried, not
-        differentiated, and written back. Call it under jit: outside, each call compiles its scan.
+        gave is kept, and not asked for again. A `grad` of a `grad` keeps every chunk's graph, as it
+        does around `jax.checkpoint`, but not where f is `checkpoint(f)`. Randomness comes by keys,
+        changing state by carries; the state of flax.nnx modules that f is, closes over or gets as
+        arguments is carried, not differentiated, and written back. Call it under jit: outside, each
+        call compiles its scan.
 
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with the chunk's
@@ -106,8 +108,8 @@ class Chunking(Operators):
                 order of outputs is restored. A batch that is sharded over devices then needs no
                 gather.
             retain: How many of the last chunks keep their graph instead of computing it again.
-                The last one costs next to nothing in PyTorch; in JAX its gradient is one more
-                buffer, and `retain=0` the leanest.
+                The loss is computed while they are there, and in JAX their gradient is one more
+                buffer: `retain=0` is the leanest.
             memory_budget: Bytes for graphs that are kept beyond the leanest run; `retain` then
                 follows from the size of a chunk's graph.
             verify: PyTorch: whether what is computed again is compared with the first pass, to
@@ -117,7 +119,6 @@ class Chunking(Operators):
                 reaches. True: in each backward pass, all bits, also of every module. False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
                 program that is lowered for another platform has none.
-
             outputs: What of f's output is wanted, as a function of it; the rest is not kept. Such
                 as `lambda out: out.pooler_output` of a model that returns caches or a loss, too.
 

@@ -905,6 +905,35 @@ def test_the_peak_is_the_kept_graphs_one_more_and_a_gradient(retain):
     assert temporary(run, 16) <= (retain + 1) * graph + GRADIENT + outputs
 
 
+def _arrays_for_a_further_chunk(chunked, depth, second):
+    """What a second derivative keeps, in arrays of a chunk's size."""
+    layers = jnp.ones((depth, 64, 64), "float32") / 64
+
+    def f(x):
+        for w in layers:
+            x = jnp.tanh(x @ w)
+        return x
+
+    run = chunked(f)
+    slope = jax.grad(lambda x: jnp.sum(run(x) ** 2))
+    sizes = [
+        jax.jit(second(slope)).lower(jax.ShapeDtypeStruct((8 * count, 64), "float32")).compile()
+        for count in (4, 12)
+    ]
+    few, many = (program.memory_analysis().temp_size_in_bytes for program in sizes)
+    return (many - few) / (8 * 8 * 64 * 4)
+
+
+def test_second_derivatives_keep_no_graph_for_a_further_chunk():
+    twice = lambda slope: jax.grad(lambda x: jnp.sum(slope(x) ** 2))
+    forward_over_reverse = lambda slope: lambda x: jax.jvp(slope, (x,), (x,))[1]
+    chunked = lambda f: gt.chunked(f, 8, retain=0)
+    inside = lambda f: gt.chunked(gt.checkpoint(f), 8, retain=0)
+    assert _arrays_for_a_further_chunk(chunked, 12, forward_over_reverse) < 4
+    assert _arrays_for_a_further_chunk(inside, 12, twice) < 8
+    assert _arrays_for_a_further_chunk(chunked, 12, twice) > 20  # as with jax.checkpoint by hand
+
+
 def test_a_carry_that_the_output_does_not_need_is_not_stacked():
     def f(ws, x, bank):
         return wide(ws, x), bank + x.mean()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
@@ -132,6 +133,45 @@ def test_a_hook_at_an_intermediate_value_sees_the_parts_of_a_second_derivative()
     torch.testing.assert_close(ours, plain)
     assert (len(one), len(parts)) == (1, 2)
     torch.testing.assert_close(sum(parts), one[0])
+
+
+@pytest.mark.parametrize(("retain", "order"), [(0, [0, 1, 2]), (1, [2, 0, 1]), (2, [2, 1, 0])])
+def test_hooks_on_gradients_run_for_the_kept_chunks_and_then_in_order(retain, order):
+    w, seen = torch.ones((), requires_grad=True), []
+
+    def f(x):
+        y = x * w
+        y.register_hook(lambda ct: seen.append(int(x[0])))
+        return y.sin()
+
+    gt.chunked(f, 1, retain=retain)(torch.arange(3.0)).sum().backward()
+    assert seen == order
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is cast to bfloat16 of one shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.count += (kwargs or {}).get("dtype") is torch.bfloat16
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("within", "casts"), [(True, 1), (False, 1 + 4)])
+def test_a_weight_is_cast_once_for_all_chunks_of_a_region(within, casts):
+    net, x = nn.Linear(3, 5), batch(8)
+    with Casts(net.weight.shape) as count:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = gt.chunked(net, 2, retain=0)(x).float().sum()
+            if within:
+                value.backward()
+        if not within:
+            value.backward()
+    assert count.count == casts
 
 
 def test_a_cache_of_random_numbers_out_of_reach_is_refused_while_it_is_filled():

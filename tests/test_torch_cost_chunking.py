@@ -174,6 +174,57 @@ def test_double_backward_runs_at_the_memory_of_one_chunk():
     assert peak(16, chunked) < peak(16, plain) / 3
 
 
+@pytest.mark.parametrize("order", [2, 3])
+def test_what_a_further_chunk_takes_of_higher_derivatives_does_not_grow_with_depth(order):
+    def for_a_chunk(depth):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[torch.nn.Linear(32, 32), torch.nn.Tanh()] * depth)
+        f = gt.chunked(net, CHUNK, retain=0)
+
+        def peak(count):
+            x = torch.randn(count * CHUNK, 32, requires_grad=True)
+
+            def run():
+                y = f(x)
+                for k in range(order):
+                    (y,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=k + 1 < order)
+
+            run()
+            return peak_bytes(run)[0]
+
+        return peak(12) - peak(4)
+
+    assert for_a_chunk(8) == for_a_chunk(2)
+
+
+@pytest.mark.parametrize(("wrap", "passes"), [(lambda f: f, 4), (gt.checkpoint, 5)])
+def test_checkpoint_inside_costs_one_more_forward_pass(wrap, passes):
+    net, x = torch.nn.Linear(32, 32), torch.randn(2 * CHUNK, 32, requires_grad=True)
+    f = wrap(lambda x: torch.tanh(torch.nn.functional.linear(x, net.weight)))
+    forward = flops(lambda: f(x))
+    run = gt.chunked(f, CHUNK, retain=0, verify=False)
+    assert flops(lambda: run(x).sum().backward()) == passes * forward
+
+
+def test_graphs_that_are_kept_give_gradients_of_their_own():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)])
+    size, x = bytes_of(net.parameters()), torch.randn(16, 128)
+
+    def peak(retain):
+        encode = gt.chunked(net, 2, retain=retain)
+
+        def run():
+            net.zero_grad()
+            loss(encode(x) @ encode(2 * x).T).backward()
+
+        run()
+        return peak_bytes(run)[0]
+
+    one, two = peak(1), peak(2)
+    assert 0.8 * size < two - one < 1.2 * size
+
+
 @pytest.mark.parametrize("retain", [0, 1])
 def test_two_towers_hold_one_set_of_gradients_each(retain):
     torch.manual_seed(0)

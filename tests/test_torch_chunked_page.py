@@ -204,6 +204,7 @@ def test_what_is_verified_again():
         )
         x = batch()
         assert [step(x), step(x), step(batch(6)), step(x)] == [2, 0, 3, 0]
+        assert [step(x.clone().requires_grad_()), step(x.clone().requires_grad_())] == [2, 0]
         net.eval()
         assert [step(x), step(x)] == [2, 0]
         with torch.autocast("cpu", torch.bfloat16):

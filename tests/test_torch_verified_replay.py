@@ -346,3 +346,24 @@ def test_what_was_verified_of_objects_that_died_is_forgotten():
         run = made(torch.nn.Linear(3, 3).double())
         gt.checkpoint(run)(_numbers(2, 3)).sum().backward()
     assert len(verifying._verified(run.__code__)) == 1
+
+
+@pytest.mark.parametrize("kind", ["a shared argument", "a shared leaf", "the batch"])
+def test_an_argument_whose_data_is_replaced_before_the_backward_pass_is_refused(kind):
+    w, x, s = torch.ones(3, requires_grad=True), torch.ones(4, 3), torch.ones(3)
+    s.requires_grad_(kind == "a shared leaf")
+    x.requires_grad_(kind == "the batch")
+    f = gt.chunked(lambda x, s: x * w * s, 2, in_axes=(0, None), retain=0, verify=False)
+    z, moved = f(x, s), x if kind == "the batch" else s
+    moved.data = torch.zeros_like(moved)
+    with pytest.raises(GradtoolsError, match="the data of an argument was replaced after"):
+        z.sum().backward()
+
+
+def test_a_use_whose_argument_has_other_data_is_refused_in_the_second_derivative():
+    G, y = gt.frozen(torch.sin, verify=False), torch.ones((), requires_grad=True)
+    z = torch.ones(3, requires_grad=True)
+    (slope,) = torch.autograd.grad((y * G(z)).sum(), z, create_graph=True)
+    z.data = torch.zeros(3)
+    with pytest.raises(GradtoolsError, match="the data of an argument was replaced after"):
+        torch.autograd.grad(slope.sum(), y)

@@ -542,7 +542,10 @@ class Forward(Program):
         for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *given):
             if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
                 self.versions.append((x, upstream.version_of(x), "an argument"))
-        plain = [x for x in self._reached() if type(x) in (Tensor, torch.nn.Parameter)]
+        split = [x for x, _ in self.chunks.splits if getattr(x, "requires_grad", False)]
+        own = [] if self.beneath else [*self.shared, *given, *split]  # other rows are views by now
+        found = (*self._reached(), *(x for x in own if isinstance(x, Tensor) and x.is_leaf))
+        plain = [x for x in found if type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped(x)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
     def _reached(self) -> list[Tensor]:
@@ -555,7 +558,8 @@ class Forward(Program):
         """Raises if leaves have other entries by `.data`, of which no version tells."""
         moved = [x for x, storage in self.storages if x.untyped_storage() is not storage]
         if moved:
-            name = self.start.name_of(lambda x: x is moved[0]) or "a parameter"
+            kind = "a parameter" if any(x is moved[0] for x in self._reached()) else "an argument"
+            name = self.start.name_of(lambda x: x is moved[0]) or kind
             raise GradtoolsError(
                 f"{self.asked}: the data of {name} was replaced after the forward pass (by .data, "
                 "vector_to_parameters, module.to or module.float), and the backward pass needs it "
@@ -565,6 +569,7 @@ class Forward(Program):
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Inside, f runs from where it began; outside, everything is as it stands now."""
+        self.check_storages()
         changed = [name for x, version, name in self.versions if upstream.version_of(x) != version]
         changed += self.start.changed(parameters=not self.saves_parameters)
         if changed:

@@ -26,7 +26,8 @@ def function_of_ours(kind: Any) -> str | None:
 
 
 class _Here(threading.local):
-    reason = ""
+    def __init__(self) -> None:
+        self.reason = ""  # there from the beginning: dynamo guards on which attributes there are
 
 
 _here = _Here()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gradtools.seeing.program import Program
 
 FORWARD, BACKWARD, SECOND = range(3)
+CUSTOM = "custom rule"
+INNER = "inner derivative"  # the mark of what f itself differentiates
 
 
 @dataclass(frozen=True)

@@ -96,3 +96,8 @@ def test_the_nodes_of_a_rule_carry_its_name():
     marked = [node for node in graph.nodes if node.mark == "custom rule"]
     assert marked and {node.attributes["rule"] for node in marked} == {"square"}
     assert "◆ custom rule square" in str(graph)
+
+
+def test_outputs_that_exist_already_are_refused_with_what_to_do():
+    with pytest.raises(GradtoolsError, match=r"holds no graph.*gradient_graph\(f, \*args\)"):
+        gt.gradient_graph(outputs=jnp.ones(3))

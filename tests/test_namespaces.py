@@ -127,6 +127,7 @@ ALONE = {
     ("torch", "wrappers.py"): "what torch.func wraps around a tensor; JAX has tracers",
     ("torch", "compiling.py"): "jit needs no care; dynamo does",
     ("torch", "kernels.py"): "fused kernels without forward mode; JAX has none",
+    ("torch", "live.py"): "the graph that autograd holds of results; JAX's arrays hold none",
     ("torch", "nn.py"): "the reversal layer of torch.nn",
     ("jax", "linen.py"): "the reversal layer of flax.linen",
     ("torch", "modes.py"): "flags that choose kernels; JAX has none",

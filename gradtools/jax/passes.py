@@ -34,6 +34,7 @@ from gradtools.seeing.passes import (
     INNER,
     SECOND,
     Differentiated,
+    Live,
     cotangent_of,
     gradient_of,
     second_gradient_of,
@@ -48,8 +49,13 @@ _LEAVING = (
 )
 
 
-def gradient_graph(asked: Differentiated) -> Graph:
+def gradient_graph(asked: Differentiated | Live) -> Graph:
     """The passes of a program as one graph."""
+    if isinstance(asked, Live):
+        raise GradtoolsError(
+            "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for "
+            "PyTorch alone. Mend: pass the function and its arguments: gradient_graph(f, *args)."
+        )
     program = asked.program
     try:
         traced = seeing.trace(program.run, program.leaves)

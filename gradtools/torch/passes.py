@@ -36,6 +36,7 @@ from gradtools.seeing.passes import (
     INNER,
     SECOND,
     Differentiated,
+    Live,
     cotangent_of,
     gradient_of,
     second_gradient_of,
@@ -44,6 +45,7 @@ from gradtools.seeing.passes import (
 from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
+from gradtools.torch.live import live_graph
 from gradtools.torch.modes import Modes
 from gradtools.torch.operands import Call
 from gradtools.torch.recording import operations
@@ -60,8 +62,10 @@ Tensor = torch.Tensor
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
 
 
-def gradient_graph(asked: Differentiated) -> Graph:
-    """The passes of a program as one graph. Its effects are undone."""
+def gradient_graph(asked: Differentiated | Live) -> Graph:
+    """The passes of a program as one graph, its effects undone; or what autograd holds."""
+    if isinstance(asked, Live):
+        return live_graph(asked.outputs)
     if not watchable():
         raise GradtoolsError(
             f"{asked.program.asked}: a program can be recorded in plain eager code only, not "

@@ -86,7 +86,7 @@ class Pair:
         a, b = self.graphs
         forms = [c.outputs for c in self._local]
         for k in range(max(len(a.outputs), len(b.outputs))):
-            nodes = tuple(_maker(graph, k) for graph in (a, b))
+            nodes = _maker(a, k), _maker(b, k)
             if k >= len(a.outputs) or k >= len(b.outputs):
                 yield nodes, (f"outputs: {len(a.outputs)} ≠ {len(b.outputs)}",)
                 return

@@ -88,7 +88,7 @@ class Graphing(Operators):
                 "gradient_graph: expected either a function with its arguments or outputs=, "
                 f"results that exist already; got {'neither' if f is None else 'both'}."
             )
-        if outputs is not None:
+        if f is None:
             return self._backend.gradient_graph(Live(outputs))
         program = Program(self._backend, "gradient_graph", f, args, kwargs, wrt)
         try:
@@ -107,9 +107,13 @@ class Graphing(Operators):
     ) -> GraphDifference:
         """Two graphs aligned, with what differs: two frameworks, or before and after a change.
 
-        Operations are paired by name, shape, dtype, module and what they read. An operation of one
-        graph may be made of several of the other, as softmax is; layouts and reshapes are no
-        difference.
+        Operations are paired by name, shape, dtype, module and what they read, and held against
+        each other: operands in their places, constants, axes and other attributes, and which axis
+        of what they read is which. An operation of one graph may be made of several of the other,
+        as softmax is; layouts, the order of independent steps and what is computed twice are no
+        difference. Of two frameworks the forward passes are compared, and which gradients of
+        arguments there are, for each writes its derivatives in its own way. The numbers in captured
+        arrays are not compared.
 
         Args:
             a: What `gradient_graph` returned.

@@ -13,13 +13,16 @@ WORKERS ?= 2
 # which the many processes that tests start would each compile again.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test lint format types examples docs bench clean
+.PHONY: demo test test-all lint format types examples docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/gradtools demo
 
-test: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+# What a contributor waits for; CI runs all (tests/tiers.py says which tests are left out).
+test: MARKED := not slow and not sweep
+test-all: MARKED := not sweep
+test test-all: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKED)" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,8 +1,8 @@
-"""The tables of figures in README.md and docs/measured.md, from those in benchmarks/results.
+"""The tables of figures in README.md, docs/measured.md and docs/frozen.md, from benchmarks/results.
 
     python benchmarks/figures.py    # writes them between their two marks
 
-Each figure names the file that it is read from; a test holds both pages to what this writes.
+Each figure names the file that it is read from; a test holds the pages to what this writes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = {ROOT / "README.md": "", ROOT / "docs" / "measured.md": "../"}  # and the way to results
+FROZEN = ROOT / "docs" / "frozen.md"
+PAGES = {  # and the way to results
+    ROOT / "README.md": "",
+    ROOT / "docs" / "measured.md": "../",
+    FROZEN: "../",
+}
 MARKS = "<!-- figures: generated -->\n\n", "\n\n<!-- end of figures -->"
 
 Row = dict[str, str]
 
 
-def rows(name: str, *holding: str) -> list[Row]:
-    """The rows of all tables in a file of results that have these cells, by their columns."""
-    found, columns = [], []
+def rows(name: str, *holding: str, under: str = "") -> list[Row]:
+    """The rows of all tables in a file of results that have these cells, by their columns.
+
+    under: What the heading of their section holds.
+    """
+    found, columns, heading = [], [], ""
     for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
+        heading = line if line[:1] == "#" else heading
+        if under not in heading:
+            continue
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
         if not cells:
             columns = []
@@ -42,6 +53,10 @@ def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = ""
 
 def table(page: Path) -> str:
     """The table of one page, in Markdown; README.md has the first rows alone."""
+    return _of_frozen() if page == FROZEN else _of_all(page)
+
+
+def _of_all(page: Path) -> str:
     mb = {"unit": " MB"}
     scanned = {"jax": "JAX, jit and scan"}
     found = [
@@ -71,6 +86,45 @@ def table(page: Path) -> str:
     for text, (torch, jax), name in shown:
         lines.append(f"| {text} | {torch} | {jax} | [{name}]({way}benchmarks/results/{name}.md) |")
     return "\n".join(lines)
+
+
+def _of_frozen() -> str:
+    """What `frozen` takes in each network of frozen.md, and over the size of G."""
+    lines = [
+        "| G | work, times double backward | time | peak MB at 64 uses | double backward, MB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows("frozen.md", "gt.frozen", under="Work"):
+        of = row["framework"], row["G"]
+        peaks = [
+            one["N = 64"]
+            for way in ("gt.frozen", "double backward")
+            for one in rows("frozen.md", *of, way, under="Peak MB over")
+        ]
+        times = [x for head in ("## Time", "## Depth: time") for x in _cells(head, *of)]
+        work = [
+            a / b
+            for head in ("## Work", "## Depth: work")
+            for a, b in zip(
+                _cells(head, *of), _cells(head, *of, way="double backward"), strict=True
+            )
+        ]
+        name = " ".join(reversed(of))
+        lines.append(f"| {name} | {_span(work)} | {_span(times)} | {' | '.join(peaks)} |")
+    sizes = rows("frozen_sizes.md")[1:]  # below the rule under its head
+    lines += ["", "| " + " | ".join(sizes[0]) + " |", "|---" * len(sizes[0]) + "|"]
+    lines += ["| " + " | ".join(row.values()) + " |" for row in sizes]
+    return "\n".join(lines)
+
+
+def _cells(under: str, *of: str, way: str = "gt.frozen") -> list[float]:
+    (row,) = rows("frozen.md", *of, way, under=under)
+    return [float(cell) for name, cell in row.items() if name not in ("framework", "G", "way")]
+
+
+def _span(numbers: list[float]) -> str:
+    least, most = f"{min(numbers):.2f}", f"{max(numbers):.2f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _peaks() -> list[tuple[str, list[str], str]]:

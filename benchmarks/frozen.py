@@ -9,7 +9,8 @@ few layers take some milliseconds; frozen_sizes.py times smaller ones.
 Each framework's models run in processes of their own, two at a time, or as many as --jobs=... says.
 What was measured is kept in out/frozen.jsonl until all is, so a run that was ended goes on where it
 was. --report: writes what there is so far, a dash where a cell is missing. --quick: small sizes,
-few rounds, and nothing is written.
+few rounds, and nothing is written. All takes some 20 minutes on two cores; figures.py then writes
+what docs/frozen.md tells of it.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from live_bytes import LiveBytes  # noqa: E402, the tests' own counter
 
 QUICK = "--quick" in sys.argv
-LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 25, 40)  # rounds, and when they are enough
+LEAST, MOST, SECONDS = (1, 1, 0) if QUICK else (5, 15, 10)  # rounds, and when they are enough
 JOBS = next((int(x.split("=")[1]) for x in sys.argv if x.startswith("--jobs=")), 2)
 USES, DEPTH = ((1, 2), 3) if QUICK else ((1, 4, 16, 64), 8)
+TIMED = USES[:3]  # more uses take as much time each, and only the bytes are theirs
 DEPTHS, FEW = ((2,), 2) if QUICK else ((4, 16, 64), 4)
 LARGE = 1 << 40
 PLAIN, BY_HAND = "double backward", "forward over reverse by hand"
@@ -384,7 +386,7 @@ class Cell:
         over_uses: Whether it is one of those in which the number of uses changes.
         peaks: Bytes.
         passes: The work, in forward passes for each use.
-        times: Those over double backward's.
+        times: Those over double backward's; nothing where they are not measured.
     """
 
     framework: str
@@ -404,7 +406,7 @@ def sizes() -> list[tuple[int, int, bool]]:
 
 def settings() -> str:
     """What cells have in common that belong together."""
-    return f"{version('torch')}, {version('jax')}, {LEAST, MOST, SECONDS}, {SIZES}"
+    return f"{version('torch')}, {version('jax')}, {LEAST, MOST, SECONDS, TIMED}, {SIZES}"
 
 
 def measured(framework: str, model: str, chosen: Sequence[tuple[int, int, bool]]) -> list[Cell]:
@@ -432,7 +434,7 @@ def measured_at(framework: str, model: str, depth: int, uses: int, over_uses: bo
     ways = {"PyTorch": torch_ways, "JAX": jax_ways}[framework](model, depth, uses)
     peaks = {name: way.peak for name, way in ways.items()}
     passes = {name: way.passes() for name, way in ways.items()}
-    times = ratios(ways)
+    times = ratios(ways) if uses in TIMED else {}
     print(f"{framework}, {model}: {depth} layers, {uses} uses", file=sys.stderr)
     return Cell(framework, model, depth, uses, over_uses, peaks, passes, times)
 
@@ -472,10 +474,11 @@ def times(cell: Cell, name: str) -> str:
 def report(cells: list[Cell]) -> str:
     over_uses = [c for c in cells if c.over_uses]
     over_depth = [c for c in cells if not c.over_uses]
+    timed = [c for c in over_uses if c.uses in TIMED]
     sections = [
         (f"Work for each use, in forward passes of G ({DEPTH} layers)", over_uses, flops),
         (f"Peak MB over the number of uses ({DEPTH} layers)", over_uses, megabytes),
-        (f"Time, times double backward ({DEPTH} layers)", over_uses, times),
+        (f"Time, times double backward ({DEPTH} layers)", timed, times),
         (f"Depth: work for each use, in forward passes of G ({FEW} uses)", over_depth, flops),
         (f"Depth: peak MB ({FEW} uses)", over_depth, megabytes),
         (f"Depth: time, times double backward ({FEW} uses)", over_depth, times),
@@ -533,10 +536,10 @@ def one_thread() -> None:
 def main() -> None:
     cells = kept()
     had = {(c.framework, c.model, c.depth, c.uses, c.over_uses) for c in cells}
-    jobs = {
+    jobs = {  # JAX's first: they take longest
         (framework, model): [size for size in sizes() if (framework, model, *size) not in had]
-        for framework in CHECKPOINT
-        for model in MODELS
+        for framework in reversed(CHECKPOINT)
+        for model in sorted(MODELS)
     }
     jobs = {} if "--report" in sys.argv else jobs
     with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:

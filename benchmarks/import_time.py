@@ -15,17 +15,19 @@ ROOT = pathlib.Path(__file__).parent.parent
 # As installed: bytecode is cached.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 TIMED = """
-import time
+import sys, time
 start = time.perf_counter()
 {framework}
 middle = time.perf_counter()
 import gradtools.{name}
-print(middle - start, time.perf_counter() - middle)
+end = time.perf_counter()
+ours = [name for name in sys.modules if name.split(".")[0] == "gradtools"]
+print(middle - start, end - middle, len(ours))
 """
 
 
-def seconds(name: str, framework: str) -> tuple[float, float]:
-    """How long a fresh interpreter takes to import the framework, and then the wing."""
+def seconds(name: str, framework: str) -> tuple[float, float, float]:
+    """Of a fresh interpreter: the framework's import, then the wing's, and the wing's modules."""
     program = TIMED.format(name=name, framework=framework)
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -35,8 +37,8 @@ def seconds(name: str, framework: str) -> tuple[float, float]:
         cwd=ROOT,
         env=ENVIRONMENT,
     )
-    first, second = done.stdout.split()
-    return float(first), float(second)
+    first, second, modules = map(float, done.stdout.split())
+    return first, second, modules
 
 
 def main() -> None:
@@ -45,14 +47,15 @@ def main() -> None:
         "",
         f"Medians of {RUNS} fresh processes, after one that is not counted.",
         "",
-        "| wing | the framework, ms | then the wing, ms |",
-        "|---|---|---|",
+        "| wing | the framework, ms | then the wing, ms | its modules |",
+        "|---|---|---|---|",
     ]
     for name, framework in (("torch", "import torch"), ("jax", "import jax, jax.numpy")):
         seconds(name, framework)
         runs = [seconds(name, framework) for _ in range(RUNS)]
-        first, second = (1000 * statistics.median(times) for times in zip(*runs, strict=True))
-        lines.append(f"| {name} {version(name)} | {first:.0f} | {second:.0f} |")
+        first, second, modules = (statistics.median(column) for column in zip(*runs, strict=True))
+        times = f"{1000 * first:.0f} | {1000 * second:.0f}"
+        lines.append(f"| {name} {version(name)} | {times} | {modules:.0f} |")
     text = "\n".join(lines) + "\n"
     print(text)
     target = pathlib.Path(__file__).parent / "results" / "import_time.md"

@@ -229,6 +229,12 @@ class _Pairing:
 
     def _node(self, numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
         leaves, treedef = self.trees.flatten(numbered)
+        if len(leaves) == 1 and leaves[0] is numbered:  # a dataclass that was opened for its arrays
+            if type(grads) is not type(numbered):
+                self._refuse(path, grads, f"a {type(numbered).__name__}, as in the target")
+            for name, below in vars(numbered).items():
+                yield from self.pairs(below, getattr(grads, name, None), f"{path}.{name}")
+            return
         try:
             given = treedef.flatten_up_to(grads)
         except (ValueError, TypeError):

@@ -1,37 +1,89 @@
 """The public operators, collected. Each is documented where it is written.
 
 `Api(backend)` binds them to a backend; the namespaces `gradtools.torch` and `gradtools.jax`
-export its methods under their names.
+export its methods under their names. A room is imported when one of its operators is first read.
 """
 
 from __future__ import annotations
 
-from gradtools.accumulate import Accumulation
-from gradtools.chunking import Chunking
-from gradtools.custom import CustomRules
-from gradtools.derivatives import Derivatives
-from gradtools.edits import Edits
-from gradtools.frozen import Freezing
-from gradtools.kernels import HostFunctions
-from gradtools.models import Models
-from gradtools.seeing.formulating import Formulating
-from gradtools.seeing.graphing import Graphing
-from gradtools.seeing.measures import Measures
-from gradtools.seeing.operators import Seeing
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gradtools.backend import Operators
+
+if TYPE_CHECKING:  # what a type checker, and an editor, sees
+    from gradtools.accumulate import Accumulation
+    from gradtools.chunking import Chunking
+    from gradtools.custom import CustomRules
+    from gradtools.derivatives import Derivatives
+    from gradtools.edits import Edits
+    from gradtools.frozen import Freezing
+    from gradtools.kernels import HostFunctions
+    from gradtools.models import Models
+    from gradtools.pairs import Pairs
+    from gradtools.seeing.formulating import Formulating
+    from gradtools.seeing.graphing import Graphing
+    from gradtools.seeing.measures import Measures
+    from gradtools.seeing.operators import Seeing
+    from gradtools.tiled import Tiling
+
+    class Api(
+        Derivatives,
+        Edits,
+        CustomRules,
+        HostFunctions,
+        Freezing,
+        Chunking,
+        Tiling,
+        Pairs,
+        Accumulation,
+        Models,
+        Seeing,
+        Graphing,
+        Formulating,
+        Measures,
+    ):
+        """Every public operator, bound to one backend."""
+
+else:
+
+    class Api(Operators):
+        """Every public operator, bound to one backend."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _ROOM_OF:
+                raise AttributeError(f"gradtools.{self._backend.name} has no attribute {name!r}")
+            found = getattr(self.room(_ROOM_OF[name]), name)
+            setattr(self, name, found)
+            return found
+
+        def room(self, name: str) -> Operators:
+            """The operators of one room, "module:class"; always the same object."""
+            module, _, kind = name.partition(":")
+            made = getattr(import_module(module), kind)(self._backend)
+            return self.__dict__.setdefault(name, made)
 
 
-class Api(
-    Derivatives,
-    Edits,
-    CustomRules,
-    HostFunctions,
-    Freezing,
-    Chunking,
-    Accumulation,
-    Models,
-    Seeing,
-    Graphing,
-    Formulating,
-    Measures,
-):
-    """Every public operator, bound to one backend."""
+_ROOMS = {
+    "derivatives:Derivatives": (
+        "grad value_and_grad minimax_value_and_grad vjp jvp linearize jacobian hvp hessian "
+        "per_example_grad mixed_partial"
+    ),
+    "edits:Edits": (
+        "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
+        "known_gradient straight_through"
+    ),
+    "custom:CustomRules": "custom_rule",
+    "kernels:HostFunctions": "host_function Spec",
+    "frozen:Freezing": "frozen",
+    "chunking:Chunking": "chunked microbatched gather is_replaying",
+    "tiled:Tiling": "tiled",
+    "pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
+    "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
+    "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
+    "seeing.operators:Seeing": "dependence why_zero guard_gradients",
+    "seeing.graphing:Graphing": "gradient_graph graph_diff",
+    "seeing.formulating:Formulating": "formula",
+    "seeing.measures:Measures": "measure",
+}
+_ROOM_OF = {name: f"gradtools.{room}" for room, names in _ROOMS.items() for name in names.split()}

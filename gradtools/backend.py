@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from gradtools.host import Kernel, KernelCall, Results
-from gradtools.rules import Rule
-from gradtools.seeing.graph import Graph
-from gradtools.seeing.passes import Differentiated, Live
-from gradtools.seeing.recording import Recording, Run, Vanished
-
 if TYPE_CHECKING:
     from gradtools.chunking import Options
+    from gradtools.host import Kernel, KernelCall, Results
+    from gradtools.rules import Rule
+    from gradtools.seeing.graph import Graph
+    from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import Program
+    from gradtools.seeing.recording import Recording, Run, Vanished
     from gradtools.seeing.training import Held, Optimised
+    from gradtools.tiled import Sweep
 
 Array = Any
 P = ParamSpec("P")
@@ -193,8 +193,17 @@ class Backend(Protocol):
         examples: list[Array],
         values: list[Array],
     ) -> list[Array]: ...
-    def pull(self, fun: Any, xs: Sequence[Array], cts: Sequence[Any]) -> list[Array]: ...
+    def pull(self, fun: Any, xs: Sequence[Array], cts: Any) -> list[Array]:
+        """The pullback at xs of `cts` (None: zero), or of what they give at fun's outputs."""
+        ...
+
     def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]: ...
+    def value_and_push(
+        self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]
+    ) -> tuple[list[Array], list[Array]]:
+        """The outputs and their tangents, of one evaluation."""
+        ...
+
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]: ...
     def stop_gradient(self, x: Array) -> Array: ...
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any: ...
@@ -256,6 +265,19 @@ class Backend(Protocol):
 
     def run_frozen(self, whole: Any, uses: Any) -> list[Array]:
         """The output leaves of one use, a `chunking.Chunks` of one chunk that shares all."""
+        ...
+
+    # Tiles.
+    def sweep(self, sweep: Sweep, xs: Sequence[Array]) -> list[list[Array]]:
+        """The merged states of all tiles, group by group; blocks of rows and columns joined."""
+        ...
+
+    def fold(self, step: Any, state: list[Array], xs: Sequence[Array], count: int) -> list[Array]:
+        """`state = step(state, block)` over so many blocks of the arrays' first axis."""
+        ...
+
+    def tile_bytes(self, fun: Any, xs: Sequence[Array], sides: Sequence[int | None]) -> int:
+        """The peak of `fun` at arrays like xs, with another length of the first axis or None."""
         ...
 
     def is_replaying(self) -> bool: ...
@@ -352,17 +374,17 @@ class Operators:
         self._backend = backend
 
     def __reduce__(self) -> Any:  # what is pickled by name is the same object again
-        return operators_of, (self._backend.name,)
+        return _room_of, (self._backend.name, f"{type(self).__module__}:{type(self).__name__}")
 
     def __repr__(self) -> str:
         return f"<gradtools for {self._backend.name}>"
 
 
-def operators_of(name: str) -> Any:
-    """The public operators of a wing."""
-    return import_module(f"gradtools.{name}")._api
+def _room_of(name: str, room: str) -> Any:
+    """The public operators of a wing that one room holds."""
+    return import_module(f"gradtools.{name}")._api.room(room)
 
 
 def backend_of(name: str) -> Any:
     """A wing's backend."""
-    return operators_of(name)._backend
+    return import_module(f"gradtools.{name}")._api._backend

@@ -224,7 +224,7 @@ def normalized_argnums(
     positions = []
     for i in given:
         # Dynamo makes integers symbolic, and asks none of these for its methods.
-        if isinstance(i, bool) or not (isinstance(i, int) or hasattr(i, "__index__")):
+        if isinstance(i, bool | type) or not (isinstance(i, int) or hasattr(i, "__index__")):
             raise GradtoolsError(
                 f"{asked}: {name} must hold integers, got {i!r}. Give the position of an argument, "
                 "counted from 0, or a tuple of positions."
@@ -277,6 +277,10 @@ def differentiable_leaf(backend: Backend, asked: str, leaf: Any, name: str) -> A
 
 def _converted(backend: Backend, asked: str, leaf: Any, name: str) -> Array:
     if not isinstance(leaf, float | complex) and not hasattr(leaf, "__array__"):
+        from gradtools import keras_layers
+
+        if keras_layers.is_keras(leaf):
+            raise keras_layers.refusal(asked, name, leaf)
         raise _not_differentiable(asked, name, f"an object of type {type(leaf).__name__}")
     try:
         return backend.asarray(leaf)

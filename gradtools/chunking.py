@@ -34,6 +34,7 @@ from gradtools.calls import (
     normalized_argnums,
     with_article,
 )
+from gradtools.derivatives import Derivatives
 from gradtools.errors import GradtoolsError
 
 Argnums = int | Sequence[int]
@@ -259,14 +260,13 @@ class Chunking(Operators):
             f, args = opened, opened.args
         given = arguments("microbatched", f, args, kwargs, in_axes, positions)
         call = _Microbatches(backend, given, positions, weights)
+        derivatives = Derivatives(backend)
         seen: list[Any] = []
 
         def terms(*chunk: Any, **kwargs: Any) -> list[Array]:
             own = None if call.weights is None else chunk[-1]
             asked = "microbatched", f, argnums, False, "raise"
-            value, _, grads = self._scalar_gradient(  # type: ignore[attr-defined]
-                asked, chunk[: len(args)], kwargs
-            )
+            value, _, grads = derivatives._scalar_gradient(asked, chunk[: len(args)], kwargs)
             found, treedef = backend.flatten((value, grads))
             seen[:] = [treedef, [backend.dtype_name(x) for x in found]]
             if reduction == "sum":
@@ -512,10 +512,11 @@ class Chunks:
             return leaves, carry_leaves
         is_array = [self.backend.is_array(leaf) for leaf in leaves]
         if leaves and not any(is_array):
+            path = self.backend.leaf_paths(out)[0]
             raise GradtoolsError(
-                f"chunked: f's output{self.backend.leaf_paths(out)[0]} is "
-                f"{describe(self.backend, leaves[0])}; expected an array with an entry for each "
-                "example."
+                f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
+                "array with an entry for each example. To take what the loss needs of it: "
+                f"outputs=lambda out: out{path}.<name>"
             )
         if self.axes is None:
             axes = _axes_of(self.backend, self.out_axes, out)
@@ -615,7 +616,8 @@ class Chunks:
                 f"{self._how_to_leave_out(out)}."
             )
         known = self._constants.setdefault(k, leaf)
-        if known is not leaf and not bool(known == leaf):
+        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # NaN is itself
+        if not bool(same):
             raise GradtoolsError(
                 f"chunked: {name} is {leaf!r} at chunk {number} and {known!r} before; what is no "
                 "array must be the same for all chunks. Return an array with an entry for each "

@@ -350,7 +350,3 @@ def _require(modules: Sequence[str]) -> None:
             f"the demo needs {', '.join(missing)}, which cannot be imported here. "
             'Mend: pip install "gradtools[demo]"'
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ called.
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -93,12 +93,14 @@ class Containers:
         unflatten: The framework's own.
         leaf_paths: The framework's own.
         is_array: Whether a leaf is an array.
+        is_whole: Whether a leaf stays one, whatever it holds.
     """
 
     flatten: Callable[[Any], tuple[list[Any], Any]]
     unflatten: Callable[[Any, Sequence[Any]], Any]
     leaf_paths: Callable[[Any], list[str]]
     is_array: Callable[[Any], bool]
+    is_whole: Callable[[Any], bool] = lambda x: False
 
     def opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
         """The leaves and structure of what the framework flattened to these."""
@@ -107,7 +109,7 @@ class Containers:
         found: list[Any] = []
         nodes: list[tuple[int, Node]] = []
         for place, x in enumerate(leaves):
-            parts = _parts(x)
+            parts = None if self.is_whole(x) else _parts(x)
             inner, inside = ([x], None) if parts is None else self._of_parts(parts)
             if parts is not None and any(map(self.is_array, inner)):
                 nodes.append((place, Node(type(x), tuple(parts), inside, _pattern(x))))
@@ -134,7 +136,7 @@ class Containers:
         leaves, _ = self.flatten(tree)
         found = []
         for path, x in zip(self.leaf_paths(tree), leaves, strict=True):
-            parts = _parts(x)
+            parts = None if self.is_whole(x) else _parts(x)
             if parts is None or not any(map(self.is_array, self._of_parts(parts)[0])):
                 found.append(path)
                 continue
@@ -197,7 +199,8 @@ def _pattern(x: Any) -> Any:
     if isinstance(new, UserDict):
         new.data = {}
     elif isinstance(new, dict):
-        dict.clear(new)
+        kind = OrderedDict if isinstance(new, OrderedDict) else dict
+        kind.clear(new)  # whatever the class makes of it
     for name in (f.name for f in fields(new)) if is_dataclass(new) else ():
         if hasattr(new, name):
             object.__setattr__(new, name, None)

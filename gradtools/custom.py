@@ -97,10 +97,13 @@ class CustomRules(Operators):
 
 
 _KNOWN = {"_direct", "_shapes", "_own_key", "_by_key", "_key_of", "_out_of"}
+_GIVEN = {"fun", "fwd", "bwd", "jvp", "remat", "check", "symbolic", "static_argnames", "kernel"}
 
 
 class CustomRule:
     """A function and its rule; see `custom_rule`.
+
+    To set one of these after a call is like giving the rule anew.
 
     Attributes:
         fun: The function that gives the value.
@@ -114,7 +117,7 @@ class CustomRule:
     """
 
     __qualname__: str
-    __gradtools_holds__ = ("fun", "fwd", "bwd", "jvp")  # see `rules.captured`
+    __gradtools_holds__: tuple[str, ...] = ("fun", "fwd", "bwd", "jvp")  # see `rules.captured`
 
     def __init__(
         self,
@@ -134,7 +137,6 @@ class CustomRule:
         self.symbolic: frozenset[str] = frozenset()
         self._backend = backend
         self.static_argnames = _static_names(static_argnames)
-        self._parameters = Parameters.of(self.__name__, fun, self.static_argnames)
         self._begin()
 
     def __repr__(self) -> str:
@@ -166,11 +168,22 @@ class CustomRule:
         self._key_of = self._backend.constant_result(self._key)
         self._out_of = self._backend.constant_result(self._out)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("fun", "fwd", "bwd", "jvp") and not (callable(value) or value is None):
+            raise GradtoolsError(f"{self.__name__}.{name} must be a function, got {value!r}.")
+        super().__setattr__(name, value)
+        if name in _GIVEN and "_shapes" in self.__dict__:
+            self._forget()
+
     def _forget(self) -> None:
+        self._taken = self._taking()
         self._own_key = next(KEYS)  # compiled code looks at it to tell one rule from another
         self._shapes.clear()
         self._by_key.clear()
         self._direct = self._backend.direct_calls(self)
+
+    def _taking(self) -> Parameters:
+        return Parameters.of(self.__name__, self.fun, self.static_argnames)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else partial(self, instance)
@@ -203,7 +216,6 @@ class CustomRule:
                 )
         self.fwd, self.bwd, self.remat = fwd, bwd, optimize_remat
         self._is_symbolic("cotangent", symbolic_zeros)
-        self._forget()
 
     def _is_symbolic(self, which: str, yes: bool) -> None:
         self.symbolic = self.symbolic | {which} if yes else self.symbolic - {which}
@@ -225,7 +237,6 @@ class CustomRule:
             )
         self.jvp = rule
         self._is_symbolic("tangent", symbolic_zeros)
-        self._forget()
         return rule
 
     def defjvps(self, *rules: Callable[..., Any] | None) -> None:
@@ -249,7 +260,7 @@ class CustomRule:
                     f"{self.__name__}.defjvps: {len(rules)} rules for {len(primals)} arguments; "
                     "give one for each, None where it adds nothing."
                 )
-            out = self._parameters.call(self, statics, primals)
+            out = self._taken.call(self, statics, primals)
             parts = [
                 rule(*statics, t, out, *primals)
                 for rule, t in zip(rules, tangents, strict=True)
@@ -279,9 +290,9 @@ class CustomRule:
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """`(statics, rest)` of a call, or an error that names the function."""
         try:
-            return self._parameters.bound(args, kwargs)
+            return self._taken.bound(args, kwargs)
         except TypeError as error:
-            taken = f"{self.__name__}{self._parameters.signature}"
+            taken = f"{self.__name__}{self._taken.signature}"
             raise TypeRefusal(f"{self._kind} {taken}: {error}.") from error
 
     # Compiled code takes what these two return for constants.
@@ -318,7 +329,7 @@ class CustomRule:
     def _unhashable(self, statics: Any, others: Any) -> GradtoolsError:
         name, x = next(
             (name, x)
-            for name, x in [*zip(self._parameters.statics, statics, strict=True)]
+            for name, x in [*zip(self._taken.statics, statics, strict=True)]
             + [(None, o) for o in others]
             if not _is_hashable(x)
         )
@@ -546,7 +557,7 @@ class Shaped:
 
     def primal(self, *xs: Array) -> list[Array]:
         """The function itself."""
-        out = self.of._parameters.call(self.of.fun, self.statics, self.arguments(xs))
+        out = self.of._taken.call(self.of.fun, self.statics, self.arguments(xs))
         return self.outputs(xs, out, "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
@@ -685,7 +696,7 @@ class Shaped:
         """What bwd returned, as one flat entry for each array."""
         if not isinstance(found, tuple | list) or len(found) != len(self.entries):
             came = describe(self.backend, found)
-            names = [n for n in self.of._parameters.names if n not in self.of.static_argnames]
+            names = [n for n in self.of._taken.names if n not in self.of.static_argnames]
             raise self._error(
                 f"bwd returned {came}, expected a tuple of {len(self.entries)}, one cotangent for "
                 f"each argument{' (' + ', '.join(names) + ')' if names else ''}."

@@ -9,10 +9,9 @@ import os
 import sys
 import traceback
 import warnings
-from types import FrameType, TracebackType
+from types import TracebackType
 
-_GRADTOOLS = os.path.dirname(__file__) + os.sep
-_NOT_THE_USERS = (_GRADTOOLS, os.path.dirname(os.__file__) + os.sep)
+from gradtools.lines import is_ours, is_the_users
 
 
 class GradtoolsError(Exception):
@@ -60,7 +59,7 @@ def _depth_of_the_user() -> int:
     """Above its caller; where no frame is the user's, that of the first outside of gradtools."""
     outside, depth, frame = 0, 1, sys._getframe(1)
     while not is_the_users(frame):
-        if not outside and not frame.f_code.co_filename.startswith(_GRADTOOLS):
+        if not outside and not is_ours(frame.f_code.co_filename):
             outside = depth
         if frame.f_back is None:
             return outside or depth
@@ -73,14 +72,6 @@ def place_of(error: BaseException) -> str:
     entries = traceback.walk_tb(error.__traceback__)
     users = [(f.f_code.co_filename, line) for f, line in entries if is_the_users(f)]
     return f" ({os.path.basename(users[-1][0])}:{users[-1][1]})" if users else ""
-
-
-def is_the_users(frame: FrameType) -> bool:
-    """Whether code is neither gradtools', nor installed, nor Python's own."""
-    path = frame.f_code.co_filename
-    if path.startswith("<"):  # typed in, or made by Python
-        return frame.f_globals.get("__name__") == "__main__" or path.startswith("<doctest")
-    return "-packages" not in path and not path.startswith(_NOT_THE_USERS)
 
 
 def refusal(error: BaseException, text: str) -> GradtoolsError:

@@ -11,7 +11,7 @@ one graph of G. Double backward, in its place, keeps a graph of G and one of its
 use until the end.
 
 How a use keeps its first graph until the pullback has used it, and what enters forward mode in
-place of a kernel that has none, stands in the wings' `frozen.py`.
+place of a kernel that has none, stands in the wings' `freezing.py`.
 """
 
 from __future__ import annotations

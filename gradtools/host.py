@@ -112,6 +112,8 @@ class Kernel:
         vectorized: Whether under vmap it is called once, with the batch axes in front of every
             array, and not once for each example.
         name: What messages call it.
+        raw: Whether it takes arrays in any layout, an axis of stride 0 for one over which they are
+            the same, and returns arrays that nobody writes, which then are not copied.
     """
 
     __gradtools_holds__ = ("fun", "out")  # see `rules.captured`
@@ -120,6 +122,7 @@ class Kernel:
     out: Any = None
     vectorized: bool = False
     name: str = ""
+    raw: bool = False
     traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
     calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
     known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)
@@ -227,15 +230,18 @@ class Results:
     treedef: Any
     alone: bool  # whether one array comes, in no container
     dtypes: tuple[np.dtype[Any], ...] = field(init=False, compare=False)  # as NumPy carries them
+    widened: bool = field(init=False, compare=False)  # whether NumPy has another dtype for one
 
     def __post_init__(self) -> None:
         carried = [np.dtype(_carrier(s.dtype)) for s in self.specs]
         object.__setattr__(self, "dtypes", tuple(carried))
+        object.__setattr__(self, "widened", any(s.dtype in _CARRIED for s in self.specs))
 
     def are(self, ys: Sequence[Any], batch: Shape) -> bool:
         """Whether arrays are what was expected, without a word of what is wrong with them."""
         for y, spec, dtype in zip(ys, self.specs, self.dtypes, strict=True):
-            if type(y) is not np.ndarray or y.dtype != dtype or y.shape != (*batch, *spec.shape):
+            shape = (*batch, *spec.shape) if batch else spec.shape
+            if type(y) is not np.ndarray or y.dtype != dtype or y.shape != shape:
                 return False
         return True
 
@@ -308,10 +314,13 @@ class KernelCall:
         Returns:
             New arrays of the expected shapes behind the batch axes, bfloat16 as float32.
         """
-        xs = [_read_only(x) for x in xs]
+        if not self.kernel.raw:
+            xs = [_read_only(x) for x in xs]
+        full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs] if batch else xs
+        if self.kernel.raw:
+            return self._called(full, expected, batch)
         if not batch:
             return self._copied(xs, expected)
-        full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs]
         if self.kernel.vectorized:
             return self._copied([_read_only(x) for x in full], expected, batch)
         ys = [np.empty((*batch, *s.shape), _carrier(s.dtype)) for s in expected.specs]

@@ -25,6 +25,14 @@ def is_keras(module: Any) -> bool:
     return keras is not None and isinstance(module, keras.Layer)
 
 
+def refusal(asked: str, name: str, model: Any) -> GradtoolsError:
+    """A Keras model where a pytree is taken: its variables are given by `functionalize` alone."""
+    return GradtoolsError(
+        f"{asked}: {name} is a Keras model ({type(model).__name__}), whose variables are no leaves "
+        "of it. Differentiate params of apply, params, state = gt.functionalize(model, train=True)."
+    )
+
+
 @dataclass(frozen=True)
 class Wing:
     """What is the framework's own.

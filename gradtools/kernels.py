@@ -17,7 +17,7 @@ from typing import Any, overload
 from gradtools.backend import Array, Backend, Operators
 from gradtools.contract import checked_word
 from gradtools.custom import CustomRule, Parameters, Shaped
-from gradtools.errors import MissingRuleError
+from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
 
@@ -111,13 +111,23 @@ class HostFunction(CustomRule):
     ) -> None:
         self.kernel = Kernel(kernel, out, vectorized)
         super().__init__(backend, kernel, (), checked_word("host_function", check))
-        self._parameters = Parameters.positional(self.__name__, kernel)
         self.fun = self._value
         self.opaque = False  # known, once a derivative of bwd in forward mode was missing
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "kernel" and not isinstance(value, Kernel):
+            raise GradtoolsError(
+                f"host function {self.__name__!r}: it keeps the kernel that it was made with; make "
+                "another host_function for another kernel."
+            )
+        super().__setattr__(name, value)
+
+    def _taking(self) -> Parameters:
+        return Parameters.positional(self.__name__, self.kernel.fun)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
-        _, values = self._parameters.bound(args, kwargs)
+        _, values = self._taken.bound(args, kwargs)
         now = self._backend.call_now(self.kernel, values)
         if now is None:
             return super().__call__(*args, **kwargs)

@@ -685,6 +685,45 @@ BAD = (
         "microbatched: f is a float; expected a function.",
     ),
     Bad(
+        "tiled of a number",
+        lambda gt, a: gt.tiled(3.0),
+        "tiled: f is a float; expected a function of a tile of rows and a tile of columns.",
+    ),
+    Bad(
+        "tiled in tiles of nothing",
+        lambda gt, a: gt.tiled(total(gt), tile_size=0),
+        (
+            "tiled: tile_size is 0; expected a number of rows and columns that is at least 1, or "
+            "two of these."
+        ),
+    ),
+    Bad(
+        "tiled over an unknown argument",
+        lambda gt, a: gt.tiled(lambda x, y: x, columns="z")(a(V), a(V)),
+        "tiled: columns names argument 'z', which this call has not; it has x, y.",
+    ),
+    Bad(
+        "contrastive_loss of rows that differ",
+        lambda gt, a: gt.contrastive_loss(a(V), a(np.ones(3))),
+        (
+            "contrastive_loss: x has the shape (2,) and y (3,); expected two matrices of one "
+            "shape, a pair in each row."
+        ),
+    ),
+    Bad(
+        "linear_cross_entropy of shapes that do not fit",
+        lambda gt, a: gt.linear_cross_entropy(a(V), a(V), a(N)),
+        (
+            "linear_cross_entropy: input has the shape (2,), weight (2,) and target (2,); expected "
+            "[..., d], [classes, d] and [...]."
+        ),
+    ),
+    Bad(
+        "attention of an unknown layout",
+        lambda gt, a: gt.attention(a(V), a(V), a(V), layout="bhnd"),
+        "attention: layout is 'bhnd'; expected 'heads_first' or 'heads_last'.",
+    ),
+    Bad(
         "frozen of a number",
         lambda gt, a: gt.frozen(3.0),
         "frozen: G is a float; expected a function.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,18 +20,42 @@ from pathlib import Path
 import numpy as np
 import pytest
 import state_of_process
+import tiers
+import torchvision_anywhere
 
 from gradtools.testing import plugin
 from gradtools.testing.devices import placed
 from gradtools.testing.plugin import BACKENDS, wanted_backends
 
 GENERATORS = pytest.StashKey[list]()
+TIMES: dict[str, float] = {}  # seconds, of each test
 
 
-def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Registers the package's own plugin, which an installed package registers by itself."""
     if not pluginmanager.has_plugin(plugin.__name__):
         pluginmanager.register(plugin, plugin.__name__)
+    parser.addoption("--times", help="a file for the seconds that each test takes; see tiers.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What the list of slow tests names is marked."""
+    listed = tiers.read()
+    for item in items:
+        if not listed.isdisjoint((item.nodeid, tiers.function_of(item.nodeid))):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--times")
+    if path and not hasattr(session.config, "workerinput"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(TIMES, indent=0), encoding="utf-8")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "torch" in wanted:
         import torch
 
+        torchvision_anywhere.install()
         torch.set_num_threads(1)
     inside = ExitStack()  # from here on: what modules make while they are collected is placed, too
     for backend in wanted:

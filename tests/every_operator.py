@@ -210,6 +210,12 @@ def _gradient(w: World, f: Callable[[Any], Any]) -> Any:
     return w.gt.grad(lambda x: w.gt.xp.sum(f(x)))
 
 
+def _pairs(w: World) -> Any:
+    """The logarithm of the sum of exponentials over all pairs."""
+    run = w.gt.tiled(lambda x, y: w.part(x)[:, None] * y, "logsumexp", 2)
+    return lambda x: run(x, x)
+
+
 def _through(w: World, edit: Callable[[Any], Any]) -> Any:
     """The gradient where the edit stands between two calls of `part`."""
     return _gradient(w, lambda x: w.part(edit(w.part(x) * 0.5)))
@@ -293,6 +299,26 @@ USES = (
     Use("vmap: of grad", lambda w: w.gt.vmap(w.gt.grad(w.loss)), rows=True),
     Use("grad: of vmap", lambda w: _gradient(w, w.gt.vmap(w.twice)), rows=True),
     Use("grad: of grad", lambda w: _gradient(w, w.gt.grad(w.loss)), rows=True),
+    Use("tiled", lambda w: _gradient(w, _pairs(w))),
+    Use(
+        "contrastive_loss",
+        lambda w: _gradient(w, lambda x: w.gt.contrastive_loss(w.part(x)[:, None], x[:, None])),
+    ),
+    Use(
+        "linear_cross_entropy",
+        lambda w: _gradient(
+            w,
+            lambda x: w.gt.linear_cross_entropy(
+                w.part(x)[:, None], x[:, None], w.gt.asarray(np.arange(len(x)))
+            ),
+        ),
+    ),
+    Use(
+        "attention",
+        lambda w: _gradient(
+            w, lambda x: w.gt.attention(w.part(x)[:, None], *[x[:, None]] * 2, layout="heads_first")
+        ),
+    ),
     Use("checkpoint", lambda w: _gradient(w, w.gt.checkpoint(w.twice)), rows=True),
     Use(
         "compile", lambda w: w.gt.compile(w.gt.grad(w.loss)), rows=True, backends=("jax",)

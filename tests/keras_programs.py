@@ -161,10 +161,62 @@ def errors_say_what_to_do():
         (lambda: gt.functionalize(keras.layers.Dense(3)), "has no variables yet"),
         (lambda: gt.functionalize(model(), variables={}), "leave variables=None"),
         (lambda: _apply_with({}), "apply: params must hold the names"),
+        (
+            lambda: gt.grad(lambda m: m(asarray(X)).sum())(model()),
+            "is a Keras model .*functionali",
+        ),
     ]
     for ask, said in asked:
         with pytest.raises(GradtoolsError, match=said):
             ask()
+
+
+def fit_trains_through_an_edited_gradient():
+    """One step of SGD moves what stands before the reversal by a tenth, to the other side."""
+
+    class Reversal(keras.layers.Layer):
+        def call(self, x):
+            return gt.reverse_gradient(x, 0.1)
+
+    def moves(edit):
+        x = keras.Input((3,))
+        net = keras.Model(x, keras.layers.Dense(1)(edit(keras.layers.Dense(2)(x))))
+        net.set_weights([np.ones(v.shape) for v in net.get_weights()])
+        net.compile("sgd", "mse")
+        net.fit(X, np.zeros((6, 1)), batch_size=6, verbose=0)
+        return [v - 1 for v in net.get_weights()]
+
+    found, plain = moves(Reversal()), moves(lambda x: x)
+    same(found, [-0.1 * plain[0], -0.1 * plain[1], *plain[2:]], 1e-4)
+
+
+def chunks_inside_fit_have_the_weights_of_a_plain_fit():
+    """In PyTorch Keras counts losses between the passes, which is refused."""
+
+    class Towers(keras.Model):
+        def __init__(self, size):
+            super().__init__()
+            self.tower = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            self.tower.set_weights([np.ones((3, 2)), np.zeros(2)])
+            self.size = size
+
+        def build(self, shape):
+            self.built = True
+
+        def call(self, x):
+            return (gt.chunked(self.tower, self.size) if self.size else self.tower)(x)
+
+    def weights(size):
+        net = Towers(size)
+        net.compile("sgd", "mse")
+        net.fit(X, np.zeros((6, 2)), batch_size=6, verbose=0)
+        return net.get_weights()
+
+    if BACKEND == "torch":
+        with pytest.raises(GradtoolsError, match="was changed in place after the forward pass"):
+            weights(2)
+    else:
+        same(weights(2), weights(0))
 
 
 def _apply_with(params):
@@ -175,7 +227,8 @@ def _apply_with(params):
 PROGRAMS = [
     gradients_and_state_in_training, evaluation_mode, a_key_says_what_is_drawn,
     frozen_layers_are_state, second_order, memory_operators, a_lost_layer_is_named,
-    errors_say_what_to_do,
+    errors_say_what_to_do, fit_trains_through_an_edited_gradient,
+    chunks_inside_fit_have_the_weights_of_a_plain_fit,
 ]  # fmt: skip
 
 

@@ -46,6 +46,11 @@ class Own(dict):
     pass
 
 
+class Ordered(collections.OrderedDict):
+    def __getattr__(self, name):
+        return self[name] if name in self else super().__getattribute__(name)
+
+
 class Abstract(collections.abc.Mapping):
     def __init__(self, data):
         self._data = dict(data)
@@ -72,6 +77,7 @@ KINDS = {
     "an OrderedDict": lambda x, m: collections.OrderedDict(x=x, mask=m),
     "a UserDict": lambda x, m: Encoding({"x": x, "mask": m}, ["tokens"]),
     "a dict of one's own": lambda x, m: Own(x=x, mask=m),
+    "an OrderedDict of one's own": lambda x, m: Ordered(x=x, mask=m),
     "an abstract mapping": lambda x, m: Abstract({"x": x, "mask": m}),
     "a proxy": lambda x, m: types.MappingProxyType({"x": x, "mask": m}),
     "a dataclass": Output,
@@ -163,6 +169,12 @@ def test_none_and_constants_pass(gt):
     np.testing.assert_allclose(gt.to_numpy(out["x"]), 2 * X)
     back = gt.grad(lambda x: (gt.chunked(f, 2)(x)["x"] ** 2).sum())(gt.asarray(X))
     np.testing.assert_allclose(gt.to_numpy(back), 8 * X)
+
+
+def test_nan_is_the_same_constant_in_all_chunks(gt):
+    out, limit = gt.chunked(lambda x: (x * 2, float("nan")), 2)(gt.asarray(X))
+    np.testing.assert_allclose(gt.to_numpy(out), 2 * X)
+    assert np.isnan(limit)
 
 
 class Cache:

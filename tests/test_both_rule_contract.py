@@ -78,3 +78,58 @@ def test_a_static_array_is_refused_with_the_mend(gt, x):
     f.defvjp(lambda n, x: (x, None), lambda n, kept, ct: (ct,))
     with pytest.raises(GradtoolsError, match="bwd may return None for it"):
         f(x, X)
+
+
+SINE = {
+    "fun": lambda gt: lambda x: gt.xp.sin(x),
+    "fwd": lambda gt: lambda x: (gt.xp.sin(x), x),
+    "bwd": lambda gt: lambda x, ct: (gt.xp.cos(x) * ct,),
+}
+TWICE = {
+    "fun": lambda gt: lambda x: 2 * gt.xp.sin(x),
+    "fwd": lambda gt: lambda x: (gt.xp.sin(x), x + np.pi),
+    "bwd": lambda gt: lambda x, ct: (2 * gt.xp.cos(x) * ct,),
+    "jvp": lambda gt: lambda xs, dxs: (gt.xp.sin(*xs), 2 * gt.xp.cos(*xs) * dxs[0]),
+}
+SET = {"fun": 1, "fwd": -1, "bwd": 2, "jvp": 1}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_a_part_of_a_rule_that_is_set_after_calls_counts(gt, x, name):
+    f = gt.custom_rule(SINE["fun"](gt))
+    f.defvjp(SINE["fwd"](gt), SINE["bwd"](gt))
+    for _ in range(3):
+        same(gt.grad(lambda x: f(x).sum())(x), np.cos(X))
+    same(gt.jvp(f, (x,), (gt.xp.ones_like(x),))[1], np.cos(X))
+    setattr(f, name, TWICE[name](gt))
+    same(f(x), np.sin(X) * (2 if name == "fun" else 1))
+    same(gt.grad(lambda x: f(x).sum())(x), np.cos(X) * SET[name])
+    if name == "jvp":
+        same(gt.jvp(f, (x,), (gt.xp.ones_like(x),))[1], 2 * np.cos(X))
+
+
+def test_what_is_set_as_a_part_of_a_rule_is_a_function(gt):
+    f = gt.custom_rule(lambda x: x)
+    with pytest.raises(GradtoolsError, match=r"<lambda>\.bwd must be a function, got 3"):
+        f.bwd = 3
+    assert f.bwd is None
+
+
+def test_the_names_of_static_arguments_may_be_set_after_calls(gt, x):
+    f = gt.custom_rule(lambda x, n: x**n)
+    f.defvjp(lambda x, n: (x**n, (x, n)), lambda kept, ct: (kept[1] * kept[0] * ct, None))
+    same(gt.grad(lambda x: f(x, 2).sum())(x), 2 * X)
+    f.static_argnames = ("n",)
+    f.defvjp(lambda n, x: (x**n, x), lambda n, x, ct: (n * x ** (n - 1) * ct,))
+    same(gt.grad(lambda x: f(x, 3).sum())(x), 3 * X**2)
+
+
+def test_a_host_functions_rule_may_be_set_after_calls_and_its_kernel_not(gt, x):
+    f = gt.host_function(np.sin)
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (gt.xp.cos(x) * ct,))
+    for _ in range(3):
+        same(gt.grad(lambda x: f(x).sum())(x), np.cos(X))
+    f.bwd = TWICE["bwd"](gt)
+    same(gt.grad(lambda x: f(x).sum())(x), 2 * np.cos(X))
+    with pytest.raises(GradtoolsError, match="make another host_function"):
+        f.kernel = np.cos

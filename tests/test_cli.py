@@ -11,7 +11,7 @@ from gradtools.testing import checking
 
 
 def run(*args: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "gradtools.cli", *args]
+    command = [sys.executable, "-m", "gradtools", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -2,77 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-import types
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 import gradtools.torch as gt
 
-
-class _Names(type):
-    """The type of classes that hold any name."""
-
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-
-class _Anything(types.ModuleType):
-    """A module that holds a class by every name."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Names(name, (), {})
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torchvision, of which timm takes what prepares pictures, as modules of anything."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torchvision":
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return _Anything(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-@contextmanager
-def _without_torchvision():
-    """Inside, timm can be imported where no build of torchvision fits that of PyTorch."""
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-
-
-def _imported():
-    if importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed", allow_module_level=True)
-    try:
-        import timm
-    except (ImportError, RuntimeError):
-        with _without_torchvision():
-            import timm
-    return timm
-
-
-timm = _imported()
+timm = pytest.importorskip("timm", reason='needs timm: pip install "gradtools[integration]"')
 from integration_models import agree, gradients
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]

@@ -219,3 +219,70 @@ def test_a_first_call_of_a_rule_does_not_import_the_compiler() -> None:
         print(sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules)))
     """
     assert run(program) == "[]"
+
+
+# --- what a bare import loads ------------------------------------------------------------------
+
+LOADED = """
+    import sys
+    before = set(sys.modules)
+    import {framework}
+    theirs = set(sys.modules)
+    import gradtools.{backend} as gt
+    print(*sorted(set(sys.modules) - theirs))
+"""
+FRAMEWORK = {"torch": "torch", "jax": "jax, jax.numpy, jax.extend.core"}
+# Rooms of which most programs need nothing.
+ASKED_FOR = (
+    *("seeing", "testing", "demo", "cli", "display", "keras_layers"),
+    *("accumulate", "chunking", "custom", "frozen", "kernels", "models", "measures", "modules"),
+)
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_bare_import_loads_few_rooms_and_none_that_are_asked_for(backend):
+    loaded = run(LOADED.format(framework=FRAMEWORK[backend], backend=backend)).split()
+    ours = [name for name in loaded if name.split(".")[0] == "gradtools"]
+    assert len(ours) < 45
+    assert [n for n in ours if set(n.split(".")) & set(ASKED_FOR)] == []
+    costly = ("numpy", "html", "statistics", "inspect")
+    assert [n for n in loaded if n.split(".")[0] in costly] == []
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_name_that_was_read_is_kept_and_no_room_takes_its_place(backend):
+    program = f"""
+        import importlib, pkgutil
+        import gradtools.{backend} as gt
+
+        before = {{name: getattr(gt, name) for name in gt.__all__}}
+        for room in pkgutil.iter_modules(gt.__path__):
+            try:
+                importlib.import_module(gt.__name__ + "." + room.name)
+            except ModuleNotFoundError:  # a room for a library that is not installed
+                pass
+        print([name for name in gt.__all__ if vars(gt)[name] is not before[name]])
+    """
+    assert run(program) == "[]"
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_star_import_has_every_public_name(backend):
+    program = f"""
+        from gradtools.{backend} import *
+        import gradtools.{backend} as gt
+        print([name for name in gt.__all__ if globals()[name] is not getattr(gt, name)])
+    """
+    assert run(program) == "[]"
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_name_that_does_not_exist_is_told(backend):
+    program = f"""
+        import gradtools.{backend} as gt
+        try:
+            gt.gradd
+        except AttributeError as error:
+            print(error)
+    """
+    assert run(program) == f"module 'gradtools.{backend}' has no attribute 'gradd'"

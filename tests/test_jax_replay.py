@@ -13,6 +13,7 @@ from flax import nnx
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
+from gradtools.jax import alike
 
 WAITING = "ignore:frozen. a lax.while_loop"
 
@@ -167,3 +168,74 @@ def test_what_f_closes_over_is_read_anew_at_each_call(remade: Any) -> None:
         np.testing.assert_allclose(run(x), c * np.sin(x), rtol=1e-6)
         slope = gt.grad(lambda x: run(x).sum())(x)
         np.testing.assert_allclose(slope, c * np.cos(x), rtol=1e-6)
+
+
+def _remade_eagerly(made):
+    """Values and gradients at 2, of f(x) = made()(x) checkpointed, one after the other."""
+    f = gt.checkpoint(lambda x: made()(x))
+    return [float(x) for _ in range(4) for x in jax.value_and_grad(f)(2.0)]
+
+
+@jax.custom_jvp
+def scaled(x):
+    return 3 * x
+
+
+slopes = [3.0, 5.0, 7.0, 9.0]
+scaled.defjvp(lambda primals, tangents: (scaled(*primals), slopes[0] * tangents[0]))
+
+CHANGED = {
+    "a number": (lambda s: lambda x: s * x, [1.0, 2.0, 2.0, 3.0], [2, 1, 4, 2, 4, 2, 6, 3]),
+    "the sign of a zero": (
+        lambda s: lambda x: x * jnp.copysign(1.0, jnp.float32(s) * jnp.sign(x)),
+        [0.0, -0.0, 0.0, -0.0],
+        [2, 1, -2, -1] * 2,
+    ),
+    "an array": (
+        lambda s: lambda x: (x * np.asarray([s, 1.0])).sum(),
+        [1.0, 2.0, 2.0, 3.0],
+        [4, 2, 6, 3, 6, 3, 8, 4],
+    ),
+    "an operation": (
+        lambda s: jnp.square if s else lambda x: x + 1,
+        [0, 1, 0, 1],
+        [3, 1, 4, 4] * 2,
+    ),
+    "the length of a loop": (
+        lambda s: lambda x: jax.lax.fori_loop(0, s, lambda i, x: 2 * x, x),
+        [1, 2, 2, 3],
+        [4, 2, 8, 4, 8, 4, 16, 8],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_python_reads_anew_is_seen_at_each_eager_call_of_checkpoint(name):
+    made, reads, expected = CHANGED[name]
+    left = iter(reads)
+    assert _remade_eagerly(lambda: made(next(left))) == expected
+
+
+def test_a_rule_that_reads_python_state_is_asked_anew_by_checkpoint():
+    f = gt.checkpoint(lambda x: scaled(x) * 1.0)
+    found = []
+    for slope in (3.0, 5.0):
+        slopes[0] = slope
+        found.append(float(jax.grad(f)(2.0)))
+    assert found == [3, 5]
+
+
+def test_programs_that_are_alike_are_derived_once():
+    w = jnp.ones(3)
+    layer = lambda w, x: jnp.tanh(jnp.tanh(x * w) * w).sum()
+    misses = lambda: alike._derived.cache_info().misses
+    loss = lambda: jax.grad(gt.checkpoint(lambda w: layer(w, jnp.ones(3))))(w)  # another each time
+    loss()
+    before = misses()
+    assert (loss() == loss()).all() and misses() == before
+
+
+def test_checkpoint_outside_of_any_derivative_is_a_plain_call():
+    seen = []
+    gt.checkpoint(lambda x: seen.append(isinstance(x, jax.core.Tracer)) or 2 * x)(jnp.ones(2))
+    assert seen == [False]

@@ -7,6 +7,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+import replay_programs_jax_models  # noqa: F401 - fills the table
 from replay_programs_jax import PLAIN, PROGRAMS, loop
 
 import gradtools.jax as gt

@@ -8,6 +8,7 @@ loop; it knows nothing of gradtools.
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -537,3 +538,66 @@ def test_a_partly_frozen_nnx_player_is_chosen_by_a_filter():
     same(buffer["b"], wanted["b"])
     same(buffer["a"], nnx.state(net.a))
     same(up, -net(X).mean())
+
+
+# --- modules inside of trees that JAX does not know --------------------------------------------
+
+
+@dataclass
+class Pair:
+    enc: Any
+    dec: Any
+
+
+FORMS = {"dataclass": Pair, "mapping": lambda e, d: UserDict(enc=e, dec=d)}
+
+
+def taken(tree, name):
+    return tree[name] if isinstance(tree, UserDict) else getattr(tree, name)
+
+
+def joint(tree, x):
+    return (taken(tree, "dec")(jnp.tanh(taken(tree, "enc")(x))) ** 2).mean()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_nnx_modules_inside_of_a_container_are_differentiated_and_change(form):
+    nnx = pytest.importorskip("flax.nnx")
+    x = jnp.linspace(0.0, 1.0, 15).reshape(5, 3)
+
+    def made():
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)), nnx.Linear(
+            4, 1, rngs=rngs
+        )
+
+    ours, theirs = form(*made()), form(*made())
+    grads = gt.grad(joint)(ours, x)
+    wanted = nnx.grad(lambda e, d: joint(form(e, d), x), argnums=(0, 1))(
+        taken(theirs, "enc"), taken(theirs, "dec")
+    )
+    for name, like in zip(("enc", "dec"), wanted, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, taken(grads, name), like)
+        now, then = (nnx.state(taken(tree, name), nnx.BatchStat) for tree in (ours, theirs))
+        jax.tree.map(np.testing.assert_array_equal, now, then)
+    again = gt.assign_gradients(None, grads)
+    jax.tree.map(np.testing.assert_array_equal, taken(again, "dec"), taken(grads, "dec"))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_equinox_modules_inside_of_a_container_keep_what_is_no_array_apart(form):
+    eqx = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0))
+    modules = eqx.nn.MLP(3, 4, 8, 1, key=keys[0]), eqx.nn.MLP(4, 1, 8, 1, key=keys[1])
+    x = jnp.ones(3)
+    grads = gt.grad(joint)(form(*modules), x)
+    wanted = eqx.filter_grad(lambda pair: joint(form(*pair), x))(modules)
+    for name, like in zip(("enc", "dec"), wanted, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, taken(grads, name), like)
+
+
+def test_argnums_that_are_a_class_are_refused():
+    nnx = pytest.importorskip("flax.nnx")
+    for argnums in (nnx.Param, nnx.DiffState(0, nnx.Param)):
+        with pytest.raises(GradtoolsError, match="grad: argnums must hold integers"):
+            gt.grad(lambda x: x, argnums=argnums)(1.0)

@@ -29,6 +29,7 @@ NAMES = {
     "own rules": ["custom_rule", "host_function", "Spec"],
     "memory": [
         *("frozen", "chunked", "microbatched", "gather", "is_replaying"),
+        *("tiled", "contrastive_loss", "linear_cross_entropy", "attention"),
         *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
     ],
     "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
@@ -135,7 +136,7 @@ ALONE = {
     ("torch", "hooks.py"): "hooks on gradients; JAX has none",
     ("torch", "transposed.py"): "forward mode by reverse mode; JAX's is right",
     ("torch", "upstream_bugs.py"): "wrong derivatives of PyTorch; JAX has no such seam",
-    ("torch", "attention.py"): "fused kernels, differentiated again; JAX has none",
+    ("torch", "fused_attention.py"): "fused kernels, differentiated again; JAX has none",
     ("torch", "wrong_gradients.py"): "wrong gradients of PyTorch; JAX has none that can be mended",
     ("torch", "formulas.py"): "operations as plain ones, for both",
     ("torch", "zeros.py"): "products with symbolic zeros; XLA takes them out itself",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+import tomllib
+from dataclasses import replace
 
 import pytest
-from pages import PAGES, ROOT, Block, blocks, named
+from pages import OTHER_PACKAGES, PAGES, ROOT, Block, blocks, named
 
 README = ROOT / "README.md"
 TOUR = ROOT / "docs" / "tour.md"
@@ -19,6 +22,14 @@ def test_a_block_runs_as_it_stands(block):
     block.run()
 
 
+@pytest.mark.parametrize("block", **named([b for b in blocks() if "KERAS_BACKEND=" in b.text]))
+def test_a_block_with_keras_runs_on_its_other_backend_too(block):
+    here = block.text.partition("=")[2]
+    other = {"torch": "jax", "jax": "torch"}[here]
+    code = block.code.replace(f"gradtools.{here}", f"gradtools.{other}")
+    replace(block, code=code, text=f"KERAS_BACKEND={other}").run()
+
+
 @pytest.mark.parametrize("block", **named([b for b in blocks() if not b.picks_a_backend]))
 def test_a_block_runs_unchanged_in_each_backend(block, gt):
     block.run(gt=gt)
@@ -29,14 +40,43 @@ def test_every_block_of_python_is_found():
     assert len(blocks()) == fences
 
 
+def test_every_package_that_a_block_imports_is_in_an_extra():
+    """So that the checks, which install them all, leave out no block."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        extra: {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in wanted}
+        for extra, wanted in project["optional-dependencies"].items()
+    }
+    others = {"dm_haiku": "haiku", "scikit_learn": "sklearn"}  # are imported by another name
+    known = {others.get(name, name) for names in extras.values() for name in names}
+    known |= {"gradtools", "numpy", "tokenizers", *sys.stdlib_module_names}
+    missing = {b.name: b.packages - known for b in blocks() if b.end != "not run"}
+    assert not {name: found for name, found in missing.items() if found}
+    own = {others.get(name, name) for name in extras["integration"]} - {"gradtools"}
+    assert own | {"tokenizers"} == OTHER_PACKAGES
+
+
 def test_readme_and_tour_have_blocks_of_both_kinds():
     kinds = [block.picks_a_backend for block in blocks([README, TOUR])]
     assert kinds.count(True) >= 4 and kinds.count(False) >= 7
 
 
 def test_a_block_that_fails_is_seen():
+    for end, text in [("", ""), ("with", "A=1"), ("pytest", "test_it.py")]:
+        code = "def test_it():\n    assert 1 + 1 == 3\n" + ("" if end == "pytest" else "test_it()")
+        with pytest.raises(AssertionError):
+            Block(README, 1, code, end, text).run()
+
+
+def test_what_a_page_says_a_block_printed_is_held_to_what_it_prints():
+    Block(README, 1, "print('one\\ntwo, 1.2e-16')", printed="two, 3.4e-17\n").run()
     with pytest.raises(AssertionError):
-        Block(README, 1, "assert 1 + 1 == 3").run()
+        Block(README, 1, "print('one')", printed="two\n").run()
+    assert sum(bool(block.printed) for block in blocks()) >= 5
+
+
+def test_a_block_with_settings_of_its_own_has_them():
+    Block(README, 1, "import os\nassert os.environ['A'] == '1'", "with", "A=1").run()
 
 
 @pytest.mark.parametrize(("end", "other"), [("raises", "pass"), ("warns", "pass")])
@@ -68,7 +108,7 @@ def test_every_link_leads_to_a_file():
         prose = re.sub(
             r"^```.*?^```|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S
         )
-        for link in re.findall(r"\]\(([^)#:]+)\)", prose):
+        for link in re.findall(r"\]\(([^)#:\s]+)\)", prose):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 

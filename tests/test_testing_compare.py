@@ -214,6 +214,14 @@ def test_a_program_that_fails_says_which_side_failed():
     assert "raised by the jax program" in caught.value.__notes__[0]
 
 
+def test_parameters_and_arguments_of_other_dtypes_are_told_where_a_program_fails():
+    ours = torch.nn.Linear(3, 1)
+    port = lambda x: x
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        cross_check(torch=ours, jax=port, args=(np.ones((2, 3)),))
+    assert "are float32, an argument is float64: dtype='float64'" in caught.value.__notes__[1]
+
+
 def test_a_disagreement_stands_where_the_search_for_its_cause_fails():
     calls = []
 

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
@@ -163,6 +164,51 @@ def test_compiled_code_has_them_too(operator):
     torch.testing.assert_close(run(), taken(f), rtol=1e-9, atol=1e-10)
 
 
+LIVE = {
+    "grad": lambda f, *xs: gt.grad(f, (0, 1, 2))(*xs),
+    "vjp": lambda f, *xs: gt.vjp(f, *xs)[1](torch.ones((), dtype=KIND)),
+    "jacobian": lambda f, *xs: gt.jacobian(lambda s: f(*[s * x for x in xs]), mode="reverse")(ONE),
+    "checkpoint": lambda f, *xs: gt.grad(gt.checkpoint(f), (0, 1, 2))(*xs),
+}
+ONE = torch.ones((), dtype=KIND)
+
+
+@pytest.mark.parametrize("operator", LIVE)
+def test_compiled_attention_whose_gradient_has_a_graph_is_differentiated_again(operator):
+    f, g = (
+        lambda *xs, attend=attend: torch.sin(attend(*xs, is_causal=True) ** 2).sum()
+        for attend in (F.scaled_dot_product_attention, by_hand)
+    )
+    found = []
+    for fun, make in ((f, lambda run: gt.compile(run, backend="aot_eager")), (g, lambda run: run)):
+        torch.compiler.reset()
+        xs = [x.clone().requires_grad_() for x in X]
+        grads = tree_leaves(make(lambda *xs, fun=fun: LIVE[operator](fun, *xs))(*xs))
+        found.append([*grads, *torch.autograd.grad(sum(y.sin().sum() for y in grads), xs)])
+    for y, like in zip(*found, strict=True):
+        torch.testing.assert_close(y, like, rtol=1e-9, atol=1e-10)
+
+
+def test_compiled_attention_of_parameters_that_f_holds_is_right_and_of_others_fused():
+    module = layer(train=True, frozen=False)
+    calls = []
+
+    def noted(graph, inputs):
+        calls.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    f = lambda z: torch.sin(module(z)).sum()
+    for frozen in (False, True):
+        module.requires_grad_(not frozen)
+        torch.compiler.reset()
+        calls.clear()
+        backend = aot_autograd(fw_compiler=noted)
+        found = torch.compile(lambda z: gt.grad(f)(z), backend=backend, fullgraph=True)(Z)
+        torch.testing.assert_close(found, gt.grad(f)(Z), rtol=1e-9, atol=1e-10)
+        assert found.requires_grad is not frozen
+        assert any("flash_attention" in name for names in calls for name in names) is frozen
+
+
 @pytest.mark.parametrize("mode", ["reverse_over_reverse", "forward_over_reverse"])
 def test_half_precision_is_as_right_as_its_numbers(mode):
     f = lambda *xs: torch.sin(F.scaled_dot_product_attention(*xs)).sum()
@@ -233,7 +279,7 @@ def test_a_second_derivative_out_of_sight_is_refused_in_words():
 @pytest.mark.parametrize("name", ["FlashAttention", "EfficientAttention", "CudnnAttention"])
 def test_kernels_of_cuda_take_the_same_way(name):
     """Of a node with their names for what it saved, on the CPU."""
-    from gradtools.torch.attention import differentiable
+    from gradtools.torch.fused_attention import differentiable
 
     class Node:
         _saved_query, _saved_key, _saved_value = X

@@ -10,8 +10,10 @@ from collections import OrderedDict, deque
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import gradtools.torch as gt
+from gradtools import GradtoolsError
 
 X = torch.arange(6.0)[:, None] + 1
 
@@ -135,3 +137,32 @@ def test_who_exchanges_the_forward_of_a_chunked_module_exchanges_that_call():
     module.forward = module.__dict__.pop("_original_forward")
     torch.testing.assert_close(module(x), inner(x))
     assert calls == [5]
+
+
+class Output:
+    """What a model returns, of a library that registers it without names for its parts."""
+
+    def __init__(self, rows, **others):
+        self.parts = {"rows": rows, **others}
+
+
+pytree.register_pytree_node(
+    Output,
+    lambda out: (list(out.parts.values()), list(out.parts)),
+    lambda parts, names: Output(**dict(zip(names, parts, strict=True))),
+)
+
+
+def test_a_container_without_names_for_its_parts_is_joined():
+    out = gt.chunked(lambda x: Output(x * 2, pair=(x, None, x + 1)), 2)(X)
+    assert torch.equal(out.parts["rows"], X * 2)
+    assert torch.equal(out.parts["pair"][2], X + 1)
+
+
+def test_in_a_container_without_names_the_place_is_named_and_how_to_take_a_part():
+    with pytest.raises(
+        GradtoolsError, match=r"output\['rows'\] is .*object.*outputs=lambda out: o"
+    ):
+        gt.chunked(lambda x: Output(object()), 2)(X)
+    with pytest.raises(GradtoolsError, match=r"output\['pair'\]\[1\]"):
+        gt.vjp(lambda x: Output(x, pair=(x, object())), X)

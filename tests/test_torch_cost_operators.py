@@ -36,6 +36,7 @@ MORE = {
 ELSEWHERE = {
     *("vmap", "compile"),  # the framework's own under one name
     "gather",  # needs several processes or devices
+    *("tiled", "contrastive_loss", "linear_cross_entropy", "attention"),  # counted for themselves
     *("xp", "asarray", "to_numpy", "key", "split", "Spec", "is_replaying"),  # no derivative
     *("dependence", "why_zero", "guard_gradients"),  # looked at, not run in a program
     *("gradient_graph", "graph_diff", "formula", "measure"),

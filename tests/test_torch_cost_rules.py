@@ -305,14 +305,37 @@ def test_two_rules_keep_for_backward_what_bwd_reads():
     assert saved(lambda: own("exp", "vjp and jvp")(*xs)) == saved(lambda: ExpFunction.apply(*xs))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="to transpose, PyTorch needs the forward rule evaluated at the backward pass",
-)
 def test_reverse_mode_from_jvp_alone_shares_what_the_value_computed():
-    xs = arguments("exp")
-    found = counted(operations, own("exp", "jvp"), xs)
-    assert "aten.exp.default" not in found["backward"]
+    (x,) = arguments("exp")
+    f, ct = own("exp", "jvp"), torch.ones_like(x)
+
+    def step():
+        return torch.autograd.grad(f(x), x, ct)
+
+    step()  # is held to what a rule must be
+    found = operations(step)
+    assert found.count("aten.exp.default") == 1
+    torch.testing.assert_close(step()[0], torch.exp(x), rtol=0, atol=0)
+
+
+def test_reverse_mode_from_jvp_alone_keeps_what_autograd_keeps_for_the_same_tangent():
+    """And no more after a backward pass, though the loss lives on."""
+    (x,) = arguments("exp")
+    f, ct = own("exp", "jvp"), torch.ones_like(x)
+    torch.autograd.grad(f(x), x, ct)
+    assert saved(lambda: f(x), [x]) == saved(lambda: torch.exp(x), [x])
+    kept = []
+
+    def rule(primals, tangents):
+        factor = torch.exp(*primals).clone()
+        kept.append(weakref.ref(factor))
+        return torch.exp(*primals), factor * tangents[0]
+
+    f.defjvp(rule)
+    for _ in range(3):
+        y = f(x)
+        torch.autograd.grad(y, x, ct)
+    assert [ref() for ref in kept] == [None] * len(kept) and y.grad_fn is not None
 
 
 @pytest.mark.parametrize("given", ["vjp", "jvp", "vjp and jvp"])

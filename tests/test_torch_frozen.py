@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
-from gradtools.torch.frozen import _TOLD, _Use
+from gradtools.torch.freezing import _TOLD, _Use
 from gradtools.torch.modes import Modes
 from gradtools.torch.onetangent import OneTangent
 from gradtools.torch.zeros import NoProductsOfZero

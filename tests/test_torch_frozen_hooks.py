@@ -42,6 +42,6 @@ def test_a_forward_hook_is_not_taken_for_a_hook_on_a_gradient():
 
 
 def test_a_hook_on_a_gradient_beside_a_forward_hook_is_seen(monkeypatch):
-    monkeypatch.setattr(sys.modules["gradtools.torch.frozen"], "_TOLD", set())
+    monkeypatch.setattr(sys.modules["gradtools.torch.freezing"], "_TOLD", set())
     with pytest.warns(GradtoolsWarning, match="a hook on a gradient in G"):
         _second(gt.frozen(_Sets(True)))

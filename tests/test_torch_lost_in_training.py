@@ -121,6 +121,7 @@ def test_after_backward_the_graph_tells_what_it_reached(as_closure):
     f = (lambda: loss) if as_closure else loss
     report = gt.why_zero(f, model=given.model, optimizer=given.optimizer)
     assert told(report) == {"spare.weight": "unread", "spare.bias": "unread"}
+    assert as_closure or "given a closure that computes the loss, why_zero names" in str(report)
 
 
 def test_after_backward_gradients_that_are_zero_are_told():
@@ -200,6 +201,15 @@ def test_buffers_of_batch_norm_are_no_finding():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     report = gt.why_zero(lambda: model(X).square().sum() * X.sum(), model=model.train())
     assert not [f for f in report if not f.numerical] and not report.notes
+
+
+def test_a_tensor_that_was_meant_as_a_parameter_is_noted_where_the_loss_depends_on_it():
+    model = nn.Linear(3, 1)
+    model.scale, model.last = torch.ones(1), torch.zeros(2)
+    report = gt.why_zero(lambda: (model.scale * model(X)).square().sum(), model=model)
+    assert [(names, "as a parameter" in text) for text, names in report.notes] == [
+        (("scale",), True)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_no_operator_registers_a_kernel_or_changes_what_stands_in_torch():
     program = """
         import torch, torch._dynamo, torch._meta_registrations, torch._refs
         torch.vmap(torch.sin)(torch.ones(2))  # which registers its decompositions
+        import gradtools.torch.host  # the one operator of gradtools' own
         from test_torch_nothing_outside_a_call import *
 
         before, stood = registrations(), attributes()
@@ -89,7 +90,7 @@ def test_no_operator_registers_a_kernel_or_changes_what_stands_in_torch():
     assert told_by(program) == "[] []"
 
 
-def test_importing_gradtools_registers_no_kernel_of_pytorchs():
+def test_importing_gradtools_registers_no_kernel():
     program = """
         import torch, torch._dynamo, torch._meta_registrations, torch._refs
         KEYS = {KEYS}
@@ -99,7 +100,7 @@ def test_importing_gradtools_registers_no_kernel_of_pytorchs():
         import gradtools.torch
         print({op for _, op in read() ^ before})
     """.replace("{KEYS}", repr(KEYS))
-    assert told_by(program) == "{'gradtools::call_kernel'}"
+    assert told_by(program) == "set()"
 
 
 def test_a_users_own_forward_mode_gives_the_same_after_a_frozen_second_derivative():

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import replay_programs  # noqa: F401 - fills the table
+import replay_programs_models  # noqa: F401 - as well
 import torch
 from replay_worlds import EITHER, PROGRAMS, REFUSED, RIGHT, VERSIONS, Program, Run, Way, World
 from torch import nn

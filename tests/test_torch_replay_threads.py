@@ -110,8 +110,11 @@ def test_the_same_model_may_be_called_where_that_changes_no_buffer():
     assert_same([beside.found], [model[2](alone)])
 
 
-def test_a_call_that_changes_buffers_of_the_same_model_is_refused():
+@pytest.mark.parametrize("asks", [False, True], ids=["f does not ask", "f asks is_replaying"])
+def test_a_call_that_changes_buffers_of_the_same_model_is_refused(asks):
     model = net(nn.BatchNorm1d(3))
+    if asks:
+        model[0].register_forward_hook(lambda *_: (gt.is_replaying(), None)[1])
     with pytest.raises(GradtoolsError, match=r"not changed as often .* another thread"):
         Beside(lambda: model[1](batch())).step(model)
     assert all(p.grad is None for p in model.parameters())

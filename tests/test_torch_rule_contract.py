@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
@@ -265,6 +267,27 @@ gram = reverse(
 )
 fails = reverse(lambda x: 2 * x, lambda x: (2 * x, None), _fails)
 
+
+def forward(f, jvp):
+    rule = gt.custom_rule(f)
+    rule.defjvp(jvp)
+    return rule
+
+
+FORWARD = {
+    "cube": forward(lambda x: x**3, lambda p, t: (p[0] ** 3, 3 * p[0] ** 2 * t[0])),
+    "exp": forward(torch.exp, lambda p, t: ((y := torch.exp(*p)), y * t[0])),
+    "sinh": forward(
+        torch.sinh, lambda p, t: ((_sinh(*p)[0]), (p[0].exp() + (-p[0]).exp()) / 2 * t[0])
+    ),
+    "product": forward(lambda x, y: x * y, lambda p, t: (p[0] * p[1], t[0] * p[1] + p[0] * t[1])),
+    "sum and product": forward(
+        lambda x, y: (x + y, x * y),
+        lambda p, t: ((p[0] + p[1], p[0] * p[1]), (t[0] + t[1], t[0] * p[1] + p[0] * t[1])),
+    ),
+    "row": forward(lambda x: x[0], lambda p, t: (p[0][0], t[0][0])),
+    "identity": forward(lambda x: x.view_as(x), lambda p, t: (p[0].view_as(p[0]), 2 * t[0])),
+}
 PAIRS = {
     "cube": (Cube.apply, cube),
     "exp": (Exp.apply, exp),
@@ -463,6 +486,11 @@ EXCEPTIONS = {
     "None for what requires grad": "None is a zero cotangent of what the output depends on",
     "double backward, saved intermediate": "a Function differentiates it as a constant",
 }
+FORWARD_EXCEPTIONS = {
+    "hooks": "the output's node hands the cotangent on to the graph of the tangent",
+    "a saved tensor written in place": "3 x^2 was computed when it was written",
+    "complex": "the Function takes a product's cotangent without the conjugate",
+}
 
 
 def outcome(program, f):
@@ -474,17 +502,69 @@ def outcome(program, f):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("given", ["as the function", "forward"])
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in EXCEPTIONS])
-def test_a_rule_does_what_a_function_does(name):
+def test_a_rule_does_what_a_function_does(name, given):
     program = PROGRAMS[name]
     native, ours = PAIRS[program.name]
     expected = outcome(program, native)
+    if given == "forward":
+        if program.name not in FORWARD or name in FORWARD_EXCEPTIONS:
+            pytest.skip(FORWARD_EXCEPTIONS.get(name, "there is no forward rule of it"))
+        ours = FORWARD[program.name]
     for _ in range(3):  # the first call, what it taught, and what that taught
         found = outcome(program, ours)
         if isinstance(expected, type):
             assert found is expected
         else:
             torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("check", ["first", "never"])
+@pytest.mark.parametrize("name", ["one", "a tree", "a tuple of one", "an identity", "a view"])
+def test_a_forward_rule_is_computed_again_as_it_was_computed(name, check, reentrant):
+    """A checkpoint counts what is saved, and its first pass is the first call of all."""
+    f, jvp, slope = {
+        "one": (torch.sin, lambda p, t: (p[0].sin(), p[0].cos() * t[0]), torch.cos),
+        "a tree": (
+            lambda x: (x.sin(), x),
+            lambda p, t: ((p[0].sin(), p[0]), (p[0].cos() * t[0], 3 * t[0])),
+            lambda x: x.cos() + 3,
+        ),
+        "a tuple of one": (
+            lambda x: (x.sin(),),
+            lambda p, t: ((p[0].sin(),), (p[0].cos() * t[0],)),
+            torch.cos,
+        ),
+        "an identity": (lambda x: x, lambda p, t: (p[0], -2 * t[0]), lambda x: -2 + 0 * x),
+        "a view": (
+            lambda x: x.view(-1),
+            lambda p, t: ((y := p[0].view(-1)), y * t[0].view(-1)),
+            lambda x: x,
+        ),
+    }[name]
+    rule = gt.custom_rule(f, check=check)
+    rule.defjvp(jvp)
+    run = lambda x: sum(y.sum() for y in tree_leaves(rule(x)))
+    for _ in range(3):
+        x = leaf()
+        checkpoint(run, x, use_reentrant=reentrant).backward()
+        torch.testing.assert_close(x.grad, slope(x.detach()))
+
+
+@pytest.mark.parametrize("rule", ["cube", "exp", "product"])
+@pytest.mark.parametrize("given", [PAIRS, FORWARD], ids=["as the function", "forward"])
+def test_compiled_autograd_takes_a_rule(given, rule):
+    f = given[rule][1] if given is PAIRS else given[rule]
+    run = (lambda x: f(x, Y)) if rule == "product" else f
+    expected = grads(run, leaf())
+    for _ in range(2):
+        x = leaf()
+        y = run(x).sum()
+        with torch._dynamo.compiled_autograd._enable(lambda g: torch.compile(g, backend="eager")):
+            y.backward()
+        torch.testing.assert_close((x.grad,), expected)
 
 
 def test_none_is_a_zero_cotangent():

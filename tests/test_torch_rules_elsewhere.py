@@ -368,3 +368,17 @@ def test_a_nested_tensor_without_a_shape_is_refused_in_words():
     f = expm1("both")
     with pytest.raises(GradtoolsError, match=r"nested tensor of the strided layout.*jagged"):
         f(torch.nested.nested_tensor([X, X[:2]]))
+
+
+@pytest.mark.parametrize("name", ["fun", "bwd"])
+def test_compiled_code_sees_a_part_of_a_rule_that_is_set_later(name):
+    f = gt.custom_rule(torch.sin)
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (torch.cos(x) * ct,))
+    compiled = torch.compile(lambda x: f(x), backend="aot_eager")
+    x = torch.tensor([0.3, 0.7], requires_grad=True)
+    torch.autograd.grad(compiled(x).sum(), x)
+    setattr(f, name, {"fun": torch.exp, "bwd": lambda x, ct: (2 * torch.cos(x) * ct,)}[name])
+    y = compiled(x)
+    torch.testing.assert_close(y, f(x))
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(slope, torch.cos(x) * (2 if name == "bwd" else 1))

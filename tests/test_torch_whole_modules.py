@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -183,3 +187,64 @@ def test_a_module_that_cannot_be_copied_is_refused_by_name():
     net = nn.LazyLinear(2)
     with pytest.raises(GradtoolsError, match=r"grad: .* has no shape yet"):
         gt.grad(loss)(net, X)
+
+
+# --- modules inside of trees -------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    enc: Any
+    dec: Any
+
+
+class Named(NamedTuple):
+    enc: Any
+    dec: Any
+
+
+FORMS = {
+    "dict": lambda e, d: {"enc": e, "dec": d},
+    "nested list": lambda e, d: {"enc": [e], "dec": (d,)},
+    "dataclass": Pair,
+    "named tuple": Named,
+    "mapping": lambda e, d: UserDict(enc=e, dec=d),
+}
+
+
+def taken(tree, name):
+    found = tree[name] if isinstance(tree, dict | UserDict) else getattr(tree, name)
+    return found[0] if isinstance(found, list | tuple) else found
+
+
+def joint(tree, x):
+    return taken(tree, "dec")(taken(tree, "enc")(x)).square().mean()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_modules_inside_of_a_tree_are_differentiated_each_by_its_parameters(form):
+    encoder, decoder = Noisy().double().eval(), nn.Linear(1, 2).double()
+    decoder.bias.requires_grad_(False)
+    tree = form(encoder, decoder)
+    value, grads = gt.value_and_grad(joint)(tree, X)
+    wanted = joint(tree, X)
+    wanted.backward()
+    torch.testing.assert_close(value, wanted.detach())
+    assert encoder.seen == 2
+    for name, module in (("enc", encoder), ("dec", decoder)):
+        free = {k: p.grad for k, p in module.named_parameters() if p.requires_grad}
+        same(taken(grads, name), free)
+        module.zero_grad()
+    gt.assign_gradients(tree, grads)
+    same({"w": decoder.weight.grad}, {"w": taken(grads, "dec")["weight"]})
+    tangent = gt.jvp(lambda tree: joint(tree, X), (tree,), (grads,))[1]
+    total = sum(g.square().sum() for n in ("enc", "dec") for g in taken(grads, n).values())
+    torch.testing.assert_close(tangent, total)
+    torch.testing.assert_close(gt.microbatched(joint, 2)(tree, X)[0], value)
+
+
+def test_a_parameter_in_two_modules_of_a_tree_is_refused_by_name():
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other.weight = one.weight
+    with pytest.raises(GradtoolsError, match="grad: the parameter weight stands in two of"):
+        gt.grad(lambda t: t["a"](t["b"](X.float())).sum())({"a": one, "b": other})

@@ -10,55 +10,59 @@ try:
 except ModuleNotFoundError as error:
     raise _needed("jax", "JAX", error) from None
 
-if TYPE_CHECKING:
-    import jax.numpy as xp
-
 _api = Api(JaxBackend())
 
-GradientAccumulator = _api.GradientAccumulator
-Spec = _api.Spec
-accumulate_gradients = _api.accumulate_gradients
-asarray = _api.asarray
-assign_gradients = _api.assign_gradients
-checkpoint = _api.checkpoint
-chunked = _api.chunked
-clip_gradient = _api.clip_gradient
-compile = _api.compile
-custom_rule = _api.custom_rule
-dependence = _api.dependence
-formula = _api.formula
-frozen = _api.frozen
-functionalize = _api.functionalize
-gather = _api.gather
-grad = _api.grad
-gradient_graph = _api.gradient_graph
-graph_diff = _api.graph_diff
-guard_gradients = _api.guard_gradients
-hessian = _api.hessian
-host_function = _api.host_function
-hvp = _api.hvp
-is_replaying = _api.is_replaying
-jacobian = _api.jacobian
-jvp = _api.jvp
-key = _api.key
-known_gradient = _api.known_gradient
-linearize = _api.linearize
-measure = _api.measure
-microbatched = _api.microbatched
-minimax_value_and_grad = _api.minimax_value_and_grad
-mixed_partial = _api.mixed_partial
-per_example_grad = _api.per_example_grad
-reverse_gradient = _api.reverse_gradient
-scale_gradient = _api.scale_gradient
-split = _api.split
-stop_gradient = _api.stop_gradient
-straight_through = _api.straight_through
-to_numpy = _api.to_numpy
-transform_gradient = _api.transform_gradient
-value_and_grad = _api.value_and_grad
-vjp = _api.vjp
-vmap = _api.vmap
-why_zero = _api.why_zero
+if TYPE_CHECKING:  # what `__getattr__` gives, for a checker and an editor
+    import jax.numpy as xp
+
+    GradientAccumulator = _api.GradientAccumulator
+    Spec = _api.Spec
+    accumulate_gradients = _api.accumulate_gradients
+    asarray = _api.asarray
+    assign_gradients = _api.assign_gradients
+    attention = _api.attention
+    checkpoint = _api.checkpoint
+    chunked = _api.chunked
+    clip_gradient = _api.clip_gradient
+    compile = _api.compile
+    contrastive_loss = _api.contrastive_loss
+    custom_rule = _api.custom_rule
+    dependence = _api.dependence
+    formula = _api.formula
+    frozen = _api.frozen
+    functionalize = _api.functionalize
+    gather = _api.gather
+    grad = _api.grad
+    gradient_graph = _api.gradient_graph
+    graph_diff = _api.graph_diff
+    guard_gradients = _api.guard_gradients
+    hessian = _api.hessian
+    host_function = _api.host_function
+    hvp = _api.hvp
+    is_replaying = _api.is_replaying
+    jacobian = _api.jacobian
+    jvp = _api.jvp
+    key = _api.key
+    known_gradient = _api.known_gradient
+    linear_cross_entropy = _api.linear_cross_entropy
+    linearize = _api.linearize
+    measure = _api.measure
+    microbatched = _api.microbatched
+    minimax_value_and_grad = _api.minimax_value_and_grad
+    mixed_partial = _api.mixed_partial
+    per_example_grad = _api.per_example_grad
+    reverse_gradient = _api.reverse_gradient
+    scale_gradient = _api.scale_gradient
+    split = _api.split
+    stop_gradient = _api.stop_gradient
+    straight_through = _api.straight_through
+    tiled = _api.tiled
+    to_numpy = _api.to_numpy
+    transform_gradient = _api.transform_gradient
+    value_and_grad = _api.value_and_grad
+    vjp = _api.vjp
+    vmap = _api.vmap
+    why_zero = _api.why_zero
 
 __all__ = [
     "GradientAccumulator",
@@ -66,10 +70,12 @@ __all__ = [
     "accumulate_gradients",
     "asarray",
     "assign_gradients",
+    "attention",
     "checkpoint",
     "chunked",
     "clip_gradient",
     "compile",
+    "contrastive_loss",
     "custom_rule",
     "dependence",
     "formula",
@@ -88,6 +94,7 @@ __all__ = [
     "jvp",
     "key",
     "known_gradient",
+    "linear_cross_entropy",
     "linearize",
     "measure",
     "microbatched",
@@ -99,6 +106,7 @@ __all__ = [
     "split",
     "stop_gradient",
     "straight_through",
+    "tiled",
     "to_numpy",
     "transform_gradient",
     "value_and_grad",
@@ -112,9 +120,12 @@ __all__ = [
 if not TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
 
     def __getattr__(name: str) -> object:
-        if name == "xp":  # looked up when asked for: an import of gradtools stays light
-            return _api.xp
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        """A public name, when it is first read: its room is imported then, and no other."""
+        if name not in __all__:
+            __tracebackhide__ = True
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(_api, name)
+        return found
 
 
 def __dir__() -> list[str]:

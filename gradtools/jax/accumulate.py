@@ -12,17 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
-from jax.tree_util import keystr
 
 from gradtools.accumulate import Entry, Trees, paired
 from gradtools.errors import GradtoolsError
+from gradtools.jax import trees
 from gradtools.jax.parts import part_of
 
-TREES = Trees(
-    jax.tree.flatten,
-    jax.tree.unflatten,
-    lambda tree: [keystr(path) for path, _ in jax.tree.leaves_with_path(tree)],
-)
+TREES = Trees(trees.flatten, trees.unflatten, trees.leaf_paths)
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
@@ -30,12 +26,13 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     asked = "accumulate_gradients" if add else "assign_gradients"
     target, grads = part_of(target), part_of(grads)
     if target is None:
-        target = jax.tree.map(_zeros, grads)
+        leaves, treedef = trees.flatten(grads)
+        target = trees.unflatten(treedef, list(map(_zeros, leaves)))
     entries = paired(TREES, asked, target, grads)
     for entry in entries:
         if entry.grad is not None:
             _check(asked, entry)
-    return jax.tree.unflatten(jax.tree.structure(target), [_written(e, add) for e in entries])
+    return trees.unflatten(trees.flatten(target)[1], [_written(e, add) for e in entries])
 
 
 # --- what the accumulator needs ----------------------------------------------------------

@@ -4,50 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, backend_of
-from gradtools.chunking import Options
-from gradtools.host import Kernel
-from gradtools.jax import (
-    accumulate,
-    arrays,
-    chunking,
-    engines,
-    frozen,
-    gathering,
-    measures,
-    modules,
-    parts,
-    passes,
-    seeing,
-    shardings,
-    trees,
-    vanishing,
-    wrapping,
-)
-from gradtools.jax.host import call_kernel, call_now
-from gradtools.jax.loops import map_batch
-from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose
+from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
+from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
 from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule, by_key
-from gradtools.seeing.graph import Graph
-from gradtools.seeing.program import Program
+
+if TYPE_CHECKING:
+    from gradtools.chunking import Chunks, Options
+    from gradtools.host import Kernel
+    from gradtools.seeing.graph import Graph
+    from gradtools.seeing.program import Program
 
 
 class JaxBackend:
-    """What `gradtools.backend.Backend` asks, by JAX."""
+    """What `gradtools.backend.Backend` asks, by JAX.
+
+    The engines and the rules come with it; a member that imports a room is one of those that most
+    programs never ask for, so that an import of gradtools stays light.
+    """
 
     name = "jax"
     hvp_mode = "forward_over_reverse"
     xp = jnp
-    accumulation = accumulate
+
+    @property
+    def accumulation(self) -> Any:
+        from gradtools.jax import accumulate
+
+        return accumulate
 
     def __reduce__(self) -> Any:
         return backend_of, (self.name,)
@@ -156,6 +149,7 @@ class JaxBackend:
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
+    value_and_push = staticmethod(value_and_push)
     attempt = staticmethod(attempt)
 
     def stop_gradient(self, x: Array) -> Array:
@@ -174,10 +168,16 @@ class JaxBackend:
                 vmap_method="sequential",
             )
 
-    call_kernel = staticmethod(call_kernel)
+    def call_kernel(self, call: Any, xs: Sequence[Array]) -> list[Array]:
+        from gradtools.jax import host
 
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
-        return call_now(self, kernel, args)
+        return host.call_kernel(call, xs)
+
+    @cached_property
+    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
+        from gradtools.jax import host
+
+        return partial(host.call_now, self)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun  # jit runs Python as it is
@@ -220,6 +220,8 @@ class JaxBackend:
         return jax.vmap(f, in_axes, out_axes)
 
     def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]:
+        from gradtools.jax.loops import map_batch
+
         with explained("per_example_grad"):
             if chunk_size is None:
                 return jax.vmap(f)(*batch)
@@ -229,12 +231,51 @@ class JaxBackend:
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 
-    run_chunks = staticmethod(chunking.run_chunks)
-    sum_chunks = staticmethod(chunking.sum_chunks)
-    is_replaying = staticmethod(chunking.is_replaying)
-    gather = staticmethod(gathering.gather)
-    frozen_uses = staticmethod(frozen.frozen_uses)
-    run_frozen = staticmethod(frozen.run_frozen)
+    def sweep(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.jax import tiling
+
+        return tiling.sweep(*args, **kwargs)
+
+    def fold(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.jax import tiling
+
+        return tiling.fold(*args, **kwargs)
+
+    def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
+        from gradtools.jax import tiling
+
+        return tiling.tile_bytes(*args, **kwargs)
+
+    def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
+        from gradtools.jax import chunking
+
+        return chunking.run_chunks(chunks)
+
+    def sum_chunks(self, chunks: Chunks) -> list[Array]:
+        from gradtools.jax import chunking
+
+        return chunking.sum_chunks(chunks)
+
+    @cached_property
+    def is_replaying(self) -> Callable[[], bool]:
+        from gradtools.jax import chunking
+
+        return chunking.is_replaying
+
+    def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
+        from gradtools.jax import gathering
+
+        return gathering.gather(x, axis_name, group)
+
+    def frozen_uses(self, budget: int | None) -> Any:
+        from gradtools.jax import freezing
+
+        return freezing.frozen_uses(budget)
+
+    def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
+        from gradtools.jax import freezing
+
+        return freezing.run_frozen(whole, uses)
 
     def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)  # jit traces everything
@@ -244,11 +285,26 @@ class JaxBackend:
 
     # --- seeing
 
-    record = staticmethod(seeing.record)
-    vanishing = staticmethod(vanishing.vanishing)
-    watchable = staticmethod(seeing.watchable)
-    rerun = staticmethod(seeing.rerun)
-    gradient_graph = staticmethod(passes.gradient_graph)
+    def record(self, run: Any, leaves: Sequence[Any], names: Sequence[str]) -> Any:
+        from gradtools.jax import seeing
+
+        return seeing.record(run, leaves, names)
+
+    def vanishing(self, *args: Any) -> Any:
+        from gradtools.jax import vanishing
+
+        return vanishing.vanishing(*args)
+
+    def watchable(self) -> bool:
+        return True  # a trace sees into every transform
+
+    def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
+        return run(leaves)  # JAX keeps no state that it could change
+
+    def gradient_graph(self, asked: Any) -> Graph:
+        from gradtools.jax import passes
+
+        return passes.gradient_graph(asked)
 
     @staticmethod
     def formula_graph(program: Program) -> Graph:
@@ -264,8 +320,15 @@ class JaxBackend:
 
         return vocabulary.trying(program, wide)
 
-    measure = staticmethod(measures.measure)
-    functionalize = staticmethod(modules.functionalize)
+    def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        from gradtools.jax import measures
+
+        return measures.measure(f, args, kwargs)
+
+    def functionalize(self, module: Any, **options: Any) -> Any:
+        from gradtools.jax import modules
+
+        return modules.functionalize(module, **options)
 
 
 def _numpy(tree: Any) -> Any:

@@ -26,7 +26,9 @@ from gradtools.backend import Array
 from gradtools.chunking import Chunks, Cut, progress_bar
 from gradtools.errors import GradtoolsError, warn
 from gradtools.jax import shardings, tracing
+from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
+from gradtools.jax.marks import chunk
 from gradtools.jax.stateful import (
     again,
     explained,
@@ -92,10 +94,11 @@ def _add_run(step: _Step, sums: list[Array] | None, state: list[Array], stacked:
     avals = step.out_avals
     if sums is None:
         sums = [_zeros(aval) for aval in avals]
-    sums = [_promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
+    sums = [promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
     return jax.lax.scan(partial(_add_step, step), (sums, state), stacked)[0]
 
 
+@chunk
 def _add_step(step: _Step, carry: Any, inputs: Any) -> tuple[Any, None]:
     sums, state = carry
     outs, state = step(*inputs, state)
@@ -147,6 +150,7 @@ def _run(
     # the bodies of two loops are not merged, so nothing need be put between them
     many = step if run.kept else steps.again(run.kind, carry, prevent_cse=False)
 
+    @chunk
     def body(carry: list[Array], inputs: Any) -> tuple[list[Array], list[Array]]:
         outs, carry = many(bar.advance(inputs[0]), *inputs[1:], carry)
         return carry, outs
@@ -175,7 +179,7 @@ class _Step:
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """A carry in the type that it has after a step: a loop keeps its types."""
-        return [_promoted(x, aval) for x, aval in zip(carry, self.carry_avals, strict=True)]
+        return [promoted(x, aval) for x, aval in zip(carry, self.carry_avals, strict=True)]
 
     @cached_property
     def graph_bytes(self) -> int:
@@ -357,6 +361,7 @@ class _Split:
 
 
 @jax.custom_jvp
+@chunk
 def _routed(piece: Array, slot: Array) -> Array:
     """The piece; its derivative is the slot's.
 
@@ -448,7 +453,7 @@ def _varying(x: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
-def _promoted(x: Array, aval: Any) -> Array:
+def promoted(x: Array, aval: Any) -> Array:
     """x as a value that varies over the axes that another does: a loop keeps its types."""
     axes = tuple(sorted(_varying(aval) - _varying(x)))
     x = jax.lax.pcast(x, axes, to="varying") if axes else x
@@ -551,13 +556,14 @@ class _Bar:
         if not self.asked:
             return index
 
+        @chunk
         def moved(i: Any) -> Any:
             jax.debug.callback(self._move, i)
             return i
 
         name = jax.default_backend()
         here = dict.fromkeys(_PLATFORMS.get(name, (name,)), moved)
-        choose = lambda i: jax.lax.platform_dependent(i, **here, default=lambda i: i)
+        choose = chunk(lambda i: jax.lax.platform_dependent(i, **here, default=chunk(lambda i: i)))
         # JAX 0.10 drops the effects of a branch where reverse mode takes a scan apart; not of this
         return jax.checkpoint(choose)(jnp.asarray(index))
 
@@ -576,7 +582,7 @@ _warned: set[str] = set()
 
 def _warn_of_batch_norm(asked: str, name: str, closed: Any) -> None:
     """Says once for each function that its batch normalisation sees chunks."""
-    if name in _warned or not tracing.uses_primitive(closed, tracing.is_batch_statistic):
+    if name in _warned or not tracing.uses_primitive(closed, is_batch_statistic):
         return
     _warned.add(name)
     warn(

@@ -12,7 +12,6 @@ What leaves the framework is refused as in a plain trace: float, item, int, NumP
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
 from gradtools.jax import tracing
-from gradtools.jax.places import is_of
+from gradtools.jax._upstream import Tracer, called_by_jax
 
 Answers = list[Any]
 
@@ -144,7 +143,7 @@ for _name in ("call", "custom_jvp_call", "custom_vjp_call", "shard_map"):
     setattr(_AnsweringTrace, f"process_{_name}", _handing_on(f"process_{_name}"))
 
 
-class _AnsweringTracer(jax.core.Tracer):  # type: ignore[misc]
+class _AnsweringTracer(Tracer):
     """A tracer of JAX's own behind one that answers."""
 
     __slots__ = ("front", "inner")
@@ -179,7 +178,7 @@ class _AnsweringTracer(jax.core.Tracer):  # type: ignore[misc]
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """For JAX itself, which counts what a boolean index selects; NumPy is refused."""
-        inside = is_of(("jax",), sys._getframe(1).f_code.co_filename)
+        inside = called_by_jax(1)
         if inside and self.front.answers_shapes:
             return self.front.answer(self)
         return super().__array__(*args, **kwargs)
@@ -197,9 +196,6 @@ class _AnsweringTracer(jax.core.Tracer):  # type: ignore[misc]
 
     def full_lower(self) -> Any:
         return self
-
-    def _origin_msg(self) -> str:
-        return ""
 
 
 __all__ = ["jaxpr_with_answers"]

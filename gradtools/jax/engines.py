@@ -20,11 +20,10 @@ from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.calls import Call
 from gradtools.connection import refuse_cut
 from gradtools.jax import signs, tracing
-from gradtools.jax.graphs import graph_of
+from gradtools.jax._upstream import scopes_of
 from gradtools.jax.refusals import explained
 from gradtools.jax.rules import reverse_only_p
 from gradtools.jax.trees import LinearMap, conj, zeros_of
-from gradtools.seeing.flow import losses
 
 _SCOPE = "gradtools_derivative"
 _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError)
@@ -150,6 +149,9 @@ class _Traced:
 
     def where_lost(self, index: int) -> list[str]:
         """The operations at which leaf `index` is lost, one for each line."""
+        from gradtools.jax.graphs import graph_of
+        from gradtools.seeing.flow import losses
+
         graph = graph_of(self.closed)
         shown = replace(graph, outputs=graph.outputs[: len(self.out_avals)])
         found: dict[str, str] = {}
@@ -231,7 +233,7 @@ def _watched() -> Iterator[list[bool]]:
 
 
 def _is_derivative(eqn: Any) -> bool:
-    return _SCOPE in str(eqn.source_info.name_stack)
+    return any(name == _SCOPE for name, _ in scopes_of(eqn))
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> _Traced | None:

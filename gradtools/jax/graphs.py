@@ -23,6 +23,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gradtools.jax import operands, places, tracing
+from gradtools.jax._upstream import scopes_of
+from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
 
@@ -308,13 +310,12 @@ def _edit(eqn: Eqn) -> str:
 def _is_of_library(eqn: Eqn) -> bool:
     """Whether an equation calls a function of JAX, flax, equinox or optax."""
     jaxprs = list(tracing.sub_jaxprs(eqn.params))
-    return any(places.is_own(jaxpr) and not places.is_ours(jaxpr) for jaxpr in jaxprs)
+    return any(places.is_own(jaxpr) and not places.is_gradtools(jaxpr) for jaxpr in jaxprs)
 
 
 def _function(eqn: Eqn) -> str:
     """The name of the function that an equation calls."""
-    infos = (getattr(j, "debug_info", None) for j in tracing.sub_jaxprs(eqn.params))
-    name = next((getattr(info, "func_name", "") for info in infos), "")
+    name = next(map(function_name, tracing.sub_jaxprs(eqn.params)), "")
     return name.lstrip("_") or eqn.primitive.name
 
 
@@ -324,7 +325,7 @@ def _mark(eqn: Eqn) -> str:
         rule = eqn.params["rule"]
         edited = "edited gradient" if rule.identity else "custom rule"
         return "frozen" if rule.name.startswith("frozen") else edited
-    if any(places.is_chunk(jaxpr) for jaxpr in jaxprs):
+    if any(is_chunk(jaxpr) for jaxpr in jaxprs):
         return "chunked"
     if tracing.is_ruled(eqn):
         return "edited gradient" if _edit(eqn) else "" if _is_of_library(eqn) else "custom rule"
@@ -424,10 +425,10 @@ _OURS = "gradtools_"  # scopes of gradtools' own
 def _inside(eqn: Eqn, place: _Place) -> _Place:
     """The place of what is inside an equation: its modules, from named scopes or frames."""
     scopes, phase = [], 0
-    for entry in eqn.source_info.name_stack.stack:
-        if type(entry).__name__ == "Scope":
-            scopes.append(entry.name)
-        elif entry.name == "transpose":
+    for name, named in scopes_of(eqn):
+        if named:
+            scopes.append(name)
+        elif name == "transpose":
             phase += 1
     found = tuple(name for name in scopes if not name.startswith(_OURS))
     if not found and not place.scope:

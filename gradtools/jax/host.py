@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -30,8 +29,7 @@ from gradtools.host import Kernel, KernelCall, Results, Shape, Spec
 from gradtools.jax import shardings
 from gradtools.jax.arrays import X64
 from gradtools.jax.lifetimes import MortalPrimitive, mortal
-
-NO_TRACE = get_opaque_trace_state(convention="flax")
+from gradtools.jax.tracing import within_a_trace
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
@@ -43,7 +41,7 @@ def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
 
 def call_now(backend: Any, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Any]] | None:
     """The results where nothing is traced; see `Backend`."""
-    if get_opaque_trace_state(convention="flax") != NO_TRACE or not args:
+    if within_a_trace() or not args:
         return None
     if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in args):
         return None

@@ -16,14 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, get_opaque_trace_state
+from jax.extend.core import Literal
 
 from gradtools.backend import Array
 from gradtools.jax import shardings
-from gradtools.jax.tracing import open_jaxpr
+from gradtools.jax.tracing import open_jaxpr, within_a_trace
 
 KEPT = 64
-_NO_TRACE = get_opaque_trace_state(convention="flax")
 _lock = threading.Lock()
 _loops: list[tuple[Any, Callable[..., Any]]] = []  # the latest use last
 
@@ -32,7 +31,7 @@ def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -
     """`jax.lax.map` of f over the rows of some arrays, `size` of them at once (None: one)."""
     if any(shardings.entries(x)[0] is not None for x in batch):
         return _map_sharded(f, batch, size or 1)
-    if get_opaque_trace_state(convention="flax") != _NO_TRACE:
+    if within_a_trace():
         return jax.lax.map(lambda xs: f(*xs), tuple(batch), batch_size=size)
     row = [shardings.without_axis(jax.typeof(x), 0) for x in batch]
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*row)

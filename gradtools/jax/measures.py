@@ -35,7 +35,7 @@ _NO_JIT = (
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
     """See ``gradtools.seeing.measures``."""
-    program = _Program.of(f, args, kwargs)
+    program = _Compiled.of(f, args, kwargs)
     compiled = jax.jit(program.evaluated).lower(program.consts, program.leaves).compile()
     run = partial(compiled, program.consts, program.leaves)
     jax.block_until_ready(run())
@@ -72,7 +72,7 @@ def _libraries(text: str | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Program:
+class _Compiled:
     """A call as a jaxpr, without what no result needs.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Program:
     consts: list[Any]
 
     @classmethod
-    def of(cls, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Program:
+    def of(cls, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Compiled:
         given, treedef = jax.tree.flatten((args, kwargs))
         places = [i for i, x in enumerate(given) if _is_array(x)]
         leaves = [given[i] for i in places]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from gradtools import keras_layers
-from gradtools.errors import GradtoolsError, said_by
+from gradtools.errors import GradtoolsError, is_of, said_by
 from gradtools.jax.arrays import check_key
 from gradtools.keras_layers import is_keras
 
@@ -262,7 +262,7 @@ def _apply_haiku(
     try:
         out = apply(*given, *((key,) if takes_key else ()), *args, **{**mode, **kwargs})
     except ValueError as error:
-        if key is None and takes_key and said_by("haiku", error):
+        if key is None and takes_key and is_of("haiku", error):
             raise GradtoolsError(
                 f"apply: the module needs randomness; pass key= to apply. ({error})"
             ) from error

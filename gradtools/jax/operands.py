@@ -152,7 +152,7 @@ def subscripts(eqn: Eqn) -> str:
 
 def _convolved(p: Any, eqn: Eqn) -> Attributes:
     spatial = len(p["window_strides"])
-    usual: Attributes = {"stride": (1,) * spatial, "padding": ((0, 0),) * spatial}
+    usual: dict[str, Any] = {"stride": (1,) * spatial, "padding": ((0, 0),) * spatial}
     usual |= {"dilation": (1,) * spatial, "input_dilation": (1,) * spatial}
     usual |= {"groups": 1, "batch_groups": 1}
     found = {
@@ -171,8 +171,10 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
 
 def _pooled(p: Any, eqn: Eqn) -> Attributes:
     ones, none = (1,) * len(p["window_dimensions"]), ((0, 0),) * len(p["window_dimensions"])
-    found: Attributes = {"window": _ints(p["window_dimensions"])}
-    found["stride"] = _ints(p["window_strides"])
+    found: dict[str, Any] = {
+        "window": _ints(p["window_dimensions"]),
+        "stride": _ints(p["window_strides"]),
+    }
     found["padding"] = tuple(_ints(pair) for pair in p["padding"])
     usual = {"stride": ones, "padding": none}
     return {key: value for key, value in found.items() if value != usual.get(key)}

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from gradtools.backend import Array
+from gradtools.containers import Containers
 from gradtools.errors import GradtoolsError
+from gradtools.jax import trees
 from gradtools.jax.stateful import explained
 
 
@@ -35,9 +38,9 @@ def opened(
     kinds = module_kinds()
     if not kinds:
         return None
-    trees: dict[Any, Any] = dict(enumerate(args))
-    trees |= kwargs
-    found = {key: _modules(kinds, tree) for key, tree in trees.items()}
+    given: dict[Any, Any] = dict(enumerate(args))
+    given |= kwargs
+    found = {key: _modules(kinds, tree) for key, tree in given.items()}
     nnx = sys.modules.get("flax.nnx")
     graphs = nnx is not None and any(isinstance(m, nnx.Pytree) for ms in found.values() for m in ms)
     if not graphs and not any(found[i] for i in argnums):
@@ -50,9 +53,7 @@ def part_of(tree: Any) -> Any:
     kinds = module_kinds()
     if not kinds or not _modules(kinds, tree):
         return tree
-    return jax.tree.map(
-        lambda x: _part(x) if isinstance(x, kinds) else x, tree, is_leaf=_is_a(kinds)
-    )
+    return _mapped(kinds, lambda x: _part(x) if isinstance(x, kinds) else x, tree)
 
 
 def _part(module: Any) -> Any:
@@ -83,7 +84,26 @@ def _modules(kinds: tuple[type, ...], tree: Any) -> list[Any]:
     """The outermost modules in a tree."""
     if isinstance(tree, jax.Array):
         return []
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_a(kinds)) if isinstance(x, kinds)]
+    return [x for x in _flattened(kinds, tree)[0] if isinstance(x, kinds)]
+
+
+def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
+    """The leaves, modules among them, and the structure."""
+    is_module = _is_a(kinds)
+    containers = Containers(
+        partial(jax.tree.flatten, is_leaf=is_module),
+        jax.tree.unflatten,
+        trees.leaf_paths,
+        lambda x: isinstance(x, (jax.Array, *kinds)),
+        is_module,
+    )
+    return containers.opened(*containers.flatten(tree))
+
+
+def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with f of its leaves, modules among them."""
+    leaves, treedef = _flattened(kinds, tree)
+    return trees.unflatten(treedef, list(map(f, leaves)))
 
 
 class Opened:
@@ -108,9 +128,9 @@ class Opened:
         self._kinds = module_kinds()
         self._effects: list[Array] = []
         self._forms: list[Any] = []
-        trees = [args[i] for i in argnums]
+        moving = [args[i] for i in argnums]
         others = [x for i, x in enumerate(args) if i not in argnums]
-        self._graphs = _Graphs.of(asked, trees, [*others, *kwargs.values()])
+        self._graphs = _Graphs.of(asked, moving, [*others, *kwargs.values()])
         self._rests = {i: self._rest_of(args[i]) for i in argnums}
         self.args = [self._parted(x) if i in argnums else x for i, x in enumerate(args)]
 
@@ -169,11 +189,11 @@ class Opened:
                 return x
             return graphs.params[graphs.number(x)] if graphs and graphs.has(x) else _part(x)
 
-        return jax.tree.map(part, tree, is_leaf=_is_a(self._kinds))
+        return _mapped(self._kinds, part, tree)
 
     def _rest_of(self, tree: Any) -> tuple[Any, list[Any]]:
         """The structure around the modules of a tree, and of each leaf what is kept apart."""
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_a(self._kinds))
+        leaves, treedef = _flattened(self._kinds, tree)
         return treedef, [self._rest(x) for x in leaves]
 
     def _rest(self, x: Any) -> Any:
@@ -201,16 +221,14 @@ class Opened:
                 found.append(copies[own])
             else:
                 found.append(x if own is None else sys.modules["equinox"].combine(x, own))
-        return jax.tree.unflatten(treedef, found)
+        return trees.unflatten(treedef, found)
 
     def _with_copies(self, tree: Any, copies: dict[int, Any]) -> Any:
         graphs = self._graphs
         if graphs is None or not _modules(self._kinds, tree):
             return tree
-        return jax.tree.map(
-            lambda x: copies[graphs.number(x)] if graphs.has(x) else x,
-            tree,
-            is_leaf=_is_a(self._kinds),
+        return _mapped(
+            self._kinds, lambda x: copies[graphs.number(x)] if graphs.has(x) else x, tree
         )
 
 

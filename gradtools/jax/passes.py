@@ -23,6 +23,7 @@ from jax.extend.core import Literal
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import seeing
+from gradtools.jax._upstream import scopes_of
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.flow import dependence_matrix
@@ -196,8 +197,7 @@ def _run_in_steps(closed: Any, args: Sequence[Any]) -> list[Any]:
 
 def _step_of(eqn: Any) -> int | None:
     """The equation of the forward program that an equation was made of."""
-    for entry in eqn.source_info.name_stack.stack:
-        name = getattr(entry, "name", "")
+    for name, _ in scopes_of(eqn):
         if name.startswith(_STEP):
             return int(name.removeprefix(_STEP))
     return None

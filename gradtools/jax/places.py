@@ -1,21 +1,22 @@
 """Where in the user's program something runs: the innermost line of their own, and the modules.
 
-A frame is the user's if its file belongs neither to JAX, to gradtools, to the standard library,
-nor to an installed package; where there is none, the innermost of an installed package stands in.
+Whose a frame is says `gradtools.lines`; where none is the user's, the innermost of an installed
+package stands in.
 JAX keeps with each equation the stack that made it, up to where it began to trace.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import traceback
-from collections.abc import Sequence
-from functools import lru_cache
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gradtools.seeing.graph import Source
+from gradtools.jax._upstream import file_of, stack_of
+from gradtools.lines import PACKAGE, USER, is_in, is_ours, kind_of
+
+if TYPE_CHECKING:
+    from gradtools.seeing.graph import Source
 
 
 def source(eqn: Any, site: Source | None = None) -> Source | None:
@@ -26,17 +27,23 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
     of an installed package.
     """
     package: Source | None = None
-    for frame in frames(eqn):
-        kind = _kind(frame.file_name)
-        if kind == _USER:
+    for frame in stack_of(eqn):
+        kind = kind_of(frame.file_name)
+        if kind == USER:
             return _line(frame)
-        if kind == _PACKAGE and package is None:
+        if kind == PACKAGE and package is None:
             package = _line(frame)
     return site or package
 
 
 def _line(frame: Any) -> Source:
-    return Source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
+    return _source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
+
+
+def _source(file: str, line: int, function: str) -> Source:
+    from gradtools.seeing.graph import Source  # a room that is loaded when a line is asked for
+
+    return Source(file, line, function)
 
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
@@ -45,30 +52,20 @@ def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...
     modules: list[str] = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        found[_kind(code.co_filename)] = Source(code.co_filename, line, code.co_name)
+        found[kind_of(code.co_filename)] = _source(code.co_filename, line, code.co_name)
         modules += _module(code.co_qualname, code.co_filename)
-    return found.get(_USER, found.get(_PACKAGE)), tuple(modules)
+    return found.get(USER, found.get(PACKAGE)), tuple(modules)
 
 
 def is_own(jaxpr: Any) -> bool | None:
     """Whether the function behind a jaxpr is a library's, not the user's; None if unknown."""
-    where = _where(jaxpr)
-    return is_of(_LIBRARIES, where) if where else None
+    where = file_of(jaxpr)
+    return is_in(_LIBRARIES, where) if where else None
 
 
-def is_ours(jaxpr: Any) -> bool:
+def is_gradtools(jaxpr: Any) -> bool:
     """Whether the function behind a jaxpr is gradtools'."""
-    return _where(jaxpr).startswith(_HERE + os.sep)
-
-
-def is_chunk(jaxpr: Any) -> bool:
-    """Whether a jaxpr is what `gradtools.jax.chunking` runs for each chunk."""
-    return _where(jaxpr).startswith(_CHUNKING)
-
-
-def _where(jaxpr: Any) -> str:
-    info = getattr(jaxpr, "debug_info", None)
-    return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
+    return is_ours(file_of(jaxpr))
 
 
 def modules_around(eqn: Any) -> tuple[str, ...]:
@@ -77,7 +74,7 @@ def modules_around(eqn: Any) -> tuple[str, ...]:
     Modules of flax.nnx, and callables of the user's own, give their scopes no name.
     """
     names: list[str] = []
-    for frame in takewhile(lambda frame: not frame.file_name.startswith(_SEEING), frames(eqn)):
+    for frame in takewhile(lambda frame: not frame.file_name.startswith(_SEEING), stack_of(eqn)):
         names += _module(frame.function_name, frame.file_name)
     return tuple(reversed(names))
 
@@ -86,38 +83,10 @@ def _module(function: str, file: str) -> list[str]:
     """The class, if a function is the call of a module."""
     owner, _, method = function.rpartition(".")
     called = method == "__call__" and owner and "<" not in owner and owner[0] != "_"
-    return [owner] if called and not is_of(_ENGINES, file) else []
+    return [owner] if called and not is_in(_ENGINES, file) else []
 
 
-def frames(eqn: Any) -> Sequence[Any]:
-    """The stack that made an equation, innermost first.
-
-    There is no public way to it, so this is the one place that leans on how equations keep it.
-    """
-    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
-    return traceback.frames if traceback is not None else ()
-
-
-_USER, _PACKAGE, _LIBRARY = range(3)
 _ENGINES = ("jax", "jaxlib", "gradtools")
 _LIBRARIES = (*_ENGINES, "flax", "equinox", "optax", "jaxtyping")
-_STANDARD = os.path.dirname(os.__file__)
 _HERE = os.path.dirname(__file__)
-_CHUNKING = os.path.join(_HERE, "chunking.py")
 _SEEING = os.path.join(os.path.dirname(_HERE), "seeing") + os.sep
-
-
-@lru_cache(maxsize=4096)
-def _kind(file: str) -> int:
-    if is_of(_ENGINES, file) or file.startswith("<"):
-        return _LIBRARY
-    if is_of(_LIBRARIES, file) or "-packages" in file:
-        return _PACKAGE
-    return _LIBRARY if file.startswith(_STANDARD + os.sep) else _USER
-
-
-def is_of(packages: Sequence[str], file: str) -> bool:
-    """Whether a file belongs to one of these packages."""
-    modules = (sys.modules.get(name) for name in packages)
-    files = (getattr(module, "__file__", None) for module in modules)
-    return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.jet import jet_rules
-from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -76,7 +76,6 @@ def _within(stack: list[Any], entry: Any) -> Iterator[None]:
         stack.pop()
 
 
-_NO_TRACE = get_opaque_trace_state(convention="flax")
 _NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
 
 
@@ -596,18 +595,26 @@ def transpose(
     return _transpose(rule, which, own, [jax.typeof(x) for x in examples], values)
 
 
-def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero)."""
-    axes = frozenset().union(*map(_varies, [*xs, *_present(cts)]))
+def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
+    known = [] if callable(cts) else _present(cts)
+    axes = frozenset().union(*map(_varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[_varying(x, axes) for x in xs])
-    pairs = zip(outs, cts, strict=True)
+    pairs = zip(outs, cts(outs) if callable(cts) else cts, strict=True)
     full = [jnp.zeros_like(y) if ct is None else conj(_varying(ct, axes)) for y, ct in pairs]
     return [conj(x) for x in pullback(full)]
 
 
 def push(fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]) -> list[Any]:
     """The pushforward of `fun` at xs, of `dxs`."""
-    return jax.jvp(lambda *a: list(fun(*a)), tuple(xs), tuple(dxs))[1]
+    return value_and_push(fun, xs, dxs)[1]
+
+
+def value_and_push(
+    fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The outputs and the pushforward, of one evaluation."""
+    return jax.jvp(lambda *a: list(fun(*a)), tuple(xs), tuple(dxs))
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
@@ -1267,7 +1274,7 @@ def _closes_over_tracer(rule: Rule) -> bool:
 
     A rule may use itself, so to trace its maps whenever it is applied would never end.
     """
-    if get_opaque_trace_state(convention="flax") == _NO_TRACE:
+    if not tracing.within_a_trace():
         return False
     return closes_over(rule, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
 

@@ -50,16 +50,6 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     )
 
 
-def watchable() -> bool:
-    """Always: a trace sees into every transform."""
-    return True
-
-
-def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
-    """`run(leaves)`; JAX keeps no state that it could change."""
-    return run(leaves)
-
-
 # --- the trace ---------------------------------------------------------------------------
 
 
@@ -250,4 +240,4 @@ def _globals_of(code: CodeType) -> Iterator[str]:
             yield from _globals_of(inner)
 
 
-__all__ = ["captured_arrays", "record", "rerun", "trace", "watchable"]
+__all__ = ["captured_arrays", "record", "trace"]

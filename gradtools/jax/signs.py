@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import tracing
-from gradtools.jax.graphs import graph_of
-from gradtools.seeing.flow import between
-from gradtools.seeing.graph import Node
+
+if TYPE_CHECKING:
+    from gradtools.seeing.graph import Node
 
 _clear: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()
 
@@ -41,6 +41,9 @@ def refuse(asked: str, closed: Any, outs: int) -> None:
     """
     if not tracing.uses_primitive(closed, tracing.is_complex_sign):
         return
+    from gradtools.jax.graphs import graph_of
+    from gradtools.seeing.flow import between
+
     graph = graph_of(closed)
     shown = replace(graph, outputs=graph.outputs[:outs])
     for value in graph.inputs:

@@ -28,6 +28,7 @@ import numpy as np
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax import tracing
+from gradtools.jax.alike import derived
 
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
 
@@ -55,6 +56,8 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """f, computed again in the backward pass; its modules stand afterwards as after one call."""
+    if not tracing.within_a_trace():
+        return f(*args, **kwargs)  # nothing differentiates it
     held = stateful("checkpoint", f, (args, kwargs))
     if held is None:
         return _run_again(f, args, kwargs)
@@ -88,8 +91,8 @@ def _run_again(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fresh, return_shape=True)(*xs.values())
         closed = owning(closed)
         refuse_to_repeat("checkpoint", closed)
-        run = again(lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
-        return jax.tree.unflatten(jax.tree.structure(shapes), run(*xs.values()))
+        found = derived(closed, again)(closed.consts, list(xs.values()))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def owning(closed: Any) -> Any:

@@ -14,23 +14,34 @@ Where the gradient is lost on the way is read from the `Graph` that `graphs.py` 
 How to trace a function, and what to do about an input that does not reach, is left to others.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, get_opaque_trace_state
 
+from gradtools.jax import _upstream as upstream
 from gradtools.jax.lifetimes import LIFE
-from gradtools.jax.places import frames, is_of
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
 Eqn = Any
+
+
+def within_a_trace() -> bool:
+    """Whether JAX traces or differentiates the code that asks."""
+    return bool(get_opaque_trace_state(convention="flax") != _outside())
+
+
+@cache
+def _outside() -> Any:
+    """What JAX says in a new thread, where it traces nothing; who asks first may be in a trace."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(get_opaque_trace_state, convention="flax").result()
 
 
 def reached(closed_jaxpr: Jaxpr) -> list[bool]:
@@ -102,14 +113,6 @@ def overwrites(eqn: Eqn) -> bool:
     if name != "scatter" or atoms[1].aval.size:
         return False
     return bool(atoms[0].aval.size == atoms[2].aval.size)
-
-
-def is_batch_statistic(eqn: Eqn) -> bool:
-    """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation."""
-    names = [frame.function_name for frame in frames(eqn)]
-    return "BatchNorm.__call__.<locals>._stats" in names or any(
-        pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
-    )
 
 
 # --- what an equation is made of ---------------------------------------------------------
@@ -336,20 +339,8 @@ def _from_inexact(eqn: Eqn, bits: Sequence[int]) -> list[int]:
 
 
 def is_activation_rule(eqn: Eqn) -> bool:
-    """Was this comparison made by jax.nn's derivative of an activation, such as relu?
-
-    At second order relu is connected with derivative zero, and this comparison is all that is
-    left of it in the jaxpr. No public mark tells it from a user's, so the stack must. Under
-    jit JAX keeps no stack of it, and the rule of abs is in lax: these two are read as cut.
-    """
-    if eqn.primitive.name not in _COMPARISONS:
-        return False
-    inside = (f.function_name for f in frames(eqn) if _is_activation_file(f.file_name))
-    return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
-
-
-def _is_activation_file(file: str) -> bool:
-    return file.endswith(os.path.join("nn", "functions.py")) and is_of(("jax",), file)
+    """Was this comparison made by jax.nn's derivative of an activation, such as relu?"""
+    return eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
 
 
 # --- the flow ----------------------------------------------------------------------------

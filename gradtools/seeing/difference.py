@@ -245,7 +245,8 @@ def compared(a: Graph, b: Graph, names: tuple[str, str]) -> GraphDifference:
         missing = _lost_gradients(a, b)
         alone = [(*nodes, *more) for nodes, more in zip(alone, missing, strict=True)]
     by_name = tuple(one[-1] for one, two in matched if {id(one[-1]), id(two[-1])} & pair.by_name)
-    return GraphDifference(a, b, names, tuple(matched), tuple(changed), alone[0], alone[1], by_name)
+    only_a, only_b = alone
+    return GraphDifference(a, b, names, tuple(matched), tuple(changed), only_a, only_b, by_name)
 
 
 def _is_crossing(a: Graph, b: Graph) -> bool:

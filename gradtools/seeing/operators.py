@@ -223,7 +223,7 @@ class Seeing(Operators):
         """Warns of what is lost. Returns why that is not known, if f raised where it was seen."""
         backend, said = self._backend, "not reach the output of f"
         try:
-            if model is not None or optimizer is not None or not (args or kwargs):
+            if model is not None or optimizer is not None or not args:
                 loop = Loop("guard_gradients", f, args, kwargs, model, optimizer)
                 loop = loop.with_model(backend)
                 diagnosis = trained(backend, loop, self._recorded, values=False)

@@ -27,7 +27,8 @@ from gradtools.seeing.graph import Dependence
 from gradtools.seeing.program import Program
 from gradtools.seeing.recording import Recording
 
-PARAMETER, FROZEN, TABLE = "parameter", "frozen", "table"
+PARAMETER, FROZEN, TABLE, LOOSE = "parameter", "frozen", "table", "loose"
+_NO_PARAMETER = (FROZEN, TABLE, LOOSE)
 _NOT_LISTED = ("plain_list", "unregistered", "buffer", "static")  # keys of KINDS, too
 
 
@@ -38,8 +39,9 @@ class Held:
     Attributes:
         name: Its path in the model.
         array: The array.
-        role: PARAMETER; FROZEN, one that asks for no gradient; TABLE, a floating buffer; or the
-            kind of finding that it is: one that the model does not list as a parameter.
+        role: PARAMETER; FROZEN, one that asks for no gradient; TABLE, a floating buffer; LOOSE, a
+            floating tensor that is neither; or the kind of finding that it is: one that the model
+            does not list as a parameter.
     """
 
     name: str
@@ -103,12 +105,15 @@ class Loop:
 
 Record = Callable[[Program], Recording]
 
+_CUT_OR_UNREAD = "or the way is cut, of which a finished graph shows nothing; given a closure that \
+computes the loss, why_zero names the line"
+
 
 def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> Diagnosis:
     """The findings for what a loop trains; also at these values, if asked for."""
     held = None if loop.model is None else backend.held(loop.asked, loop.model)
     run = _Run.of(backend, loop, held, record)
-    found = Diagnosis(names=[h.name for h in run.held if h.role not in (FROZEN, TABLE)])
+    found = Diagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
     run.look(found, values)
     _optimised(backend, loop, run, found)
     return found
@@ -130,6 +135,9 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> Diagnosis:
     if not loss.requires_grad:
         return Diagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
     found = trained(backend, replace(loop, f=lambda: loss), record, values=False)
+    found.findings = [
+        replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in found.findings
+    ]
     for held in backend.held(loop.asked, loop.model):
         grad = getattr(held.array, "grad", None)
         is_told = any(finding.argument == held.name for finding in found.findings)
@@ -192,7 +200,7 @@ class _Run:
         for k, held in enumerate(self.held):
             numbers = self._numbers(k)
             best = max((matters.get(n, Dependence.NONE) for n in numbers), default=Dependence.NONE)
-            if held.role in (FROZEN, TABLE):
+            if held.role in _NO_PARAMETER:
                 continue
             if held.role in _NOT_LISTED:
                 found.findings.append(Finding(held.name, held.role, "module"))
@@ -252,6 +260,7 @@ _SPENT = "a backward pass has freed the graph: gradients at these values were no
 _NOTES = (
     (FROZEN, "requires_grad is False, so it is not trained"),
     (TABLE, "a buffer that the loss depends on; no optimiser changes it"),
+    (LOOSE, "a tensor that the loss depends on and the model does not hold as a parameter"),
 )
 
 
@@ -275,7 +284,9 @@ def _of(finding: Finding, name: str) -> Finding:
 def _optimised(backend: Backend, loop: Loop, run: _Run, found: Diagnosis) -> None:
     """Adds what the optimiser does not hold, and what it holds besides."""
     if loop.optimizer is None:
-        if run.held and all(held.role == FROZEN for held in run.held if held.role != TABLE):
+        if run.held and all(
+            held.role == FROZEN for held in run.held if held.role not in (TABLE, LOOSE)
+        ):
             names = [held.name for held in run.held if held.role == FROZEN]
             found.findings += [Finding(name, "frozen", "requires_grad") for name in names]
             found.names += names

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.testing import tolerances
-from gradtools.testing.crossing import Answer, Check
+from gradtools.testing.crossing import Answer, CrossCheck
 from gradtools.testing.kinks import Convention
 from gradtools.testing.patterns import Found, Pair, constant_ratio, equal, shape_cause
 from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, errors, widened
@@ -30,7 +30,7 @@ _STEPS = {"float64": 1e-6, "float32": 1e-3}  # how far off a kink is looked at
 _SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
 
 
-def explain(check: Check, report: Report, allow: bool) -> None:
+def explain(check: CrossCheck, report: Report, allow: bool) -> None:
     """Gives every disagreement of the report its likely cause.
 
     Args:
@@ -54,7 +54,9 @@ def explain(check: Check, report: Report, allow: bool) -> None:
 class Diagnosis:
     """The questions about one disagreement."""
 
-    def __init__(self, check: Check, scope: Scope, c: Comparison, answer: Answer, i: int) -> None:
+    def __init__(
+        self, check: CrossCheck, scope: Scope, c: Comparison, answer: Answer, i: int
+    ) -> None:
         self.check, self.scope, self.c, self.answer, self.i = check, scope, c, answer, i
         self.probe = answer.probe
         self.a: Any = answer.first[i]

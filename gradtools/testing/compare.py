@@ -17,7 +17,7 @@ from typing import Any
 from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
 from gradtools.testing.causes import explain
-from gradtools.testing.crossing import Check
+from gradtools.testing.crossing import CrossCheck
 from gradtools.testing.report import Report
 from gradtools.testing.sides import Inputs, Side, double_precision
 
@@ -101,7 +101,7 @@ def cross_check(
     wide = wide or (dtype is None and first.has_64_bits())
     with double_precision(wide):
         second = Side("jax", jax, dtype)
-        check = Check(first, second, inputs, dict(kwargs or {}), mapping, seed, tolerance)
+        check = CrossCheck(first, second, inputs, dict(kwargs or {}), mapping, seed, tolerance)
         report = Report(title)
         check.run(order, report)
         explain(check, report, allow=conventions == "allow")

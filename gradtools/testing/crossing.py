@@ -1,6 +1,6 @@
 """The comparison itself: the questions put to both sides, and their answers in one layout.
 
-A `Check` holds two sides at one point. It compares what they answer, tells rounding from
+A `CrossCheck` holds two sides at one point. It compares what they answer, tells rounding from
 disagreement, and can be asked again at points nearby, which is what `causes` does.
 """
 
@@ -35,7 +35,7 @@ Found = list[np.ndarray | None]  # one array for each leaf; None where it is not
 
 
 @dataclass(frozen=True)
-class Probe:
+class Quantity:
     """One question that is put to both sides.
 
     Attributes:
@@ -57,13 +57,13 @@ class Probe:
 class Answer:
     """What both sides answered, in one layout."""
 
-    probe: Probe
+    probe: Quantity
     first: Found
     second: Found
     comparisons: list[Comparison]
 
 
-class Check:
+class CrossCheck:
     """The comparison of two sides at one point."""
 
     def __init__(
@@ -120,7 +120,10 @@ class Check:
         if found:
             self.answers.append(
                 Answer(
-                    Probe("parameter", 0, lambda k, x: x, self.pairing.paths), mine, theirs, found
+                    Quantity("parameter", 0, lambda k, x: x, self.pairing.paths),
+                    mine,
+                    theirs,
+                    found,
                 )
             )
         return found
@@ -135,7 +138,7 @@ class Check:
         if not first.paths:
             raise GradtoolsError("cross_check: the programs return no array; return the result.")
         ask = lambda k, x: self._picked(first.paths, self.value(k, x))
-        probe = Probe("value", 0, ask, first.paths, to_leaves=False)
+        probe = Quantity("value", 0, ask, first.paths, to_leaves=False)
         firsts, seconds = (self._picked(first.paths, out) for out in self.outputs)
         report.comparisons += _dtypes(first.paths, firsts, seconds, report.notes)
         report.comparisons += self._answered(probe, firsts, seconds)
@@ -152,19 +155,21 @@ class Check:
         push, twice = self.directions("jvp"), self.directions("hvp")
         self.pushed, self.pulled = push, other
         probes = [
-            Probe("gradient", 1, lambda k, x: self._pullback(k, x, self.weights), self.paths),
-            Probe("vjp", 1, lambda k, x: self._pullback(k, x, other), self.paths),
-            Probe("jvp", 1, lambda k, x: self._pushforward(k, x, push[k]), outs, to_leaves=False),
+            Quantity("gradient", 1, lambda k, x: self._pullback(k, x, self.weights), self.paths),
+            Quantity("vjp", 1, lambda k, x: self._pullback(k, x, other), self.paths),
+            Quantity(
+                "jvp", 1, lambda k, x: self._pushforward(k, x, push[k]), outs, to_leaves=False
+            ),
         ]
         for mode in MODES if order == 2 else ():
             ask = lambda k, x, mode=mode: self.sides[k].hessian_product(
                 self.programs[k], x, twice[k], self._in_order(k, self.weights), mode
             )
-            probes.append(Probe(f"hvp, {mode.replace('_', ' ')}", 2, ask, self.paths))
+            probes.append(Quantity(f"hvp, {mode.replace('_', ' ')}", 2, ask, self.paths))
         for probe in probes:
             self._put(probe, report)
 
-    def _put(self, probe: Probe, report: Report) -> None:
+    def _put(self, probe: Quantity, report: Report) -> None:
         answers: list[Any] = []
         for k in (0, 1):
             try:
@@ -186,7 +191,7 @@ class Check:
         else:
             report.comparisons.append(_raised(probe, errors, "; ".join(reasons)))
 
-    def _answered(self, probe: Probe, firsts: Any, seconds: Any) -> list[Comparison]:
+    def _answered(self, probe: Quantity, firsts: Any, seconds: Any) -> list[Comparison]:
         """The comparisons of one probe's answers, rounding told apart."""
         noise = self._noise(probe, [*firsts, *seconds])
         found = []
@@ -209,7 +214,7 @@ class Check:
 
     # --- rounding of larger numbers that cancel
 
-    def _noise(self, probe: Probe, arrays: Sequence[np.ndarray | None]) -> float:
+    def _noise(self, probe: Quantity, arrays: Sequence[np.ndarray | None]) -> float:
         """How large a difference may be that comes from rounding numbers of the probe's size."""
         present = [x for x in arrays if x is not None]
         if probe.order:  # a derivative's intermediate results have the size of the output, too
@@ -218,7 +223,7 @@ class Check:
         return ROUNDING * eps * max((_largest(x) for x in present), default=0.0)
 
     def _second_look(
-        self, c: Comparison, probe: Probe, i: int, a: Any, b: Any, noise: float
+        self, c: Comparison, probe: Quantity, i: int, a: Any, b: Any, noise: float
     ) -> Comparison:
         """Rounding is told from a small disagreement by moving the inputs by an epsilon.
 
@@ -259,7 +264,7 @@ class Check:
 
     def moved(
         self,
-        probe: Probe,
+        probe: Quantity,
         i: int,
         a: np.ndarray,
         b: np.ndarray,
@@ -286,13 +291,13 @@ class Check:
 
     # --- asking
 
-    def _ask(self, probe: Probe, k: int, leaves: Arrays) -> Found:
+    def _ask(self, probe: Quantity, k: int, leaves: Arrays) -> Found:
         """One side's answer in JAX's layout."""
         found = probe.ask(k, leaves)
         return self.carried(found) if k == 0 and probe.to_leaves else list(found)
 
     def asked_nearby(
-        self, probe: Probe, k: int, purpose: Any, size: float | None = None
+        self, probe: Quantity, k: int, purpose: Any, size: float | None = None
     ) -> Found | None:
         """One side's answer at `nearby(k, purpose, size)`, kept; None if it raises there."""
         key = (probe.quantity, k, purpose, size)
@@ -309,6 +314,13 @@ class Check:
             return self.sides[k].value(self.programs[k], leaves)
         except Exception as error:
             error.add_note(f"cross_check: raised by the {self.sides[k].name} program.")
+            held = {x.dtype.name for x in self.sides[k].params.values()}
+            others = {x.dtype.name for x in leaves if x.dtype.kind == "f"} - held
+            if held and others:
+                error.add_note(
+                    f"Its parameters are {' and '.join(sorted(held))}, an argument is "
+                    f"{' and '.join(sorted(others))}: dtype='float64' casts them all."
+                )
             raise
 
     def _picked(self, paths: list[str], out: Output) -> Found:
@@ -447,7 +459,7 @@ def _dtypes(paths: list[str], firsts: Any, seconds: Any, notes: list[str]) -> li
     return found
 
 
-def _raised(probe: Probe, errors: list[Exception | None], reason: str) -> Comparison:
+def _raised(probe: Quantity, errors: list[Exception | None], reason: str) -> Comparison:
     first, second = ("has a result" if error is None else "raises" for error in errors)
     c = mismatch(probe.quantity, "every leaf", probe.order, (first, second))
     which = "second derivative" if probe.order == 2 else "derivative"

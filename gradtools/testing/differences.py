@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.crossing import Answer, Check, Found
+from gradtools.testing.crossing import Answer, CrossCheck, Found
 from gradtools.testing.report import widened
 from gradtools.testing.sides import Arrays
 
@@ -22,7 +22,7 @@ Pairs = list[tuple[float, float]]  # a directional derivative, and its finite di
 class Differences:
     """Central differences of one side along the check's own directions."""
 
-    def __init__(self, check: Check, k: int) -> None:
+    def __init__(self, check: CrossCheck, k: int) -> None:
         self.check, self.k = check, k
         self.double = all(x.dtype.itemsize >= 8 for x in check.leaves[k])
         self.step = 1e-6 if self.double else 1e-2

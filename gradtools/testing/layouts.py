@@ -105,11 +105,13 @@ class ParameterMapping:
         """PyTorch's arrays in JAX's names and layout.
 
         Args:
-            torch_params: A dictionary from names to arrays, such as a state_dict or gradients by
-                name; names of this mapping that it lacks are absent from the result.
+            torch_params: A `torch.nn.Module`, or a dictionary from names to arrays, such as a
+                state_dict or gradients by name; names of this mapping that it lacks are absent
+                from the result.
 
         Returns:
-            Nested dictionaries of NumPy arrays, the structure of the JAX parameters.
+            Nested dictionaries of NumPy arrays, the structure of the JAX parameters: flax.linen's
+            new variables, or what `nnx.update` takes.
 
         Raises:
             GradtoolsError: A name or a shape is not that of this mapping.

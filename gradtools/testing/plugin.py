@@ -17,7 +17,6 @@ line of the test; ``--full-trace`` shows them.
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -27,11 +26,10 @@ from typing import Any
 import pytest
 
 import gradtools
-from gradtools.errors import is_the_users
+from gradtools.lines import is_ours, is_the_users
 
 BACKENDS = ("torch", "jax")
 _PROPERTY = "gradtools_cross_check"
-_OWN = os.path.dirname(gradtools.__file__) + os.sep
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -137,7 +135,7 @@ def _beneath_the_user(frames: list[FrameType], refusal: bool) -> list[FrameType]
 
 def _is_own(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__"))  # which the frames lack that JAX makes up
-    return name.partition(".")[0] == "gradtools" or frame.f_code.co_filename.startswith(_OWN)
+    return name.partition(".")[0] == "gradtools" or is_ours(frame.f_code.co_filename)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

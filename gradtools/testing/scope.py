@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradtools.testing import tolerances
-from gradtools.testing.crossing import Check
+from gradtools.testing.crossing import CrossCheck
 from gradtools.testing.differences import Differences
 from gradtools.testing.kinks import Convention, explaining
 from gradtools.testing.report import errors
@@ -20,7 +20,7 @@ REVERSE, FORWARD = ("gradient", "vjp"), ("jvp",)
 class Scope:
     """Where a disagreement happens, known once every quantity has been compared."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: CrossCheck) -> None:
         self.check = check
         self.good = {
             answer.probe.quantity: all(c.agrees for c in answer.comparisons)

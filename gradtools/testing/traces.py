@@ -71,7 +71,8 @@ class Trace:
 def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw: Any) -> Trace:
     """A run of a torch.nn.Module, on a copy in `dtype`."""
     import torch
-    from torch.utils import _pytree
+
+    from gradtools.torch._upstream import pytree
 
     model = copy.deepcopy(model).to(getattr(torch, dtype)).requires_grad_(True)
     model.zero_grad()
@@ -83,7 +84,7 @@ def torch_trace(model: Any, inputs: Sequence[Any], kwargs: Any, dtype: str, draw
     def watch(name: Name) -> Callable[..., None]:
         def hook(module: Any, given: Any, named: Any, out: Any) -> Any:
             call = calls[name] = calls.get(name, -1) + 1
-            out = _pytree.tree_map(tracked, out)
+            out = pytree.tree_map(tracked, out)
             outs = [y for y in _tensors(out) if y.is_floating_point() or y.is_complex()]
             ins = [_np(x) for x in _tensors([*given, *named.values()])]
             layer = Layer(name, call, ins, [_np(y) for y in outs], [None] * len(outs))
@@ -346,9 +347,9 @@ def _name(dotted: str) -> Name:
 
 
 def _tensors(tree: Any) -> list[Any]:
-    from torch.utils import _pytree
+    from gradtools.torch._upstream import pytree
 
-    return [x for x in _pytree.tree_leaves(tree) if hasattr(x, "requires_grad")]
+    return [x for x in pytree.tree_leaves(tree) if hasattr(x, "requires_grad")]
 
 
 def _np(x: Any) -> np.ndarray:

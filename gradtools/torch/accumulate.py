@@ -16,7 +16,9 @@ import torch
 
 from gradtools.accumulate import Entry, Trees, paired
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.parts import with_parts
 
 TREES = Trees(trees.flatten, trees.unflatten, trees.leaf_paths)
 _LOCK = threading.RLock()
@@ -71,7 +73,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def current_trace() -> Any:
     """What tells one nest of `torch.func` transforms from another; None outside of all."""
-    return torch._C._functorch.maybe_current_level()
+    return upstream.maybe_current_level()
 
 
 def spec(x: torch.Tensor) -> str:
@@ -85,14 +87,12 @@ def spec(x: torch.Tensor) -> str:
 
 def _parameters(asked: str, target: Any) -> Any:
     """The pytree of parameters that target stands for."""
-    if isinstance(target, torch.nn.Module):
-        return dict(target.named_parameters(remove_duplicate=False))
     if target is None:
         raise GradtoolsError(
             f"{asked}: target is None; expected the parameters whose .grad is to be written. Give "
             "them as a pytree of leaf tensors or a torch.nn.Module."
         )
-    return target
+    return with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
 
 
 def _plan(asked: str, entries: Iterable[Entry], add: bool) -> list[Callable[[], Any]]:
@@ -219,7 +219,7 @@ def _refuse(asked: str, found: str, expected: str, mend: str) -> None:
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return upstream.is_wrapped(x)
 
 
 def _short(name: Any) -> str:

@@ -23,6 +23,7 @@ import torch
 
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word
@@ -168,7 +169,7 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
 
 def _to_numpy(x: torch.Tensor) -> np.ndarray:
     x = x.cpu().resolve_conj().resolve_neg()
-    x = x.clone() if x._is_zerotensor() else x  # a zero without memory, from double backward
+    x = x.clone() if upstream.is_zero(x) else x  # a zero without memory, from double backward
     try:
         return x.numpy().copy()
     except TypeError:

@@ -4,45 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradtools.backend import Array, Fun, Staged, backend_of
-from gradtools.chunking import Options
-from gradtools.errors import GradtoolsError
-from gradtools.host import Kernel
-from gradtools.rules import Rule
-from gradtools.seeing.graph import Graph
-from gradtools.seeing.program import Program
-from gradtools.torch import (
-    accumulate,
-    arrays,
-    chunking,
-    engines,
-    frozen,
-    gathering,
-    kernels,
-    measures,
-    modules,
-    parts,
-    passes,
-    seeing,
-    trees,
-    vanishing,
-    watching,
-    wrapping,
-)
-from gradtools.torch.checking import sketch_values
+from gradtools.errors import GradtoolsError, is_of
+from gradtools.torch import _upstream as upstream
+from gradtools.torch import arrays, engines, parts, trees, wrapping
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
-from gradtools.torch.direct import DirectCalls
 from gradtools.torch.engines import asked_of
-from gradtools.torch.host import call_kernel, call_now
-from gradtools.torch.refusals import explained, torch_says
+from gradtools.torch.refusals import explained
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
-from gradtools.torch.transposing import pull, push
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.transposing import pull, push, value_and_push
+from gradtools.torch.wrappers import is_inexact, is_wrapped
+
+if TYPE_CHECKING:
+    from gradtools.chunking import Chunks, Options
+    from gradtools.host import Kernel
+    from gradtools.rules import Rule
+    from gradtools.seeing.graph import Graph
+    from gradtools.seeing.program import Program
 
 Tensor = torch.Tensor
 
@@ -55,17 +38,26 @@ _REAL = {
 
 
 class TorchBackend:
-    """What `gradtools.backend.Backend` asks, by PyTorch."""
+    """What `gradtools.backend.Backend` asks, by PyTorch.
+
+    The engines and the rules come with it; a member that imports a room is one of those that most
+    programs never ask for, so that an import of gradtools stays light.
+    """
 
     never_changes = True  # for a walk over what a function holds
 
     name = "torch"
     hvp_mode = "reverse_over_reverse"
-    accumulation = accumulate
 
     @property
     def xp(self) -> Any:
         return arrays.xp()
+
+    @property
+    def accumulation(self) -> Any:
+        from gradtools.torch import accumulate
+
+        return accumulate
 
     def __reduce__(self) -> Any:
         return backend_of, (self.name,)
@@ -149,13 +141,23 @@ class TorchBackend:
 
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
-    jvps = staticmethod(kernels.jvps)
+
+    def jvps(self, fun: Fun, leaves: list[Array], many: Any) -> Any:
+        from gradtools.torch import kernels
+
+        return kernels.jvps(fun, leaves, many)
+
     linearize = staticmethod(engines.linearize)
 
-    sketch_values = staticmethod(sketch_values)
+    def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
+        from gradtools.torch import checking
+
+        return checking.sketch_values(fun, *xs)
 
     def direct_calls(self, of: Any) -> Any:
-        return DirectCalls(of) if of.check != "always" else None
+        from gradtools.torch.direct import DirectCalls
+
+        return DirectCalls(of) if DirectCalls.fit(of) else None
 
     def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
         return call, outs
@@ -171,8 +173,7 @@ class TorchBackend:
 
     apply_rule_by_key = staticmethod(apply_rule_by_key)
 
-    def compiling(self) -> bool:
-        return is_compiling()
+    compiling = staticmethod(is_compiling)
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
@@ -180,6 +181,7 @@ class TorchBackend:
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
+    value_and_push = staticmethod(value_and_push)
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
         return fun(*xs)
@@ -192,10 +194,10 @@ class TorchBackend:
         try:
             return f(args)
         except RuntimeError as error:
-            if "Cannot access data pointer" not in torch_says(error):
-                raise
             shapes, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
+            if not (is_of("torch", error) and any(map(is_wrapped, xs))):
+                raise
 
             def run(*values: Tensor) -> list[Tensor]:
                 found, came = trees.flatten(f(trees.unflatten(argdef, values)))
@@ -208,22 +210,26 @@ class TorchBackend:
 
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 
-    call_kernel = staticmethod(call_kernel)
+    def call_kernel(self, call: Any, xs: Sequence[Array]) -> list[Array]:
+        from gradtools.torch import host
 
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> Any:
-        return call_now(self, kernel, args)
+        return host.call_kernel(call, xs)
+
+    @cached_property
+    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
+        from gradtools.torch import host
+
+        return partial(host.call_now, self)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:
             return fun(*args)
 
-        # What torch.compiler.assume_constant_result does, without importing dynamo.
-        setattr(constant, "_dynamo_marked_constant", True)  # noqa: B010 (mypy)
-        return constant
+        return upstream.marked_constant(constant)
 
     def refuse_to_compile(self, reason: str) -> None:
         if is_compiling():
-            torch._dynamo.graph_break(msg=reason)
+            upstream.break_graph(reason)
 
     # --- the framework's own transforms
 
@@ -275,21 +281,80 @@ class TorchBackend:
 
     # --- chunks
 
-    run_chunks = staticmethod(chunking.run_chunks)
-    sum_chunks = staticmethod(chunking.sum_chunks)
-    is_replaying = staticmethod(watching.asks_is_replaying)
-    gather = staticmethod(gathering.gather)
-    frozen_uses = staticmethod(frozen.Uses)
-    run_frozen = staticmethod(frozen.run_frozen)
     uncompiled = staticmethod(uncompiled)
+
+    def sweep(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.torch import tiling
+
+        return tiling.sweep(*args, **kwargs)
+
+    def fold(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.torch import tiling
+
+        return tiling.fold(*args, **kwargs)
+
+    def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
+        from gradtools.torch import tiling
+
+        return tiling.tile_bytes(*args, **kwargs)
+
+    def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
+        from gradtools.torch import chunking
+
+        return chunking.run_chunks(chunks)
+
+    def sum_chunks(self, chunks: Chunks) -> list[Array]:
+        from gradtools.torch import chunking
+
+        return chunking.sum_chunks(chunks)
+
+    @cached_property
+    def is_replaying(self) -> Callable[[], bool]:
+        from gradtools.torch import watching
+
+        return watching.asks_is_replaying
+
+    def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
+        from gradtools.torch import gathering
+
+        return gathering.gather(x, axis_name, group)
+
+    def frozen_uses(self, budget: int | None) -> Any:
+        from gradtools.torch import freezing
+
+        return freezing.Uses(budget)
+
+    def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
+        from gradtools.torch import freezing
+
+        return freezing.run_frozen(whole, uses)
 
     # --- seeing
 
-    record = staticmethod(seeing.record)
-    vanishing = staticmethod(vanishing.vanishing)
-    watchable = staticmethod(seeing.watchable)
-    rerun = staticmethod(seeing.rerun)
-    gradient_graph = staticmethod(passes.gradient_graph)
+    def record(self, run: Any, leaves: Sequence[Any], names: Sequence[str]) -> Any:
+        from gradtools.torch import seeing
+
+        return seeing.record(run, leaves, names)
+
+    def vanishing(self, *args: Any) -> Any:
+        from gradtools.torch import vanishing
+
+        return vanishing.vanishing(*args)
+
+    def watchable(self) -> bool:
+        from gradtools.torch import seeing
+
+        return seeing.watchable()
+
+    def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
+        from gradtools.torch import seeing
+
+        return seeing.rerun(run, leaves)
+
+    def gradient_graph(self, asked: Any) -> Graph:
+        from gradtools.torch import passes
+
+        return passes.gradient_graph(asked)
 
     @staticmethod
     def formula_graph(program: Program) -> Graph:
@@ -305,18 +370,28 @@ class TorchBackend:
 
         return vocabulary.trying(program, wide)
 
-    measure = staticmethod(measures.measure)
-    functionalize = staticmethod(modules.functionalize)
+    def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        from gradtools.torch import measures
+
+        return measures.measure(f, args, kwargs)
+
+    def functionalize(self, module: Any, **options: Any) -> Any:
+        from gradtools.torch import modules
+
+        return modules.functionalize(module, **options)
 
 
 def _checkpointed(
     backend: TorchBackend, options: Options, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if is_compiling():
+    if is_compiling() and not engines.is_inside():
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)
-    return chunking.checkpointed(backend, f, args, kwargs, options)
+    from gradtools.torch import chunking
+
+    # torch.func, which differentiates in compiled code, does not go through a checkpoint there.
+    return uncompiled(chunking.checkpointed, backend, f, args, kwargs, options)
 
 
 class _Constant(torch.autograd.Function):

@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._guards import TracingContext, detect_fake_mode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.linearity import is_linear
 from gradtools.rules import Rule, spread
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.transposing import in_eager
@@ -109,7 +108,7 @@ def _is_zero(asked: Question) -> bool:
 
 
 def _first_not_zero(asked: Question) -> int | None:
-    with _disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
+    with upstream.disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
         run, at, made_up = asked.points()
         with _kernels_refused(made_up):
             ys = run(at, filled([None] * len(asked.likes), [_concrete(x) for x in asked.likes]))
@@ -138,7 +137,7 @@ _STATE = threading.local()
 
 def refuse_kernel() -> None:
     """Ends a question that would run a host kernel."""
-    if not is_compiling() and _STATE.__dict__.get("asking"):
+    if not is_compiling() and getattr(_STATE, "asking", False):
         raise KernelMet
 
 
@@ -169,7 +168,7 @@ def hold_linear(asked: Question) -> None:
     def run(linear: Map, at: Sequence[Any], vs: Sequence[Any]) -> list[Any]:
         return linear(at, spread(vs, there))
 
-    with _disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
+    with upstream.disable_current_modes(), torch.no_grad(), restored(Randomness.now(asked.at)):
         linear, at, made_up = asked.points()
         likes = [like for like in asked.likes if like]
         v, w = ([_wave(like, shift, 0.0) for like in likes] for shift in (1.0, 2.0))
@@ -203,8 +202,8 @@ def sketch_values(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     A mode of our own for fake tensors would import PyTorch's whole compiler, and leave tensors
     without numbers in what fun keeps for later calls.
     """
-    with _disable_current_modes(), torch.no_grad():
-        mode = detect_fake_mode([unwrapped(x) for x in xs])
+    with upstream.disable_current_modes(), torch.no_grad():
+        mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
         values = [value_of(x) for x in xs]
         try:
             if mode is not None:
@@ -267,11 +266,11 @@ def value_of(x: Any) -> Any:
 
     That is in code being compiled, and on the meta device.
     """
-    if TracingContext.try_get() is not None or x.device.type == "meta":
+    if upstream.TracingContext.try_get() is not None or x.device.type == "meta":
         return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        inner = torch._C._functorch.get_unwrapped(x)
-        batched_at = torch._C._functorch.maybe_get_bdim(x)
+    while upstream.is_wrapped(x):
+        inner = upstream.get_unwrapped(x)
+        batched_at = upstream.maybe_get_bdim(x)
         x = inner if batched_at < 0 else inner.select(batched_at, 0)
     return x.detach() if is_plain(x) else None
 

@@ -12,17 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._functorch import TransformType
 
 from gradtools.batches import Batch
 from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.programs import Forward, Rows, flattened, node_of, pieces_of, untracked
 from gradtools.torch.summing import Sums
 from gradtools.torch.watching import is_plain, is_replaying, marked
 from gradtools.torch.wrappers import is_dual, unwrapped
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
@@ -41,7 +43,7 @@ def plain_loop(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
-    beneath = torch._C._functorch.peek_interpreter_stack() is not None
+    beneath = upstream.peek_interpreter_stack() is not None
     forward = Forward(chunks, beneath, chunks.options.latest.get("start"))
     if not beneath:
         chunks.options.latest["start"] = forward.start if forward.start.reached.lasts else None
@@ -67,8 +69,8 @@ def checkpointed(
 
 def _is_differentiated(leaves: list[Tensor]) -> bool:
     """Whether reverse mode may ask for a derivative, at a level of functorch or beneath."""
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    if any(level.key() == TransformType.Grad for level in levels):
+    levels = upstream.get_interpreter_stack() or ()
+    if any(level.key() == upstream.TransformType.Grad for level in levels):
         return True
     if not torch.is_grad_enabled():
         return False

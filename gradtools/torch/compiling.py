@@ -16,41 +16,28 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradtools.errors import GradtoolsError, warn
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
-_DYNAMO = "torch._dynamo"
 _OPAQUE: list[Callable[..., Any]] = []
 _SKIPPED: dict[str, Callable[..., Any]] = {}
-# Rooms of which no line is compiled, though what they call may be. They run a function again in
-# other modes, nested too deeply for dynamo, which meets errors of its own there.
-_IN_PYTHON = (
-    "gradtools.torch.chunking",
-    "gradtools.torch.frozen",
-    "gradtools.torch.gathering",
-    "gradtools.torch.programs",
-    "gradtools.torch.watching",
-    "gradtools.torch.state",
-    "gradtools.torch.summing",
-    "gradtools.torch.verifying",
-)
+_IN_PYTHON: list[str] = []  # modules that said so of themselves
 
 
-def is_compiling() -> bool:
-    """Whether dynamo is tracing this very line."""
-    return torch.compiler.is_dynamo_compiling()
+is_compiling = torch.compiler.is_dynamo_compiling
+"""Whether dynamo is tracing this very line."""
 
 
 def opaque_to_dynamo(fun: F) -> F:
     """Marks `fun` as one node of a compiled graph (`torch.compiler.allow_in_graph`)."""
     _OPAQUE.append(fun)
-    if _DYNAMO in sys.modules:
+    if upstream.dynamo_is_loaded():
         torch.compiler.allow_in_graph(fun)
     return fun
 
@@ -58,13 +45,24 @@ def opaque_to_dynamo(fun: F) -> F:
 def skipped_by_dynamo(fun: F) -> F:
     """Marks `fun` as one that compiled code calls as it is (`torch.compiler.disable`)."""
     name = f"{fun.__module__}.{fun.__qualname__}"
-    _SKIPPED[name] = torch.compiler.disable(fun) if _DYNAMO in sys.modules else fun
+    _SKIPPED[name] = torch.compiler.disable(fun) if upstream.dynamo_is_loaded() else fun
 
     @wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         return _SKIPPED[name](*args, **kwargs)
 
     return cast(F, call)
+
+
+def left_to_python(module: str) -> None:
+    """Marks a module of which dynamo compiles no line, though it may what the module calls.
+
+    Such a room runs a function again in other modes, nested too deeply for dynamo, which meets
+    errors of its own there. It says so itself, in its first lines: `left_to_python(__name__)`.
+    """
+    _IN_PYTHON.append(module)
+    if upstream.dynamo_is_loaded():
+        upstream.skip_module(module)
 
 
 @skipped_by_dynamo
@@ -77,7 +75,7 @@ class _WhenDynamoArrives(MetaPathFinder):
     """Finds dynamo as usual, and lets our functions be registered once it is loaded."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _DYNAMO:
+        if fullname != upstream.DYNAMO:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
@@ -102,19 +100,11 @@ class _Registering(Loader):
             torch.compiler.allow_in_graph(fun)
         for name, fun in _SKIPPED.items():
             _SKIPPED[name] = torch.compiler.disable(fun)
-        _leave_rooms_to_python()
+        for name in _IN_PYTHON:
+            upstream.skip_module(name)
 
 
-def _leave_rooms_to_python() -> None:
-    from torch._dynamo import trace_rules
-
-    for name in _IN_PYTHON:
-        trace_rules.add(name)
-
-
-if _DYNAMO in sys.modules:
-    _leave_rooms_to_python()
-else:
+if not upstream.dynamo_is_loaded():
     sys.meta_path.insert(0, _WhenDynamoArrives())
 
 
@@ -131,7 +121,7 @@ _NO_DOUBLE_BACKWARD = (
 
 def refuse_lost(asked: str, outs: Sequence[Tensor]) -> None:
     """Raises if the graph of outs holds a compiled backward pass, which loses derivatives."""
-    if _DYNAMO in sys.modules and any(type(node).__name__ == _LOST for node in nodes_of(outs)):
+    if upstream.dynamo_is_loaded() and any(type(node).__name__ == _LOST for node in nodes_of(outs)):
         raise GradtoolsError(f"{asked}: {_NO_DOUBLE_BACKWARD}")
 
 
@@ -199,8 +189,8 @@ def _name(f: Any) -> str:
 
 
 def _in_forward_mode_or_functorch() -> bool:
-    stack = torch._C._functorch.peek_interpreter_stack()
-    return stack is not None or forward_ad._current_level >= 0
+    stack = upstream.peek_interpreter_stack()
+    return stack is not None or upstream.forward_level() >= 0
 
 
 @dataclass
@@ -224,7 +214,7 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cts: Tensor) -> Any:
         inputs, point, create = ctx.saved_tensors, ctx.point, torch.is_grad_enabled()
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = upstream.keeps_graph()
         if create:
             _tell(point.name)
         outs: Sequence[Any] = point.again() if create else point.ends

@@ -24,18 +24,13 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch._C._functorch import TransformType
-from torch._functorch.autograd_function import custom_function_call
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import value_of
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.gates import beside
@@ -44,9 +39,9 @@ from gradtools.torch.wrappers import unwrapped
 from gradtools.torch.wrong_gradients import WRONG, is_wrong, rightly
 
 Tensor = torch.Tensor
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped = upstream.is_wrapped
 Args = tuple[Any, ...]
-_OWN = ("gradtools.", "torch._functorch.")  # the latter holds compiled code
+_OWN = ("gradtools.", upstream.COMPILED_CODE)
 
 
 # --- what a graph holds ------------------------------------------------------------------
@@ -92,7 +87,7 @@ def _note(found: Survey, node: Any, kind: Any) -> None:
     if kind.__name__ == "AccumulateGrad":
         found.leaves.append(node.variable)
     elif issubclass(kind, BackwardCFunction):
-        if not kind._forward_cls.__module__.startswith(_OWN):
+        if not upstream.forward_class(kind).__module__.startswith(_OWN):
             found.custom.append(node)
     elif kind.__name__ in WRONG:
         if is_wrong(node):
@@ -135,8 +130,8 @@ def _node_of(x: Tensor) -> Any:
 
 def _is_here(x: Tensor) -> bool:
     """Whether a tensor of functorch's belongs to the level that runs, or is mapped in it."""
-    level = torch._C._functorch.peek_interpreter_stack()
-    return level is not None and torch._C._functorch.maybe_get_level(x) == level.level()
+    level = upstream.peek_interpreter_stack()
+    return level is not None and upstream.maybe_get_level(x) == level.level()
 
 
 def _upstream(nodes: Sequence[Any]) -> set[Any]:
@@ -376,9 +371,9 @@ class _Gating(NamedTuple):
 
         def hook(given: Any, cts: Any) -> Any:
             there = [g for g in given if isinstance(g, Tensor)]
-            if not there or self.key.fine(forward_ad._current_level >= 0):
+            if not there or self.key.fine(upstream.forward_level() >= 0):
                 return None
-            if forward_ad._current_level >= 0:
+            if upstream.forward_level() >= 0:
                 self.ask("inputs", forward=True)
                 self.ask("cotangents", forward=True)
             if not torch.is_grad_enabled():
@@ -472,7 +467,7 @@ def scripts_refused(asked: str) -> Iterator[None]:
 
         return called
 
-    classes: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+    classes: tuple[Any, ...] = (torch.jit.ScriptFunction, torch.ScriptMethod)
     calls = [kind.__call__ for kind in classes]
     try:
         for kind, call in zip(classes, calls, strict=True):
@@ -484,7 +479,7 @@ def scripts_refused(asked: str) -> Iterator[None]:
 
 
 # How many nodes this thread has made: TorchScript makes them under no_grad, too.
-nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+nodes_made = upstream.nodes_made
 _TORCHSCRIPT_LOSES = (
     "f holds a function of TorchScript (torch.jit), in which PyTorch loses tangents, and second "
     "derivatives inside of torch.func's transforms, in silence (torch#73972). Call the function "
@@ -531,7 +526,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """The function; a custom one gets a hook on its node."""
         out = fun(*args, **(kwargs or {}))
-        if fun is custom_function_call and not args[0].__module__.startswith(_OWN):
+        if fun is upstream.custom_function_call and not args[0].__module__.startswith(_OWN):
             self._note(args[0], args[1:], out)
         return out
 
@@ -557,7 +552,7 @@ class _Calls(TorchFunctionMode):
     def _lost(self, key: _Key, call: Args) -> set[str]:
         if any(x is None and needed for x, needed in zip(call, key.needs, strict=True)):
             raise Untried("inside of torch.func a tensor of a subclass hides its numbers")
-        with temporarily_clear_interpreter_stack(), torch.enable_grad():
+        with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
             pairs = zip(call, key.needs, strict=True)
             args = tuple([x.clone().requires_grad_() if needed else x for x, needed in pairs])
             return _noted(Trial.of(key.kind.apply, args), key, False)
@@ -565,17 +560,17 @@ class _Calls(TorchFunctionMode):
 
 def calls_guarded(asked: str) -> AbstractContextManager[Any]:
     """Around a function that functorch differentiates, where that is differentiated again."""
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = upstream.function_modes()
     return _NOTHING if any(isinstance(mode, _Calls) for mode in modes) else _Calls(asked)
 
 
 def _is_tracked_beneath(x: Tensor) -> bool:
     """Whether another derivative is being taken with respect to x than the innermost one."""
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    if any(level.key() == TransformType.Jvp for level in levels[:-1]):
+    levels = upstream.get_interpreter_stack() or ()
+    if any(level.key() == upstream.TransformType.Jvp for level in levels[:-1]):
         return True
     while is_wrapped(x):
-        x = torch._C._functorch.get_unwrapped(x)
+        x = upstream.get_unwrapped(x)
         if x.requires_grad:
             return True
     return False
@@ -643,11 +638,11 @@ def _key_of(node: Any) -> _Key:
         return _TORCHSCRIPT
     if type(node).__name__ == _COMPILED:
         return _Key(_cpp_function(node.name().removeprefix(_CPP_FUNCTION)[:-1]), ())
-    return _Key(type(node)._forward_cls, tuple(node.needs_input_grad))
+    return _Key(upstream.forward_class(type(node)), tuple(node.needs_input_grad))
 
 
 def _is_fine(node: Any) -> bool:
-    forward = forward_ad._current_level >= 0
+    forward = upstream.forward_level() >= 0
     return _key_of(node).fine(forward) is True
 
 
@@ -684,7 +679,11 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
         return beneath(*args)
 
     try:
-        with standing_in(called), _Operators(key, tried), temporarily_clear_interpreter_stack():
+        with (
+            standing_in(called),
+            _Operators(key, tried),
+            upstream.temporarily_clear_interpreter_stack(),
+        ):
             rerun(lambda xs: fun(*xs)[0], leaves)
     except Exception as error:
         why.append(f"evaluated a second time, f raises {told(error)}")
@@ -710,17 +709,17 @@ class _Operators(TorchFunctionMode):
         """The function; an operator that holds the class is tried."""
         out = fun(*args, **(kwargs or {}))
         if isinstance(self.key.kind, _CppFunction) and isinstance(fun, _OPERATORS):
-            flat, treedef = tree_flatten((args, kwargs or {}))
-            outs = [y for y in tree_leaves(out) if isinstance(y, Tensor)]
+            flat, treedef = upstream.tree_flatten((args, kwargs or {}))
+            outs = [y for y in upstream.tree_leaves(out) if isinstance(y, Tensor)]
             own = _graph(outs) - _graph([x for x in flat if isinstance(x, Tensor)])
             if any(_is_cpp_function(node) and _key_of(node) == self.key for node in own):
                 self.tried(partial(_called_flat, fun, treedef), tuple(flat))
         return out
 
 
-_OPERATORS = (OpOverload, OpOverloadPacket)
+_OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
 
 
 def _called_flat(fun: Any, treedef: Any, *flat: Any) -> Any:
-    args, kwargs = tree_unflatten(flat, treedef)
+    args, kwargs = upstream.tree_unflatten(flat, treedef)
     return fun(*args, **kwargs)

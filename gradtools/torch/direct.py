@@ -9,18 +9,21 @@ takes the long way, and so does the derivative of a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.custom import CustomRule, Residuals, Shaped
+from gradtools.errors import GradtoolsError
 from gradtools.rules import Linearized
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import rules
-from gradtools.torch.randomness import Randomness
+from gradtools.torch.checking import Question, hold_linear
+from gradtools.torch.compiling import is_compiling
+from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.transposing import EAGER, running, transposing
 from gradtools.torch.wrappers import filled, is_inexact, is_wrapped, like
 
@@ -53,17 +56,20 @@ class _Signature:
         self.count = len(self.looks)
         self.fwd: Any = self.shaped.of.fwd
         self.bwd = self.shaped.of.bwd
-        self.function: Any = None
+        self.apply = _apply_of(self)
+        self.attach: Any = None
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
         pairs = zip(self.looks, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
-        self.plans: dict[Any, _Plan] = {}
+        self.plan: _Plan | None = None  # of the last forward pass, and mostly of the next
         # The maps of kernels, to be differentiated again, are evaluated at the arguments; a forward
         # rule reads these as well.
         times = 0 if self.shaped.refined is None else 1 if self.shaped.of.jvp is None else 2
         self.again = tuple(range(self.count)) * times
         if self.shaped.contract.check == "never":
             self.ready = True
+        opaque = hasattr(self.shaped.of, "kernel")  # what it does to tangents leaves no graph
+        self.records = self.bwd is None and not opaque and None not in self.likes
         self.saves_no_extras = self.bwd is None
         if self.bwd is None:
             self.fwd, self.ready = self.shaped.of.fun, True  # its forward pass is f
@@ -71,6 +77,12 @@ class _Signature:
     def out_def(self) -> Any:
         """The structure that came out of such arguments at last, whatever other threads call."""
         return self.shaped.outs[self.question[1]]
+
+    def is_sure(self) -> bool:
+        """Whether fwd is known to save nothing that it would have to be run again for."""
+        sure = self.saves_no_extras or self.shaped.rule in rules.SAVES_NO_EXTRAS
+        self.saves_no_extras = sure
+        return sure
 
     def is_ready(self) -> bool:
         """Whether the long way was gone once, and the forward pass is held to f."""
@@ -82,36 +94,47 @@ class DirectCalls:
     """Calls of one `CustomRule` by position."""
 
     def __init__(self, of: CustomRule) -> None:
-        parameters = of._parameters
         self.of = of
-        special = (*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)
-        self.fits = bool(of.bwd or of.jvp) and not any(special)
-        self.count = len(parameters.names)  # 0 where it takes any
+        self.count = len(of._taken.names)  # 0 where it takes any
         self.signatures: dict[Any, _Signature] = {}
         self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
 
+    @staticmethod
+    def fit(of: CustomRule) -> bool:
+        """Whether the rule has calls that may go this way."""
+        parameters = of._taken
+        special = (*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)
+        return of.check != "always" and bool(of.bwd or of.jvp) and not any(special)
+
     def __call__(self, args: tuple[Any, ...]) -> Any:
         """What the rule gives, or NotImplemented."""
-        if not self.fits or len(args) != (self.count or len(args)):
+        if len(args) != self.count and self.count:
             return NotImplemented
         tracked = False
         for x in args:
-            if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_nested:
+            if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_nested or is_wrapped(x):
                 return NotImplemented
             tracked = tracked or x.requires_grad
         if (
-            torch._C._functorch.peek_interpreter_stack() is not None
-            or forward_ad._current_level >= 0
+            upstream.peek_interpreter_stack() is not None
+            or upstream.forward_level() >= 0
             or running()
         ):
             return NotImplemented
         key = tuple([(x.shape, x.dtype, x.device) for x in args])
         signature = self.signatures.get(key) or self._signature(key, args)
-        if tracked and torch.is_grad_enabled():
-            if not (signature.ready or signature.is_ready()) or not self.closed.untracked():
-                return NotImplemented
-            return _derived(signature, args)
-        return self._value(signature, args, tracked)
+        if not tracked or not torch.is_grad_enabled():
+            return self._value(signature, args, tracked)
+        if not (signature.ready or signature.is_ready()) or not self.closed.untracked():
+            return NotImplemented
+        if signature.records:
+            out = _recorded(signature, args)
+            if out is not None:
+                return out
+        out = signature.apply(*args)
+        if type(out) is Tensor and out.requires_grad and out.grad_fn.plan.single:  # type: ignore[union-attr]
+            return out
+        return _tree(signature, out)
 
     def _signature(self, key: Any, args: tuple[Any, ...]) -> _Signature:
         of, backend = self.of, self.of._backend
@@ -197,21 +220,25 @@ def _is_partial(x: Any) -> bool:
 # --- one call ----------------------------------------------------------------------------
 
 
-def function_of(signature: _Signature) -> type[torch.autograd.Function]:
-    """The Function of calls of one signature, which need no more than this of autograd."""
+def _apply_of(signature: _Signature) -> Callable[..., Any]:
+    """`apply` of the Function of calls of one signature, which need no more than this of autograd.
+
+    It is that of the class above `Function`, which does not look for transforms of `torch.func`
+    and what is left of them, as was done before.
+    """
 
     class Direct(torch.autograd.Function):
         """A rule, for autograd alone."""
 
         @staticmethod
         def forward(ctx: Any, *xs: Tensor) -> Any:
-            return _forward(ctx, signature, xs)
+            return _forward(signature, ctx, xs)
 
         @staticmethod
         def backward(ctx: Any, *cts: Any) -> Any:
-            return _backward(ctx, signature, cts)
+            return _backward(signature, ctx, cts)
 
-    return Direct
+    return super(torch.autograd.Function, Direct).apply
 
 
 @dataclass(slots=True)
@@ -238,18 +265,18 @@ class _Plan:
     likes: Any = None
     randomness: Any = None
 
+    def kept_so(self, res: Any, known: list[Tensor]) -> bool:
+        """Whether what fwd saved stands where it stood when this was made."""
+        if self.kept is Tensor:
+            return res is known[self.places[0]]
+        if type(res) is not tuple or len(res) != len(self.places):
+            return False
+        return all(x is known[i] for x, i in zip(res, self.places, strict=True))
 
-def _derived(signature: _Signature, args: tuple[Any, ...]) -> Any:
-    if signature.function is None:
-        signature.function = function_of(signature)
-    out = signature.function.apply(*args)
-    if type(out) is Tensor:
-        node: Any = out.grad_fn
-        if node is not None and node.plan.single:
-            return out
-        outs: tuple[Tensor, ...] = (out,)
-    else:
-        outs = out
+
+def _tree(signature: _Signature, out: Any) -> Any:
+    """What f returns, of the Function's outputs."""
+    outs = (out,) if type(out) is Tensor else out
     node = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
     if node is None:  # integers, of which no node tells
         return signature.shaped.backend.unflatten(signature.out_def(), outs)
@@ -258,52 +285,52 @@ def _derived(signature: _Signature, args: tuple[Any, ...]) -> Any:
     return signature.shaped.backend.unflatten(node.plan.out_def, outs[: node.plan.count])
 
 
-def _forward(ctx: Any, signature: _Signature, xs: Sequence[Tensor]) -> Any:
-    sure = signature.saves_no_extras = (
-        signature.saves_no_extras or signature.shaped.rule in rules.SAVES_NO_EXTRAS
-    )
-    before = None if sure else Randomness.now(xs)
-    versions = [x._version for x in xs if x.requires_grad]
+def _forward(signature: _Signature, ctx: Any, xs: Sequence[Tensor]) -> Any:
+    before = None if signature.is_sure() else Randomness.now(xs)
+    tracked = [x for x in xs if x.requires_grad]
+    versions = [upstream.version_of(x) for x in tracked]
     plain = [x.detach() for x in xs]
-    torch._C._set_grad_enabled(True)  # the context manager takes three times as long
+    upstream.set_grad_enabled(True)  # the context manager takes three times as long
     try:
         found = signature.fwd(*plain)
     finally:
-        torch._C._set_grad_enabled(False)
+        upstream.set_grad_enabled(False)
     if signature.bwd is None:
-        out, res = found, plain
+        out, res = found, tuple(plain)
     elif type(found) is tuple and len(found) == 2:
         out, res = found
     else:
         out, res = signature.shaped.pair(found, "fwd", "(out, residuals)")
-    if versions != [x._version for x in xs if x.requires_grad]:
+    if versions != [upstream.version_of(x) for x in tracked]:
         raise rules.written_error(signature.shaped.rule)
-    if type(out) is not Tensor or not out.dtype.is_floating_point or out.requires_grad:
-        return _forward_of_any(ctx, signature, xs, plain, out, res, before)
-    known = [*plain, out]
-    if type(res) is Tensor:
-        kept, places = Tensor, (_place(res, known),)
-    elif type(res) is tuple or res is plain:
-        kept, places = tuple, tuple([_place(x, known) for x in res])
-    else:
-        kept, places = Residuals, (-1,)
-    if -1 in places or True in [rules.is_alias_of(x, out) for x in xs]:
-        return _forward_of_any(ctx, signature, xs, plain, out, res, before)
-    plan = signature.plans.get((kept, places))
-    if plan is None:
-        plan = signature.plans[kept, places] = _Plan(kept, places, (*places, *signature.again))
-    ctx.plan = plan
-    known[: len(plain)] = xs
-    ctx.save_for_backward(*[known[i] for i in plan.pulling])
-    return out
+    if type(out) is Tensor and out.dtype.is_floating_point and not out.requires_grad:
+        known = [*plain, out]
+        plan = signature.plan
+        if plan is None or not plan.kept_so(res, known):
+            plan = _plan_of(signature, res, known)
+        if plan is not None and True not in [rules.is_alias_of(x, out) for x in xs]:
+            ctx.plan = plan
+            known[: len(plain)] = xs
+            ctx.save_for_backward(*[known[i] for i in plan.pulling])
+            return out
+    return _forward_of_any(ctx, signature, xs, plain, out, res, before)
+
+
+def _plan_of(signature: _Signature, res: Any, known: list[Tensor]) -> _Plan | None:
+    """Where fwd saved arguments and the output alone, in no tree."""
+    kept, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
+    if type(leaves) is not tuple:
+        return None
+    places = tuple([_place(x, known) for x in leaves])
+    if -1 in places:
+        return None
+    plan = signature.plan = _Plan(kept, places, (*places, *signature.again))
+    return plan
 
 
 def _place(x: Any, known: list[Tensor]) -> int:
     """Where x stands among these; -1 if it is not one of them."""
-    for i, y in enumerate(known):
-        if x is y:
-            return i
-    return -1
+    return next((i for i, y in enumerate(known) if x is y), -1)
 
 
 def _forward_of_any(
@@ -317,7 +344,7 @@ def _forward_of_any(
     else:
         ys = shaped.outputs(plain, out, "it" if signature.bwd is None else "fwd")
         plan.out_def = signature.out_def()
-    plan.kept, extras = Residuals.of(shaped.backend, tuple(res) if res is plain else res, plain, ys)
+    plan.kept, extras = Residuals.of(shaped.backend, res, plain, ys)
     for y in (*ys, *extras):
         if y.requires_grad:
             raise rules.closed_over_error(shaped.rule)
@@ -325,7 +352,7 @@ def _forward_of_any(
         if before is None and signature.bwd is not None:
             rules.SAVES_NO_EXTRAS.discard(shaped.rule)
             signature.saves_no_extras = False
-            return _forward(ctx, signature, xs)
+            return _forward(signature, ctx, xs)
         plan.randomness = None if before is None or before.stands() else before
     out = (*rules.as_views(ys, xs), *extras)
     everything = (*xs, *out)
@@ -343,7 +370,7 @@ def _forward_of_any(
     return out
 
 
-def _backward(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
+def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Any:
     plan, ct = ctx.plan, cts[0]
     kept = plan.kept
     if (
@@ -352,8 +379,6 @@ def _backward(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
         and not (plan.single and all(other is None for other in cts[1:]))
     ) or not (signature.pulled and type(ct) is Tensor and not torch.is_grad_enabled()):
         return _the_long_way(ctx, signature, cts)
-    if signature.bwd is None:
-        return _transposed(ctx, signature, ct) or _the_long_way(ctx, signature, cts)
     saved = ctx.saved_tensors
     if kept is Tensor:
         res = saved[0]
@@ -371,27 +396,88 @@ def _backward(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     return tuple(filled(signature.shaped.cotangents(found, signature.expected), signature.likes))
 
 
-def _transposed(ctx: Any, signature: _Signature, ct: Tensor) -> Any:
-    """The transpose of a forward rule; None where this is not the way to it."""
-    shaped = signature.shaped
-    if is_wrapped(ct) or forward_ad._current_level >= 0:
-        return None
-    xs = tuple([x.detach() for x in ctx.saved_tensors])
-    dxs = tuple([torch.zeros_like(x, requires_grad=True) for x in xs])
-    with transposing(shaped.rule, EAGER), torch.enable_grad():
-        found = shaped.of.jvp(xs, dxs)
-        if type(found) is tuple and len(found) == 2 and _looks_like(found[1], ct):
-            dy = found[1]
-        else:
-            dys = shaped.pushed(xs, found)[1]
-            dy = dys[0] if len(dys) == 1 else None
-    if dy is None or not dy.requires_grad:
-        return None
-    return torch.autograd.grad(dy, dxs, ct, allow_unused=True)
+# --- a forward rule alone ----------------------------------------------------------------
+#
+# Its tangent map is transposed by autograd where it stands: dx = x - x is zero and has the
+# derivative of x, so the graph of T(x) dx leads a cotangent of T(x) dx on to x.
 
 
-def _looks_like(x: Any, ct: Tensor) -> bool:
-    return type(x) is Tensor and x.shape == ct.shape and x.dtype is ct.dtype
+def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
+    """The value, by one evaluation of the forward rule; None where it has to go another way."""
+    shaped, plain = signature.shaped, tuple([x.detach() for x in xs])
+    if signature.attach is None and not _may_record(signature, plain):
+        signature.records = False
+        return None
+    tracked = [x for x in xs if x.requires_grad]
+    versions = [upstream.version_of(x) for x in tracked]
+    dxs = tuple([torch.sub(x, p) for x, p in zip(xs, plain, strict=True)])
+    with transposing(shaped.rule, EAGER):
+        found = shaped.of.jvp(plain, dxs)
+    if versions != [upstream.version_of(x) for x in tracked]:
+        raise rules.written_error(shaped.rule)
+    y, dy = found if type(found) is tuple and len(found) == 2 else (None, None)
+    if not _are_alike(y, dy):
+        return None
+    if y.requires_grad:
+        raise rules.closed_over_error(shaped.rule)
+    if not dy.requires_grad:
+        return None
+    if signature.attach is None:
+        rules.refuse_captured(shaped.rule, [dy], dxs)
+        signature.attach = _attach_of(signature)
+    return signature.attach([y], dy, *xs)
+
+
+def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
+    """Whether the tangent map may be transposed, and belongs to one tensor that f returns.
+
+    Nothing is saved for a backward pass meanwhile, of which a checkpoint would keep count.
+    """
+    shaped, looks = signature.shaped, signature.question[1]
+    question = (signature.likes, signature.looks)
+    try:
+        hold_linear(Question(shaped.rule, "tangent", shaped.tangent, xs, *question))
+        if looks not in shaped.outs:
+            with torch.no_grad(), restored(Randomness.now(xs)):
+                shaped.tangent(xs, [torch.zeros_like(x) for x in xs])
+    except GradtoolsError:  # it will be said where a derivative is asked for
+        return False
+    return signature.out_def() == shaped.backend.flatten(0)[1]
+
+
+def _are_alike(y: Any, dy: Any) -> bool:
+    return type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype
+
+
+def _attach_of(signature: _Signature) -> Callable[..., Any]:
+    """`apply` of the Function that gives a value its tangent's graph."""
+    plan = _Plan(places=(every := tuple(range(signature.count))), pulling=every)
+
+    class Attached(torch.autograd.Function):
+        """y, of which dy is the tangent. A derivative of its backward pass is the rule's."""
+
+        @staticmethod
+        def forward(ctx: Any, value: list[Tensor], dy: Tensor, *xs: Tensor) -> Tensor:
+            ctx.plan = plan
+            ctx.save_for_backward(*xs)
+            y = value.pop()
+            if True not in [rules.is_alias_of(x, y) for x in xs]:
+                return y.detach()  # y itself may be held by the graph that it would hold
+            (view,) = rules.as_views([y], xs)
+            return y.view_as(y) if view is y else view
+
+        @staticmethod
+        def backward(ctx: Any, ct: Tensor) -> Any:
+            if torch.is_grad_enabled():
+                return None, None, *_the_long_way(ctx, signature, (ct,))
+            if is_compiling():  # compiled autograd cannot add a tensor to None
+                return None, ct, *[torch.zeros_like(x) for x in ctx.saved_tensors]
+            return None, ct, *(None,) * signature.count
+
+    return super(torch.autograd.Function, Attached).apply
+
+
+# --- the long way ------------------------------------------------------------------------
 
 
 def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
@@ -404,7 +490,8 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
     found = rules.pulled_back(ctx, cts)
     easy = None not in signature.likes
-    signature.pulled = signature.pulled or (easy and not torch.is_grad_enabled())
+    if easy and not torch.is_grad_enabled():
+        signature.pulled = signature.bwd is not None
     return tuple(found)
 
 

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.connection import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, refuse_lost
 from gradtools.torch.customcode import (
     Opened,
@@ -46,6 +46,7 @@ from gradtools.torch.customcode import (
     surveyed,
 )
 from gradtools.torch.gates import gated
+from gradtools.torch.marks import DERIVATIVE, detached
 from gradtools.torch.modes import LevelTaken, dual_level, forward_mode, outside_of_inference
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import evaluated_to_push
@@ -64,7 +65,7 @@ from gradtools.torch.wrappers import is_inexact
 from gradtools.torch.wrong_gradients import rightly
 
 Tensor = torch.Tensor
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped = upstream.is_wrapped
 
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
@@ -114,7 +115,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         if not pairs:
             return inside.filled([None] * len(aliases), outs)
         create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
-        again = create or forward_ad._current_level >= 0
+        again = create or upstream.forward_level() >= 0
         guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
         if not once and any(is_wrapped(ct) for _, ct in pairs):
             refuse_in_batches(asked_of(fun), pairs, first_of(WRONG_IN_BATCHES, outs))
@@ -179,7 +180,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
                     dummies,
                     [_normal(t) for _, t in moved],
                     retain_graph=True,
-                    create_graph=create or forward_ad._current_level >= 0,
+                    create_graph=create or upstream.forward_level() >= 0,
                     allow_unused=True,
                 )
             found = guarded_gradients(asked_of(fun), [p for p, _ in moved], found)
@@ -250,8 +251,9 @@ def _detached(x: Tensor) -> Tensor:
     """x cut from its graph; its tangent, if it is a dual number, stays."""
     primal, tangent = _unpacked(x)
     if tangent is None:
-        return x.detach()
-    return forward_ad.make_dual(primal.detach(), tangent.detach())
+        return detached(x, DERIVATIVE)
+    primal, tangent = detached(primal, DERIVATIVE), detached(tangent, DERIVATIVE)
+    return forward_ad.make_dual(primal, tangent)
 
 
 def _free(x: Tensor) -> Tensor:
@@ -260,7 +262,7 @@ def _free(x: Tensor) -> Tensor:
 
 
 def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    return (x, None) if forward_ad._current_level < 0 else forward_ad.unpack_dual(x)
+    return (x, None) if upstream.forward_level() < 0 else forward_ad.unpack_dual(x)
 
 
 def _reaches_other(survey: Survey, aliases: Sequence[Tensor]) -> bool:
@@ -287,7 +289,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
         primals = [y.primal for y in unpacked]
         pushed = [
-            torch.zeros_like(y) if t is None or t._is_zerotensor() else t for y, t in unpacked
+            torch.zeros_like(y) if t is None or upstream.is_zero(t) else t for y, t in unpacked
         ]
         if keep:
             pushed = guarded_tangents(asked_of(fun), primals, pushed)
@@ -307,7 +309,7 @@ def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -
 
     def run(xs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            return _dual_jvp(fun, [x.detach() for x in xs], tangents, seen=True)[0]
+            return _dual_jvp(fun, [detached(x, DERIVATIVE) for x in xs], tangents, seen=True)[0]
 
     with scripts_refused(asked_of(fun)):
         rerun(run, leaves)
@@ -321,7 +323,7 @@ def _cut_of(fun: Fun, leaves: Sequence[Tensor]) -> list[int]:
         found = _eager_vjp(fun, list(xs), True)
         return found.cut(found.pullback(found.outs))
 
-    with temporarily_clear_interpreter_stack(), suppress(RuntimeError):
+    with upstream.temporarily_clear_interpreter_stack(), suppress(RuntimeError):
         return rerun(run, leaves)
     return []  # reverse mode does not see it: nothing is known
 
@@ -338,7 +340,7 @@ def asked_of(fun: Fun) -> str:
 
 
 def _in_functorch() -> bool:
-    return is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_compiling() or upstream.peek_interpreter_stack() is not None
 
 
 def _is_differentiated_again(own: int = 0) -> bool:
@@ -350,10 +352,10 @@ def _is_differentiated_again(own: int = 0) -> bool:
     """
     if is_compiling():
         return False
-    if forward_ad._current_level >= 0:
+    if upstream.forward_level() >= 0:
         return True
-    kinds = torch._C._functorch.TransformType
-    stack = torch._C._functorch.get_interpreter_stack() or ()
+    kinds = upstream.TransformType
+    stack = upstream.get_interpreter_stack() or ()
     found = [level for level in stack if level.key() in (kinds.Grad, kinds.Jvp)]
     return len(found) > own
 
@@ -365,11 +367,12 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
     wrong: list[str | None] = []
     empty: list[bool] = []
     mended: list[Any] = []
+    keep = torch.is_grad_enabled()
 
     def paired(*xs: Tensor) -> Any:
         asked = groups if groups is not None and is_compiling() else ()
         if is_compiling():
-            with _twice_in_trace(bool(_open_derivatives())), RightGradients():
+            with _again_in_trace(keep, 1 + len(asked)), RightGradients():
                 outs, extras, inside = _watched(lambda *a: _probed(fun, a, asked, reached), xs)
             nested[:] = [inside]
         else:
@@ -475,9 +478,9 @@ def _unshared(x: Tensor) -> Tensor:
 
 def _is_pushed_again() -> bool:
     """Whether a level around this one pushes tangents, or may do so in compiled code."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    pushes = any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
-    return is_compiling() or pushes or forward_ad._current_level >= 0
+    stack = upstream.get_interpreter_stack() or ()
+    pushes = any(level.key() == upstream.TransformType.Jvp for level in stack)
+    return is_compiling() or pushes or upstream.forward_level() >= 0
 
 
 def _twice_in_trace(again: bool) -> AbstractContextManager[Any]:
@@ -485,11 +488,20 @@ def _twice_in_trace(again: bool) -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if again else nullcontext()
 
 
+def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
+    """Around a function that is pulled back in compiled code, perhaps with a graph."""
+    from gradtools.torch.fused_attention import PlainWhereLive
+
+    if _open_derivatives():
+        return _twice_in_trace(True)
+    return PlainWhereLive(levels) if keep else nullcontext()
+
+
 def _pushed_from_outside() -> AbstractContextManager[Any]:
     """Around a function that is pulled back inside of the framework's own `torch.func.jvp`."""
     if not _is_pushed_again():
         return nullcontext()
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = upstream.function_modes()
     return nullcontext() if any(isinstance(m, Stops) for m in modes) else Stops(False, True)
 
 
@@ -540,6 +552,11 @@ _compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty bef
 def _open_derivatives() -> list[list[bool]]:
     """One flag for each derivative whose function is being evaluated."""
     return _compiled if is_compiling() else _eager.__dict__.setdefault("open", [])
+
+
+def is_inside() -> bool:
+    """Whether gradtools is evaluating a function to differentiate it."""
+    return bool(_open_derivatives())
 
 
 def _note_derivative() -> None:

@@ -14,16 +14,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from gradtools.seeing import measures as costs
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 Rule = Callable[..., int]  # (arguments, what came out) to operations
 
 
-class Watching(TorchDispatchMode):
+class Watching(upstream.TorchDispatchMode):
     """A dispatch mode that does not import dynamo, which takes longer than all else here.
 
     It never runs inside of code that is compiled.
@@ -62,7 +61,7 @@ class Flops(Watching):
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation's cost depends on."""
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = upstream.tree_flatten((args, kwargs))
     return func, spec, tuple([_sketch(x) for x in leaves])
 
 
@@ -79,7 +78,7 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
     rule = _rules().get(name)
     if rule is not None:
         return rule(func, args, kwargs, out), nothing
-    if name in _FREE or func.is_view or not any(map(_is_inexact, tree_leaves(out))):
+    if name in _FREE or func.is_view or not any(map(_is_inexact, upstream.tree_leaves(out))):
         return (0, frozenset([str(func)])) if _is_foreign(func) else (0, nothing)
     if name.startswith("_foreach_"):
         return _of_each(name.removeprefix("_foreach_"), args, out)
@@ -91,7 +90,7 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
 
 def _name(func: Any) -> str:
     """The operation's name, the same in place and out of place."""
-    name = func._schema.name.partition("::")[2]
+    name = upstream.schema_of(func).name.partition("::")[2]
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
@@ -104,25 +103,23 @@ def _last_resort(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, froz
     """PyTorch's own counter; one for each element of what is elementwise; or its name."""
     from torch.utils.flop_counter import flop_registry
 
-    if func._overloadpacket in flop_registry:
-        return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)), frozenset()
+    if func.overloadpacket in flop_registry:
+        return int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)), frozenset()
     if torch.Tag.pointwise in func.tags:
         return _elements(out), frozenset()
-    if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
+    if not any(isinstance(x, Tensor) for x in upstream.tree_leaves((args, kwargs))):
         return 0, frozenset()  # makes a tensor of nothing
     return 0, frozenset([str(func)])
 
 
 def _in_parts(func: Any, args: Any, kwargs: Any) -> Flops | None:
     """The count of a decomposition's parts; None if there is none."""
-    from torch._decomp import decomposition_table
-
     whole = _is_composite(func)
-    apart = func.decompose if whole else decomposition_table.get(func)
+    apart = func.decompose if whole else upstream.decompositions().get(func)
     if apart is None:
         return None
-    with _disable_current_modes(), torch.no_grad(), Flops() as parts:
-        args, kwargs = tree_map(_emptied, (args, kwargs))
+    with upstream.disable_current_modes(), torch.no_grad(), Flops() as parts:
+        args, kwargs = upstream.tree_map(_emptied, (args, kwargs))
         if apart(*args, **kwargs) is NotImplemented:
             return None
     return parts
@@ -131,7 +128,7 @@ def _in_parts(func: Any, args: Any, kwargs: Any) -> Flops | None:
 def _is_composite(func: Any) -> bool:
     if _is_foreign(func):
         return False
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = upstream.has_kernel_for
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
@@ -150,11 +147,11 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _elements(out: Any) -> int:
-    return sum(x.numel() for x in tree_leaves(out) if _is_inexact(x))
+    return sum(x.numel() for x in upstream.tree_leaves(out) if _is_inexact(x))
 
 
 def _first(out: Any) -> Tensor:
-    return next(x for x in tree_leaves(out) if isinstance(x, Tensor))
+    return next(x for x in upstream.tree_leaves(out) if isinstance(x, Tensor))
 
 
 def _tensors(args: Any) -> Iterator[Tensor]:
@@ -357,14 +354,14 @@ def _convolution_backward(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 def _pooled(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """A window's elements are compared; of an average they are added and divided."""
     found, window = _first(out), args[1]
-    axes = int(func._schema.name.split("pool")[1][0])
+    axes = int(upstream.schema_of(func).name.split("pool")[1][0])
     taps = math.prod(_spread(window, axes))
     return found.numel() * (taps if "avg" in _name(func) else taps - 1)
 
 
 def _pooled_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Each cotangent is added to one element; of an average divided, and added to all."""
-    ct, axes = args[0], int(func._schema.name.split("pool")[1][0])
+    ct, axes = args[0], int(upstream.schema_of(func).name.split("pool")[1][0])
     if "avg" not in _name(func):
         return ct.numel()
     return ct.numel() * (1 + math.prod(_spread(args[2], axes)))
@@ -419,7 +416,7 @@ def _solve(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def _of_each(name: str, args: Any, out: Any) -> tuple[int, frozenset[str]]:
     """An operation on lists of tensors: once for each element of each."""
-    tensors = [x for x in tree_leaves(args[0]) if _is_inexact(x)]
+    tensors = [x for x in upstream.tree_leaves(args[0]) if _is_inexact(x)]
     if name in ("zero", "copy"):
         return 0, frozenset()
     each = {"addcmul": 3, "addcdiv": 3, "lerp": 3, "norm": 2}.get(name.rstrip("_"), 1)

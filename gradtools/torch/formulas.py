@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._C._functorch import peek_interpreter_stack
+
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 
@@ -140,7 +141,10 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 def _moved(x: Tensor) -> Tensor:
     """The same with zeros for a tangent: a symbolic zero takes PyTorch a hundred times longer."""
-    if peek_interpreter_stack() is not None or forward_ad.unpack_dual(x).tangent is not None:
+    if (
+        upstream.peek_interpreter_stack() is not None
+        or forward_ad.unpack_dual(x).tangent is not None
+    ):
         return x
     return forward_ad.make_dual(x, torch.zeros_like(value_of(x)))
 

@@ -7,15 +7,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.modes import batchings
 from gradtools.torch.rules import apply_rule
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 
 
 def gather(x: Any, axis_name: Any, group: Any) -> Any:
@@ -57,7 +59,7 @@ def _of_all(value: Any, group: Any) -> list[Any]:
     import torch.distributed as dist
 
     found: list[Any] = [None] * dist.get_world_size(group)
-    with temporarily_clear_interpreter_stack():
+    with upstream.temporarily_clear_interpreter_stack():
         dist.all_gather_object(found, value, group)
     return found
 

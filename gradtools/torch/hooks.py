@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 
@@ -61,10 +61,10 @@ class PassedBy:
         """Before a module runs. Where its input is tracked PyTorch itself sets the hooks."""
         if threading.get_ident() != self._thread:
             return
-        if not (module._backward_hooks or module._backward_pre_hooks):
+        if not upstream.has_backward_hooks(module):
             return
-        xs = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        tracked = module._is_full_backward_hook is not False and any(x.requires_grad for x in xs)
+        xs = [x for x in upstream.tree_leaves(args) if isinstance(x, Tensor)]
+        tracked = upstream.takes_whole_gradients(module) and any(x.requires_grad for x in xs)
         if not tracked and any(map(self._moves, xs)):
             raise self._refusal(f"a {type(module).__name__} in f has a backward hook")
 

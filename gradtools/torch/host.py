@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch import _C  # what torch.func itself asks
 
 from gradtools.errors import is_of, refusal
 from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import refuse_kernel
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.wrappers import is_dual, is_wrapped
+from gradtools.torch.wrappers import is_dual
 
 Tensor = torch.Tensor
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -39,38 +39,37 @@ def call_now(
 
     One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
     """
-    if is_compiling() or not args or not all(map(_is_plain, args)) or _is_followed():
+    if is_compiling() or not args:
         return None
-    looks = tuple([(x.shape, x.dtype) for x in args])
+    tracking, arrays = torch.is_grad_enabled(), []
+    for x in args:
+        if type(x) not in _PLAIN or (tracking and x.requires_grad):
+            return None
+    if is_followed():
+        return None
+    for x in args:
+        try:
+            arrays.append(x.detach().numpy() if x.requires_grad else x.numpy())
+        except (RuntimeError, TypeError):  # its memory is none that NumPy reads as it stands
+            return None
     refuse_kernel()
+    looks = tuple([(x.shape, x.dtype) for x in arrays])
     call, expected = kernel.known_call(looks, backend, args)
-    found = call.run([x.detach().numpy() if x.requires_grad else x.numpy() for x in args], expected)
-    ys = [torch.from_numpy(y) for y in found]
-    pairs = zip(ys, expected.specs, strict=True)
-    return expected, [y.bfloat16() if s.dtype == "bfloat16" else y for y, s in pairs]
+    ys = [torch.from_numpy(y) for y in call.run(arrays, expected)]
+    if expected.widened:
+        ys = [y.to(getattr(torch, s.dtype)) for y, s in zip(ys, expected.specs, strict=True)]
+    return expected, ys
 
 
-def _is_followed() -> bool:
+def is_followed() -> bool:
     """Whether a transform, a mode or a trace may look at what is done."""
-    if _C._len_torch_dispatch_stack() or _C._len_torch_function_stack():
+    if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
         return True
-    if _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return True
-    batches = _C._vmapmode_increment_nesting() - 1  # of the vmap of before functorch
-    _C._vmapmode_decrement_nesting()
+    batches = upstream.enter_vmap() - 1  # of the vmap of before functorch
+    upstream.leave_vmap()
     return batches > 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether x is a tensor whose memory NumPy reads as it stands, and that is not tracked."""
-    return (
-        (type(x) is Tensor or type(x) is torch.nn.Parameter)
-        and x.is_cpu
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and x.layout is torch.strided
-        and x.dtype is not torch.bfloat16
-        and not (x.is_conj() or x.is_neg() or x._is_zerotensor() or is_wrapped(x))
-    )
 
 
 def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> Results:
@@ -83,14 +82,11 @@ def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> R
 
 
 def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
-    if not is_compiling() and (_C._functorch.peek_interpreter_stack() or _tracked(xs)):
+    if not is_compiling() and (upstream.peek_interpreter_stack() or _tracked(xs)):
         return _WithoutDerivative.apply(key, batch, *xs)
     if is_compiling() or all(type(x) in _PLAIN for x in xs):
         return torch.ops.gradtools.call_kernel(key, list(xs), batch)
     return _of_subclass(key, xs, batch)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _of_subclass(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
@@ -152,21 +148,21 @@ def _front(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[
 
 def _old_vmap(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
     """Under the vmap of before functorch, which autograd's batched gradients still use."""
-    level = _C._vmapmode_increment_nesting() - 1
-    _C._vmapmode_decrement_nesting()
-    _C._vmapmode_decrement_nesting()  # the call stands outside of this level
+    level = upstream.enter_vmap() - 1
+    upstream.leave_vmap()
+    upstream.leave_vmap()  # the call stands outside of this level
     try:
-        mapped = ["Batched" in repr(_C._dispatch_keys(x)) for x in xs]
+        mapped = [upstream.is_legacy_batched(x) for x in xs]
         front = [
-            torch._remove_batch_dim(x, level, 1, 0) if m else x
+            upstream.remove_batch_axis(x, level, 1, 0) if m else x
             for x, m in zip(xs, mapped, strict=True)
         ]
         size = next(x.shape[0] for x, m in zip(front, mapped, strict=True) if m)
         full = [x if m else x.expand(size, *x.shape) for x, m in zip(front, mapped, strict=True)]
         found = torch.ops.gradtools.call_kernel(key, full, [size, *batch])
-        return [torch._add_batch_dim(y, 0, level) for y in found]
+        return [upstream.add_batch_axis(y, 0, level) for y in found]
     finally:
-        _C._vmapmode_increment_nesting()
+        upstream.enter_vmap()
 
 
 _LIBRARY = torch.library.Library("gradtools", "FRAGMENT")

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.modes import batchings
 
 Tensor = torch.Tensor
-_task = torch._C._current_graph_task_id  # which call of the engine runs a node
-_will_run = torch._C._will_engine_execute_node  # in that call
+_task = upstream.current_graph_task  # which call of the engine runs a node
+_will_run = upstream.will_run  # in that call
 _LOCK = threading.Lock()  # devices have threads of their own
 _NODES: weakref.WeakSet[Any] = weakref.WeakSet()
 _JOINTS: weakref.WeakValueDictionary[int, Joint]
@@ -76,7 +77,7 @@ def join(node: Any, leaves: Sequence[Tensor]) -> None:
 
 def joint_of(node: Any) -> Joint | None:
     """What the nodes of this backward pass share; None where gradients are differentiated, say."""
-    plain = torch._C._functorch.peek_interpreter_stack() is None and not batchings()
+    plain = upstream.peek_interpreter_stack() is None and not batchings()
     task = _task()  # none where a node is called by hand
     if task < 0 or torch.is_grad_enabled() or not plain or node not in _NODES:
         return None

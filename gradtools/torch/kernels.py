@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from gradtools.backend import Fun
-from gradtools.errors import warn
+from gradtools.errors import is_of, warn
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import asked_of, jvp
 from gradtools.torch.modes import Modes
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.refusals import torch_says
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -75,18 +74,20 @@ class _ByAnyKernel(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(fun, "__name__", "") not in _CHOSEN_BY_SWITCHES:
             return fun(*args, **kwargs)
-        kinds = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        kinds = {
+            x.device.type for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
         streams = Randomness.everywhere(kinds)
         try:
             return fun(*args, **kwargs)
         except NotImplementedError as error:
-            lacking = _LACKING.search(torch_says(error))
-            if lacking is None:
+            if not is_of("torch", error):
                 raise
+            lacking = _LACKING.search(str(error))  # whose name the error says
         streams.restore()
         with Modes.now(kinds).by_other_kernels().again():
             found = fun(*args, **kwargs)
-        _tell(self.asked, lacking.group(1))
+        _tell(self.asked, lacking.group(1) if lacking else fun.__name__)
         return found
 
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import Node as GradFn
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graph import Dependence, Graph, Node, Value
 from gradtools.seeing.passes import CUSTOM, with_named_outputs
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
 from gradtools.torch.trees import flatten, leaf_paths
 
@@ -60,9 +61,9 @@ class _Reader:
     def node(self, fn: GradFn) -> Node:
         self.held.append(fn)
         before = [self.of(given, k) for given, k in fn.next_functions if given is not None]
-        for k, about in enumerate(fn._input_metadata):  # type: ignore[attr-defined]
-            dtype = str(about.dtype).removeprefix("torch.")
-            self.numbers[id(fn), k] = self.new(Value(tuple(about.shape), dtype))
+        for k, (shape, dtype) in enumerate(upstream.arrays_of(fn)):
+            value = Value(shape, str(dtype).removeprefix("torch."))
+            self.numbers[id(fn), k] = self.new(value)
         outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
         saved, attributes = self.saved(fn)
         unknown = [v for v in saved if v in self.captured and v not in before]

@@ -9,7 +9,6 @@ the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`.
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +17,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.flops import Flops, Watching
 from gradtools.torch.state import Snapshot
@@ -33,7 +31,7 @@ Tensor = torch.Tensor
 
 def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Measurement:
     """See ``gradtools.seeing.measures``."""
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    given = [x for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     _check(given)
     before = _Before.of(f, args, kwargs, given)
     with before.after_all():
@@ -56,7 +54,7 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _check(given: Sequence[Tensor]) -> None:
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    wrapped = upstream.is_wrapped
     if is_compiling() or any(map(wrapped, given)):
         raise GradtoolsError(
             "measure: called inside of a transform, where arrays have no values. Call it "
@@ -65,7 +63,7 @@ def _check(given: Sequence[Tensor]) -> None:
 
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, set[str]]:
-    with LiveBytes() as live, Kept(live, before), Flops() as flops, _eager():
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, _eager():
         found = run()
     del found
     before.restore()
@@ -99,7 +97,7 @@ def _device_peak(run: Callable[[], Any]) -> int | None:
 @contextmanager
 def _eager() -> Iterator[None]:
     """Inside, compiled functions run as they were written: a mode cannot see into their code."""
-    if "torch._dynamo" not in sys.modules:
+    if not upstream.dynamo_is_loaded():
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -117,7 +115,7 @@ def _is_compiled(f: Any) -> bool:
 
 
 def _is_compilers(f: Any) -> bool:
-    return hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule"
+    return upstream.is_compiled(f)
 
 
 def _named_by(f: Any) -> Iterator[Any]:
@@ -149,8 +147,8 @@ class LiveBytes(Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        given = {_key(x) for x in tree_leaves((args, kwargs)) if _is_plain(x)}
-        for x in tree_leaves(found):
+        given = {_key(x) for x in upstream.tree_leaves((args, kwargs)) if _is_plain(x)}
+        for x in upstream.tree_leaves(found):
             if _is_plain(x):
                 self._note(x.untyped_storage(), given)
         return found
@@ -165,7 +163,7 @@ class LiveBytes(Watching):
         return self._known[_key(x)][1]
 
     def _note(self, storage: Any, given: set[int]) -> None:
-        key = storage._cdata
+        key = id(storage)
         if key in self._known or key in given:
             return
         size = storage.nbytes()
@@ -185,7 +183,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _key(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
+    return id(x.untyped_storage())
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
@@ -209,16 +207,16 @@ def _saved_bytes(
     live = LiveBytes()
     pack = lambda x: x.detach()  # x itself may hold the graph that holds it
     with torch.inference_mode(False), torch.enable_grad():
-        tracked_args, tracked_kwargs = tree_map(_tracked, (tuple(args), kwargs))
+        tracked_args, tracked_kwargs = upstream.tree_map(_tracked, (tuple(args), kwargs))
         try:
-            with live, Kept(live, before), saved_tensors_hooks(pack, lambda x: x), _eager():
+            with live, PutBack(live, before), saved_tensors_hooks(pack, lambda x: x), _eager():
                 found = f(*tracked_args, **tracked_kwargs)
         except Exception as error:  # it ran as it was given: what stands in the way is the answer
             first = str(error).strip().partition("\n")[0]
             before.restore()
             return None, [f"saved bytes are unknown, f cannot be differentiated: {first}"]
     before.restore()
-    leaves = tree_leaves(found)
+    leaves = upstream.tree_leaves(found)
     graph = [x.grad_fn if isinstance(x, Tensor) else x for x in leaves]  # without the results
     del found, leaves
     gc.collect()
@@ -308,7 +306,7 @@ def _kinds_of(kind: type) -> set[type]:
     return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
 
 
-class Kept(Watching):
+class PutBack(Watching):
     """Copies what was there before, just before an operation inside writes to it."""
 
     def __init__(self, live: LiveBytes, before: _Before) -> None:
@@ -319,7 +317,7 @@ class Kept(Watching):
         kwargs = kwargs or {}
         for x in _written(func, args, kwargs):
             if _key(x) not in self._storages and self._live.number_of(x) is None:
-                with _disable_current_modes():
+                with upstream.disable_current_modes():
                     storage = x.untyped_storage()
                     self._storages[_key(x)] = storage, storage.clone()
         return func(*args, **kwargs)
@@ -327,8 +325,8 @@ class Kept(Watching):
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operation writes to."""
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(upstream.arguments_of(func)):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        yield from (x for x in tree_leaves(value) if _is_plain(x))
+        yield from (x for x in upstream.tree_leaves(value) if _is_plain(x))

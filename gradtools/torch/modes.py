@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.nn.utils import parametrize
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 
 
@@ -28,8 +28,8 @@ def batchings() -> int:
     """
     if is_compiling():
         return 0  # its backward is not traced under that vmap
-    torch._C._vmapmode_increment_nesting()
-    return torch._C._vmapmode_decrement_nesting()
+    upstream.enter_vmap()
+    return upstream.leave_vmap()
 
 
 class LevelTaken(Exception):
@@ -49,7 +49,7 @@ def forward_mode() -> Iterator[None]:
     if not _FORWARD_MODE.acquire(blocking=False):
         raise LevelTaken
     try:
-        if forward_ad._current_level >= 0:
+        if upstream.forward_level() >= 0:
             raise LevelTaken
         yield
     finally:
@@ -60,25 +60,18 @@ def forward_mode() -> Iterator[None]:
 def dual_level() -> Iterator[None]:
     """The level of forward mode. Raises `LevelTaken`."""
     with forward_mode():
-        level = _entered()
+        level = upstream.enter_forward_level()
+        if level is None:  # another thread is about to enter or leave torch.func.jvp
+            raise LevelTaken
         try:
             yield
         finally:
             forward_ad.exit_dual_level(level=level)
 
 
-def _entered() -> int:
-    try:
-        return forward_ad.enter_dual_level()
-    except RuntimeError as error:  # another thread is about to enter or leave torch.func.jvp
-        if "but the current level is not valid" in str(error):
-            torch._C._exit_dual_level(level=0)
-        raise LevelTaken from error
-
-
 def outside_of_inference() -> AbstractContextManager[Any]:
     """`torch.inference_mode(False)`, which takes its time, where it changes anything."""
-    stands = not torch.is_inference_mode_enabled() and torch._C._is_fwd_grad_enabled()
+    stands = not torch.is_inference_mode_enabled() and upstream.is_forward_mode_enabled()
     return _NOTHING if stands else torch.inference_mode(False)
 
 
@@ -91,15 +84,15 @@ def without_cached_weights() -> Iterator[dict[Any, Any]]:
 
     Afterwards what was computed and kept inside is in the dictionary.
     """
-    if not parametrize._cache_enabled:
+    kept, found = upstream.cached_weights(), dict[Any, Any]()
+    if kept is None:
         yield {}
         return
-    kept, found = parametrize._cache, dict[Any, Any]()
-    parametrize._cache = found
+    upstream.set_cached_weights(found)
     try:
         yield found
     finally:
-        parametrize._cache = kept
+        upstream.set_cached_weights(kept)
 
 
 @dataclass(frozen=True)
@@ -144,13 +137,13 @@ class Modes:
     @contextmanager
     def _outside(self, depth: int) -> Iterator[None]:
         for _ in range(depth):
-            torch._C._vmapmode_decrement_nesting()
+            upstream.leave_vmap()
         try:
             with self.again():
                 yield
         finally:
             for _ in range(depth):
-                torch._C._vmapmode_increment_nesting()
+                upstream.enter_vmap()
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -189,8 +182,7 @@ class Modes:
 
 def default_device() -> torch.device:
     """PyTorch's, which imports and searches at every call even where nothing was set."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    if context is None and torch._C._len_torch_function_stack() == 0:
+    if upstream.device_set() is None and upstream.count_of_function_modes() == 0:
         return _CPU
     return torch.get_default_device()
 
@@ -218,13 +210,13 @@ def _set(now: dict[str, Any], wanted: dict[str, Any]) -> None:
 def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """How each flag of PyTorch that changes numbers is read and set.
 
-    A use of a frozen function reads them several times, so without python's wrappers.
+    A use of a frozen function reads them several times.
     """
-    of, cuda, mha = torch._C, torch.backends.cuda, torch.backends.mha
+    cuda, mha = torch.backends.cuda, torch.backends.mha
     found: dict[str, Any] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "matmul precision": (
-            of._get_float32_matmul_precision,
+            torch.get_float32_matmul_precision,
             torch.set_float32_matmul_precision,
         ),
         "deterministic": (
@@ -232,10 +224,10 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
             lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
         ),
         "encoder fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
-        "flash attention": (of._get_flash_sdp_enabled, cuda.enable_flash_sdp),
-        "lean attention": (of._get_mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-        "plain attention": (of._get_math_sdp_enabled, cuda.enable_math_sdp),
-        "cudnn attention": (of._get_cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "lean attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "plain attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     }
     holders = {"cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
     for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32"):
@@ -253,5 +245,5 @@ def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any
 
 
 def _deterministic() -> tuple[bool, bool]:
-    of = torch._C
-    return of._get_deterministic_algorithms(), of._get_deterministic_algorithms_warn_only()
+    on = torch.are_deterministic_algorithms_enabled()
+    return on, torch.is_deterministic_algorithms_warn_only_enabled()

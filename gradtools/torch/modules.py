@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from gradtools import keras_layers
 from gradtools.errors import GradtoolsError, warn
 from gradtools.keras_layers import is_keras
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
 
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
 
-OWN_FIELDS = ("_parameters", "_buffers", "_modules")
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
 SCALARS = (bool, int, float, str, type(None))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
@@ -163,12 +163,11 @@ def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> Plan:
 
 
 def _node(module: nn.Module, places: dict) -> Node:
-    shared = {k: v for k, v in vars(module).items() if k not in OWN_FIELDS}
-    if "_compiled_call_impl" in shared:  # compiled for the original's own tensors
-        shared["_compiled_call_impl"] = None
+    shared = {k: v for k, v in vars(module).items() if k not in upstream.SLOTS}
+    shared |= upstream.uncompiled_call(shared)
     relinked = tuple(k for k, v in shared.items() if _refers(v, places))
     _check_closures(module, shared, places)
-    own = (module._parameters, module._buffers, module._modules)
+    own = upstream.slots_of(module)
     parameters, buffers, children = (_slots(fields, places) for fields in own)
     return Node(type(module), shared, parameters, buffers, children, relinked)
 
@@ -228,7 +227,7 @@ def _check_closures(module: nn.Module, shared: dict, places: dict) -> None:
                 "module or its tensors, so it would not see the given parameters. Make it a "
                 "method, or pass what it needs as an argument."
             )
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks = upstream.forward_hooks_of(module)
     if any(_closes_over(hook, places) for hook in hooks):
         warn(
             f"functionalize: a forward hook of {kind} closes over the module; it sees the "
@@ -267,9 +266,8 @@ def _copies(plan: Plan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
         fields = dict(node.shared)
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        fields["_parameters"] = _filled(node.parameters, params)
-        fields["_buffers"] = _filled(node.buffers, buffers)
-        fields["_modules"] = _filled(node.children, copies)
+        own = (node.parameters, params), (node.buffers, buffers), (node.children, copies)
+        fields |= zip(upstream.SLOTS, (_filled(*slots) for slots in own), strict=True)
         copy.__dict__.update(fields)
     return copies
 
@@ -292,11 +290,11 @@ class Copy:
         nodes = zip(self._originals, self._copies, self._plan.nodes, strict=True)
         for original, copy, node in nodes:
             for name, slot in node.buffers.items():
-                value = copy._buffers.get(name)
+                value = upstream.slots_of(copy)[1].get(name)
                 if slot is not None and value is not self._buffers[slot]:
-                    original._buffers[name] = value
+                    upstream.slots_of(original)[1][name] = value
             for name, value in vars(copy).items():
-                fixed = name in OWN_FIELDS or name in node.relinked
+                fixed = name in upstream.SLOTS or name in node.relinked
                 if not fixed and value is not node.shared.get(name, node):
                     vars(original)[name] = value
 
@@ -310,7 +308,7 @@ def _buffers_of(plan: Plan, copies: list[nn.Module], clones: dict) -> dict[str, 
     found = dict(clones)
     for copy, node in zip(copies, plan.nodes, strict=True):
         for name, slot in node.buffers.items():
-            value = copy._buffers.get(name)
+            value = upstream.slots_of(copy)[1].get(name)
             if slot is not None and value is not None and value is not clones[slot]:
                 found[slot] = value
     return found
@@ -367,7 +365,8 @@ def _check_part(asked: str, name: str, part: nn.Module) -> None:
                 f"{asked}: {name} is a {kind.__name__}, whose tensors cannot be given from "
                 f"outside; {mends[kind.__name__]}."
             )
-    for tensor_name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+    parameters, buffers, _ = upstream.slots_of(part)
+    for tensor_name, tensor in [*parameters.items(), *buffers.items()]:
         if tensor is not None and nn.parameter.is_lazy(tensor):
             raise GradtoolsError(
                 f"{asked}: {tensor_name!r} of {name} has no shape yet (a lazy module). "
@@ -404,7 +403,7 @@ def _check_tensor(what: str, name: str, value: Any, shape: torch.Size) -> None:
 
 def _refuse_cached_parametrizations() -> None:
     """parametrize.cached() keys its cache by id(module), which copies reuse."""
-    if getattr(nn.utils.parametrize, "_cache_enabled", 0):
+    if upstream.cached_weights() is not None:
         raise GradtoolsError(
             "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
             "copy's weights. Call apply outside of it."
@@ -427,7 +426,7 @@ def _seed(key: Any) -> int:
 
 def _devices(tree: Any) -> list[torch.device]:
     """The accelerator devices of all tensors in the call."""
-    leaves = torch.utils._pytree.tree_leaves(tree)
+    leaves = upstream.tree_leaves(tree)
     found = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     return sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
 
@@ -454,7 +453,7 @@ def _generator(device: torch.device) -> torch.Generator:
     backend = torch.get_device_module(device)
     if hasattr(backend, "default_generators"):
         return backend.default_generators[device.index or 0]
-    return backend._get_default_mps_generator()  # MPS has one device and no public name for it
+    return upstream.generator_of_mps()  # which has one device
 
 
 # Keras

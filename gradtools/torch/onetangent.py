@@ -18,22 +18,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch.nn import functional
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.stopping import Stops
 from gradtools.torch.zeros import NoProductsOfZero
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-_make: Callable[..., Tensor] = torch._C._VariableFunctions._make_dual  # type: ignore[attr-defined]
-_unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
+_make: Callable[..., Tensor] = upstream.make_dual  # type: ignore[attr-defined]
+_unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
 
 
 def tangent_of(x: Tensor) -> Tensor | None:
     """x's tangent at the innermost level."""
-    tangent: Tensor | None = _unpack(x, level=forward_ad._current_level)[1]
+    tangent: Tensor | None = _unpack(x, level=upstream.forward_level())[1]
     return tangent
 
 
@@ -46,7 +46,7 @@ class OneTangent(Stops):
     def __init__(self, fixed: Iterable[Tensor] = ()) -> None:
         super().__init__(hidden=True)
         self._held = [*fixed]  # so that their ids are theirs
-        self._versions = {id(x): x._version for x in self._held}
+        self._versions = {id(x): upstream.version_of(x) for x in self._held}
 
     def ruled(self, fun: Any) -> bool:
         """Whether it stands in the table."""
@@ -64,7 +64,7 @@ class OneTangent(Stops):
     def parts(self, x: Any) -> tuple[Any, Tensor | None]:
         """A tensor's value and its tangent."""
         known = self._versions.get(id(x))
-        if (known is not None and known == x._version) or not isinstance(x, Tensor):
+        if (known is not None and known == upstream.version_of(x)) or not isinstance(x, Tensor):
             return x, None
         value, tangent = _unpack(x, level=self._level)
         return value, tangent
@@ -77,7 +77,9 @@ class OneTangent(Stops):
         """Whether none of these has a tangent."""
         for x in xs:  # most of which are known
             version = self._versions.get(id(x))
-            if (version is None or version != x._version) and self.parts(x)[1] is not None:
+            if (version is None or version != upstream.version_of(x)) and self.parts(x)[
+                1
+            ] is not None:
                 return False
         return True
 
@@ -205,7 +207,7 @@ def _softmax(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     if dx is None:
         return None
     y = torch.softmax(x, dim)
-    return mode.dual(y, torch._softmax_backward_data(dx, y, dim, y.dtype))
+    return mode.dual(y, upstream.softmax_pullback(dx, y, dim, y.dtype))
 
 
 def _dropout(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -237,7 +239,7 @@ def _attention(mode: OneTangent, fun: Any, args: Args, kwargs: Kwargs) -> Any:
     tangents = _product_of(q, dq, k, dk)
     if tangents is not None:
         dtype = probabilities.dtype
-        tangents = torch._softmax_backward_data(tangents, probabilities, -1, dtype)
+        tangents = upstream.softmax_pullback(tangents, probabilities, -1, dtype)
     return mode.dual(probabilities @ v, _product_of(probabilities, tangents, v, dv))
 
 
@@ -258,7 +260,7 @@ def _one_dtype(x: Tensor, *others: Tensor | None) -> bool:
     for other in others:
         if other is not None and other.dtype != dtype:
             return False
-    return not torch._C._is_any_autocast_enabled()
+    return not upstream.is_any_autocast_enabled()
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.recorder import tensors_in
 
@@ -27,7 +28,7 @@ class Call:
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.name = operations.name_of(func.overloadpacket)
         self.out: Tensor | None = None
-        self.schema = func._schema.arguments
+        self.schema = upstream.arguments_of(func)
         self.bound = [*_bound(func, args, kwargs)]
         self.given = {argument.name: value for argument, value in self.bound}
         self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)
@@ -40,7 +41,7 @@ class Call:
                 found.append(value)
             else:
                 found += tensors_in(value)
-        return _REORDERED[self.name](found) if self.name in _REORDERED else found
+        return [*_REORDERED[self.name](found)] if self.name in _REORDERED else found
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that it writes to."""
@@ -111,7 +112,7 @@ def _is_number(argument: Any, value: Any) -> bool:
 
 def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """The arguments that a call was given, each with what the schema says of it."""
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(upstream.arguments_of(func)):
         if i < len(args):
             yield argument, args[i]
         elif argument.name in kwargs:

@@ -11,23 +11,19 @@ has another number from then on, and so has every view of it when it is read the
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtools.errors import GradtoolsError, warn
+from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
     BACKWARD,
@@ -43,9 +39,11 @@ from gradtools.seeing.passes import (
     with_named_outputs,
 )
 from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
 from gradtools.torch.live import live_graph
+from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
 from gradtools.torch.operands import Call
 from gradtools.torch.recording import operations
@@ -94,9 +92,10 @@ def _hooked_or_not(asked: Differentiated) -> Graph:
     try:
         return _observed(asked, hooked=True)
     except RuntimeError as error:
-        if "support saved tensor hooks" not in torch_says(error):
+        if not is_of("torch", error):
             raise
-    return _observed(asked, hooked=False)  # inside of torch.func's transforms there are none
+    # Inside of torch.func's transforms there are none; any other error comes again.
+    return _observed(asked, hooked=False)
 
 
 def _observed(asked: Differentiated, hooked: bool) -> Graph:
@@ -108,7 +107,7 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
     with put_back(program.run, program.leaves) as start:
         watched = start.reached.watched
         known = {id(x): name.removeprefix("f.") for x, name in reversed(watched)}
-        recorder = _Recorder(known, hooked)
+        recorder = _PassRecorder(known, hooked)
         grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
         try:
             with recording(), torch.inference_mode(False), torch.enable_grad():
@@ -120,7 +119,7 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
                     x.grad = grad
 
 
-def _recorded(asked: Differentiated, recorder: _Recorder) -> Graph:
+def _recorded(asked: Differentiated, recorder: _PassRecorder) -> Graph:
     program = asked.program
     active = set(program.wrt)
     xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
@@ -149,7 +148,7 @@ class _Ends:
 
 
 def _differentiated(
-    recorder: _Recorder,
+    recorder: _PassRecorder,
     ends: _Ends,
     phase: int,
     outs: Mapping[str, Tensor],
@@ -186,28 +185,8 @@ def _execute_backward(
 
 
 # Beneath Function, as in `recording/unseen.py`: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
-
-
-def _is_of_gradtools() -> bool:
-    """Whether gradtools detaches for its own purposes, not because it was asked to."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == os.path.join(
-        os.path.dirname(__file__), "engines.py"
-    )
-
-
-def _is_summed_by_autograd(running: Any) -> bool:
-    """Whether autograd itself adds gradients that meet: it is no part of the rule before."""
-    if not isinstance(running, function.BackwardCFunction):
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _copied(x: Any, tracked: bool) -> Any:
@@ -232,7 +211,7 @@ class _Origin:
 
 
 @dataclass
-class _Held:
+class _Numbered:
     """A tensor that is known: its number, and how often its memory had been written to."""
 
     tensor: Tensor
@@ -241,7 +220,7 @@ class _Held:
 
 
 @dataclass
-class _Storage:
+class _SharedMemory:
     """A piece of memory: the numbers that were written to it, and its contents before, if kept."""
 
     written: list[int] = field(default_factory=list)
@@ -257,7 +236,7 @@ class _Made:
     inner: bool = False  # whether it is of a derivative that f takes itself
 
 
-class _Recorder(Watching):
+class _PassRecorder(Watching):
     """Writes down the operations that run beneath it.
 
     Args:
@@ -278,9 +257,9 @@ class _Recorder(Watching):
         self._origins: dict[int, _Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
-        self._held: dict[int, _Held] = {}
-        self._seen: dict[Any, _Held] = {}
-        self._storages: dict[int, _Storage] = {}
+        self._held: dict[int, _Numbered] = {}
+        self._seen: dict[Any, _Numbered] = {}
+        self._storages: dict[int, _SharedMemory] = {}
         self._bases: dict[int, int] = {}  # for a piece of memory the first value in it
         self._before: set[int] = set()  # the memory of what is captured
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -331,7 +310,7 @@ class _Recorder(Watching):
         """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
         if name != "detach" or self._phase or self._rules or not x.requires_grad:
             return False
-        return not (mark_of_running() or _is_of_gradtools())
+        return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
     def _write(
         self,
@@ -346,7 +325,7 @@ class _Recorder(Watching):
             numbers = numbers[len(written) :]
         if name in operations.NO_DATA:
             numbers = ()
-        sequence, origin = torch.autograd._get_sequence_nr() - 1, self._origin()  # type: ignore[attr-defined]
+        sequence, origin = upstream.nodes_made() - 1, self._origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
         operation, attributes = call.said(outs)
@@ -363,7 +342,7 @@ class _Recorder(Watching):
             phase=self._phase,
             mark=origin.mark,
         )
-        inner = not self._phase and torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+        inner = not self._phase and upstream.current_node() is not None
         self.made.append(_Made(node, sequence, torch.is_grad_enabled(), inner))
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
@@ -380,9 +359,9 @@ class _Recorder(Watching):
         mark = managed or own or found
         if not self._phase:
             return _Origin(source, self.scopes.path, mark, rule)
-        running = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        of = self._origins.get(-1 if running is None else running._sequence_nr(), _Origin())
-        summed = _is_summed_by_autograd(running)
+        running = upstream.current_node()
+        of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
+        summed = upstream.is_summed_by_autograd(running)
         inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
@@ -417,7 +396,7 @@ class _Recorder(Watching):
         """A rule may compute nothing in its forward pass, and something backward."""
         for y in tensors_in(out):
             if y.grad_fn is not None:
-                self._origins.setdefault(y.grad_fn._sequence_nr(), self._origin())
+                self._origins.setdefault(upstream.sequence_of(y.grad_fn), self._origin())
 
     # --- what is saved
 
@@ -425,10 +404,10 @@ class _Recorder(Watching):
         with self._silent(), torch.no_grad():
             number = self._number(x)
             kept = x.detach()  # x itself may hold the graph that holds it
-            sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
             self._packed.append((sequence, number, self._phase))
             self.hold(kept, number)
-            return kept, kept._version
+            return kept, upstream.version_of(kept)
 
     def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
         """For nodes, by position, what they keep for a pass that there is."""
@@ -476,7 +455,7 @@ class _Recorder(Watching):
         base = self._bases.setdefault(_memory(x), number)
         if base != number:
             self.values[number] = replace(self.values[number], base=base)
-        held = _Held(x, number, len(self._storage(x).written))
+        held = _Numbered(x, number, len(self._storage(x).written))
         self._held[id(x)] = held
         self._seen[_key(x)] = held
 
@@ -500,7 +479,7 @@ class _Recorder(Watching):
         if written:
             held = self._updated(x, held, written)
         if id(x) not in self._held:
-            self._held[id(x)] = _Held(x, held.number, held.writes)
+            self._held[id(x)] = _Numbered(x, held.number, held.writes)
         return self._read(x, held.number)
 
     def _read(self, x: Tensor, number: int) -> int:
@@ -508,7 +487,7 @@ class _Recorder(Watching):
             self._tracked[number] = self._tracked.get(number, False) or x.requires_grad
         return number
 
-    def _updated(self, x: Tensor, held: _Held, written: Sequence[int]) -> _Held:
+    def _updated(self, x: Tensor, held: _Numbered, written: Sequence[int]) -> _Numbered:
         """x after others wrote to its memory."""
         number, origin = self.new(x), self._origin()
         node = Node(
@@ -525,8 +504,8 @@ class _Recorder(Watching):
         self.hold(x, number)
         return self._held[id(x)]
 
-    def _storage(self, x: Tensor) -> _Storage:
-        return self._storages.setdefault(_memory(x), _Storage())
+    def _storage(self, x: Tensor) -> _SharedMemory:
+        return self._storages.setdefault(_memory(x), _SharedMemory())
 
     # --- what is put back, and what f holds
 
@@ -535,7 +514,7 @@ class _Recorder(Watching):
         self._number(x)  # met now for the first time, it was there before
         key = _memory(x)
         if key in self._before and key not in self._contents and x.layout is torch.strided:
-            with _disable_current_modes():
+            with upstream.disable_current_modes():
                 storage = x.untyped_storage()
                 self._contents[key] = storage, storage.clone()
 
@@ -637,8 +616,8 @@ class _Recorder(Watching):
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    if x._version != version:
-        raise RuntimeError(
+    if upstream.version_of(x) != version:
+        raise RuntimeRefusal(
             "a tensor that is needed for the gradient was modified in place after it was "
             f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
         )
@@ -665,14 +644,14 @@ def _number_in(x: Tensor) -> str:
     if x.shape or x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
         return ""
     try:
-        with _disable_current_modes():
+        with upstream.disable_current_modes():
             return f"{x.item():.6g}"
     except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
         return ""
 
 
 def _memory(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+    return id(x.untyped_storage()) if x.layout is torch.strided else id(x)
 
 
 def _key(x: Tensor) -> Any:

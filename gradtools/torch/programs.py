@@ -11,6 +11,7 @@ as in the first pass; afterwards everything is put back.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,17 +19,18 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
-from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
-from gradtools.torch.compiling import is_compiling, nodes_of, refuse_lost
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import is_compiling, left_to_python, nodes_of, refuse_lost
 from gradtools.torch.customcode import gate_compiled, gated_calls
 from gradtools.torch.joining import Joint, join, joint_of
+from gradtools.torch.marks import CHUNK, data_of, detached
 from gradtools.torch.modes import Modes, default_device, without_cached_weights
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import explained, torch_says
@@ -59,6 +61,7 @@ from gradtools.torch.wrappers import alive, is_dual, is_inexact
 from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 Entries = Sequence[Any]  # tensors, or None
 Rows = list[list[Any]]  # one for each chunk
 
@@ -190,7 +193,7 @@ class Forward(Program):
         found = [x for x, _ in self.start.reached.watched]
         if self.beneath:
             return [x for x in found if is_wrapped(x)]
-        with torch._C.DisableTorchFunction():  # what another program stands for is asked itself
+        with upstream.DisableTorchFunction():  # what another program stands for is asked itself
             return [x for x in found if is_dual(x) or (self.modes.grad and not x.is_leaf)]
 
     def _given(self) -> list[Tensor]:
@@ -237,8 +240,7 @@ class Forward(Program):
                 self.hooked |= self._sets_hooks(*hooks)
         if check is not None and self.is_again:
             inputs = [*xs, *shared] if self.compares_leaves else None
-            held = self.standing.reached.watched
-            check.compare(i, outs, seen, inputs, held, self.batches)
+            check.compare(i, outs, seen, inputs, self.batches)
         elif check is not None:
             check.keep(i, outs, seen, self.batches)
         self.carry = [untracked(x) for x in carry]
@@ -254,7 +256,7 @@ class Forward(Program):
         if not count:
             return False
         held = [module for module, _ in self.start.reached.modules.values()]
-        keys = [key for m in held for key in (*m._forward_hooks, *m._forward_pre_hooks)]
+        keys = [key for m in held for key in upstream.forward_hook_numbers(m)]
         return count != sum(key >= first for key in keys)
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -313,7 +315,7 @@ class Forward(Program):
         grad, budget = self.modes.grad, self.chunks.options.memory_budget
         kept = self._kept()
         given = [x for x in (*flattened(rows), *shared, *self._given()) if not x.is_inference()]
-        versions = [x._version for x in given]
+        versions = [upstream.version_of(x) for x in given]
         # What f keeps aside may reach the loss, through a graph that is used for nothing else.
         apart = kept or self.beneath or is_recorded()
         enter = _entered if grad and not apart else _aliases if grad else list
@@ -321,7 +323,7 @@ class Forward(Program):
         leaves: dict[int, Tensor] = {}
         began: list[int] = []
         for i in steps(self.chunks, self.count):
-            began.append(_get_sequence_nr())
+            began.append(upstream.nodes_made())
             if i and i == self.count - kept:
                 self._note_end(i)
             xs = enter(rows[i])
@@ -343,7 +345,7 @@ class Forward(Program):
             self.attached.append([isinstance(y, Tensor) and y.requires_grad for y in outs])
             found.append([_cut(y) for y in outs])
             del xs, outs  # and with them the graph, before the next one grows
-        if any(map(any, self.attached)) and [x._version for x in given] != versions:
+        if any(map(any, self.attached)) and [upstream.version_of(x) for x in given] != versions:
             raise self._in_place("")
         self._note_leaves(list(leaves.values()))
         self._note_versions()
@@ -352,6 +354,8 @@ class Forward(Program):
             self._let_go_of_unused(own[len(self.moving_shared) :])
         self.start = self.start.without_unused_streams()
         self._note_end(self.count)
+        if self.verification is not None and not self.start.reached.stands():
+            self.verification.held = self.start.watched_now()
         return found
 
     def _check_modes(self) -> None:
@@ -393,8 +397,11 @@ class Forward(Program):
                 "that thread a generator of its own."
             )
         now = self.start.reached.contents_versions()
-        if self.compares_bits and now != versions and not has_asked():
-            k = next(k for k, (a, b) in enumerate(zip(now, versions, strict=True)) if a != b)
+        # What f leaves out when it is computed again, by `is_replaying`, is its own affair.
+        off = operator.gt if has_asked() else operator.ne
+        moved_too = [k for k, pair in enumerate(zip(now, versions, strict=True)) if off(*pair)]
+        if self.compares_bits and moved_too:
+            k = moved_too[0]
             name = self.start.name_of(lambda x: x is self.start.reached.owned[k]) or "a buffer"
             raise GradtoolsError(
                 f"{self.asked}: {name} is not changed as often when f is computed again as when it "
@@ -407,7 +414,7 @@ class Forward(Program):
         """Computes again what f keeps a part of: a graph that the loss may reach is used once."""
         if self.retained and not self.start.reached.stands():
             nodes = {n for _, _, outs in self.retained.values() for n in nodes_of(_tensors(outs))}
-            held = [x for x, _ in self.start.now().reached.watched if x.grad_fn is not None]
+            held = [x for x, _ in self.start.watched_now() if x.grad_fn is not None]
             if not nodes.isdisjoint(nodes_of(held)):
                 self.retained.clear()
 
@@ -425,7 +432,7 @@ class Forward(Program):
 
     def _kept(self) -> int:
         """How many of the last chunks keep their graph."""
-        packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        packed = upstream.saved_tensors_hooks_on(False) is not None
         if packed or self.beneath or not self.modes.grad:
             return 0  # what a checkpoint or an offload packs is unpacked once, in its own way
         return self.chunks.options.retain if self.chunks.options.memory_budget is None else 1
@@ -438,7 +445,7 @@ class Forward(Program):
             if isinstance(x, Tensor) and k not in self.moving[i] and not x.is_inference()
         }
         keep = self.modes.grad
-        before = {k: (x.clone(), x._version) for k, x in fixed.items()} if keep else {}
+        before = {k: (x.clone(), upstream.version_of(x)) for k, x in fixed.items()} if keep else {}
         try:
             with Captures(self) if self.beneath else nullcontext():
                 outs, _ = self.one(i, xs, own)
@@ -446,7 +453,9 @@ class Forward(Program):
             if "leaf Variable that requires grad" not in torch_says(error):
                 raise
             raise self._in_place(f" PyTorch says: {error}") from error
-        changed = {k: x for k, (x, version) in before.items() if fixed[k]._version != version}
+        changed = {
+            k: x for k, (x, version) in before.items() if upstream.version_of(fixed[k]) != version
+        }
         if changed:
             self.originals[i] = changed
             for k in changed:
@@ -489,14 +498,14 @@ class Forward(Program):
                 if id(node.variable) not in ends:
                     leaves[id(node.variable)] = node.variable
                 continue
-            if node._sequence_nr() < began[-1] and not _is_cast_of_leaf(node):
-                of_pass = node._sequence_nr() >= began[0]
+            if upstream.sequence_of(node) < began[-1] and not _is_cast_of_leaf(node):
+                of_pass = upstream.sequence_of(node) >= began[0]
                 raise edge_error(self, i, node) if of_pass else captured_error(self, node)
             if issubclass(kind, BackwardCFunction):
-                if _is_once_differentiable(kind):
+                if upstream.is_once_differentiable(kind):
                     self.once = kind.__name__.removesuffix("Backward")
                 self.edit = reverse_only_at(node) or self.edit
-                self.functions.add(kind._forward_cls)
+                self.functions.add(upstream.forward_class(kind))
         return leaves
 
     def _note_leaves(self, found: list[Tensor]) -> None:
@@ -524,7 +533,7 @@ class Forward(Program):
         given = self._given()
         for x in (*(x for x, _ in self.chunks.splits), *flattened(self.chunks.lists), *given):
             if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference()):
-                self.versions.append((x, x._version, "an argument"))
+                self.versions.append((x, upstream.version_of(x), "an argument"))
         plain = [x for x in self._reached() if type(x) in (Tensor, torch.nn.Parameter)]
         self.storages = [(x, x.untyped_storage()) for x in plain if x.layout is torch.strided]
 
@@ -548,7 +557,7 @@ class Forward(Program):
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Inside, f runs from where it began; outside, everything is as it stands now."""
-        changed = [name for x, version, name in self.versions if x._version != version]
+        changed = [name for x, version, name in self.versions if upstream.version_of(x) != version]
         changed += self.start.changed(parameters=not self.saves_parameters)
         if changed:
             raise GradtoolsError(
@@ -615,7 +624,7 @@ class Forward(Program):
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
         with REPLAYS:
-            held = [x._backward_hooks for x in self.leaves if x._backward_hooks]
+            held = [hooks for x in self.leaves if (hooks := upstream.tensor_hooks(x))]
             kept = [dict(hooks) for hooks in held]
             try:
                 for hooks in held:
@@ -631,15 +640,6 @@ def _is_cast_of_leaf(node: Any) -> bool:
     parents = [parent for parent, _ in node.next_functions]
     leaf = len(parents) == 1 and type(parents[0]).__name__ == "AccumulateGrad"
     return leaf and type(node).__name__ == "ToCopyBackward0"
-
-
-def _is_once_differentiable(kind: Any) -> bool:
-    """Whether the backward pass of an `autograd.Function` is marked to have no derivative."""
-    backward = getattr(kind._forward_cls, "backward", None)
-    return getattr(backward, "__code__", None) is _ONCE
-
-
-_ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 class _Derived(Program):
@@ -832,7 +832,7 @@ class Backward(_Derived):
         retained = self.of.retained if isinstance(self.of, Forward) else {}
         if not retained:
             return set()
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = upstream.keeps_graph()
         own = next(iter(retained.values()))[1]
         inputs = [x for xs, _, _ in retained.values() for x in xs]
         outs = [y for _, _, ys in retained.values() for y in ys]
@@ -948,7 +948,7 @@ def node_of(
     outs = [] if known is None else _chosen(program, known, shape, True)
     if known is not None:
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        dual = forward_ad._current_level >= 0 and any(map(is_dual, inputs))
+        dual = upstream.forward_level() >= 0 and any(map(is_dual, inputs))
         if not outs or not (tracked or dual):
             return known
         eager = not dual and not is_compiling()
@@ -1021,6 +1021,8 @@ class _Node(torch.autograd.Function):
     A rule's node is for those as well, and takes longer than a small network.
     """
 
+    recorded_as = "chunked"
+
     @staticmethod
     def forward(ctx: Any, maps: _Maps, outs: list[Tensor], *inputs: Tensor) -> Any:
         ctx.maps = maps
@@ -1033,7 +1035,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> Any:
         there, joint = [None if ct is None else alive(ct) for ct in cts], joint_of(ctx)
-        with torch._C._EnableTorchFunction():  # which backward() of a subclass switches off
+        with upstream.EnableTorchFunction():  # which backward() of a subclass switches off
             found = ctx.maps.cotangent(_unchanged(ctx), there, joint)
         if joint is not None:
             own = len(found) - len(ctx.leaves)
@@ -1094,7 +1096,7 @@ def _rule(maps: _Maps, known: list[Tensor] | None = None) -> Rule:
 def outputs_of(program: _Derived, rows: Rows, shared: Entries) -> list[Any]:
     """What a program derived from another gives, differentiable where that is asked."""
     known = None
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if upstream.peek_interpreter_stack() is None:
         known = program.evaluate(rows, shared)
     rows, sums = node_of(program, rows, shared, known)
     return [*flattened(rows), *sums]
@@ -1125,11 +1127,11 @@ def _primal(x: Any) -> Any:
 
 def untracked(x: Any) -> Any:
     """The same numbers, in no graph."""
-    return x.detach() if isinstance(x, Tensor) else x
+    return detached(x, CHUNK) if isinstance(x, Tensor) else x
 
 
 def _cut(y: Any) -> Any:
-    return y.detach() if isinstance(y, Tensor) and y.requires_grad else y
+    return detached(y, CHUNK) if isinstance(y, Tensor) and y.requires_grad else y
 
 
 def _aliases(xs: Entries) -> list[Any]:
@@ -1142,9 +1144,9 @@ def alias_of(x: Tensor) -> Tensor:
     if not is_inexact(x):
         return x
     if not (torch.is_inference_mode_enabled() or x.is_inference()):
-        return _primal(x).detach().requires_grad_()
+        return detached(_primal(x), CHUNK).requires_grad_()
     with torch.inference_mode(False):
-        x = x.clone() if x.is_inference() else _primal(x).detach()
+        x = x.clone() if x.is_inference() else detached(_primal(x), CHUNK)
         return x.requires_grad_()
 
 
@@ -1187,7 +1189,7 @@ def pieces_of(chunks: Chunks) -> list[list[Any]]:
 def _apart(x: Any) -> Any:
     """The same memory, whose changes are counted apart: a graph of another piece is untouched."""
     plain = isinstance(x, Tensor) and not (x.requires_grad or x.is_inference() or is_wrapped(x))
-    return x.data if plain and not is_dual(x) else x
+    return data_of(x, CHUNK) if plain and not is_dual(x) else x
 
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:

@@ -9,15 +9,15 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch._guards import TracingContext
+
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
-numpy_state, set_numpy_state = np.random.get_state, np.random.set_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Randomness:
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
         """PyTorch's, for a function of these tensors; None in code that is being compiled."""
-        if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
+        if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
             return None
         devices = {torch.device("cpu"), *(x.device for x in xs)}
         return cls({d: _state(d) for d in devices if d.type != "meta"})
@@ -77,7 +77,7 @@ class Randomness:
         state, known = self.numpy
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not known or state.get("has_gauss") or type(bits) is not np.random.MT19937:
-            return _same_numpy(state, numpy_state(legacy=False))
+            return _same_numpy(state, _numpy().get_state(legacy=False))
         # With no number left over from before, whatever is drawn moves these.
         return bool(known == _numpy_memory(bits).raw)
 
@@ -90,7 +90,7 @@ class Randomness:
         if self.numpy is not None:
             moved = not self._numpy_stands()
             found["NumPy's random stream"] = (
-                hash(_bits_of(numpy_state(legacy=False))) if moved else 0
+                hash(_bits_of(_numpy().get_state(legacy=False))) if moved else 0
             )
         return found
 
@@ -101,7 +101,7 @@ class Randomness:
         if self.python is not None:
             random.setstate(self.python[0])
         if self.numpy is not None:
-            set_numpy_state(self.numpy[0])
+            _numpy().set_state(self.numpy[0])
 
     def stands(self) -> bool:
         """Whether nothing was drawn since."""
@@ -142,6 +142,12 @@ _MEMORY = ctypes.c_char * (4 * _NUMBERS)
 _PYTHON_MEMORY = _MEMORY.from_address(id(_PYTHON) + object.__basicsize__)  # read if `_KNOWN`
 
 
+@cache
+def _numpy() -> Any:
+    """The generator behind `numpy.random`, which is imported when it is first asked for."""
+    return np.random.get_state.__self__  # type: ignore[attr-defined]
+
+
 @lru_cache(1)
 def _numpy_memory(bits: np.random.MT19937) -> ctypes.Array[ctypes.c_char]:
     return _MEMORY.from_address(bits.ctypes.state_address)
@@ -171,7 +177,7 @@ def _python_state() -> Any:
 
 def _numpy_state() -> Any:
     """The state, and its bytes in memory for the generator that NumPy begins with."""
-    state = numpy_state(legacy=False)
+    state = _numpy().get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         return state, b""
     inner = state["state"]

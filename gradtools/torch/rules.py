@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._C._functorch import TransformType
-from torch._guards import TracingContext, detect_fake_mode
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over, spread
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import Question, hold_linear, hold_zero
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
+from gradtools.torch.marks import RULE
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.transposing import in_eager, in_own_transpose, transposed
 from gradtools.torch.wrappers import (
@@ -118,7 +118,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
                 "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its "
                 "buffer (x.values()) and what says its lengths."
             )
-    if torch.compiler.is_exporting() and torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.compiler.is_exporting() and upstream.peek_interpreter_stack() is None:
         return _exported(rule, xs)
     if rule.written:
         if not _differentiated(xs):
@@ -157,7 +157,7 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 def _forward_mode_alone(xs: Sequence[Tensor]) -> bool:
     """Whether dual numbers are all that is differentiated here."""
-    if forward_ad._current_level < 0 or not in_eager():
+    if upstream.forward_level() < 0 or not in_eager():
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in xs))
 
@@ -185,9 +185,9 @@ def _closes_over_tracked(rule: Rule) -> bool:
         return False
     if closes_over(rule, lambda x: isinstance(x, Tensor) and x.requires_grad, Tensor, False):
         return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if upstream.peek_interpreter_stack() is not None:
         return closes_over(rule, lambda x: isinstance(x, Tensor) and is_wrapped(x), Tensor)
-    if forward_ad._current_level >= 0:
+    if upstream.forward_level() >= 0:
         return closes_over(rule, is_dual, Tensor)
     return False
 
@@ -209,7 +209,7 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _apply_at(point: Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    point.own = point.own or torch._C._functorch.peek_interpreter_stack() is not None
+    point.own = point.own or upstream.peek_interpreter_stack() is not None
     return (_ReverseOnly if point.rule.reverse_only else _BothModes).apply(point, *_apart(xs))
 
 
@@ -256,14 +256,14 @@ def as_views(ys: list[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     found = list(ys)
     for i, y in enumerate(ys):
         x = next((x for x in xs if _shares(x, y)), None)
-        if x is not None and y is not x and not y._is_view():
+        if x is not None and y is not x and not upstream.is_view(y):
             found[i] = _view_like(x, y)
         elif any(_shares(o, y) for o in (*ys[:i], *ys[i + 1 :])):
             found[i] = y.view_as(y)
     return found
 
 
-is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of
+is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
 
 
 def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
@@ -311,7 +311,7 @@ def _refuse_layout(ctx: Any, which: str) -> None:
 def _cloned(y: Tensor) -> Tensor:
     """A copy, no view; what functions give a tensor of a subclass is one."""
     copied = y.clone()
-    return Tensor._make_subclass(type(y), copied) if copied._is_view() else copied  # type: ignore[attr-defined]
+    return upstream.make_subclass(type(y), copied) if upstream.is_view(copied) else copied
 
 
 def _shares(x: Tensor, y: Tensor) -> bool:
@@ -334,28 +334,28 @@ def _is_captured(y: Tensor) -> bool:
 
 
 def _is_tracked(y: Tensor) -> bool:
-    return y.requires_grad or torch._C._functorch.is_gradtrackingtensor(y) or is_dual(y)
+    return y.requires_grad or upstream.is_gradtrackingtensor(y) or is_dual(y)
 
 
 def _differentiated(xs: Sequence[Tensor]) -> bool:
     """Whether any derivative is being taken here that may ask for one of xs."""
-    levels = torch._C._functorch.get_interpreter_stack() or ()
+    levels = upstream.get_interpreter_stack() or ()
     if any(level.key() in _DERIVATIVES for level in levels):
         return True
     plain = [unwrapped(x) for x in xs] if levels else xs
     if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
         return True
-    if forward_ad._current_level < 0:
+    if upstream.forward_level() < 0:
         return False
     return any(is_dual(x) for x in plain)
 
 
-_DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
+_DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
 
 
 def versions_of(xs: Sequence[Tensor]) -> list[int]:
     """How often each tensor that requires grad was written in place."""
-    return [x._version for x in xs if x.requires_grad and not is_wrapped(x)]
+    return [upstream.version_of(x) for x in xs if x.requires_grad and not is_wrapped(x)]
 
 
 def written_error(rule: Rule) -> GradtoolsError:
@@ -378,12 +378,14 @@ def closed_over_error(rule: Rule) -> GradtoolsError:
 class _ReverseOnly(torch.autograd.Function):
     """A rule whose cotangent map is not linear: it has no forward mode."""
 
+    recorded_as = RULE
+
     @staticmethod
     def forward(point: Point, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
-        if point.own or forward_ad._current_level >= 0:
+        if point.own or upstream.forward_level() >= 0:
             # The tangent of an output that is a view would have to be one too.
-            out = [_cloned(y) if y._is_view() else y for y in _own(out, xs)]
+            out = [_cloned(y) if upstream.is_view(y) else y for y in _own(out, xs)]
         else:
             out[: point.count] = as_views(out[: point.count], xs)
         # What torch.func unwraps may be one tensor under two names, as in `_apart`.
@@ -436,7 +438,7 @@ _ReverseOnly.forward.__signature__ = inspect.signature(_ReverseOnly.forward)  # 
 
 def reverse_only_at(node: Any) -> str | None:
     """The name of the rule without forward mode that a node of a graph stands for."""
-    is_one = type(node) is _ReverseOnly._backward_cls  # type: ignore[attr-defined]
+    is_one = type(node) is upstream.backward_class(_ReverseOnly)
     return node.point.rule.name if is_one else None
 
 
@@ -467,7 +469,7 @@ class _BothModes(_ReverseOnly):
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
-        with forward_ad._set_fwd_grad_enabled(True), _real_tensors_too(ctx.saved_tensors):
+        with upstream.forward_mode_enabled(True), _real_tensors_too(ctx.saved_tensors):
             kept = [alive(x) for x in ctx.saved_tensors]
             tensors = [
                 forward_ad.unpack_dual(x, level=0).primal if may_be_dual(x) else x for x in kept
@@ -557,7 +559,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
         if rule.dense:
             pulled = filled(pulled, ctx.like_xs)
         if rule.captures and torch.is_grad_enabled() and in_eager():
-            _refuse_captured(rule, pulled, (*tensors, *saved, *cts))
+            refuse_captured(rule, pulled, (*tensors, *saved, *cts))
         return pulled
     mask = [like is not None and i not in rule.passive for i, like in enumerate(ctx.like_xs)]
 
@@ -572,7 +574,7 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
     return spread(transposed(rule, run, saved, examples, list(cts)), mask)
 
 
-def _refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
+def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
     """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
         return  # a transform's wrapper shows no graph
@@ -680,10 +682,10 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 @contextmanager
 def _real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
     """Lets a compiled graph take the tensors that a rule closes over for constants."""
-    if TracingContext.try_get() is None:
+    if upstream.TracingContext.try_get() is None:
         yield
         return
-    mode = detect_fake_mode([unwrapped(x) for x in xs])
+    mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
     if mode is None:
         yield
         return

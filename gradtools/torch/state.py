@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._C._autograd import _unsafe_set_version_counter
-from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.reaching import ATOMS, Reached, walk
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,14 @@ class Snapshot:
 
     def now(self) -> Snapshot:
         """What stands now behind all that was reached; this one where nothing changed."""
+        streams = self.streams.again()
         if self.reached.stands():
-            return self._taken_again(self.streams.again())
-        return self._walked(self.reached.holders(), self.reached.kinds)
+            return self._taken_again(streams)
+        return replace(self, reached=self.reached.now())._taken_again(streams)
+
+    def watched_now(self) -> list[tuple[Tensor, str]]:
+        """The tensors that can be reached now, with their names."""
+        return walk(self.reached.roots, self.reached.kinds).watched
 
     def _taken_again(self, streams: Randomness) -> Snapshot:
         reached = self.reached
@@ -114,7 +120,7 @@ class Snapshot:
     def _restore_versions(self) -> None:
         """Of those that hold again what they held, so that a graph which saved them is good."""
         pairs = zip(self.reached.watched, self.versions, strict=True)
-        moved = [(x, version) for (x, _), version in pairs if x._version != version]
+        moved = [(x, version) for (x, _), version in pairs if upstream.version_of(x) != version]
         if moved:
             held = {id(x) for x in self.reached.owned}
             _set_versions([(x, version) for x, version in moved if id(x) in held])
@@ -128,7 +134,9 @@ class Snapshot:
         return [
             name
             for (x, name), version in zip(reached.watched, self.versions, strict=True)
-            if x._version != version and id(x) not in held and (parameters or not x.requires_grad)
+            if upstream.version_of(x) != version
+            and id(x) not in held
+            and (parameters or not x.requires_grad)
         ]
 
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
@@ -139,7 +147,7 @@ class Snapshot:
 def _set_versions(pairs: list[tuple[Tensor, int]]) -> None:
     if pairs:
         tensors, versions = zip(*pairs, strict=True)
-        _unsafe_set_version_counter(tensors, versions)
+        upstream.set_version_counters(tensors, versions)
 
 
 def _put_back(tensor: Tensor, contents: Tensor) -> None:
@@ -149,7 +157,7 @@ def _put_back(tensor: Tensor, contents: Tensor) -> None:
     they were or will be again before anything else reads them.
     """
     counted = not tensor.is_inference()
-    uncounted = _unsafe_preserve_version_counter(tensor) if counted else torch.inference_mode()
+    uncounted = upstream.version_counter_kept(tensor) if counted else torch.inference_mode()
     with torch.no_grad(), uncounted:
         if tensor.shape != contents.shape:
             tensor.resize_(contents.shape)
@@ -161,7 +169,7 @@ def _put_back(tensor: Tensor, contents: Tensor) -> None:
 
 def _changed(tensors: list[Tensor], contents: list[Tensor]) -> list[bool]:
     """Whether tensors' contents are other bits than these copies; asked once for each device."""
-    if not tensors or torch._C._functorch.peek_interpreter_stack() is not None:
+    if not tensors or upstream.peek_interpreter_stack() is not None:
         return [True] * len(tensors)  # nothing can be asked of numbers in a transform
     asked: list[Any] = [_differs(x, c) for x, c in zip(tensors, contents, strict=True)]
     for device in {x.device for x in asked if isinstance(x, Tensor)}:

@@ -12,27 +12,26 @@ function that asks goes the same way.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch.overrides import TorchFunctionMode, redispatch_function
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.hooks import PassedBy
 from gradtools.torch.upstream_bugs import is_wrong_at, pushed_rightly
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-_unpack: Callable[..., Any] = torch._C._VariableFunctions._unpack_dual  # type: ignore[attr-defined]
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_graphs: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
-_tangents: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
-_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
+_unpack: Callable[..., Any] = upstream.unpack_dual  # type: ignore[attr-defined]
+_is_wrapped = upstream.is_wrapped
+_graphs: Callable[[bool], None] = upstream.set_grad_enabled  # type: ignore[attr-defined]
+_tangents: Callable[[bool], None] = upstream.set_forward_mode_enabled
+_is_excluded: Callable[[Any], bool] = upstream.is_dispatch_key_excluded
+_AUTOGRAD = upstream.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _AS_IT_IS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -53,7 +52,7 @@ class Stops(TorchFunctionMode):
         self._hooks: PassedBy | None = None
         self._again = again
         self._inside: Any = None  # what in C has the same name as its wrapper in Python
-        self._level = forward_ad._current_level
+        self._level = upstream.forward_level()
         self._hidden = hidden
         self._stopped: int | None = None  # beneath how many transforms f switched gradients off
 
@@ -85,9 +84,9 @@ class Stops(TorchFunctionMode):
             return self._pulled(fun, args, kwargs)
         if fun is Tensor.register_hook and self._hooks is not None:
             return self._hooks.register(fun, *args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if upstream.peek_interpreter_stack() is not None:
             return Stops.flowing(self, fun, types, args, kwargs)
-        if fun == _REQUIRES and _package(_asker(1)) not in ("torch", "gradtools"):
+        if fun == _REQUIRES and not upstream.is_frameworks_own_question(1):
             return fun(*args) or self._requires(args[0])
         if not self.ruled(fun) and self._may_enter(fun, types, args, kwargs):
             return self._within(fun, args, kwargs)  # which sees gradients on, as f does
@@ -125,8 +124,11 @@ class Stops(TorchFunctionMode):
 
     def _pulled(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         """A pullback of f's own, whose hooks run f's code; without a graph it is a constant."""
-        constant = not kwargs.get("create_graph", args[4:5] == (True,)) and _caller() != "gradtools"
-        on = torch._C._is_fwd_grad_enabled()
+        constant = (
+            not kwargs.get("create_graph", args[4:5] == (True,))
+            and upstream.package_that_called(1) != "gradtools"
+        )
+        on = upstream.is_forward_mode_enabled()
         _tangents(on and not constant)
         try:
             return self._within(fun, args, kwargs)
@@ -138,13 +140,13 @@ class Stops(TorchFunctionMode):
 
         Transforms of torch.func switch them on inside, whatever was before.
         """
-        depth = len(torch._C._functorch.get_interpreter_stack() or ())
+        depth = len(upstream.get_interpreter_stack() or ())
         _graphs(on)
         if not on:
             self._stopped = depth if self._stopped is None else self._stopped
         elif self._stopped is None or depth <= self._stopped:
             self._stopped = None
-            self._hidden = self._hidden and (depth > 0 or _is_leaving())
+            self._hidden = self._hidden and (depth > 0 or upstream.is_leaving_a_block(1))
         _tangents(self._stopped is None)
 
     def _requires(self, x: Tensor) -> bool:
@@ -162,31 +164,3 @@ class Stops(TorchFunctionMode):
 def _is_plain(kind: Any) -> bool:
     """Whether a class of tensors leaves functions as they are."""
     return kind in _PLAIN or getattr(kind.__torch_function__, "__func__", None) is _AS_IT_IS
-
-
-def _asker(depth: int) -> Any:
-    """The frame that called what modes see: the frameworks' own code is told what is so."""
-    frame: Any = sys._getframe(depth + 1)
-    while frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame
-
-
-def _caller() -> str:
-    """The package that called PyTorch."""
-    frame = _asker(2)
-    while frame is not None and _package(frame) == "torch":
-        frame = frame.f_back
-    return _package(frame)
-
-
-def _package(frame: Any) -> str:
-    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
-
-
-def _is_leaving() -> bool:
-    """Whether no_grad, or its like, puts back what it found."""
-    frame = _asker(2)
-    if frame.f_code is torch.set_grad_enabled.__init__.__code__:
-        frame = frame.f_back
-    return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.verifying import register_own_hook
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
-_task = torch._C._current_graph_task_id  # which call of the engine runs a hook
+_task = upstream.current_graph_task  # which call of the engine runs a hook
 
 
 class Sums:
@@ -93,7 +96,7 @@ def adding_leaves(
 
         return take
 
-    bare = [x for x in leaves if x._backward_hooks is None]
+    bare = [x for x in leaves if upstream.tensor_hooks(x) is None]
     handles = [register_own_hook(x, taker(k)) for k, x in enumerate(leaves)]
     try:
         yield roots, taken
@@ -101,4 +104,4 @@ def adding_leaves(
         for handle in handles:
             handle.remove()
         for x in bare:
-            x._backward_hooks = None
+            upstream.set_tensor_hooks(x, None)

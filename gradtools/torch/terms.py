@@ -13,12 +13,13 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.customcode import refuse_torchscript
 from gradtools.torch.gates import gated
 
 Tensor = torch.Tensor
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped = upstream.is_wrapped
 
 # Operations whose tangent may not be differentiated again: PyTorch's rules leave a term out, in
 # silence. The umbrella is torch#198017; test_torch_engine.py tells when one is mended.
@@ -79,8 +80,8 @@ def refuse_in_batches(
 
 
 def _is_mapped(x: Tensor) -> bool:
-    while is_wrapped(x) and not torch._C._functorch.is_batchedtensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
+    while is_wrapped(x) and not upstream.is_batchedtensor(x):
+        x = upstream.get_unwrapped(x)
     return is_wrapped(x)
 
 
@@ -109,14 +110,14 @@ def _input_of(node: Any) -> Tensor | None:
     Along its other inputs, cotangent and weight, it is right. None if the graph was freed.
     """
     try:
-        return node._saved_input if hasattr(node, "_saved_input") else node._saved_A
+        return upstream.saved(node, "input" if upstream.saves(node, "input") else "A")
     except RuntimeError:
         return None
 
 
 def _has_tangent(x: Tensor) -> bool:
-    beneath = torch._C._functorch.peek_interpreter_stack() is not None  # its levels are hidden
-    if beneath or forward_ad._current_level < 0:
+    beneath = upstream.peek_interpreter_stack() is not None  # its levels are hidden
+    if beneath or upstream.forward_level() < 0:
         return False
     return forward_ad.unpack_dual(x).tangent is not None
 
@@ -149,4 +150,4 @@ def _held(names: dict[str, str], outs: Sequence[Tensor]) -> Iterator[tuple[Any, 
 
 def _trains(node: Any) -> bool:
     """Whether a normalisation takes its statistics from its input; all others do."""
-    return bool(getattr(node, "_saved_training", getattr(node, "_saved_train", True)))
+    return bool(upstream.saved(node, "training", upstream.saved(node, "train", True)))

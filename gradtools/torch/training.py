@@ -10,7 +10,8 @@ from torch import nn
 
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.training import FROZEN, PARAMETER, TABLE, Held, Optimised
+from gradtools.seeing.training import FROZEN, LOOSE, PARAMETER, TABLE, Held, Optimised
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
@@ -56,7 +57,7 @@ def _of_module(module: nn.Module, before: str) -> Iterator[Held]:
     listed = {id(part) for part in module.modules()}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in upstream.SLOTS:
                 here = f"{before}{path}.{name}" if path else before + name
                 yield from _hidden(value, here, listed, _DEPTH)
 
@@ -66,6 +67,8 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield Held(name, value, "unregistered" if depth == _DEPTH else "plain_list")
+        elif depth == _DEPTH and is_inexact(value):
+            yield Held(name, value, LOOSE)
     elif isinstance(value, nn.Module):
         if id(value) not in listed and depth < _DEPTH:
             listed.add(id(value))

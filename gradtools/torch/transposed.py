@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.customcode import guarded, refuse_lossy, surveyed
 from gradtools.torch.rules import apply_rule
 from gradtools.torch.trials import kept_as_it_is
@@ -141,7 +141,7 @@ def _evaluated(
 
     custom: Whether it is tried if its pullback may be differentiated.
     """
-    if peek_interpreter_stack() is not None:
+    if upstream.peek_interpreter_stack() is not None:
         return _evaluated_in_functorch(fun, xs, mask)
     with torch.enable_grad():
         aliases = [_alias(x) if m else x.detach() for x, m in zip(xs, mask, strict=True)]

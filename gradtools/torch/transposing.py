@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch._guards import TracingContext
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.wrappers import is_wrapped
 from gradtools.torch.wrong_gradients import right_vjp, rightly, wrong_nodes
@@ -35,8 +34,8 @@ _STATE = threading.local()
 
 def in_eager() -> bool:
     """Whether no transform of torch.func and no compiler is at work."""
-    stack = torch._C._functorch.peek_interpreter_stack()
-    return stack is None and not is_compiling() and TracingContext.try_get() is None
+    stack = upstream.peek_interpreter_stack()
+    return stack is None and not is_compiling() and upstream.TracingContext.try_get() is None
 
 
 def transposed(
@@ -45,7 +44,7 @@ def transposed(
     """The transpose of `vs -> linear(at, vs)` (of vectors like `examples`) at `values`."""
     if not examples:
         return []
-    plain = in_eager() and not torch.is_grad_enabled() and forward_ad._current_level < 0
+    plain = in_eager() and not torch.is_grad_enabled() and upstream.forward_level() < 0
     if plain and not any(v is not None and is_wrapped(v) for v in values):
         return _by_backward(rule, linear, at, examples, values)
     return _by_vjp(rule, linear, at, examples, values)
@@ -78,7 +77,7 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
     came_out: list[int] = []
 
     def dense(*vs: Tensor) -> tuple[Tensor, ...]:
-        with own.traced(torch._C._functorch.peek_interpreter_stack().level()):
+        with own.traced(upstream.peek_interpreter_stack().level()):
             out = linear(at, vs)
         came_out[:] = [i for i, o in enumerate(out) if o is not None]
         return tuple(out[i] for i in came_out) or (torch.zeros(()),)
@@ -92,18 +91,26 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
         return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
-def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero)."""
+def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Any) -> list[Any]:
+    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
     outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
+    cts = cts(outs) if callable(cts) else cts
     full = [torch.zeros_like(y) if ct is None else ct for y, ct in zip(outs, cts, strict=True)]
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 
 def push(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
     """The pushforward of `fun` at xs, of `dxs`, as the transpose of its pullback."""
+    return value_and_push(fun, xs, dxs)[1]
+
+
+def value_and_push(
+    fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The outputs and the pushforward, of one evaluation."""
     outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
     _, again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))
-    return [v.view_as(v) for v in again(tuple(dxs))[0]]
+    return list(outs), [v.view_as(v) for v in again(tuple(dxs))[0]]
 
 
 # --- a rule that is applied to the tangents of its own map --------------------------------
@@ -186,9 +193,8 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
 def _is_tracked_at(levels: set[int | None], x: Tensor) -> bool:
     if EAGER in levels and x.requires_grad:
         return True
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_gradtrackingtensor(x) and functorch.maybe_get_level(x) in levels:
+    while upstream.is_wrapped(x):
+        if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels:
             return True
-        x = functorch.get_unwrapped(x)
+        x = upstream.get_unwrapped(x)
     return False

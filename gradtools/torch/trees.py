@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree  # the registry that torch.func itself uses
 
 from gradtools.containers import Containers, OpenedTree
 from gradtools.errors import GradtoolsError
+from gradtools.torch._upstream import pytree
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,40 @@ def leaf_paths(tree: Any) -> list[str]:
 
 
 def _leaf_paths(tree: Any) -> list[str]:
-    found = pytree.tree_flatten_with_path(tree)[0]
-    return [pytree.keystr(path) for path, leaf in found if leaf is not None]
+    found = pytree.tree_flatten_with_path(tree, is_leaf=_is_nameless)[0]
+    return [
+        pytree.keystr(path) + below
+        for path, leaf in found
+        if leaf is not None
+        for below in (_paths_in(leaf) if _is_nameless(leaf) else [""])
+    ]
+
+
+def _is_nameless(x: Any) -> bool:
+    """Whether x is a container that a library registered without names for its parts."""
+    node = pytree.SUPPORTED_NODES.get(type(x))
+    return node is not None and node.flatten_with_keys_fn is None
+
+
+def _paths_in(container: Any) -> list[str]:
+    """The paths of leaves in a nameless container, by its context where that is a list of names."""
+    parts, context = pytree.SUPPORTED_NODES[type(container)].flatten_fn(container)
+    named = isinstance(context, list | tuple) and len(context) == len(parts)
+    keys = context if named else range(len(parts))
+    return [f"[{k!r}]{below}" for k, x in zip(keys, parts, strict=True) for below in _leaf_paths(x)]
 
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, torch.Tensor | np.ndarray)
 
 
+def _is_array_or_module(x: Any) -> bool:
+    return isinstance(x, torch.Tensor | np.ndarray | torch.nn.Module)
+
+
 _CONTAINERS = Containers(_flattened, unflatten, _leaf_paths, _is_array)
+# Trees in which a module is a leaf like an array.
+WITH_MODULES = Containers(_flattened, unflatten, _leaf_paths, _is_array_or_module)
 
 
 def sketch(tree: Any) -> tuple[list[Any], Any]:

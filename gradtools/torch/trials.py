@@ -21,13 +21,14 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd import function
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradtools.errors import said_by
+from gradtools.errors import is_of
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 # Beneath Function, so that who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
 
 def kept_as_it_is() -> AbstractContextManager[Any]:
     """Around a graph that ends inside: a checkpoint would take what it saves for its own."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = upstream.saved_tensors_hooks_on(False)
     return nullcontext() if hooks is None else saved_tensors_hooks(*(lambda x: x,) * 2)
 
 
@@ -174,7 +175,7 @@ class Trial:
         except NotImplementedError:
             raise
         except RuntimeError as error:  # once_differentiable raises on some ways only
-            if not said_by("torch", error):
+            if not is_of("torch", error):
                 raise
             return 0.0
         return 0.0 if slope is None else float((slope.conj() * v).real.sum())

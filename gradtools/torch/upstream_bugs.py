@@ -17,14 +17,10 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._C import DispatchKey
-from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
-from torch._functorch.autograd_function import custom_function_call
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import formulas
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.transposed import NoTranspose, by_reverse_mode
@@ -362,7 +358,7 @@ _IN_PYTHON = (
     *(_LINEAR_CROSS_ENTROPY, torch.cdist),
     *(torch.nn.functional.hardsigmoid, torch.nn.functional.silu),
 )
-_OPERATORS = (OpOverload, OpOverloadPacket)
+_OPERATORS = (upstream.OpOverload, upstream.OpOverloadPacket)
 _TRANSPOSABLE = (*_OPERATORS, BuiltinFunctionType, MethodDescriptorType)  # no Function of a user's
 
 
@@ -389,7 +385,7 @@ _ANOTHER_WAY: dict[Any, Callable[..., Any] | None] = {}  # by function of PyTorc
 def _another_way(fun: Any) -> Callable[..., Any] | None:
     """What calls a function that is not to be trusted; None for all others."""
     bug = bug_of(fun)
-    if isinstance(fun, HigherOrderOperator) and fun is not custom_function_call:
+    if isinstance(fun, upstream.HigherOrderOperator) and fun is not upstream.custom_function_call:
         return _by_its_operations
     custom = type(fun) in _OPERATORS and _is_custom(fun)
     return partial(_called_otherwise, bug) if bug is not None or custom else None
@@ -427,14 +423,14 @@ def _by_its_operations(fun: Any, args: Args, kwargs: Kwargs, again: bool) -> Any
     return plain(*args, **kwargs)
 
 
-def _plain_kernel(fun: HigherOrderOperator) -> Any:
-    return fun.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+def _plain_kernel(fun: upstream.HigherOrderOperator) -> Any:
+    return fun.py_kernels.get(upstream.DispatchKey.CompositeExplicitAutograd)
 
 
 def _is_differentiated_here() -> bool:
     """Whether tangents are looked at: not in a Function's forward, nor in a dispatch mode."""
-    below = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
-    return torch._C._is_fwd_grad_enabled() and not below
+    below = upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality)
+    return upstream.is_forward_mode_enabled() and not below
 
 
 def _pushed_by_pytorch(fun: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -462,7 +458,7 @@ class TwiceByPlainOperations(TorchFunctionMode):
         """The function, or the formula that stands for it."""
         bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
         kwargs = kwargs or {}
-        if isinstance(fun, HigherOrderOperator) and not is_compiling():
+        if isinstance(fun, upstream.HigherOrderOperator) and not is_compiling():
             fun = _plain_kernel(fun) or fun
         if bug is not None and bug_of(fun) is bug and "out" not in kwargs:
             fun = bug.instead if bug.when is None or bug.when(*args, **kwargs) else fun
@@ -480,14 +476,14 @@ _BY_FORMULA = {
 
 
 def _inexact(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for x in upstream.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return [x for x in tensors if is_inexact(x) and x.layout is torch.strided]
 
 
 def _is_moved(args: Args, kwargs: Kwargs) -> bool:
     """Whether a tensor has a tangent; inside torch.func's transforms, whether it may have one."""
     xs = _inexact(args, kwargs)
-    if peek_interpreter_stack() is not None:
+    if upstream.peek_interpreter_stack() is not None:
         return bool(xs)
     return any(forward_ad.unpack_dual(x).tangent is not None for x in xs)
 
@@ -496,8 +492,9 @@ def _is_moved_again(args: Args, kwargs: Kwargs) -> bool:
     """Whether besides something else differentiates what becomes of a tensor."""
     if not _is_moved(args, kwargs):
         return False
-    levels = get_interpreter_stack() or ()
-    if sum(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) > 1:
+    levels = upstream.get_interpreter_stack() or ()
+    kinds = upstream.TransformType.Grad, upstream.TransformType.Jvp
+    if sum(level.key() in kinds for level in levels) > 1:
         return True
     return torch.is_grad_enabled() and any(map(_is_recorded, _inexact(args, kwargs)))
 
@@ -522,7 +519,7 @@ def _never(args: Args, kwargs: Kwargs) -> bool:
 
 def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     """`fun(*args, **kwargs)` by reverse mode alone; what writes in place, by a copy of its own."""
-    leaves, treedef = tree_flatten((args, kwargs))
+    leaves, treedef = upstream.tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not _is_fixed(x)]
     in_place = _is_in_place(fun)
     if in_place:  # what a rule saves may not change
@@ -533,9 +530,9 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
         filled = list(leaves)
         for i, x in zip(places, xs, strict=True):
             filled[i] = x
-        again, named = tree_unflatten(filled, treedef)
+        again, named = upstream.tree_unflatten(filled, treedef)
         found = fun(again[0].clone(), *again[1:], **named) if in_place else fun(*again, **named)
-        outs, outdef = tree_flatten(found)
+        outs, outdef = upstream.tree_flatten(found)
         shape[:] = outdef, [None if isinstance(y, Tensor) else y for y in outs]
         return [y for y in outs if isinstance(y, Tensor)]
 
@@ -543,7 +540,7 @@ def _transposed(fun: Any, args: Args, kwargs: Kwargs, opaque: bool) -> Any:
     if in_place:
         return args[0].copy_(found[0])
     left = iter(found)
-    return tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
+    return upstream.tree_unflatten([next(left) if y is None else y for y in shape[1]], shape[0])
 
 
 def _is_in_place(fun: Any) -> bool:
@@ -557,9 +554,9 @@ def _named(fun: Any) -> str:
 
 def _is_custom(operator: Any) -> bool:
     """Whether an operator is neither PyTorch's own nor composed of what is."""
-    packet = type(operator) is OpOverloadPacket
+    packet = type(operator) is upstream.OpOverloadPacket
     found = [getattr(operator, o) for o in operator.overloads()] if packet else [operator]
-    key = DispatchKey.CompositeImplicitAutograd
+    key = upstream.DispatchKey.CompositeImplicitAutograd
     return not all(o.namespace in _OWN or o.has_kernel_for_dispatch_key(key) for o in found)
 
 
@@ -577,7 +574,7 @@ class RightTangents(TorchFunctionMode):
         kwargs = kwargs or {}
         if fun in _TRACED:
             return _traced(_TRACED[fun], fun, args, kwargs)
-        if isinstance(fun, _OPERATORS) and fun.__module__ not in _OWN_MODULES:
+        if isinstance(fun, _OPERATORS) and fun.__module__.rpartition(".")[2] not in _OWN:
             raise GradtoolsError(
                 f"jvp: f holds the custom operator {fun.__name__}, whose tangent PyTorch drops in "
                 "compiled code. Leave this derivative out of what is compiled."
@@ -606,7 +603,7 @@ def _traced(bug: Bug, fun: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     """`fun(*args, **kwargs)`, its tangent by differentiating its pullback."""
-    leaves, treedef = tree_flatten((args, kwargs))
+    leaves, treedef = upstream.tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and is_inexact(x)]
     duals = [forward_ad.unpack_dual(leaves[i]) for i in places]
     moved = [k for k, dual in enumerate(duals) if dual.tangent is not None]
@@ -620,8 +617,8 @@ def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
             filled[i] = dual.primal
         for k, x in zip(moved, xs, strict=True):
             filled[places[k]] = x
-        again, named = tree_unflatten(filled, treedef)
-        outs, outdef = tree_flatten(fun(*again, **named))
+        again, named = upstream.tree_unflatten(filled, treedef)
+        outs, outdef = upstream.tree_flatten(fun(*again, **named))
         carried = [isinstance(y, Tensor) and is_inexact(y) for y in outs]
         shape[:] = [outdef, carried]
         pairs = list(zip(outs, carried, strict=True))
@@ -635,7 +632,7 @@ def _transposed_in_trace(fun: Any, args: Args, kwargs: Kwargs) -> Any:
     found, left, rest = [], list(outs), list(others)
     for c in carried:
         found.append(left.pop(0) if c else rest.pop(0))
-    return tree_unflatten(found, outdef)
+    return upstream.tree_unflatten(found, outdef)
 
 
 def _traced_functions() -> dict[Any, Bug]:
@@ -691,6 +688,5 @@ def _f_instance_norm(
     )
 
 
-_OWN_MODULES = tuple([f"torch._ops.{name}" for name in _OWN])
 _TRACED = _traced_functions()
 _TRACED_BACK = {fun: bug for fun, bug in _TRACED.items() if bug.name in _WRONG_IN_REVERSE_TOO}

@@ -21,6 +21,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.flow import joined
 from gradtools.seeing.graph import Node
 from gradtools.seeing.recording import Run, Vanished
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.observing import observed
@@ -238,7 +239,7 @@ def _underflows(node: Any, given: Cotangents, path: Sequence[int]) -> bool:
     if name.startswith(("ExpBackward", "Exp2Backward")):
         return True  # no exponential is zero
     if name.startswith("PowBackward0"):
-        return bool(node._saved_self.ne(0).any())
+        return bool(upstream.saved(node, "self").ne(0).any())
     plain = lambda ct: is_inexact(ct) and ct.layout is torch.strided
     if not callable(node) or not all(ct is None or plain(ct) for ct in given):
         return False

@@ -24,8 +24,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
-from gradtools.torch.compiling import nodes_of
+from gradtools.torch.compiling import left_to_python, nodes_of
 from gradtools.torch.reaching import contents_of
 from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gradtools.torch.programs import Forward
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 Figures = tuple[Any, ...]
 
 _VERIFIED: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -65,6 +67,7 @@ class Verification:
         self.leaves: dict[int, dict[int, Tensor]] = {}
         self.kinds: dict[int, Counter[str]] = {}  # of the nodes of each chunk's graph
         self.batches: Any = ()
+        self.held: list[tuple[Tensor, str]] = []  # what f can reach after the first pass besides
         self.compared = False  # whether anything was
 
     @classmethod
@@ -125,11 +128,10 @@ class Verification:
         self.places[i] = _differentiated(outs)
         self.outs[i] = self._figures([outs[k] for k in self.places[i]])
 
-    def compare(self, i: int, outs: Any, modules: Any, own: Any, held: Any, batches: Any) -> None:
+    def compare(self, i: int, outs: Any, modules: Any, own: Any, batches: Any) -> None:
         """Raises if chunk i, computed again, is another one.
 
         own: The inputs of its graph, where that is to be compared as well.
-        held: The tensors that stand behind f outside of the replay, with their names.
         """
         if batches != self.batches:
             return  # a batch is computed where one was alone before
@@ -140,13 +142,13 @@ class Verification:
         if self.exact and not self._same_modules(self.modules[i], modules):
             raise self._other(i, self._where(i, modules))
         if own is not None and torch.is_grad_enabled() and i in self.leaves:
-            self._compare_leaves(i, outs, own, held)
+            self._compare_leaves(i, outs, own)
 
     # --- numbers
 
     def _figures(self, tree: Any, sample: int | None = None) -> list[Figures]:
         leaves = [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        wrapped = upstream.is_wrapped
         duals = [is_dual(x) and not wrapped(x) for x in leaves]
         pairs = zip(leaves, duals, strict=True)
         leaves = [forward_ad.unpack_dual(x).primal if dual else x for x, dual in pairs]
@@ -184,7 +186,7 @@ class Verification:
 
     # --- graphs
 
-    def _compare_leaves(self, i: int, outs: Any, own: Any, held: Any) -> None:
+    def _compare_leaves(self, i: int, outs: Any, own: Any) -> None:
         ends = {id(x) for x in own}
         stop = {x.grad_fn for x in own if isinstance(x, Tensor) and x.grad_fn is not None}
         nodes = list(nodes_of([y for y in outs if isinstance(y, Tensor)], stop))
@@ -199,7 +201,7 @@ class Verification:
             if self.reached.comparable and not self.is_compiled:
                 self._compare_nodes(i, kinds_of(nodes))
             return
-        names = {id(x): name for x, name in (*self.reached.watched, *held)}
+        names = {id(x): name for x, name in (*self.reached.watched, *self.held)}
         others = [x for k, x in {**first, **found}.items() if (k in first) != (k in found)]
         # A leaf that f makes anew is another one each time.
         lasting = [x for x in others if id(x) in names or isinstance(x, torch.nn.Parameter)]
@@ -263,12 +265,9 @@ def kinds_of(nodes: Iterable[Any]) -> Counter[str]:
 
 def _is_compiled(forward: Forward) -> bool:
     """Whether f reaches compiled code."""
-    modules = (
-        type(m).__name__ == "OptimizedModule" for m, _ in forward.start.reached.modules.values()
-    )
-    functions = (f for f, _ in forward.start.reached.functions)
-    compiled = (hasattr(f, "_torchdynamo_orig_callable") for f in (forward.chunks.f, *functions))
-    return any(compiled) or any(modules)
+    modules = (m for m, _ in forward.start.reached.modules.values())
+    functions = (f for f, _ in forward.start.reached.holders)
+    return any(map(upstream.is_compiled, (forward.chunks.f, *functions, *modules)))
 
 
 def _way(forward: Forward) -> Any:
@@ -364,11 +363,7 @@ def _is_shown(x: Tensor) -> bool:
     """Whether the numbers can be read."""
     plain = type(x) in (Tensor, torch.nn.Parameter)
     known = plain and x.layout is torch.strided and x.device.type != "meta" and not x.is_quantized
-    return (
-        known
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        and ("Batched" not in repr(torch._C._dispatch_keys(x)))
-    )
+    return known and not (upstream.is_wrapped(x) or upstream.is_legacy_batched(x))
 
 
 def _figures(x: Tensor, sample: int | None = None) -> Figures:

@@ -25,7 +25,7 @@ from gradtools.torch.translating.control import followed
 from gradtools.torch.translating.elementwise import ELEMENTWISE
 from gradtools.torch.translating.layers import LAYERS
 from gradtools.torch.translating.precision import origin_of, reading
-from gradtools.torch.translating.recorder import Functions, Operations, Recorder
+from gradtools.torch.translating.recorder import FormulaRecorder, Functions, Operations
 from gradtools.torch.translating.rules import watched
 from gradtools.torch.translating.writer import Ref
 from gradtools.torch.watching import plainly
@@ -44,7 +44,7 @@ def formula_graph(program: Program) -> Recorded:
         )
     with put_back(program.run, program.leaves) as start:
         names = {id(x): name.removeprefix("f.") for x, name in reversed(start.reached.watched)}
-        recorder = Recorder(OPERATIONS, FUNCTIONS, names, origin_of)
+        recorder = FormulaRecorder(OPERATIONS, FUNCTIONS, names, origin_of)
         with recording(), torch.inference_mode(False), torch.enable_grad():
             found = _recorded(program, recorder)
     return _again(program, names) if recorder.lost else found
@@ -53,12 +53,12 @@ def formula_graph(program: Program) -> Recorded:
 def _again(program: Program, names: dict[int, str]) -> Recorded:
     """f takes a derivative through something that was written down as a whole: all in parts."""
     with put_back(program.run, program.leaves):
-        recorder = Recorder(OPERATIONS, PLAIN, names, origin_of)
+        recorder = FormulaRecorder(OPERATIONS, PLAIN, names, origin_of)
         with recording(), torch.inference_mode(False), torch.enable_grad():
             return _recorded(program, recorder)
 
 
-def _recorded(program: Program, recorder: Recorder) -> Recorded:
+def _recorded(program: Program, recorder: FormulaRecorder) -> Recorded:
     active = set(program.wrt)
     xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)
@@ -96,7 +96,7 @@ def _copied(x: Any, tracked: bool) -> Any:
     return x.detach().clone().requires_grad_(tracked)
 
 
-def _output(recorder: Recorder, y: Any) -> Ref:
+def _output(recorder: FormulaRecorder, y: Any) -> Ref:
     if isinstance(y, Tensor):
         return recorder.ref(y)
     return recorder.constant(torch.as_tensor(y))

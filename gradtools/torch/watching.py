@@ -15,18 +15,20 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from gradtools.chunking import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, warn
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.state import Snapshot
 from gradtools.torch.trials import standing_in
 from gradtools.torch.wrappers import is_dual
 
 Tensor = torch.Tensor
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+left_to_python(__name__)
+is_wrapped = upstream.is_wrapped
 
 _here = threading.local()
 REPLAYS = threading.RLock()  # random streams and the leaves' hooks are the process's
@@ -193,7 +195,7 @@ def check_modules(asked: str, start: Snapshot, f: Any) -> None:
         kind = own_wrapper(module)
         if kind is not None:
             raise GradtoolsError(f"{asked}: {name} is a {kind}. {_OWN_WRAPPERS[kind]}")
-        normalises = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        normalises = isinstance(module, upstream.BatchNorm)
         if asked == "chunked" and normalises and module.training:
             _tell(f, name)
 
@@ -231,7 +233,7 @@ class Captures(TorchFunctionMode):
         self.known = {id(x) for x, _ in forward.start.reached.watched if is_wrapped(x)}
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = torch._C._functorch.peek_interpreter_stack() is None
+        plain = upstream.peek_interpreter_stack() is None
         if getattr(fun, "__name__", "") == "__get__":  # a shape, say
             return fun(*args, **(kwargs or {}))
         for x in trees.flatten((args, kwargs))[0]:
@@ -264,7 +266,7 @@ class Substituted(TorchFunctionMode):
 
     def within(self, tree: Any) -> Any:
         """A tree of the others."""
-        return tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
+        return upstream.tree_map_only(Tensor, lambda x: self.others.get(id(x), x), tree)
 
 
 def captured_error(forward: Watched, what: Any) -> GradtoolsError:
@@ -282,7 +284,7 @@ def captured_error(forward: Watched, what: Any) -> GradtoolsError:
 
 def edge_error(forward: Watched, i: int, node: Any) -> GradtoolsError:
     """node: What an earlier chunk computed, with a derivative, and chunk i goes on from."""
-    held = [name for x, name in forward.start.now().reached.watched if x.grad_fn is node]
+    held = [name for x, name in forward.start.watched_now() if x.grad_fn is node]
     name = repr(held[0]) if held else "something"
     return GradtoolsError(
         f"{forward.asked}: chunk {i} goes on from {name} that an earlier chunk computed and kept "

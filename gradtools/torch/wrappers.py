@@ -9,15 +9,17 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from gradtools.torch import _upstream as upstream
+
 Tensor = torch.Tensor
 
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped = upstream.is_wrapped
 
 
 def unwrapped(x: Tensor) -> Tensor:
     """x beneath the wrappers of torch.func's transforms."""
     while is_wrapped(x):
-        x = torch._C._functorch.get_unwrapped(x)
+        x = upstream.get_unwrapped(x)
     return x
 
 
@@ -26,8 +28,8 @@ def alive(x: Tensor) -> Tensor:
 
     A transform that begins then would take them for its own.
     """
-    while is_wrapped(x) and torch._C._functorch.maybe_get_level(x) == _ENDED:
-        x = torch._C._functorch.get_unwrapped(x)
+    while is_wrapped(x) and upstream.maybe_get_level(x) == _ENDED:
+        x = upstream.get_unwrapped(x)
     return x
 
 
@@ -36,10 +38,10 @@ _ENDED = -2
 
 def is_dual(x: Any) -> bool:
     """Whether x is a tensor with a tangent."""
-    if forward_ad._current_level < 0 or not isinstance(x, Tensor) or not may_be_dual(x):
+    if upstream.forward_level() < 0 or not isinstance(x, Tensor) or not may_be_dual(x):
         return False
     x = unwrapped(x)
-    if "Batched" in repr(torch._C._dispatch_keys(x)):
+    if upstream.is_legacy_batched(x):
         return False  # of the vmap of before functorch, in which dual numbers cannot be
     return forward_ad.unpack_dual(x).tangent is not None
 

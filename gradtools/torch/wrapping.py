@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+from gradtools.torch import _upstream as upstream
+
+_SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
@@ -22,7 +24,7 @@ def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
     return Transformed(f, make(f)) if plain else make(f)
 
 
-class Transformed(torch.nn.Module):
+class Transformed(upstream.ModuleLike):
     """A module with another call."""
 
     def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
@@ -32,9 +34,8 @@ class Transformed(torch.nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The transformed call; hooks of every module see the user's modules alone."""
-        own = self._forward_hooks, self._forward_pre_hooks
-        own += self._backward_hooks, self._backward_pre_hooks
-        return super().__call__(*args, **kwargs) if any(own) else self.forward(*args, **kwargs)
+        hooked = upstream.has_hooks(self)
+        return super().__call__(*args, **kwargs) if hooked else self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformed call."""
@@ -79,10 +80,6 @@ class Transformed(torch.nn.Module):
         self._own.apply(fn)
         return self
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Transformed:  # to(), half(), cuda(), ...
-        self._own._apply(fn, recurse)
-        return self
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
         return self._own.state_dict(*args, **kwargs)
@@ -90,6 +87,3 @@ class Transformed(torch.nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
         return self._own.load_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # where a parent loads
-        self._own._load_from_state_dict(*args, **kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch import formulas
 from gradtools.torch.compiling import is_compiling, nodes_of
 
@@ -53,17 +54,17 @@ def _ldexp(node: Any, given: Given, cts: Given) -> Any:
     x, *others = given
     if x is None:
         return None
-    scale = torch.ldexp(torch.ones_like(cts[0]), node._saved_other)
+    scale = torch.ldexp(torch.ones_like(cts[0]), upstream.saved(node, "other"))
     return ((cts[0] * scale).sum_to_size(x.shape).to(x.dtype), *others)
 
 
 def _by_integers(node: Any) -> bool:
-    other = node._saved_other  # None where nothing needs it
+    other = upstream.saved(node, "other")  # None where nothing needs it
     return other is not None and not (other.is_floating_point() or other.is_complex())
 
 
 def _silu(node: Any, given: Given, cts: Given) -> Any:
-    x = node._saved_self
+    x = upstream.saved(node, "self")
     s = torch.sigmoid(x)
     return (cts[0] * (s * (1 + x * (1 - s))).conj(),)
 
@@ -72,7 +73,7 @@ def _logcumsumexp(node: Any, given: Given, cts: Given) -> Any:
     """By the formula's pullback; what the node gave is right, if nobody differentiates it again."""
     if not torch.is_grad_enabled():
         return None
-    x, dim = node._saved_self, node._saved_dim
+    x, dim = upstream.saved(node, "self"), upstream.saved(node, "dim")
     dim -= (dim >= 2**63) * 2**64  # it is shown without its sign
     return torch.func.vjp(lambda x: formulas.logcumsumexp(x, dim), x)[1](cts[0])
 
@@ -81,7 +82,7 @@ def _sparse(node: Any, given: Given, cts: Given) -> Any:
     """The cotangent's entries where the values stand, which PyTorch looks up without a graph."""
     if not torch.is_grad_enabled():
         return None
-    at, ct = node._saved_result.detach()._indices(), cts[0]
+    at, ct = upstream.indices_of(upstream.saved(node, "result").detach()), cts[0]
     places = [k for k, g in enumerate(given) if g is not None]
     found = ct[tuple(at)] if ct.layout is torch.strided else _looked_up(ct, at)
     return tuple([found if k in places else g for k, g in enumerate(given)])
@@ -112,26 +113,28 @@ def _batch_norm(node: Any, given: Given, cts: Given) -> Any:
     wanted = [g is not None for g in given]
     found = torch.ops.aten.native_batch_norm_backward(
         cts[0],
-        node._saved_input,
+        upstream.saved(node, "input"),
         *[None if x is None else x.contiguous() for x in _statistics(node)],
-        node._saved_result1,
-        node._saved_result2,
-        node._saved_training,
-        node._saved_eps,
+        upstream.saved(node, "result1"),
+        upstream.saved(node, "result2"),
+        upstream.saved(node, "training"),
+        upstream.saved(node, "eps"),
         wanted,
     )
     return tuple([g if w else None for g, w in zip(found, wanted, strict=True)])
 
 
 def _statistics(node: Any) -> tuple[Any, Any, Any]:
-    return node._saved_weight, node._saved_running_mean, node._saved_running_var
+    names = ("weight", "running_mean", "running_var")
+    weight, mean, var = (upstream.saved(node, name) for name in names)
+    return weight, mean, var
 
 
 def _attention(node: Any, given: Given, cts: Given) -> Any:
     """The kernel's own numbers, with the derivative that it lacks."""
     if not torch.is_grad_enabled():
         return None
-    from gradtools.torch.attention import differentiable  # by rules, which rest on this file
+    from gradtools.torch.fused_attention import differentiable  # by rules, which rest on this file
 
     return tuple(differentiable(node, given, cts[0]))
 
@@ -157,7 +160,7 @@ WRONG_GRADIENTS = (
         "another number",
         "",
         _silu,
-        lambda node: node._saved_self.is_complex(),
+        lambda node: upstream.saved(node, "self").is_complex(),
         "torch.nn.functional.silu(torch.complex(x, 1 - x), inplace=True).abs().sum()",
     ),
     WrongGradient(
@@ -199,7 +202,9 @@ WRONG_GRADIENTS = (
         "zero, or an error",
         "",
         _layer_norm,
-        lambda node: node._saved_weight is None and node._saved_bias is not None,
+        lambda node: (
+            upstream.saved(node, "weight") is None and upstream.saved(node, "bias") is not None
+        ),
         "",
     ),
     *[
@@ -210,7 +215,9 @@ WRONG_GRADIENTS = (
             "an error",
             "",
             _attention,
-            lambda node: not node._saved_dropout_p,  # whose mask no formula can draw again
+            lambda node: (
+                not upstream.saved(node, "dropout_p")
+            ),  # whose mask no formula can draw again
             _ATTENDING if kernel == _FUSED[0] else "",
         )
         for kernel in _FUSED

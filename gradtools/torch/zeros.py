@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -30,7 +31,7 @@ class ComplexNumbers(Exception):
     """They came up where the mode had better not stand."""
 
 
-class NoProductsOfZero(TorchDispatchMode):
+class NoProductsOfZero(upstream.TorchDispatchMode):
     """For what is called inside, in this thread.
 
     Raises `ComplexNumbers` if refuses_complex is set.

@@ -21,6 +21,8 @@ from jax.extend.core import Literal
 
 from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
+from gradtools.jax._upstream import is_of_random
+from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.translating.folding import evaluated, forwarded, pulled
 from gradtools.jax.translating.writing import Entry, Known
 from gradtools.seeing.formula.expressions import kind_of, placeholder
@@ -79,7 +81,7 @@ def _inside(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     jaxpr, consts = _inside(eqn)
-    own = bool(places.is_own(jaxpr)) and not places.is_ours(jaxpr)
+    own = bool(places.is_own(jaxpr)) and not places.is_gradtools(jaxpr)
     if own:
         found = _draw(w, eqn, jaxpr, entries) or _word(w, eqn, jaxpr, entries)
         if found is not None:
@@ -107,13 +109,13 @@ def _has_rule(eqn: Any, jaxpr: Any, own: bool) -> bool:
 
     The rules that JAX gives its own functions say what their code says, but for numerical care.
     """
-    if not tracing.is_ruled(eqn) or places.is_chunk(jaxpr):
+    if not tracing.is_ruled(eqn) or is_chunk(jaxpr):
         return False
     return not (own and eqn.primitive.name == "custom_jvp_call")
 
 
 def _name(eqn: Any, jaxpr: Any) -> str:
-    name = eqn.params.get("name") or getattr(jaxpr.debug_info, "func_name", "")
+    name = eqn.params.get("name") or function_name(jaxpr)
     return str(name).lstrip("_").rpartition(".")[2] or eqn.primitive.name
 
 
@@ -125,18 +127,13 @@ _DRAWS = {"normal": "ε", "uniform": "u", "bernoulli": "m", "permutation": "π",
 def _draw(w: Any, eqn: Any, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry] | None:
     """A draw of jax.random of which all is known."""
     known = [e.value for e in entries if isinstance(e, Known)]
-    if not _is_of_random(jaxpr) or len(known) < len(entries) or not _draws(jaxpr):
+    if not is_of_random(jaxpr) or len(known) < len(entries) or not _draws(jaxpr):
         return None
     name = _DRAWS.get(_name(eqn, jaxpr).removesuffix("_real"), "ξ")
     values = evaluated(eqn, known)
     if any(jnp.issubdtype(v.dtype, jax.dtypes.extended) for v in values):
         return [Known(v) for v in values]
     return [w.number(Known(np.asarray(v), name)) for v in values]
-
-
-def _is_of_random(jaxpr: Any) -> bool:
-    where = str(getattr(jaxpr.debug_info, "func_src_info", "")).partition(" at ")[2]
-    return "/jax/_src/random" in where.replace("\\", "/")
 
 
 def _draws(jaxpr: Any) -> bool:

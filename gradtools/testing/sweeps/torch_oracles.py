@@ -331,10 +331,12 @@ def vector(xs: Tensors) -> np.ndarray:
     """All real and imaginary parts, in float64."""
     import torch
 
+    from gradtools.torch import _upstream as upstream
+
     parts = []
     for x in xs:
         x = x.detach().resolve_conj().resolve_neg()
-        x = x.clone() if x._is_zerotensor() else x
+        x = x.clone() if upstream.is_zero(x) else x
         real = torch.view_as_real(x) if x.is_complex() else x
         parts.append(real.reshape(-1).to(torch.float64).numpy())
     return np.concatenate(parts) if parts else np.zeros(0)

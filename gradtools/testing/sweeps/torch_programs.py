@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from gradtools.errors import GradtoolsError
@@ -98,7 +97,9 @@ def entries(
 def _table(name: str) -> Any:
     try:
         with _as_before():
-            return getattr(import_module(f"torch.testing._internal.{TABLES[name]}"), name)
+            from gradtools.torch._upstream import operator_tables
+
+            return getattr(operator_tables(TABLES[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "expecttest":
             raise
@@ -221,7 +222,7 @@ def _samples(op: Any, dtype: Any) -> Iterator[Any]:
 def _of_sample(
     entry: Entry, number: int, sample: Any, dtype: Any
 ) -> list[tuple[bool, int, Program]]:
-    from torch.utils import _pytree as pytree
+    from gradtools.torch._upstream import pytree
 
     op = entry.info
     call = _variant(op, entry.variant)
@@ -280,9 +281,11 @@ def _integers(args: Any) -> Any:
 
 def _alone(op: Any, leaves: list[Any], primals: tuple[Any, ...]) -> bool:
     import torch
-    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 
-    if not isinstance(op, UnaryUfuncInfo | BinaryUfuncInfo):
+    from gradtools.torch._upstream import operator_tables
+
+    core = operator_tables("opinfo.core")
+    if not isinstance(op, core.UnaryUfuncInfo | core.BinaryUfuncInfo):
         return False
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     shapes = {x.shape for x in tensors}
@@ -323,7 +326,8 @@ def _of_module_input(
     entry: Entry, number: int, given: Any, dtype: Any, training: bool
 ) -> list[tuple[bool, int, Program]]:
     import torch
-    from torch.utils import _pytree as pytree
+
+    from gradtools.torch._upstream import pytree
 
     made = given.constructor_input
     kwargs = dict(made.kwargs)
@@ -367,8 +371,10 @@ def _is_primal(x: Any) -> bool:
 def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
     """`(f, primals, whether random, whether its numbers serve an oracle)`, or None."""
     import torch
-    from torch.utils import _pytree as pytree
 
+    from gradtools.torch import _upstream as upstream
+
+    pytree = upstream.pytree
     at = [i for i, x in enumerate(leaves) if _is_primal(x) and x.numel()]
     if not at or any(leaves[i].layout != torch.strided for i in at):
         return None
@@ -382,7 +388,7 @@ def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
         outs = pytree.tree_leaves(whole(full))
         return tuple(outs if kept is None else (outs[k] for k in kept))
 
-    versions = [x._version for x in fixed if isinstance(x, torch.Tensor)]
+    versions = [upstream.version_of(x) for x in fixed if isinstance(x, torch.Tensor)]
     stream = torch.get_rng_state()
     live = [x.clone().requires_grad_() for x in primals]
     outs = run(live, True, None)
@@ -393,7 +399,7 @@ def _pure(whole: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
         return None
     with torch.no_grad():
         run(primals, False, None)
-    copied = versions != [x._version for x in fixed if isinstance(x, torch.Tensor)]
+    copied = versions != [upstream.version_of(x) for x in fixed if isinstance(x, torch.Tensor)]
     ones = [torch.ones_like(outs[k]) for k in kept]
     grads = torch.autograd.grad([outs[k] for k in kept], live, ones, allow_unused=True)
     there = [g for g in grads if g is not None]

@@ -231,7 +231,7 @@ def _straight_through(gt: Any, o: Oracles) -> Found:
 
 @_way("functionalize, vjp")
 def _functionalize(gt: Any, o: Oracles) -> Found:
-    from torch.utils import _pytree as pytree
+    from gradtools.torch._upstream import pytree
 
     if o.program.module is None:
         return None

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.numbering import Numbering, storage_of
 
@@ -69,7 +69,7 @@ class Kept:
             storage.copy_(copy)
         with torch.no_grad():
             for x, contents in self._sparse.values():
-                with _unsafe_preserve_version_counter(x):
+                with upstream.version_counter_kept(x):
                     x.copy_(contents)
             for x, grad, contents in self._grads:
                 x.grad = grad

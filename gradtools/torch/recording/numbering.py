@@ -15,20 +15,21 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.seeing.graph import Dependence, Links, Value
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.tags import tags_at
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_wrapped = upstream.is_wrapped
 Add = Callable[[str, str, list[int], list[int], Links, str | None], int]
 
 
 def base_of(x: Tensor) -> Tensor:
     """x beneath all transforms of functorch: there autograd's own graph is."""
     while _is_wrapped(x):
-        x = torch._C._functorch.get_unwrapped(x)
+        x = upstream.get_unwrapped(x)
     return x
 
 
@@ -192,14 +193,14 @@ def edge_of(x: Tensor) -> tuple[Any, int]:
 
 def version_of(x: Tensor) -> int | None:
     """How often a tensor was changed in place, where that is counted."""
-    return None if x.is_inference() else x._version
+    return None if x.is_inference() else upstream.version_of(x)
 
 
 def storage_of(x: Tensor) -> int | None:
     """What two tensors have in common if they share memory; None where that is not known."""
     if x.layout is not torch.strided or x.device.type == "meta":
         return None
-    return x.untyped_storage()._cdata
+    return id(x.untyped_storage())
 
 
 _EXACT = 1 << 16  # entries up to which overlap is decided entry by entry

@@ -7,7 +7,6 @@ What it changes is put back: what a snapshot holds, captured tensors, and `.grad
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +18,7 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.recording import Refusal, Run
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
 from gradtools.torch.recording.recorder import Recorder, Replace
 from gradtools.torch.recording.unseen import watching
@@ -33,7 +33,7 @@ _here = threading.local()
 
 def watchable() -> bool:
     """Whether a run may be recorded here."""
-    inside = is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     return not inside and not getattr(_here, "recording", False)
 
 
@@ -165,7 +165,7 @@ def _roots(run: Run) -> list[Any]:
 
 def _eagerly() -> AbstractContextManager[Any]:
     """Inside, what was compiled runs as it is, so that it can be watched."""
-    if "torch._dynamo" not in sys.modules:
+    if not upstream.dynamo_is_loaded():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 

@@ -1,45 +1,27 @@
 """Where in the user's program a line runs: the innermost line of their own, and the modules.
 
-A frame is the user's if its file belongs neither to a framework, to gradtools, to the standard
-library, nor to an installed package; where there is none, the innermost of an installed package
-stands in. The search ends at the function that runs the user's program.
+Whose a frame is says `gradtools.lines`; where none is the user's, the innermost of an installed
+package stands in. The search ends at the function that runs the user's program.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 
-import gradtools
+from gradtools.lines import LIBRARY, USER, kind_of
 from gradtools.seeing.graph import Source
-
-_USER, _PACKAGE, _LIBRARY, _CHECKPOINT = range(4)
-_MANAGED = ("chunking.py", "programs.py", "frozen.py")
-
-
-def is_managed() -> bool:
-    """Whether gradtools itself makes this call, to run a chunk or a frozen function apart."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_RECORDING, _TORCH)):
-            return os.path.dirname(file) == _WING and os.path.basename(file) in _MANAGED
-        frame = frame.f_back
-    return False
+from gradtools.torch import _upstream as upstream
 
 
 def place(end: CodeType) -> tuple[Source | None, str]:
@@ -49,10 +31,10 @@ def place(end: CodeType) -> tuple[Source | None, str]:
     """
     frame: FrameType | None = sys._getframe(1)
     found: FrameType | None = None
-    kind, mark = _LIBRARY, ""
+    kind, mark = LIBRARY, ""
     while frame is not None and frame.f_code is not end:
-        of = _kind(frame.f_code.co_filename)
-        if of == _CHECKPOINT:
+        of = kind_of(frame.f_code.co_filename)
+        if of == LIBRARY and upstream.is_of_checkpoint(frame.f_code.co_filename):
             mark = "checkpoint"
         elif of < kind:
             found, kind = frame, of
@@ -65,7 +47,7 @@ def line_of_error(error: BaseException) -> Source | None:
     found: Source | None = None
     trace = error.__traceback__
     while trace is not None:
-        if _kind(trace.tb_frame.f_code.co_filename) == _USER:
+        if kind_of(trace.tb_frame.f_code.co_filename) == USER:
             code = trace.tb_frame.f_code
             found = Source(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
@@ -74,33 +56,6 @@ def line_of_error(error: BaseException) -> Source | None:
 
 def _source(frame: FrameType) -> Source:
     return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-@cache
-def _kind(file: str) -> int:
-    if file.endswith(os.path.join("torch", "utils", "checkpoint.py")):
-        return _CHECKPOINT
-    if file.startswith("<frozen ") or any(file.startswith(folder) for folder in _libraries()):
-        return _LIBRARY
-    if "site-packages" in file or "dist-packages" in file:
-        return _PACKAGE
-    return _LIBRARY if file.startswith(_STANDARD) else _USER
-
-
-@cache
-def _libraries() -> tuple[str, ...]:
-    own = os.path.dirname(gradtools.__file__)
-    return tuple(folder + os.sep for folder in (own, *map(_folder, (torch, np))))
-
-
-def _folder(module: Any) -> str:
-    return os.path.dirname(module.__file__)
-
-
-_RECORDING = os.path.dirname(__file__) + os.sep
-_WING = os.path.dirname(os.path.dirname(__file__))
-_TORCH = _folder(torch) + os.sep
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 # --- modules -----------------------------------------------------------------------------

@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.seeing.graph import Dependence, Graph, Links, Node
 from gradtools.seeing.recording import Refusal
+from gradtools.torch.marks import CHUNK, reason_of_detach
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.kept import Kept
 from gradtools.torch.recording.links import links_of
 from gradtools.torch.recording.numbering import Numbering, base_of, version_of
-from gradtools.torch.recording.places import Scopes, is_managed, line_of_error, place
+from gradtools.torch.recording.places import Scopes, line_of_error, place
 from gradtools.torch.recording.refusals import refusal_of
 from gradtools.torch.recording.tags import fingerprint, hosts_in, plain_hosts, tagged, tags_in
 
@@ -243,7 +244,7 @@ class Recorder(TorchFunctionMode):
         if call.raw == "__get__" and call.name == "grad":
             hosts += self._gradients
         reached = [values for values, _ in walks]
-        managed = call.name in operations.APART and is_managed()
+        managed = call.name in operations.APART and reason_of_detach() == CHUNK
         found = links_of(call, outs, reached, hosts, dropped, managed)
         numbers = [numbering.new(y) for y in outs]
         node = self.add(

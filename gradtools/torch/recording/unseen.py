@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import function
 
 from gradtools.rules import Rule, captured
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.marks import RULE, function_of_ours
 from gradtools.torch.recording.recorder import RecordedCall, Recorder, tensors_in
 
 Tensor = torch.Tensor
 # Beneath Function: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
 # Above what makes a Parameter or a Buffer. PyTorch's own functions are left as they are: dynamo,
 # which may be imported in between, takes them for what it finds.
@@ -91,32 +92,30 @@ def _captured(args: Any) -> list[Tensor]:
 _EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "known_gradient")
 _AGAIN = ("chunked", "frozen", "checkpoint")  # what computes a part of f again
 _MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(_EDITS, "edited gradient")}
-_ROOMS = {"programs": "chunked", "frozen": "frozen"}
-_OWN, _RULES = "gradtools.torch.", "gradtools.torch.rules"
 
 
 def _rule_of(kind: Any, args: Any) -> tuple[str, str]:
     """The name of a function with its own rule, and its mark."""
-    if not kind.__module__.startswith(_OWN):
+    recorded_as = function_of_ours(kind)
+    if recorded_as is None:
         return kind.__name__, "custom rule"
-    if kind.__module__ != _RULES:
+    if recorded_as != RULE:
         program = getattr(args[0], "program", None) if args else None
         if program is not None and program.forward.asked in _MARKS:
             return program.forward.asked, _MARKS[program.forward.asked]
-        name = _ROOMS.get(kind.__module__.removeprefix(_OWN), kind.__name__.strip("_").lower())
-        return name, _MARKS.get(name, "")
+        return recorded_as, _MARKS.get(recorded_as, "")
     name = getattr(getattr(args[0], "rule", None), "name", kind.__name__)
     return name, _MARKS.get(name, "custom rule")
 
 
 def _unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
     """The inputs to which a function's own backward pass gives None: it is asked once."""
-    own = kind.__module__.startswith(_OWN) and kind.__module__ != _RULES
+    own = function_of_ours(kind) not in (None, RULE)
     if own or call.mark in _AGAIN or kind.__module__.startswith("torch."):
         return set()
     outs = [y for y in tensors_in(out) if y.requires_grad and y.grad_fn is not None]
     asked = [k for k, t in enumerate(call.tracked) if t]
-    if not outs or not asked or torch._C._functorch.peek_interpreter_stack() is not None:
+    if not outs or not asked or upstream.peek_interpreter_stack() is not None:
         return set()
     try:
         with torch.enable_grad():

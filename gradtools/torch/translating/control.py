@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 
@@ -50,7 +50,7 @@ _REFUSED = ("associative_scan", "map_impl", "flex_attention", "switch")
 @contextmanager
 def followed() -> Iterator[None]:
     """Inside, this thread's control flow runs in Python."""
-    thread, plain = threading.get_ident(), HigherOrderOperator.__call__
+    thread, plain = threading.get_ident(), upstream.HigherOrderOperator.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread and self.name() in _FOLLOWED:
@@ -61,8 +61,8 @@ def followed() -> Iterator[None]:
             )
         return plain(self, *args, **kwargs)
 
-    HigherOrderOperator.__call__ = call  # type: ignore[method-assign]
+    upstream.HigherOrderOperator.__call__ = call  # type: ignore[method-assign]
     try:
         yield
     finally:
-        HigherOrderOperator.__call__ = plain  # type: ignore[method-assign]
+        upstream.HigherOrderOperator.__call__ = plain  # type: ignore[method-assign]

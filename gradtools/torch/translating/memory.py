@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.translating.writer import Ref, Writer
 
 Tensor = torch.Tensor
 
 
 @dataclass
-class Held:
+class Shown:
     """A tensor that is known, its value, and how often its memory had been written to."""
 
     tensor: Tensor
@@ -29,22 +30,22 @@ class Held:
 
 
 @dataclass
-class Storage:
+class Memory:
     """A piece of memory: the tensor that was met first, and how often it was written to."""
 
-    root: Held
+    root: Shown
     writes: int = 0
 
 
 def memory_of(x: Tensor) -> int:
     """Which piece of memory a tensor shows."""
-    with torch._C.DisableTorchFunction():  # a mode may give another tensor in its place
-        return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+    with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
+        return id(x.untyped_storage()) if x.layout is torch.strided else id(x)
 
 
 def key_of(x: Tensor) -> Any:
     """What two tensors share that show the same memory alike."""
-    with torch._C.DisableTorchFunction():
+    with upstream.DisableTorchFunction():
         if x.layout is not torch.strided:
             return id(x)
         shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()

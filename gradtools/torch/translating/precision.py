@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from gradtools.torch import _upstream as upstream
+from gradtools.torch._upstream import pytree
 from gradtools.torch.translating.memory import memory_of
 from gradtools.torch.translating.rules import applied
 
@@ -55,7 +56,7 @@ class _Reading(TorchFunctionMode):
             return known[1]
         with torch.enable_grad():
             found = x.to(_DOUBLE[x.dtype])
-        if x.is_leaf and x._version == 0:
+        if x.is_leaf and upstream.version_of(x) == 0:
             self.cast[id(x)] = self.origins[memory_of(found)] = x, found
         return found
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradtools.errors import GradtoolsError
 from gradtools.host import _BY_KEY
+from gradtools.torch import _upstream as upstream
+from gradtools.torch._upstream import pytree
 from gradtools.torch.translating import memory
-from gradtools.torch.translating.memory import Held, Storage, key_of, memory_of
+from gradtools.torch.translating.memory import Memory, Shown, key_of, memory_of
 from gradtools.torch.translating.writer import Ref, Writer, like
 from gradtools.torch.wrappers import is_inexact
 
@@ -38,7 +38,7 @@ _DRAWN = """
 DRAWN = frozenset(_DRAWN.split())
 
 
-class Recorder:
+class FormulaRecorder:
     """What a run computes, and which tensor stands for which value.
 
     Args:
@@ -64,9 +64,9 @@ class Recorder:
         self.depth = 0  # inside so many functions with rules of their own
         self.rule = ""  # the name of the innermost
         self.thread = threading.get_ident()
-        self.held: dict[int, Held] = {}
-        self.seen: dict[Any, Held] = {}
-        self.storages: dict[int, Storage] = {}
+        self.held: dict[int, Shown] = {}
+        self.seen: dict[Any, Shown] = {}
+        self.storages: dict[int, Memory] = {}
         self.tensors: dict[int, Tensor] = {}
         self.fixed: set[int] = set()  # values that depend on no argument
 
@@ -83,15 +83,15 @@ class Recorder:
         key = memory_of(x)
         storage = self.storages.get(key)
         if storage is None:
-            storage = self.storages[key] = Storage(Held(x, ref, 0))
-        held = self.held[id(x)] = Held(x, ref, storage.writes)
+            storage = self.storages[key] = Memory(Shown(x, ref, 0))
+        held = self.held[id(x)] = Shown(x, ref, storage.writes)
         self.tensors[ref.number] = x
         if not alone:
             self.seen[key_of(x)] = held
 
     def ref(self, x: Tensor) -> Ref:
         """The value of a tensor."""
-        with torch._C.DisableTorchFunction():  # a mode may give another tensor in its place
+        with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
             return self._ref(x)
 
     def _ref(self, x: Tensor) -> Ref:
@@ -104,7 +104,7 @@ class Recorder:
             ref = memory.read(self.writer, storage.root.ref, memory.places(x, storage.root.tensor))
             self.hold(x, ref)
             return ref
-        self.held.setdefault(id(x), Held(x, held.ref, held.writes))
+        self.held.setdefault(id(x), Shown(x, held.ref, held.writes))
         return held.ref
 
     def met(self, x: Tensor) -> Ref:
@@ -124,12 +124,12 @@ class Recorder:
             ref = self.writer.value(like(x), self.names.get(id(x), ""))
             self.captured[ref.number] = x
             return ref
-        self.lost = self.lost or torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+        self.lost = self.lost or upstream.current_node() is not None  # type: ignore[attr-defined]
         return self.constant(x)
 
     def constant(self, x: Tensor) -> Ref:
         """A tensor that is held as it is."""
-        with self.silent(), _disable_current_modes():
+        with self.silent(), upstream.disable_current_modes():
             value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
             if value.dtype in (torch.bfloat16, torch.float16):
                 value = value.float()
@@ -143,7 +143,7 @@ class Recorder:
         x = self.tensors.get(ref.number)
         if x is None:
             return None
-        with self.silent(), _disable_current_modes():
+        with self.silent(), upstream.disable_current_modes():
             return x.detach().cpu().numpy().copy()
 
     def true_places(self, mask: Ref) -> tuple[np.ndarray, ...]:
@@ -155,7 +155,7 @@ class Recorder:
 
     def places_of(self, bound: Any) -> np.ndarray:
         """For each element of a result the place in the first operand, -1 where it is none."""
-        with self.silent(), _disable_current_modes():
+        with self.silent(), upstream.disable_current_modes():
             count = torch.arange(1, bound.self.size + 1, dtype=torch.float64)
             found = bound.again(count.reshape(bound.self.shape))
             return found.round().long().numpy() - 1  # type: ignore[no-any-return]
@@ -291,7 +291,7 @@ class Recorder:
     def _bound(self, func: Any, args: Any, kwargs: Any) -> SimpleNamespace:
         """The arguments by name, with values in place of tensors."""
         found, given = SimpleNamespace(), []
-        for i, argument in enumerate(func._schema.arguments):
+        for i, argument in enumerate(upstream.arguments_of(func)):
             value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
             value = self._valued(value)
             given += list(refs_in(value))
@@ -348,13 +348,13 @@ class Computing:
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:
         """The results."""
-        with _disable_current_modes(), torch.enable_grad():
+        with upstream.disable_current_modes(), torch.enable_grad():
             return [y.detach().numpy() for y in self._run(values)[1]]
 
     def adjoint(self, *both: np.ndarray) -> list[np.ndarray]:
         """The cotangents of the inputs, of inputs and of cotangents of the results."""
         count = len(self.xs)
-        with _disable_current_modes(), torch.enable_grad():
+        with upstream.disable_current_modes(), torch.enable_grad():
             xs, ys = self._run(both[:count])
             asked = [x for x in xs if x.requires_grad]
             pairs = zip(both[count:], ys, strict=True)
@@ -368,10 +368,10 @@ class Computing:
         return [np.zeros(v.shape) if g is None else g.numpy() for g, v in given_back]
 
 
-class Operations(TorchDispatchMode):
+class Operations(upstream.TorchDispatchMode):
     """What aten computes."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: FormulaRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -387,7 +387,7 @@ class Operations(TorchDispatchMode):
 class Functions(TorchFunctionMode):
     """What is called in Python."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: FormulaRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -395,7 +395,7 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         recorder = self.recorder
         translation = recorder.functions.get(func) if recorder.here else None
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        transformed = upstream.peek_interpreter_stack() is not None
         if translation is None or transformed:
             return func(*args, **kwargs)
         found = recorder.function(translation, func, args, kwargs)
@@ -407,9 +407,7 @@ _SAME = frozenset({"alias", "lift_fresh", "lift", "detach"})
 
 def _decomposition(func: Any) -> Any:
     """PyTorch's own, if it has one; the table takes a second to be read."""
-    from torch._decomp import decomposition_table
-
-    return decomposition_table.get(func)
+    return upstream.decompositions().get(func)
 
 
 def _functional(name: str, writes: bool) -> str:
@@ -418,7 +416,7 @@ def _functional(name: str, writes: bool) -> str:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors that an operation writes to."""
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(upstream.arguments_of(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)

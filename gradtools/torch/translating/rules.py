@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import function
 
 from gradtools.seeing.graph import Body
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording.unseen import _rule_of as rule_of
-from gradtools.torch.translating.recorder import Computing, Recorder, tensors_in
+from gradtools.torch.translating.recorder import Computing, FormulaRecorder, tensors_in
 from gradtools.torch.translating.writer import Ref, like
 from gradtools.torch.wrappers import is_inexact
 
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 _DEEPEST = 2  # a formula is of second order at most
 
 # Beneath Function: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = function._SingleLevelFunction
+_FUNCTIONS: Any = upstream.Functions
 _APPLY = "apply"
 
 
@@ -62,22 +62,22 @@ def applied(around: Callable[[Any, Callable[..., Any], Any, Any], Any]) -> Itera
 
 
 @contextmanager
-def watched(recorder: Recorder) -> Iterator[None]:
+def watched(recorder: FormulaRecorder) -> Iterator[None]:
     """Inside, functions with rules are written down."""
 
     def around(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         if not recorder.here or recorder.depth >= _DEEPEST:
             return apply(*args, **kwargs)
-        return _Rule(recorder, cls, args).run(apply, kwargs)
+        return _Applied(recorder, cls, args).run(apply, kwargs)
 
     with applied(around):
         yield
 
 
-class _Rule:
+class _Applied:
     """One call of a function with a rule of its own."""
 
-    def __init__(self, recorder: Recorder, kind: Any, args: Sequence[Any]) -> None:
+    def __init__(self, recorder: FormulaRecorder, kind: Any, args: Sequence[Any]) -> None:
         self.recorder, self.writer = recorder, recorder.writer
         self.kind, self.args = kind, args
         self.name = rule_of(kind, args)[0]

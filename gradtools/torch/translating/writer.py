@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from gradtools.seeing.graph import Body, Graph, Node, Value
+from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -54,7 +55,7 @@ Like = tuple[Shape, str]
 
 def like(x: Tensor) -> Like:
     """A tensor's shape and dtype."""
-    with torch._C.DisableTorchFunction():
+    with upstream.DisableTorchFunction():
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Chunks
-from gradtools.errors import GradtoolsError, said_by, warn
+from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.jax.arrays import asarray
 from gradtools.jax.refusals import explained
 from gradtools.jax.rules import apply_rule, transpose
@@ -171,6 +171,15 @@ class _Use:
         pushed = jax.make_jaxpr(lambda *dxs: self.pushed(xs, spread(dxs, self.moving)))(*moved)
         return "a jax.custom_vjp in G" if _holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
 
+    def may_hold(self, xs: Entries, *names: str) -> bool:
+        """Whether G may hold such an operation: where values decide what G does, any."""
+        if isinstance(self.fun, _Traced):
+            return _holds(self.fun.closed.jaxpr, *names)
+        try:
+            return _holds(jax.make_jaxpr(self.fun)(*xs).jaxpr, *names)
+        except jax.errors.JAXTypeError:
+            return True
+
     def may_keep(self, xs: Entries) -> bool:
         """Whether the graph fits in the budget; that of a loop of unknown length is not there."""
 
@@ -201,7 +210,7 @@ class _Use:
         try:
             return _through(pull, cts)
         except ValueError as error:
-            if _LOOP not in said_by("jax", error):
+            if not (is_of("jax", error) and self.may_hold(xs, "while")):
                 raise
         warn(
             "frozen: a lax.while_loop in G has a number of trips that is known only when it runs, "
@@ -308,7 +317,8 @@ def _pullback(use: _Use, graph: _Graph, there: list[bool]) -> Rule:
             try:
                 return in_forward_mode(saved, xs, cts, us)
             except TypeError as error:
-                if _SOLVER not in said_by("jax", error):  # JAX fails at a tangent that is zero
+                # JAX fails at a tangent of a solver that is zero.
+                if not (is_of("jax", error) and use.may_hold(xs, "custom_linear_solve")):
                     raise
                 lacking = "lax.custom_linear_solve in G"
         _tell(lacking)
@@ -429,8 +439,6 @@ def _is_program(x: Any) -> bool:
 
 
 _TO_TRANSPOSE = ("custom_lin", "unreachable")  # the tangents of a custom_vjp: they do not run
-_LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
-_SOLVER = "and was passed to custom_linear_solve"
 
 
 def _through(pull: Any, cts: list[Array]) -> list[Array]:

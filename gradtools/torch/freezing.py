@@ -23,6 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import left_to_python
 from gradtools.torch.customcode import (
     gate_compiled,
     gated_calls,
@@ -32,6 +34,7 @@ from gradtools.torch.customcode import (
 )
 from gradtools.torch.engines import _unshared
 from gradtools.torch.gates import gated
+from gradtools.torch.marks import CHUNK, detached
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
 from gradtools.torch.programs import (
@@ -56,6 +59,7 @@ from gradtools.torch.wrappers import is_dual, is_inexact
 from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero
 
 Tensor = torch.Tensor
+left_to_python(__name__)
 
 
 class Uses:
@@ -95,7 +99,7 @@ class Uses:
 
 def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
     """The outputs of one use."""
-    beneath = torch._C._functorch.peek_interpreter_stack() is not None
+    beneath = upstream.peek_interpreter_stack() is not None
     with marked("frozen"):
         if is_plain():
             return whole.call(0, 0, [], whole.shared, [])[0]
@@ -153,7 +157,7 @@ class _Use(Forward):
         return int(self.keeps)
 
     def _may_keep(self) -> bool:
-        packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        packed = upstream.saved_tensors_hooks_on(False) is not None
         return not packed and not self.beneath and self.modes.grad
 
     def _called(self, i: int, pieces: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -188,7 +192,7 @@ class _Use(Forward):
         self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries, joint: Any = None
     ) -> list[Any]:
         back = _FrozenBackward(self, widths, width, there)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if upstream.peek_interpreter_stack() is not None:
             return outputs_of(back, rows, shared)
         known = back.evaluate(rows, shared)
         cts, zs = rows[0], list(shared)
@@ -196,8 +200,10 @@ class _Use(Forward):
             return [*flattened(known[0]), *known[1]]
         back.arguments = zs
         if self.verification is not None:
-            first = [None if g is None else g.detach() for g in known[1]]  # in no graph of its own
-            back.pulled_first = [(g, 0 if g is None else g._version) for g in first]
+            first = [
+                None if g is None else detached(g, CHUNK) for g in known[1]
+            ]  # in no graph of its own
+            back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
         asked = _Asked.apply(back, tuple(cts), *zs)
         _, grads = node_of(back, rows, asked, known)
         return self.guarded(grads)
@@ -210,7 +216,7 @@ class _Use(Forward):
 
     def may_use_graph(self) -> bool:
         """Whether nothing differentiates the result."""
-        return not torch.is_grad_enabled() and forward_ad._current_level < 0
+        return not torch.is_grad_enabled() and upstream.forward_level() < 0
 
     def may_use_forward_mode(self) -> bool:
         """Whether nothing differentiates the result, and no transform is under way."""
@@ -219,7 +225,7 @@ class _Use(Forward):
     def shows_numbers(self) -> bool:
         """Whether no transform is under way."""
         batched = batchings() > 0  # of is_grads_batched
-        beneath = torch._C._functorch.peek_interpreter_stack() is not None
+        beneath = upstream.peek_interpreter_stack() is not None
         return not (beneath or batched or self.batches)
 
     def by_any_kernel(self, asked: str, fast: Any, slow: Callable[[_Use], list[Any]]) -> list[Any]:
@@ -309,7 +315,7 @@ class _Use(Forward):
 
     def _second(self, zs: Entries, dzs: Entries, cts: Entries, products: Any) -> list[Any]:
         # Others cannot pack symbolic zeros. Where there are none a rule may use torch.func.
-        packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        packed = upstream.saved_tensors_hooks_on(False) is not None
         own = saved_tensors_hooks(lambda x: x, lambda x: x) if packed else nullcontext()
         use = self.with_modes(self.modes)
         use.within = stops = lambda: Stops(hidden=False)
@@ -357,7 +363,7 @@ class _FrozenBackward(Backward):
             vs = [None if ct is None else alias_of(ct) for ct in cts]
             grads = pulled_back(outs, own, vs, True, True)
         self.graph = (own, vs, grads)
-        sums.add([None if g is None else g.detach() for g in grads])
+        sums.add([None if g is None else detached(g, CHUNK) for g in grads])
         return {0}
 
     def through_graph(self, ys: Entries, xs: Entries, cts: Entries) -> list[Any] | None:
@@ -393,7 +399,7 @@ class _FrozenBackward(Backward):
         use: Any = self.of
         fresh = use.with_modes(use.modes)
         same = _FrozenBackward(fresh, self.widths, self.shared_width, self.there)
-        scaled = [None if ct is None else ct.detach() * factor for ct in cts]
+        scaled = [None if ct is None else detached(ct, CHUNK) * factor for ct in cts]
         with torch.no_grad():
             return same.evaluate([scaled], zs)[1]
 
@@ -426,7 +432,9 @@ class _FrozenBackward(Backward):
 
         What G changes only while it runs, and puts back, is another thing in a backward pass.
         """
-        stand = all(g is None or g._version == version for g, version in self.pulled_first)
+        stand = all(
+            g is None or upstream.version_of(g) == version for g, version in self.pulled_first
+        )
         given = [x for x in (*us, *along, *cts) if x is not None]
         if not stand or any(x.layout is not torch.strided or x.is_meta for x in given):
             return
@@ -510,6 +518,8 @@ class _Asked(torch.autograd.Function):
     for which this would be computed in vain. The pullback's own node saves them and checks them.
     """
 
+    recorded_as = "frozen"
+
     @staticmethod
     def forward(ctx: Any, back: Any, cts: tuple[Tensor, ...], *zs: Tensor) -> Any:
         ctx.back, ctx.cts = back, cts
@@ -542,15 +552,15 @@ _CONSTANTS = (
 
 
 def _dual(z: Tensor, dz: Tensor | None) -> Tensor:
-    z = z.detach()
-    return z if dz is None else forward_ad.make_dual(_unshared(z), dz.detach())
+    z = detached(z, CHUNK)
+    return z if dz is None else forward_ad.make_dual(_unshared(z), detached(dz, CHUNK))
 
 
 def _tangent(y: Any) -> Tensor | None:
     if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
         return None
     tangent = tangent_of(y)
-    return None if tangent is None else tangent.detach()
+    return None if tangent is None else detached(tangent, CHUNK)
 
 
 def _is_times(factor: float, x: Tensor, y: Tensor) -> bool:

@@ -16,8 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from gradtools.rules import Rule
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.formulas import attention_weights, over_groups
 from gradtools.torch.rules import apply_rule
 from gradtools.torch.transposed import rule_of_reverse_mode
@@ -34,7 +37,7 @@ def differentiable(node: Any, given: Sequence[Tensor | None], ct: Tensor) -> lis
     mask = _mask_of(node)
     places = [k for k, g in enumerate(given) if g is not None]
     found = [g.detach() for g in given if g is not None]
-    options = node._saved_is_causal, node._saved_scale
+    options = upstream.saved(node, "is_causal"), upstream.saved(node, "scale")
     masks = [] if mask is None else [mask]
 
     def pulled(ct: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
@@ -42,7 +45,7 @@ def differentiable(node: Any, given: Sequence[Tensor | None], ct: Tensor) -> lis
         grads = attention_pullback(ct, q, k, v, mask, *options)
         return [g for i, g in enumerate(grads) if i in places and g is not None]
 
-    xs = [ct, node._saved_query, node._saved_key, node._saved_value, *masks]
+    xs = [ct, *(upstream.saved(node, name) for name in ("query", "key", "value")), *masks]
     rule = rule_of_reverse_mode("scaled_dot_product_attention", pulled)
     left = iter(apply_rule(_at_values(rule, len(xs), len(found)), *xs, *found))
     return [None if g is None else next(left) for g in given]
@@ -99,3 +102,39 @@ def attention_pullback(
 def _summed(x: Tensor, times: int) -> Tensor:
     """Over the heads of queries that share one of keys."""
     return x if times == 1 else x.unflatten(-3, (-1, times)).sum(-3)
+
+
+_ATTENDING = ("scaled_dot_product_attention", "multi_head_attention_forward")
+
+
+class PlainWhereLive(TorchFunctionMode):
+    """Around what dynamo traces: attention by plain operations where its gradient has a graph.
+
+    The compiled graph is differentiated as a whole if what goes into it requires grad, the
+    backward pass of fused attention in it too, which has no derivative.
+
+    Attributes:
+        levels: How many of `torch.func`'s levels are the caller's own, above those operands.
+    """
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The function, by the kernel that can be differentiated as often as is asked."""
+        kwargs = kwargs or {}
+        if getattr(fun, "__name__", "") not in _ATTENDING or not self._is_live(args, kwargs):
+            return fun(*args, **kwargs)
+        with sdpa_kernel(SDPBackend.MATH):
+            return fun(*args, **kwargs)
+
+    def _is_live(self, args: Any, kwargs: Any) -> bool:
+        """Whether an operand, without the caller's levels, requires grad."""
+        for x in upstream.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                for level in range(self.levels, 0, -1):
+                    x = upstream.unwrap_for_grad(x, level)
+                if x.requires_grad:
+                    return True
+        return False

@@ -1,0 +1,127 @@
+"""A simulator of the other framework inside this one: Newton's method, and slopes inside a loss.
+
+The simulator, a damped pendulum, is written in JAX where this program is PyTorch, and in PyTorch
+where it is JAX: the bridge takes it across, with its derivatives. Its length and damping are found
+from an observed swing by Newton's method, with the Hessian through the simulator; then again from
+how the swing follows its starting point, so that each step is a second derivative. Both programs
+give the same numbers.
+"""
+
+import importlib.util
+
+import numpy as np
+from common import claim, difference, double_precision, flat, main
+from tqdm import trange
+
+from gradtools import GradtoolsError
+
+STEPS, DT = 40, 0.1
+TRUTH = np.array([0.8, 0.3])  # length, damping
+
+
+def jax_pendulum(start, body):
+    """The swing of a pendulum, in JAX."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(state, _):
+        angle, speed = state
+        speed = speed - DT * (jnp.sin(angle) / body[0] + body[1] * speed)
+        return (angle + DT * speed, speed), angle
+
+    return jax.lax.scan(step, (start, jnp.zeros_like(start)), None, length=STEPS)[1]
+
+
+def torch_pendulum(start, body):
+    """The same in PyTorch."""
+    import torch
+
+    angle, speed, angles = start, torch.zeros_like(start), []
+    for _ in range(STEPS):
+        angles.append(angle)
+        speed = speed - DT * (torch.sin(angle) / body[0] + body[1] * speed)
+        angle = angle + DT * speed
+    return torch.stack(angles)
+
+
+def crossed(backend):
+    """The other framework's simulator as a function of this one."""
+    from gradtools import bridge
+
+    if backend == "torch":
+        return bridge.to_torch(jax_pendulum), torch_pendulum
+    return bridge.to_jax(torch_pendulum), jax_pendulum
+
+
+def show(gt, backend):
+    other = {"torch": "jax", "jax": "torch"}[backend]
+    if importlib.util.find_spec(other) is None:
+        print(f"  left out: {other} is not installed, and a bridge has two ends")
+        return {}
+    with double_precision(other):
+        return fitted(gt, backend)
+
+
+def fitted(gt, backend):
+    xp = gt.xp
+    simulate, native = crossed(backend)
+    start, truth = gt.asarray(np.array(1.2)), gt.asarray(TRUTH)
+    observed = native(start, truth)
+
+    def loss(body):
+        return xp.sum((simulate(start, body) - observed) ** 2)
+
+    def at_home(body):
+        return xp.sum((native(start, body) - observed) ** 2)
+
+    hessian, own = gt.hessian(loss), gt.hessian(at_home)
+    if backend == "jax":
+        hessian, own = gt.compile(hessian), gt.compile(own)
+    body = gt.asarray(np.array([1.0, 0.2]))
+    apart = difference(flat(gt, hessian(body)), flat(gt, own(body)))
+    claim(
+        f"the Hessian through the bridge differs from the native one by {apart:.1e}", apart < 1e-12
+    )
+
+    slope = gt.grad(loss)
+    for _ in trange(8, desc="  Newton", leave=False):
+        body = body - xp.linalg.solve(hessian(body), slope(body))
+    found = gt.to_numpy(body)
+    off = difference(found, TRUTH)
+    claim(f"Newton's method finds length {found[0]:.3f}, damping {found[1]:.3f}", off < 1e-8)
+
+    def swing(body):  # how the swing follows its starting point: a derivative inside the loss
+        return gt.jvp(lambda start: simulate(start, body), (start,), (xp.ones_like(start),))[1]
+
+    target = swing(truth)
+    by_slope = gt.value_and_grad(lambda body: xp.mean((swing(body) - target) ** 2))
+    guess = gt.asarray(np.array([0.9, 0.25]))
+    first = float(by_slope(guess)[0])
+    for _ in trange(60, desc="  descent", leave=False):
+        value, step = by_slope(guess)
+        guess = guess - 0.05 * step
+    claim(
+        f"from its slopes alone: loss {first:.1e} to {float(value):.1e}", float(value) < first / 5
+    )
+    claim(f"what PyTorch would lose is refused: {refused()}", refused())
+    return {"found": body, "by slopes": guess}
+
+
+def refused():
+    """What is said of a parameter that a bridged function holds."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    from gradtools import bridge
+
+    layer = torch.nn.Linear(2, 1)
+    try:
+        jax.grad(lambda x: bridge.to_jax(lambda x: layer(x))(x).sum())(jnp.ones(2, "float32"))
+    except GradtoolsError as error:
+        return str(error).partition(", and")[0]
+    return ""
+
+
+if __name__ == "__main__":
+    main(show)

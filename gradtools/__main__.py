@@ -1,0 +1,10 @@
+"""`python -m gradtools` is the command `gradtools`, where that is not on the path."""
+
+from __future__ import annotations
+
+import sys
+
+from gradtools.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

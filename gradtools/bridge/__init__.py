@@ -1,0 +1,130 @@
+"""A function or model of one framework inside the other: `from gradtools import bridge`.
+
+    y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
+
+The derivative of a bridged function is taken by its own framework, with `gradtools.vjp` and `jvp`;
+both are bridged again, so both modes mix at any order. This package alone imports both frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradtools.bridge.functions import Bridged
+from gradtools.bridge.jax_guest import JaxGuest
+from gradtools.bridge.models import BridgedModule, is_jax_model, model_to_torch, module_to_jax
+from gradtools.bridge.torch_guest import TorchGuest
+from gradtools.errors import GradtoolsError
+
+__all__ = ["to_jax", "to_torch"]
+
+_TORCH = TorchGuest()
+
+
+def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None) -> Any:
+    """A PyTorch function or module as a differentiable one of JAX.
+
+    Both modes of differentiation in any mix, jit, vmap, scan and checkpoint. Outside of jit f is
+    called at once on the memory of its arguments; in a traced program it is a host callback, and
+    arrays pass through the host's memory. f must be a function of its arguments: it is called once
+    more for each derivative. What it writes in an argument stays its own.
+
+    Args:
+        f: A function of pytrees of tensors (floating, complex, integer, bool; bfloat16 too), to
+            pytrees of tensors; or a `torch.nn.Module`. What is no array in its arguments is static
+            and must be hashable.
+        out: What f returns, where a traced program cannot tell by fake tensors, as of a shape that
+            depends on values: a pytree of `Spec(shape, dtype)`, or a function of f's arguments,
+            arrays replaced by their Specs, to one. For a module of the pair `(output, state)`.
+        train: Of a module: whether it trains; None: as it stands.
+
+    Returns:
+        A function of JAX arrays. Of a module `(apply, params, state)`, with
+        `apply(params, state, *args, key=None, **kwargs) -> (output, new_state)`, as of
+        `gradtools.torch.functionalize`: dicts of JAX arrays by the module's names, copies of its
+        own; `key` is JAX's. Without x64 integers of the state come in 32 bits.
+
+    Raises:
+        GradtoolsError: f is no function. (On call) f draws from PyTorch's global stream, or writes
+            in a buffer that it closes over; its derivative is asked for and a tensor that it
+            closes over requires grad; it returns 64 bits and x64 is off; in a traced program, its
+            shapes cannot be told and `out` is None. Under jit the text is in JAX's own error.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, torch
+        >>> from gradtools import bridge
+        >>> f = bridge.to_jax(lambda x: torch.sin(x).sum())
+        >>> x = jnp.zeros(2)
+        >>> jax.jit(jax.grad(f))(x)
+        Array([1., 1.], dtype=float32)
+        >>> apply, params, state = bridge.to_jax(torch.nn.Linear(2, 1))
+        >>> {name: p.shape for name, p in params.items()}
+        {'weight': (1, 2), 'bias': (1,)}
+    """
+    _check("to_jax", f)
+    if isinstance(f, torch.nn.Module):
+        return module_to_jax(_TORCH, f, out, train)
+    if train is not None:
+        raise GradtoolsError("to_jax: train concerns modules, and f is a function.")
+    if isinstance(f, Bridged) and isinstance(f.guest, JaxGuest):
+        return f.fun
+    return Bridged(_TORCH, f, out)
+
+
+def to_torch(
+    f: Callable[..., Any], *, out: Any = None, variables: Any = None, jit: bool = True
+) -> Any:
+    """A JAX function or model as a differentiable one of PyTorch.
+
+    Reverse and forward mode in any mix, `torch.func`, `torch.compile`, checkpoint. Outside of
+    transforms f is called on the memory of its arguments, and a call returns when its results are
+    there. f and each of its derivatives are compiled once for each shape and dtype.
+
+    Args:
+        f: A function of pytrees of arrays to pytrees of arrays; or a model: a `flax.nnx` or
+            `equinox` module, a `flax.linen` one or what haiku transforms, with their `variables`.
+            What is no tensor in its arguments is static and must be hashable.
+        out: What f returns, where `jax.eval_shape` cannot tell it (with jit=False): a pytree of
+            `Spec(shape, dtype)`, or a function of the arguments, tensors replaced by their Specs,
+            to one.
+        variables: As in `gradtools.jax.functionalize`.
+        jit: Whether f is compiled; False for an f that reads values (a Python if).
+
+    Returns:
+        A function of tensors. Of a model an `nn.Module`: its parameters are the model's floating
+        arrays (copies), by the model's names, its buffers the model's state. `train()` and `eval()`
+        choose the model's mode, where it has two; in training the buffers follow the state, and a
+        model that needs a key and is given none takes one from PyTorch's global stream.
+
+    Raises:
+        GradtoolsError: f is no function. (On call) a tensor has 64 bits and x64 is off; f closes
+            over an array that JAX traces or differentiates; a tensor's layout is sparse.
+
+    Example:
+        >>> import jax.numpy as jnp, torch
+        >>> from gradtools import bridge
+        >>> f = bridge.to_torch(lambda x: jnp.sin(x).sum())
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> f(x).backward()
+        >>> x.grad
+        tensor([1., 1.])
+        >>> torch.func.hessian(f)(torch.zeros(1))
+        tensor([[-0.]])
+    """
+    _check("to_torch", f)
+    guest = JaxGuest(jit)
+    if is_jax_model(f):
+        return model_to_torch(guest, f, variables, out)
+    if variables is not None:
+        raise GradtoolsError("to_torch: variables concern models, and f is a function.")
+    if isinstance(f, Bridged) and isinstance(f.guest, TorchGuest):
+        return f.fun
+    return Bridged(guest, f, out)
+
+
+def _check(asked: str, f: Any) -> None:
+    if isinstance(f, BridgedModule) or not (callable(f) or is_jax_model(f)):
+        raise GradtoolsError(f"{asked}: got {f!r}; expected a function or a model.")

@@ -1,0 +1,412 @@
+"""A function of one framework as a rule of the other.
+
+The guest is the framework of the function f, the host the one whose program calls it. The rule of
+f calls the guest's own `gradtools.vjp` and `jvp`, and each of these is such a function again:
+
+    y = f(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
+
+so there is no last order. Both wings say J^H y' for the pullback, so nothing is conjugated here.
+Where the host's arrays have values and nothing follows the program, f is called at once, on the
+same memory; in a traced program it is a host kernel. A derivative evaluates f again: no graph of
+the guest outlives a call.
+
+What a framework does as a guest stands in `torch_guest.py` and `jax_guest.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gradtools.connection import refuse_cut
+from gradtools.custom import CustomRule, Parameters, Shaped
+from gradtools.errors import GradtoolsError
+from gradtools.host import Kernel, Spec
+from gradtools.rules import KEYS, Entries, Rule, spread
+
+Array = Any
+Mask = tuple[bool, ...]
+Run = Callable[..., list[Array]]
+_MOST = 256
+
+
+class Foreign:
+    """A function of flat lists of the guest's arrays, and its rule in the host.
+
+    Attributes:
+        guest: The framework of the function.
+        name: What messages call it.
+        run: The function, of the guest's arrays.
+        base: The function of which it is a derivative; its arguments lead those of its derivatives.
+        outs: The Specs of what comes out, of those of what goes in.
+        arity: Of a derivative, how many arguments `base` has.
+    """
+
+    def __init__(
+        self,
+        guest: Any,
+        name: str,
+        run: Run,
+        outs: Callable[..., Any],
+        base: Foreign | None = None,
+        arity: int = 0,
+    ) -> None:
+        self.guest, self.name, self.run, self.outs = guest, name, run, outs
+        self.base = base or self
+        self.arity = arity
+        self.fun: Any = None  # of a function that is no derivative, what its author wrote
+        self.entry = guest.entry(run)
+        self._derived: dict[Any, Foreign] = {}
+        self._known: dict[Any, Known] = {}
+        self._mapped: dict[Any, Run] = {}
+
+    def __repr__(self) -> str:
+        return f"<{self.guest.name} function {self.name}>"
+
+    def known(self, xs: Sequence[Array]) -> Known:
+        """What is known of calls with the host's arrays like these."""
+        key = tuple([(x.shape, x.dtype) for x in xs])
+        found = self._known.get(key)
+        if found is None:
+            found = _kept(self._known, key, self.known_of(self.guest.specs_of(self.name, xs)))
+        return found
+
+    def known_of(self, ins: tuple[Spec, ...]) -> Known:
+        """The same by what the arrays look like."""
+        return self._known.get(ins) or _kept(self._known, ins, Known(self, ins))
+
+    def value(self, *xs: Array) -> list[Array]:
+        """The outputs, as the host's arrays."""
+        known = self.known(xs)
+        if self.guest.are_plain(xs):
+            return known.direct(xs)
+        host = self.guest.host
+        call, arrays = known.kernel.bind(host, xs)
+        return list(host.call_kernel(call, arrays))
+
+    @cached_property
+    def rule(self) -> Rule:
+        """The function in the host's program."""
+        apply = self.guest.host.apply_rule
+
+        def tangent(xs: Entries, dxs: Entries) -> list[Any]:
+            moving = tuple([dx is not None for dx in dxs])
+            pushed = apply(self.jvp(moving).rule, *xs, *_present(dxs))
+            return spread(pushed, self.known(xs).inexact)
+
+        def cotangent(xs: Entries, cts: Entries) -> list[Any]:
+            moving = tuple([self.guest.host.is_inexact(x) for x in xs])
+            given = tuple([ct is not None for ct in cts])
+            if not any(given) or not any(moving):
+                return [None] * len(xs)
+            return spread(apply(self.vjp(moving, given).rule, *xs, *_present(cts)), moving)
+
+        return Rule(self.name, self.value, tangent, cotangent, captures=False)
+
+    def jvp(self, moving: Mask) -> Foreign:
+        """Tangents of the floating outputs, of all inputs and the tangents of those that move."""
+        n, run, guest = len(moving), self.run, self.guest
+
+        def pushed(*operands: Array) -> list[Array]:
+            xs, dxs = operands[:n], operands[n:]
+
+            def inexact(*at: Array) -> tuple[list[Array], list[Array]]:
+                return list(filter(guest.is_inexact, run(*_at(xs, at, moving)))), []
+
+            at = [x for x, m in zip(xs, moving, strict=True) if m]
+            return list(guest.backend.jvp(Asked(inexact, guest.operator), at, list(dxs))[2])
+
+        def outs(specs: Sequence[Spec]) -> list[Spec]:
+            return list(filter(_is_inexact, self.outs(specs[:n])))
+
+        return self._of("jvp", (moving,), pushed, outs)
+
+    def vjp(self, moving: Mask, given: Mask) -> Foreign:
+        """Cotangents of the inputs that move, of all inputs and the cotangents that are given."""
+        n, run, guest = len(moving), self.run, self.guest
+
+        def pulled(*operands: Array) -> list[Array]:
+            xs, cts = operands[:n], operands[n:]
+
+            def chosen(*at: Array) -> tuple[list[Array], list[Array]]:
+                ys = run(*_at(xs, at, moving))
+                return [y for y, g in zip(ys, given, strict=True) if g], []
+
+            at = [x for x, m in zip(xs, moving, strict=True) if m]
+            asked = Asked(chosen, guest.operator)
+            found = guest.backend.vjp(asked, at, groups=None, once=True)
+            pulled = found.pullback(list(cts))
+            if self.base is self:
+                # In a derivative no derivative is cut, and what is constant has the derivative 0.
+                refuse_cut(asked, found.cut(pulled))
+            pairs = zip(at, pulled, strict=True)
+            return [guest.backend.zeros_like(x) if p is None else p for x, p in pairs]
+
+        def outs(specs: Sequence[Spec]) -> list[Spec]:
+            return [s for s, m in zip(specs[:n], moving, strict=True) if m]
+
+        return self._of("vjp", (moving, given), pulled, outs)
+
+    def mapped(self, shared: Any, depth: int) -> Run:
+        """The function of batches, `shared` as `_shared` says; kept, for it may be compiled."""
+        if not depth:
+            return self.entry
+        found = self._mapped.get(shared)
+        if found is None:
+            run = self.run
+            for level in reversed(range(depth)):
+                run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
+            found = _kept(self._mapped, shared, self.guest.entry(run))
+        return found
+
+    def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
+        found = self._derived.get((which, masks))
+        if found is None:
+            arity = self.arity or len(masks[0])
+            name = f"{self.name}'s {which}"
+            made = Foreign(self.guest, name, run, outs, self.base, arity)
+            found = _kept(self._derived, (which, masks), made)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A function whose derivative is taken, and the operator that messages name."""
+
+    f: Callable[..., tuple[list[Array], list[Array]]]
+    asked: str
+
+    def __call__(self, *xs: Array) -> tuple[list[Array], list[Array]]:
+        """The outputs, and none besides."""
+        return self.f(*xs)
+
+
+@dataclass(eq=False)
+class Known:
+    """What is known of calls of a function with arrays of these shapes and dtypes.
+
+    Attributes:
+        of: The function.
+        ins: What goes in.
+        seen: Of a function that is no derivative: whether its first call was looked at.
+        written: Which arguments it writes in place; these are copied.
+        captured: What it closes over that is to be differentiated, in words.
+    """
+
+    of: Foreign
+    ins: tuple[Spec, ...]
+    seen: bool = False
+    written: tuple[int, ...] = ()
+    captured: str = ""
+
+    @cached_property
+    def base(self) -> Known:
+        """What is known of the function of which this is a derivative."""
+        base = self.of.base
+        return self if base is self.of else base.known_of(self.ins[: self.of.arity])
+
+    @cached_property
+    def outs(self) -> list[Spec]:
+        """What comes out; of a traced program without running it."""
+        return self.of.outs(self.ins)
+
+    @cached_property
+    def inexact(self) -> Mask:
+        """Which outputs are floating or complex."""
+        return tuple(map(_is_inexact, self.outs))
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """The function as a host kernel."""
+        return Kernel(self._on_host, lambda *_: self.outs, True, self.of.name, raw=True)
+
+    def direct(self, xs: Sequence[Array]) -> list[Array]:
+        """The function at the host's arrays, without a copy where memory can be shared."""
+        return self.of.guest.called(self, self.of.entry, xs)
+
+    def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """The same of NumPy arrays, with the axes of batches in front of each."""
+        guest = self.of.guest
+        depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
+        if 0 in arrays[0].shape[:depth] if arrays else False:
+            sizes = arrays[0].shape[:depth]
+            return [np.empty((*sizes, *s.shape), guest.carrier(s)) for s in self.outs]
+        shared = _shared(arrays, depth)
+        arrays = tuple([a[_first(s)] for a, s in zip(arrays, shared, strict=True)])
+        run = self.of.mapped(tuple(map(tuple, shared)), depth)
+        return guest.called_on_host(self, run, arrays, depth)
+
+
+def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
+    """Of each array, over which axes of the batch it is the same; no axis is shared by all."""
+    found = [[a.strides[i] == 0 and a.shape[i] > 1 for i in range(depth)] for a in arrays]
+    for level in range(depth):
+        if all(s[level] for s in found):
+            found[0][level] = False
+    return found
+
+
+def _first(shared: Sequence[bool]) -> tuple[Any, ...]:
+    return (*[0 if s else slice(None) for s in shared], ...)  # an array, not a number
+
+
+def _at(xs: Sequence[Array], at: Sequence[Array], moving: Mask) -> list[Array]:
+    """xs with those of `at` where they move."""
+    new = iter(at)
+    return [next(new) if m else x for x, m in zip(xs, moving, strict=True)]
+
+
+def _present(xs: Entries) -> list[Array]:
+    return [x for x in xs if x is not None]
+
+
+def _is_inexact(spec: Spec) -> bool:
+    return spec.dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _kept(cache: dict[Any, Any], key: Any, made: Any) -> Any:
+    cache[key] = made
+    if len(cache) > _MOST:
+        del cache[next(iter(cache))]
+    return made
+
+
+# --- the function of pytrees -------------------------------------------------------------
+
+
+class Bridged(CustomRule):
+    """A function of the guest framework as one of the host; see `gradtools.bridge`."""
+
+    _kind = "bridged function"
+    __gradtools_holds__ = ("fun", "out")
+
+    def __init__(self, guest: Any, f: Callable[..., Any], out: Any) -> None:
+        self.guest, self.out = guest, out
+        super().__init__(guest.host, _of_trees, (), "never")
+        self.fun = self.__wrapped__ = f
+        self.__name__ = getattr(f, "__name__", None) or type(f).__name__
+        self.__doc__, self.__module__ = f.__doc__, f.__module__
+
+    def _taking(self) -> Parameters:
+        return Parameters(None, (), (), ())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The value; differentiated by the guest wherever the host takes a derivative."""
+        if not self._backend.compiling():
+            host = self._backend
+            if not kwargs:
+                leaves, by_position = host.flatten(args)
+                known = self._calls.get(by_position)  # with arrays alone
+                if known is not None and self.guest.are_plain(leaves):
+                    return self._at_once(known, leaves)
+            leaves, treedef = host.flatten((args, kwargs))
+            self._refuse_guests(leaves)
+            arrays = tuple(map(host.is_array, leaves))
+            xs = [x for x, a in zip(leaves, arrays, strict=True) if a]
+            if xs and self.guest.are_plain(xs):
+                others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
+                flat = self._flat[self._shape((), treedef, arrays, others).rule.key]
+                if not others and not kwargs:
+                    _kept(self._calls, by_position, flat)
+                return self._at_once(flat, xs)
+        return super().__call__(args, kwargs)
+
+    def _at_once(self, flat: Flat, xs: Sequence[Any]) -> Any:
+        ys = flat.foreign.known(xs).direct(xs)
+        return self._backend.unflatten(flat.structure(xs), ys)
+
+    def _refuse_guests(self, leaves: Sequence[Any]) -> None:
+        for x in leaves:
+            if self.guest.is_array(x):
+                raise GradtoolsError(
+                    f"{self.guest.operator}: {self.__name__} was given a "
+                    f"{type(x).__module__}.{type(x).__qualname__}; the bridged function takes "
+                    f"{self.guest.host_title} arrays, as it is part of a {self.guest.host_title} "
+                    "program. Convert it before the call."
+                )
+
+    def _begin(self) -> None:
+        self._flat: dict[str, Flat] = {}
+        self._calls: dict[Any, Flat] = {}
+        super()._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: x for k, x in super().__getstate__().items() if k not in ("_flat", "_calls")}
+
+    def _rule(self, shape: Shaped) -> Rule:
+        flat = Flat(self, shape)
+        rule = replace(flat.foreign.rule, primal=flat.primal, key=next(KEYS))
+        self._flat[rule.key] = flat
+        return rule
+
+
+def _of_trees(args: Any, kwargs: Any) -> Any:
+    """What a bridged function is to its rule: a function of two pytrees."""
+    raise AssertionError("its rule is made by `Bridged._rule`")
+
+
+@dataclass(eq=False)
+class Flat:
+    """A bridged function at one structure of its arguments: a function of flat lists."""
+
+    of: Bridged
+    shape: Shaped
+    structures: dict[Any, Any] = field(default_factory=dict)  # of the host, by the shapes of xs
+    newest: Any = None  # the guest's structure, the host's, and the order of the leaves in this
+
+    def __post_init__(self) -> None:
+        self.guest, self.host = self.of.guest, self.of._backend
+        self.foreign = Foreign(self.guest, self.of.__name__, self.run, self.outs)
+        self.foreign.fun = self.of.fun
+
+    def run(self, *arrays: Array) -> list[Array]:
+        """The function; the leaves of its output in the host's order."""
+        args, kwargs = self.shape.arguments(arrays)
+        leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
+        if self.newest is None or self.newest[0] != treedef:
+            self.newest = self._arranged(treedef, len(leaves))
+        _, self.structures[_shapes(arrays)], order = self.newest
+        return [self.guest.as_array(self.of.__name__, leaves[i]) for i in order]
+
+    def _arranged(self, treedef: Any, count: int) -> Any:
+        marks = [np.zeros(()) for _ in range(count)]
+        leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
+        places = {id(mark): i for i, mark in enumerate(marks)}
+        return treedef, structure, [places[id(x)] for x in leaves]
+
+    def primal(self, *xs: Array) -> list[Array]:
+        """The outputs, whose structure the host is told."""
+        ys = self.foreign.value(*xs)
+        return self.shape.outputs(xs, self.host.unflatten(self.structure(xs), ys), "it")
+
+    def structure(self, xs: Sequence[Array]) -> Any:
+        """The structure of what comes out where arrays like these go in."""
+        shapes = _shapes(xs)
+        if shapes not in self.structures:
+            self.outs(self.foreign.known(xs).ins)
+        return self.structures[shapes]
+
+    def outs(self, specs: Sequence[Spec]) -> list[Spec]:
+        """What comes out, by the guest's abstract evaluation or as `out` says."""
+        out = self.of.out
+        if out is None:
+            return self.guest.abstract(self.of.__name__, self.run, specs)
+        if callable(out):
+            args, kwargs = self.shape.arguments(specs)
+            out = out(*args, **kwargs)
+        found, self.structures[_shapes(specs)] = self.host.flatten(out)
+        for spec in found:
+            if not isinstance(spec, Spec):
+                raise GradtoolsError(
+                    f"{self.guest.operator}: out holds {spec!r}; it must be a pytree of "
+                    "Spec(shape, dtype), or a function of the arguments' Specs to one."
+                )
+        return found
+
+
+def _shapes(arrays: Sequence[Array]) -> Any:
+    return tuple([tuple(x.shape) for x in arrays])

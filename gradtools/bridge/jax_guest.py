@@ -1,0 +1,136 @@
+"""JAX as a guest: a JAX function in a PyTorch program.
+
+The function and its derivatives are compiled by `jax.jit`, each once for a kind of arguments, and
+a call waits for the results: the memory of its arguments is PyTorch's, which may write there as
+soon as the call is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import gradtools.jax
+from gradtools.backend import backend_of
+from gradtools.bridge.functions import Known
+from gradtools.bridge.memory import (
+    array_of,
+    array_of_numpy,
+    numpy_of_array,
+    refuse_wide,
+    tensors_of_own,
+)
+from gradtools.errors import GradtoolsError
+from gradtools.host import Spec
+from gradtools.torch.host import is_followed
+from gradtools.torch.wrappers import is_wrapped
+
+Tensor = torch.Tensor
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class JaxGuest:
+    """What the bridge asks of JAX as the framework of the function."""
+
+    name, operator, host_title = "jax", "to_torch", "PyTorch"
+    gt = gradtools.jax
+    backend, host = backend_of("jax"), backend_of("torch")
+
+    def __init__(self, jit: bool = True) -> None:
+        self.jit = jit
+
+    def entry(self, run: Any) -> Any:
+        """How a function is called."""
+        return jax.jit(run) if self.jit else run
+
+    def is_array(self, x: Any) -> bool:
+        """Whether x is a JAX array."""
+        return isinstance(x, jax.Array)
+
+    def is_inexact(self, x: Any) -> bool:
+        """Whether an array is floating or complex."""
+        return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+    def carrier(self, spec: Spec) -> Any:
+        """The dtype by which NumPy carries it."""
+        return np.float32 if spec.dtype == "bfloat16" else np.dtype(spec.dtype)
+
+    def as_array(self, name: str, y: Any) -> jax.Array:
+        """A leaf of what a function returned, as an array."""
+        try:
+            return jnp.asarray(y)
+        except (TypeError, ValueError):
+            raise GradtoolsError(
+                f"to_torch: {name} returned a {type(y).__name__}; expected a pytree of arrays."
+            ) from None
+
+    def specs_of(self, name: str, xs: Sequence[Tensor]) -> tuple[Spec, ...]:
+        """What tensors look like."""
+        return tuple([Spec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in xs])
+
+    def are_plain(self, xs: Sequence[Any]) -> bool:
+        """Whether all are tensors with values, of which nothing keeps track."""
+        grad = torch.is_grad_enabled()
+        for x in xs:
+            if type(x) not in _PLAIN or (grad and x.requires_grad) or is_wrapped(x):
+                return False
+        return not is_followed()
+
+    def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
+        """What comes out, by `jax.eval_shape`."""
+        self._hold_wide(name, specs)
+        try:
+            ys = jax.eval_shape(run, *[jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs])
+        except jax.errors.JAXTypeError as error:
+            raise GradtoolsError(
+                f"to_torch: what {name} returns could not be told without running it. Say it: "
+                "to_torch(f, out=Spec(shape, dtype), jit=False), a pytree of Specs, or a function "
+                f"of the arguments' Specs. JAX says: {error}"
+            ) from error
+        return [Spec(y.shape, y.dtype.name) for y in ys]
+
+    def _hold_wide(self, name: str, specs: Sequence[Spec]) -> None:
+        for spec in specs:
+            refuse_wide(spec.dtype, _argument(name))
+
+    # --- calls
+
+    def called(self, known: Known, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The function at tensors."""
+        ys = self._evaluated(known, run, [array_of(x, _argument(known.of.name)) for x in xs])
+        return tensors_of_own(ys, xs)
+
+    def called_on_host(
+        self, known: Known, run: Any, arrays: Sequence[np.ndarray], depth: int
+    ) -> list[np.ndarray]:
+        """The same of NumPy arrays."""
+        self._hold_wide(known.of.name, known.ins)
+        pairs = zip(arrays, known.ins, strict=True)
+        ys = self._evaluated(known, run, [array_of_numpy(a, s) for a, s in pairs])
+        return [numpy_of_array(y) for y in ys]
+
+    def _evaluated(self, known: Known, run: Any, xs: Sequence[Any]) -> list[Any]:
+        ys = run(*xs)
+        if any(isinstance(y, jax.core.Tracer) for y in ys):
+            raise GradtoolsError(
+                f"to_torch: {known.of.name} closes over an array that JAX traces or "
+                "differentiates around this call, and PyTorch would lose that. Pass it as an "
+                "argument, or take the PyTorch program into JAX's: to_jax(f)."
+            )
+        jax.block_until_ready(ys)
+        if "outs" not in vars(known) and run is known.of.entry:
+            known.outs = [Spec(y.shape, y.dtype.name) for y in ys]
+        return ys
+
+    def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
+        """The function of a batch."""
+        return jax.vmap(run, dims)
+
+
+def _argument(name: str) -> str:
+    return f"to_torch: an argument of {name}"

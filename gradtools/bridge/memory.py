@@ -1,0 +1,131 @@
+"""Arrays of one framework in the other, in the same memory where both can have it.
+
+DLPack shares memory without asking who will write. JAX's arrays never change, so what PyTorch gets
+may not be written while JAX has it, and what JAX gets may not be written by anyone: a tensor that
+somebody else holds, and an array that does, are copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gradtools.errors import GradtoolsError
+from gradtools.host import Spec
+from gradtools.jax.arrays import X64
+from gradtools.torch import _upstream as upstream
+
+Tensor = torch.Tensor
+_WIDE = frozenset(("float64", "int64", "complex128", "uint64"))
+_WIDE_DTYPES = frozenset(getattr(torch, name) for name in _WIDE)
+_BFLOAT16 = "bfloat16"
+
+
+def refuse_wide(dtype: str, who: str) -> None:
+    """Raises for a dtype that JAX would narrow in silence."""
+    if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+        raise GradtoolsError(
+            f"{who} has dtype {dtype}, which JAX cannot hold without x64. Switch it on: {X64}; or "
+            "cast it to 32 bits."
+        )
+
+
+def tensor_of(x: jax.Array) -> Tensor:
+    """The tensor in the memory of a JAX array, which it must not write."""
+    return from_dlpack(x)
+
+
+def array_of(t: Tensor, who: str) -> jax.Array:
+    """The JAX array in the memory of a tensor, which nobody may write while it is there."""
+    if t.dtype in _WIDE_DTYPES:
+        refuse_wide(str(t.dtype).removeprefix("torch."), who)
+    if t.device.type != "cpu" and not _seen_by_jax(t.device.type):
+        raise GradtoolsError(
+            f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
+            "install JAX for that device."
+        )
+    if t.layout is not torch.strided:
+        raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
+    if t.requires_grad or t.is_conj() or t.is_neg():
+        t = t.detach().resolve_conj().resolve_neg()
+    try:
+        return jnp.from_dlpack(t)
+    except jax.errors.JaxRuntimeError:  # strides that are no permutation of the axes
+        return jnp.from_dlpack(t.contiguous())
+
+
+def _seen_by_jax(kind: str) -> bool:
+    """Whether JAX has a device of PyTorch's kind."""
+    try:
+        return bool(jax.devices({"cuda": "gpu"}.get(kind, kind)))
+    except RuntimeError:
+        return False
+
+
+def _uses(t: Tensor) -> int:
+    return upstream.owners_of_memory(t)
+
+
+_ALONE = _uses(torch.empty(1))
+
+
+def unshared(t: Tensor) -> Tensor:
+    """The tensor, or a copy where anything else holds its memory: a view, a buffer, a graph.
+
+    PyTorch counts that in the storage; there is no public name for the count.
+    """
+    t = t.detach()
+    return t if _uses(t) <= _ALONE else t.clone()
+
+
+def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that may be written: in memory of their own, which JAX has forgotten."""
+    taken = {x.data_ptr() for x in others}
+    found = []
+    for i in range(len(ys)):
+        t = from_dlpack(ys[i])
+        if t.data_ptr() in taken or sys.getrefcount(ys[i]) > _HELD_ONCE:
+            t = t.clone()
+        taken.add(t.data_ptr())
+        found.append(t)
+    return found
+
+
+def _held_once() -> int:
+    ys = [np.empty(0)]
+    return sys.getrefcount(ys[0])
+
+
+_HELD_ONCE = _held_once()
+
+
+# --- NumPy, in callbacks -----------------------------------------------------------------
+
+
+def tensor_of_numpy(x: np.ndarray, spec: Spec) -> Tensor:
+    """The tensor in the memory of an array that may be read-only, which it must not write."""
+    if spec.dtype == _BFLOAT16:  # which NumPy knows as raw bytes
+        return from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+    return from_dlpack(x)
+
+
+def numpy_of_tensor(t: Tensor) -> np.ndarray:
+    """The tensor's memory as NumPy has it, bfloat16 as float32."""
+    t = t.detach().cpu().resolve_conj().resolve_neg()
+    return (t.float() if t.dtype is torch.bfloat16 else t).numpy()
+
+
+def array_of_numpy(x: np.ndarray, spec: Spec) -> jax.Array:
+    """A JAX array of a copy."""
+    return jnp.array(x, spec.dtype, copy=True)
+
+
+def numpy_of_array(x: jax.Array) -> np.ndarray:
+    """A copy of a JAX array, bfloat16 as float32."""
+    return np.array(x, np.float32 if x.dtype == jnp.bfloat16 else None)

@@ -1,0 +1,205 @@
+"""Models of one framework in the other.
+
+A PyTorch module becomes `(apply, params, state)` of JAX arrays, a JAX model an `nn.Module` whose
+parameters and buffers are its arrays. Both are `functionalize` of the model's own framework, across
+the bridge: so batch statistics and keys are those of `gradtools.models`. Parameters and state are
+copies: an optimiser of the one framework may not write in what the other holds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+import gradtools.jax
+import gradtools.torch
+from gradtools.bridge.functions import Bridged
+from gradtools.bridge.memory import array_of
+from gradtools.errors import GradtoolsError
+from gradtools.jax.arrays import check_key
+from gradtools.jax.parts import module_kinds
+from gradtools.torch import _upstream as upstream
+
+Tensor = torch.Tensor
+_NARROW = {torch.int64: torch.int32, torch.uint64: torch.uint32}
+
+
+# --- a PyTorch module in JAX -------------------------------------------------------------
+
+
+def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -> Any:
+    """`(apply, params, state)` of a PyTorch module."""
+    run, params, state = gradtools.torch.functionalize(module, train=train)
+    dtypes = {name: t.dtype for name, t in state.items()}
+
+    def fun(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
+        state = {name: t.detach().to(dtypes[name]) for name, t in state.items()}
+        if key is not None:  # what has no values only tells shapes
+            key = None if upstream.is_fake(key) else key.to(torch.int64)[:2]
+        out, after = run(params, state, *args, key=key, **kwargs)
+        return out, {name: _narrow(t) for name, t in after.items()}
+
+    fun.__name__ = type(module).__name__
+    bridged = Bridged(guest, fun, out)
+
+    def apply(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
+        """The module at these parameters, buffers and arguments: the output and the new state."""
+        if key is not None:
+            check_key("apply", key)
+            kwargs["key"] = jax.random.key_data(key)
+        return bridged(params, state, *args, **kwargs)
+
+    return apply, _arrays(module, params), _arrays(module, state)
+
+
+def _narrow(t: Tensor) -> Tensor:
+    """An integer tensor in 32 bits, where JAX holds no more; a count of batches is one."""
+    wide = jax.config.read("jax_enable_x64")
+    return t if wide else t.to(_NARROW.get(t.dtype, t.dtype))
+
+
+def _arrays(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, jax.Array]:
+    kind = type(module).__name__
+    return {
+        name: array_of(_narrow(t.detach()).clone(), f"to_jax: {name!r} of {kind}")
+        for name, t in tensors.items()
+    }
+
+
+# --- a JAX model in PyTorch --------------------------------------------------------------
+
+
+def is_jax_model(x: Any) -> bool:
+    """Whether x is a model of a JAX library that the program has imported."""
+    linen, haiku = sys.modules.get("flax.linen"), sys.modules.get("haiku")
+    kinds = module_kinds()
+    kinds += (linen.Module,) if linen is not None else ()
+    kinds += (haiku.Transformed, haiku.TransformedWithState) if haiku is not None else ()
+    return isinstance(x, kinds)
+
+
+def model_to_torch(guest: Any, model: Any, variables: Any, out: Any) -> nn.Module:
+    """The `nn.Module` of a JAX model."""
+    run, params, state = gradtools.jax.functionalize(model, variables=variables)
+    modes = {True: run, False: run}
+    for train in modes:
+        try:  # a model that knows no modes says so
+            modes[train] = gradtools.jax.functionalize(model, variables=variables, train=train)[0]
+        except GradtoolsError:
+            break
+    return BridgedModule(guest, type(model).__name__, modes, params, state, out)
+
+
+class BridgedModule(nn.Module):
+    """A JAX model as a PyTorch module; see `gradtools.bridge.to_torch`.
+
+    Its parameters are the model's floating arrays and its buffers the model's state, by the model's
+    own names. `forward` takes the model's arguments, and `key`, by default one that PyTorch's
+    global stream gives while training.
+    """
+
+    def __init__(
+        self, guest: Any, name: str, modes: dict[bool, Any], params: Any, state: Any, out: Any
+    ) -> None:
+        super().__init__()
+        self._name, self._draws = name, False
+        self._params, params_def = _registered(self, params, nn.Parameter)
+        self._state, state_def = _registered(self, state, lambda t: t)
+        impls = [_impl(x) for x in jax.tree.leaves(state)]
+
+        def fun(run: Any, ps: Any, ss: Any, args: Any, key: Any, kwargs: Any) -> Any:
+            ss = jax.lax.stop_gradient(ss)
+            ss = [
+                x if i is None else jax.random.wrap_key_data(x, impl=i)
+                for x, i in zip(ss, impls, strict=True)
+            ]
+            key = None if key is None else jax.random.fold_in(jax.random.key(key[0]), key[1])
+            out, after = run(
+                jax.tree.unflatten(params_def, ps),
+                jax.tree.unflatten(state_def, ss),
+                *args,
+                key=key,
+                **kwargs,
+            )
+            return out, [_data(x) for x in jax.tree.leaves(after)]
+
+        self._bridged = {}
+        for train, run in modes.items():
+            one: Any = partial(fun, run)
+            one.__name__ = name
+            self._bridged[train] = Bridged(guest, one, out)
+
+    def forward(self, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
+        """The model's output. While training, the buffers become the new state."""
+        ps = [self.get_parameter(name) for name in self._params]
+        ss = [self.get_buffer(name) for name in self._state]
+        now = [x.clone() for x in ss] if self.training else ss  # autograd keeps them
+        run = partial(self._bridged[self.training], ps, now, args)
+        if key is None and self.training and self._draws:
+            key = torch.randint(2**31 - 1, (2,))
+        try:
+            out, after = run(None if key is None else key.to(torch.int32), kwargs)
+        except GradtoolsError:  # as of a model that needs a key
+            if key is not None or not self.training:
+                raise
+            out, after = run(torch.randint(2**31 - 1, (2,)).to(torch.int32), kwargs)
+            self._draws = True
+        if self.training:
+            with torch.no_grad():
+                for old, new in zip(ss, after, strict=True):
+                    old.copy_(new)
+        return out
+
+    def extra_repr(self) -> str:
+        """The model's class."""
+        return f"{self._name} of JAX"
+
+
+def _impl(x: Any) -> str | None:
+    """The kind of a typed key; None of another array."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return str(jax.random.key_impl(x)) if is_key else None
+
+
+def _data(x: Any) -> Any:
+    return x if _impl(x) is None else jax.random.key_data(x)
+
+
+def _registered(
+    module: nn.Module, tree: Any, made: Callable[[Tensor], Any]
+) -> tuple[list[str], Any]:
+    """The names under which the arrays of a tree stand in a module, and the tree's structure."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = []
+    for path, x in leaves:
+        *above, last = [_key(entry) for entry in path] or ["value"]
+        if above and last == "value":  # of a variable of nnx, which needs no name of its own
+            last = above.pop()
+        inside = module
+        for name in above:
+            if name not in dict(inside.named_children()):
+                inside.add_module(name, nn.Module())
+            inside = inside.get_submodule(name)
+        value = made(from_dlpack(_data(x)).clone())
+        if isinstance(value, nn.Parameter):
+            inside.register_parameter(last, value)
+        else:
+            inside.register_buffer(last, value)
+        names.append(".".join([*above, last]))
+    return names, treedef
+
+
+def _key(entry: Any) -> str:
+    """One step of a path, as a name of a module."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute)).replace(".", "_")
+    return str(entry).replace(".", "_")

@@ -1,0 +1,262 @@
+"""PyTorch as a guest: a PyTorch function in a JAX program.
+
+PyTorch may write in a tensor, draw from streams that the process shares, and close over parameters;
+a JAX program knows of none of these. So the first call of a function with arrays of its kind is
+made on copies, and looked at: an argument that it writes is copied from then on, and what would be
+lost (random numbers, written buffers, parameters that are to be trained) is refused by name. Later
+calls share memory, and are held to what the first did by the tensors' version counters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import SingleDeviceSharding
+
+import gradtools.torch
+from gradtools.backend import backend_of
+from gradtools.bridge.functions import Known
+from gradtools.bridge.memory import (
+    array_of,
+    numpy_of_tensor,
+    tensor_of,
+    tensor_of_numpy,
+    unshared,
+)
+from gradtools.errors import GradtoolsError
+from gradtools.host import Spec
+from gradtools.jax.tracing import within_a_trace
+from gradtools.rules import captured
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import leaves_of
+from gradtools.torch.modules import SEEDING
+
+Tensor = torch.Tensor
+_ARRAY = type(jax.device_put(np.zeros(())))
+_REQUIRES = (
+    "to_jax: {name} closes over {what}, which requires grad, and JAX would lose that derivative. "
+    "Bridge the module itself, apply, params, state = to_jax(module), or pass the tensor as an "
+    "argument; if it is not to be trained, say so by requires_grad_(False)."
+)
+
+
+class TorchGuest:
+    """What the bridge asks of PyTorch as the framework of the function."""
+
+    name, operator, host_title = "torch", "to_jax", "JAX"
+    gt = gradtools.torch
+    backend, host = backend_of("torch"), backend_of("jax")
+
+    def entry(self, run: Any) -> Any:
+        """How a function is called."""
+        return run
+
+    def is_array(self, x: Any) -> bool:
+        """Whether x is a tensor."""
+        return isinstance(x, Tensor)
+
+    def is_inexact(self, x: Tensor) -> bool:
+        """Whether a tensor is floating or complex."""
+        return x.is_floating_point() or x.is_complex()
+
+    def carrier(self, spec: Spec) -> Any:
+        """The dtype by which NumPy carries it."""
+        return np.float32 if spec.dtype == "bfloat16" else np.dtype(spec.dtype)
+
+    def as_array(self, name: str, y: Any) -> Tensor:
+        """A leaf of what a function returned, as a tensor."""
+        if isinstance(y, Tensor):
+            return y
+        if isinstance(y, bool | int | float | complex | np.ndarray | np.generic):
+            return torch.as_tensor(y)
+        raise GradtoolsError(
+            f"to_jax: {name} returned a {type(y).__name__}; expected a pytree of tensors."
+        )
+
+    def specs_of(self, name: str, xs: Sequence[Any]) -> tuple[Spec, ...]:
+        """What JAX's arrays look like."""
+        for x in xs:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                raise GradtoolsError(
+                    f"to_jax: an argument of {name} is a typed key, which PyTorch does not know. "
+                    "Pass jax.random.key_data(key), or bridge a module, whose apply takes key=."
+                )
+        return tuple([Spec(x.shape, x.dtype.name) for x in xs])
+
+    def are_plain(self, xs: Sequence[Any]) -> bool:
+        """Whether all are arrays with values on the default device, and nothing is traced."""
+        for x in xs:
+            if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
+                return False
+        return not within_a_trace()
+
+    def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
+        """What comes out, by fake tensors."""
+        try:
+            with upstream.fake_tensors(allow_non_fake_inputs=True), torch.enable_grad():
+                xs = [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
+                ys = run(*xs)
+        except GradtoolsError:
+            raise
+        except Exception as error:
+            raise GradtoolsError(
+                f"to_jax: what {name} returns could not be told without running it, which a "
+                "traced program (jit, vmap, scan) needs. Say it: to_jax(f, out=Spec(shape, "
+                "dtype)), a pytree of Specs, or a function of the arguments' Specs. PyTorch says: "
+                f"{error}"
+            ) from error
+        return [_spec(y) for y in ys]
+
+    # --- calls
+
+    def called(self, known: Known, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """The function at JAX's arrays."""
+        ys = self._evaluated(known, run, [tensor_of(x) for x in xs])
+        who = f"to_jax: what {known.of.name} returns"
+        return [array_of(unshared(ys.pop(0)), who) for _ in range(len(ys))]
+
+    def called_on_host(
+        self, known: Known, run: Any, arrays: Sequence[np.ndarray], depth: int
+    ) -> list[np.ndarray]:
+        """The same of NumPy arrays, in a thread of JAX's."""
+        pairs = zip(arrays, known.ins, strict=True)
+        ts = [tensor_of_numpy(a, s) for a, s in pairs]
+        ys = self._evaluated(known, run, ts)
+        return [numpy_of_tensor(unshared(ys.pop(0))) for _ in range(len(ys))]
+
+    def _evaluated(self, known: Known, run: Any, ts: list[Tensor]) -> list[Tensor]:
+        base = known.base
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.enable_grad():  # as in a thread of JAX's
+                return self._evaluated(known, run, ts)
+        if not base.seen:
+            self._look(base, _one_of(ts, base))
+        if base.captured and base is not known:
+            raise GradtoolsError(base.captured)
+        for i in base.written:
+            ts[i] = ts[i].clone()
+        ys = run(*ts)
+        for i, t in enumerate(ts):
+            if upstream.version_of(t) and i not in base.written:
+                raise GradtoolsError(
+                    f"to_jax: {base.of.name} wrote in its argument {i}, and did not at its first "
+                    "call with such arrays, so JAX's own array was changed. Clone what you write "
+                    "in: x = x.clone()."
+                )
+        if "outs" not in vars(known) and run is known.of.entry:
+            known.outs = [_spec(y) for y in ys]
+        return ys
+
+    def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
+        """The function of a batch; example by example where PyTorch cannot map it."""
+
+        def call(*ts: Tensor) -> list[Tensor]:
+            try:
+                return list(torch.func.vmap(run, dims, randomness="error")(*ts))
+            except Exception:  # whatever a transform does not know; an error of f comes again
+                return _looped(run, dims, ts)
+
+        return call
+
+    # --- the first call
+
+    def _look(self, base: Known, ts: Sequence[Tensor]) -> None:
+        """Evaluates the function on copies, and notes what JAX would not know of."""
+        name, copies = base.of.name, [t.clone() for t in ts]
+        held, draws = _captured(base.of.fun), False
+        versions = {key: upstream.version_of(t) for key, t in held.items()}
+        stream = torch.get_rng_state()
+        ys = base.of.run(*copies)
+        if not torch.equal(stream, torch.get_rng_state()):
+            with SEEDING:  # another thread may have drawn in the meantime
+                again = torch.get_rng_state()
+                ys = base.of.run(*[t.clone() for t in ts])
+                draws = not torch.equal(again, torch.get_rng_state())
+        if draws:
+            torch.set_rng_state(stream)
+            raise GradtoolsError(
+                f"to_jax: {name} draws random numbers from PyTorch's global stream, so each "
+                "evaluation would draw others: that of the derivative too. Call eval() on the "
+                "module, or bridge it: apply, params, state = to_jax(module), and give apply a "
+                "key."
+            )
+        changed = [key for key, t in held.items() if upstream.version_of(t) != versions[key]]
+        if changed:
+            raise GradtoolsError(
+                f"to_jax: {name} writes in place in {changed[0]}, which it closes over, at each "
+                "evaluation: that of a derivative too. Bridge the module: apply, params, state = "
+                "to_jax(module) hands its buffers in and out."
+            )
+        leaf = next(leaves_of([y for y in ys if y.requires_grad]), None)
+        if leaf is not None:
+            names = [key for key, t in held.items() if t is leaf]
+            what = names[0] if names else f"a tensor of shape {tuple(leaf.shape)}"
+            base.captured = _REQUIRES.format(name=name, what=what)
+        written = [
+            not _same(t, c) or upstream.version_of(c) > 0 for t, c in zip(ts, copies, strict=True)
+        ]
+        base.written = tuple([i for i, w in enumerate(written) if w])
+        base.seen = True
+
+
+def _spec(y: Tensor) -> Spec:
+    return Spec(tuple(y.shape), str(y.dtype).removeprefix("torch."))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bytes: NaN is NaN."""
+    return bool(np.array_equal(_bytes(a), _bytes(b)))
+
+
+def _bytes(t: Tensor) -> np.ndarray:
+    return numpy_of_tensor(t).reshape(-1).view(np.uint8)
+
+
+def _one_of(ts: Sequence[Tensor], base: Known) -> list[Tensor]:
+    """The arguments of the function that is derived, of the first example of a batch."""
+    found = []
+    for t, spec in zip(ts, base.ins, strict=False):
+        while t.dim() > len(spec.shape):
+            t = t[0]
+        found.append(t)
+    return found
+
+
+def _looped(run: Callable[..., Any], dims: Any, ts: Sequence[Tensor]) -> list[Tensor]:
+    size = next(t.shape[0] for t, d in zip(ts, dims, strict=True) if d is not None)
+    rows = [
+        run(*[t if d is None else t[i] for t, d in zip(ts, dims, strict=True)]) for i in range(size)
+    ]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def _globals(f: Any) -> list[Any]:
+    """The modules and tensors that a function finds among its module's names."""
+    if not inspect.isfunction(f):
+        return []
+    found = inspect.getclosurevars(f).globals.values()
+    return [x for x in found if isinstance(x, torch.nn.Module | Tensor)]
+
+
+def _captured(f: Any) -> dict[str, Tensor]:
+    """The tensors that a function holds, in words."""
+    where: Any = SimpleNamespace(written=(f, *_globals(f)), maps=())
+    modules = list(captured(where, lambda x: isinstance(x, torch.nn.Module), Tensor))
+    named: dict[int, tuple[str, Tensor]] = {}
+    for module in modules:
+        kind = type(module).__name__
+        for name, t in [*module.named_parameters(), *module.named_buffers()]:
+            named.setdefault(id(t), (f"{name!r} of {kind}", t))
+    for t in captured(where, lambda x: isinstance(x, Tensor), Tensor):
+        named.setdefault(id(t), (f"a tensor of shape {tuple(t.shape)}", t))
+    found: dict[str, Tensor] = {}
+    for words, t in named.values():
+        found[words if words not in found else f"{words} ({len(found)})"] = t
+    return found

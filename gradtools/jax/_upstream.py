@@ -1,0 +1,105 @@
+"""Everything that this wing relies on and JAX does not document: the one room that may.
+
+`jax._src` is used nowhere: what is needed stands in `jax.extend` and `jax.interpreters`. What is
+left are fields of records (an equation's source, a jaxpr's origin) that only pictures, formulas
+and messages read, and one name of a method. All were seen with JAX 0.10.2; each entry says what to
+do when it is gone. `tests/test_jax_upstream.py` holds that each still does what is relied on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import jax
+
+from gradtools.lines import is_in
+
+
+def stack_of(eqn: Any) -> Sequence[Any]:
+    """The stack that made an equation, innermost first, up to where JAX began to trace.
+
+    `jax.extend.source_info_util` has `summarize`, one line of text. Gone: findings have no line.
+    """
+    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
+    return traceback.frames if traceback is not None else ()
+
+
+def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
+    """The names around an equation, outermost first, and whether each is a `jax.named_scope`.
+
+    The others are transforms: "transpose", "jvp", "vmap". Gone: pictures have no modules, and
+    `gradient_graph` cannot tell the passes from each other, which it then refuses.
+    """
+    for entry in eqn.source_info.name_stack.stack:
+        yield getattr(entry, "name", ""), type(entry).__name__ == "Scope"
+
+
+def name_of(jaxpr: Any) -> str:
+    """The name of the function behind a jaxpr. Gone: pictures say the primitive's name."""
+    return str(getattr(getattr(jaxpr, "debug_info", None), "func_name", "") or "")
+
+
+def file_of(jaxpr: Any) -> str:
+    """The file and line of the function behind a jaxpr, if known. Gone: it counts as users'."""
+    info = getattr(jaxpr, "debug_info", None)
+    return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
+
+
+def is_of_random(jaxpr: Any) -> bool:
+    """Whether a jaxpr is of a function of `jax.random`: a formula writes its draw as a letter.
+
+    Gone: it writes out how the bits are made.
+    """
+    return "/jax/_src/random" in file_of(jaxpr).replace("\\", "/")
+
+
+class Tracer(jax.core.Tracer):  # type: ignore[misc]
+    """A tracer of ours. Gone: JAX's own text of where it was made, which names JAX's internals."""
+
+    def _origin_msg(self) -> str:
+        return ""
+
+
+# --- what a maintainer of JAX would refuse ------------------------------------------------------
+
+
+def called_by_jax(depth: int) -> bool:
+    """Whether JAX itself made the call that stands so many calls above the caller's.
+
+    `x[mask]` counts mask by `__array__`, as NumPy does whom it is to be refused to: nothing but the
+    frame tells them apart. Buys an answer where f selects by a condition; costs a guess, which is
+    "no" in an optimised JAX without frames, and f is then said to branch on a value.
+    """
+    return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
+
+
+def is_activation_rule(eqn: Any) -> bool:
+    """Whether a comparison was made by jax.nn's derivative of an activation, such as relu.
+
+    At second order relu is connected with derivative zero, and this comparison is all that is left
+    of it. No mark tells it from a user's. Buys "its derivative is zero" in place of "cut" in what
+    why_zero says; costs that under jit, where JAX keeps no stack, it is said to be cut.
+    """
+    frames = stack_of(eqn)
+    inside = (f.function_name for f in frames if _is_activation_file(f.file_name))
+    return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
+
+
+def _is_activation_file(file: str) -> bool:
+    """Whether a file is that in which jax.nn defines its activations."""
+    return file.endswith(os.path.join("nn", "functions.py")) and is_in(("jax",), file)
+
+
+def is_batch_statistic(eqn: Any) -> bool:
+    """Whether a BatchNorm of flax or equinox computes statistics of its batch by an equation.
+
+    Buys the warning that a chunk has statistics of its own; costs that a renamed method is missed.
+    """
+    names = [frame.function_name for frame in stack_of(eqn)]
+    return "BatchNorm.__call__.<locals>._stats" in names or any(
+        pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
+    )

@@ -1,0 +1,60 @@
+"""Whose a line is: the user's, an installed package's, or a framework's, gradtools' or Python's.
+
+Told by the file's place, once for both frameworks. Nothing is computed otherwise for it: it finds
+the user's line for a message or a picture, and hides the lines beneath it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from types import FrameType, ModuleType
+
+USER, PACKAGE, LIBRARY = range(3)
+ENGINES = ("torch", "jax", "jaxlib", "numpy", "gradtools")
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_TYPED_IN = ("<stdin>", "<string>", "<doctest", "<ipython")
+
+
+@lru_cache(maxsize=4096)
+def kind_of(file: str) -> int:
+    """Whose the lines of a file are."""
+    if file.startswith("<"):
+        return USER if file.startswith(_TYPED_IN) else LIBRARY
+    if is_in(ENGINES, file):
+        return LIBRARY
+    if "-packages" in file:
+        return PACKAGE
+    return LIBRARY if file.startswith(_STANDARD) else USER
+
+
+def is_in(packages: Iterable[str], file: str) -> bool:
+    """Whether a file belongs to one of these packages, as they are installed."""
+    modules = (sys.modules.get(name) for name in packages)
+    files = (getattr(module, "__file__", None) for module in modules)
+    return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)
+
+
+def is_installed(module: ModuleType) -> bool:
+    """Whether a module is of an installed package."""
+    return "-packages" in (getattr(module, "__file__", None) or "")
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file is of gradtools."""
+    return file.startswith(_HERE)
+
+
+def is_the_users(frame: FrameType) -> bool:
+    """Whether code is neither gradtools', nor installed, nor Python's own.
+
+    What Python makes of a text, as a dataclass its methods, has the name of the user's code; the
+    module tells it apart.
+    """
+    file = frame.f_code.co_filename
+    if file.startswith("<"):
+        return frame.f_globals.get("__name__") == "__main__" or file.startswith("<doctest")
+    return kind_of(file) == USER

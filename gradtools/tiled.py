@@ -1,0 +1,797 @@
+"""Functions of all pairs of rows and columns, reduced over one side, without the matrix of pairs.
+
+A function f of a tile of rows and a tile of columns gives a tile of scores. Everything here is
+one program, the *sum over tiles* of a function h whose results belong to rows, to columns or to
+neither:
+
+    T[h](R, C, w) = (A, B, D)    A_i = sum_j a(R_i, C_j, w)    B_j = sum_i b    D = sum_ij d
+
+It holds its arguments, its results and one tile. Its derivatives are sums over tiles as well,
+
+    tangent       T[push h](R, C, w; dR, dC, dw)
+    cotangent     T[pull h](R, C, w; A', B', D') = (R', C', w')
+
+since the cotangent of a row is a sum over columns, that of a column over rows, that of a shared
+argument over both. So the sum over tiles is a rule whose maps are such rules, which gives every
+order in both modes and all their mixes at the memory of one tile.
+
+A reduction (`reductions.py`) is a rule on top: its value is one sweep in which the states of
+tiles are merged, and its tangent and cotangent are one T each, with the weights that the results
+say at any tile. With F the work of f on all pairs, a value takes F and a gradient F + 2F more.
+The results, such as a logarithm of a sum, are what the maps read, so their own derivative is
+again the rule. A reduction of the user's own (init, combine, finish) has no such weights: it is a
+T over tiles of rows whose h folds the columns, tile by tile, each a T of one tile.
+
+How a sweep runs stands in the wings' `tiling.py`.
+
+Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Dao et al.,
+FlashAttention, 2022; Cheng et al., Breaking the memory barrier: near infinite batch size scaling
+for contrastive loss (Inf-CL), 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isqrt
+from typing import Any
+
+import numpy as np
+
+from gradtools.arguments import argument_keys
+from gradtools.backend import Array, Backend, Operators
+from gradtools.calls import as_array, is_numeric, like_function, with_article
+from gradtools.errors import GradtoolsError
+from gradtools.reductions import KINDS, Reduction, wide
+from gradtools.rules import Linearized, Rule
+
+ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
+Arrays = list[Any]
+Names = int | str | Sequence[int | str]
+_TILE = (512, 512)  # rows and columns, where nothing else is said
+
+
+class Tiling(Operators):
+    """The operator, and the two rules that it is made of."""
+
+    def tiled(
+        self,
+        f: Callable[..., Any],
+        reduce: Any = "sum",
+        tile_size: int | tuple[int, int] | None = None,
+        rows: Names = 0,
+        columns: Names = 1,
+        over: Any = "columns",
+        memory_budget: int | None = None,
+        progress: bool = False,
+    ) -> Callable[..., Any]:
+        """A function of all pairs of rows and columns, reduced, at the memory of one tile.
+
+        The value is that of `reduce(f(rows, columns))` over the whole matrix of pairs, and so is
+        every derivative, in both modes, of every order and mix; no matrix of pairs is made. With
+        F the work of f on all pairs the value takes F and a gradient 3F more, for tiles are
+        computed again.
+
+        Masks and biases by index are arguments like others: pass `arange(n)` as a row and
+        `arange(m)` as a column, and return `where(i[:, None] >= j, scores, -inf)`. Batches and
+        heads: `vmap` of what this returns, whose tile is then one for each of them.
+
+        Args:
+            f: Takes a tile of each argument in `rows` (a block of its first axis), the same of
+                those in `columns`, and all other arguments whole. Returns scores of shape
+                [tile rows, tile columns, ...], or a tree of them; with "softmax" a pair (scores,
+                values), values being [tile rows or 1, tile columns, ...]. It must be
+                deterministic and treat pairs alone. What it closes over is constant: arrays that
+                are differentiated (a temperature, weights) are arguments.
+            reduce: "sum", "mean", "max", "logsumexp" or "softmax" (the mean of values weighted
+                by the softmax of the scores), or a tree of these like the outermost part of f's
+                output, for several from one sweep. Or three functions of your own: init(tile)
+                gives from f's output the state of a tile, with rows first; combine(a, b) merges
+                the states of neighbouring tiles and is associative; finish(state) gives the
+                result. All maxima of a row share its derivative; a row of -inf alone has the
+                logsumexp -inf, the softmax 0, and derivative 0.
+            tile_size: Rows and columns of a tile, one number or two.
+            rows: Which arguments have rows, by position or name; trees of arrays, sharing the
+                length of their first axis.
+            columns: The same for columns.
+            over: Which side is reduced, "columns" (a result for each row) or "rows", or a tree of
+                these like `reduce`.
+            memory_budget: Bytes for one tile's derivative, from which tile_size follows.
+            progress: Whether to show a progress bar (of the package tqdm) over the tiles of each
+                sweep. JAX programs have none.
+
+        Returns:
+            A function of f's arguments. Scores of 16 bits are reduced in float32 and rounded once.
+            JAX: call it under jit.
+
+        Raises:
+            GradtoolsError: A tile below 1; a budget that no tile fits; (on call) no rows or
+                columns, lengths that differ, an unknown reduction, scores of another shape, an
+                array that f closes over and that is differentiated.
+
+        Example:
+            >>> score = lambda x, y: x[:, None] * y
+            >>> lse = gt.tiled(score, reduce="logsumexp", tile_size=2)
+            >>> x, y = gt.asarray(np.float32([0.0, 1.0, 2.0])), gt.asarray(np.float32([0.0, 0.0]))
+            >>> gt.to_numpy(gt.grad(lambda y: lse(x, y).sum())(y)).tolist()
+            [1.5, 1.5]
+
+        Source: Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; Milakov and
+        Gimelshein, Online normalizer calculation for softmax, 2018.
+        """
+        if not callable(f):
+            raise GradtoolsError(
+                f"tiled: f is {with_article(type(f).__name__)}; expected a function of a tile of "
+                "rows and a tile of columns."
+            )
+        options = Options(
+            "tiled", reduce, over, _sizes("tiled", tile_size), memory_budget, progress
+        )
+        options.check()
+        sides = _names("rows", rows), _names("columns", columns)
+        return like_function("tiled_", f, partial(self._tiled, f, options, sides))
+
+    def _tiled(self, f: Any, options: Options, sides: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._backend.uncompiled(self._run_tiled, f, options, sides, args, kwargs)
+
+    def _run_tiled(self, f: Any, options: Options, sides: Any, args: Any, kwargs: Any) -> Any:
+        call, xs = _Call.of(self._backend, options, f, sides, args, kwargs)
+        return _folded(call, xs) if options.own else call.reduced(xs)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user of `tiled` chose."""
+
+    asked: str
+    reduce: Any = "sum"
+    over: Any = COLUMNS
+    sizes: tuple[int, int] | None = None
+    budget: int | None = None
+    progress: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether the reduction is the user's own."""
+        return isinstance(self.reduce, tuple | list) and any(callable(g) for g in self.reduce)
+
+    def check(self) -> None:
+        """Raises for what no call could mend."""
+        if self.own and not (len(self.reduce) == 3 and all(callable(g) for g in self.reduce)):
+            raise GradtoolsError(
+                f"{self.asked}: reduce is {self.reduce!r}; a reduction of your own is three "
+                "functions (init, combine, finish)."
+            )
+        if self.own and self.over != COLUMNS:
+            raise GradtoolsError(
+                f"{self.asked}: a reduction of your own is over columns; exchange rows and columns."
+            )
+        if self.budget is not None and self.sizes is not None:
+            raise GradtoolsError(
+                f"{self.asked}: tile_size and memory_budget were both given; the second chooses "
+                "the first."
+            )
+        if self.budget is not None and self.budget < 1:
+            raise GradtoolsError(f"{self.asked}: memory_budget is {self.budget}; expected bytes.")
+
+
+def _sizes(asked: str, tile_size: Any) -> tuple[int, int] | None:
+    if tile_size is None:
+        return None
+    pair = (tile_size, tile_size) if isinstance(tile_size, int) else tuple(tile_size)
+    if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
+        raise GradtoolsError(
+            f"{asked}: tile_size is {tile_size!r}; expected a number of rows and columns that is "
+            "at least 1, or two of these."
+        )
+    return pair
+
+
+def _names(what: str, given: Any) -> tuple[int | str, ...]:
+    found = (given,) if isinstance(given, int | str) else tuple(given)
+    if not found or not all(isinstance(x, int | str) for x in found):
+        raise GradtoolsError(
+            f"tiled: {what} is {given!r}; expected the position or name of an argument, or several."
+        )
+    return found
+
+
+# --- one call ----------------------------------------------------------------------------
+
+
+class _Call:
+    """One call as a function of flat arrays, each with the side that it belongs to.
+
+    How f's output is reduced is known once f has seen a tile.
+    """
+
+    def __init__(self, backend: Backend, options: Options, f: Any) -> None:
+        self.backend, self.options, self.asked, self.f = backend, options, options.asked, f
+        self.roles: list[str] = []
+        self._statics: list[Any] = []
+        self._paths: list[str] = []
+        self.kinds: list[Reduction] = []
+        self.places: list[tuple[int, ...]] = []  # of each reduction's arrays in f's flat output
+        self.sides: list[str] = []  # of each reduction's results
+        self.dtypes: list[list[str]] = []  # of each result, as it is returned
+        self._template: Any = None
+        self._treedef: Any = None
+        self._keywords: tuple[str, ...] = ()
+        self.cut = Cut(1, 1, 1, 1)
+
+    @classmethod
+    def of(
+        cls, backend: Backend, options: Options, f: Any, sides: Any, args: Any, kwargs: Any
+    ) -> tuple[_Call, Arrays]:
+        """The call, and its arrays."""
+        call, xs = cls(backend, options, f), list[Any]()
+        values = [*args, *kwargs.values()]  # a list, for JAX sorts what a dict holds
+        leaves, call._treedef = backend.flatten(values)
+        call._keywords, paths = tuple(kwargs), []
+        for key, value in zip([*range(len(args)), *kwargs], values, strict=True):
+            paths += [f"{key!r}{path}" for path in backend.leaf_paths(value)]
+        for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
+            call._add(xs, leaf, role, path)
+        rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
+        call.cut = Cut(rows, columns, *(options.sizes or _TILE))
+        if options.budget is not None:
+            call.cut = call._within(xs, options.budget)
+        for side, n in ((ROWS, rows), (COLUMNS, columns)):  # f is not called with these
+            xs.append(backend.asarray(np.arange(n, dtype=np.int32), beside=xs[0]))
+            call.roles.append(side)
+        return call, xs
+
+    def _roles(self, sides: Any, args: Any, kwargs: Any) -> list[str]:
+        """The side of each leaf."""
+        keys = argument_keys(self.f, len(args), kwargs)
+        roles = [SHARED] * len(keys)
+        for side, wanted in zip((ROWS, COLUMNS), sides, strict=True):
+            for name in wanted:
+                at = [i for i, key in enumerate(keys) if name in key]
+                if not at:
+                    known = ", ".join(str(key[-1]) for key in keys) or "none"
+                    raise GradtoolsError(
+                        f"{self.asked}: {side} names argument {name!r}, which this call has not; "
+                        f"it has {known}."
+                    )
+                if roles[at[0]] not in (SHARED, side):
+                    raise GradtoolsError(
+                        f"{self.asked}: argument {name!r} is in rows and in columns; pass it twice."
+                    )
+                roles[at[0]] = side
+        counts = [len(self.backend.flatten(x)[0]) for x in (*args, *kwargs.values())]
+        return [role for role, n in zip(roles, counts, strict=True) for _ in range(n)]
+
+    def _add(self, xs: Arrays, leaf: Any, role: str, path: str) -> None:
+        backend = self.backend
+        number = isinstance(leaf, bool | int | float | complex) or not is_numeric(backend, leaf)
+        if role == SHARED and number:
+            self._statics.append(leaf)
+            return
+        x = as_array(backend, self.asked, leaf, f"argument {path}")
+        if role != SHARED and len(x.shape) == 0:
+            raise GradtoolsError(
+                f"{self.asked}: argument {path} has no axes, but it is named among the {role}; "
+                "leave it out of them to share it."
+            )
+        self._statics.append(_ARRAY)
+        xs.append(x)
+        self.roles.append(role)
+        self._paths.append(path)
+
+    def _size(self, xs: Arrays, role: str) -> int:
+        """How many rows or columns there are."""
+        found: dict[int, str] = {}
+        for x, r, path in zip(xs, self.roles, self._paths, strict=True):
+            if r == role:
+                found.setdefault(x.shape[0], path)
+        if len(found) > 1:
+            listed = ", ".join(f"{n} in argument {path}" for n, path in found.items())
+            raise GradtoolsError(
+                f"{self.asked}: the {role} differ in number: {listed}. Their first axes must be "
+                "of one length."
+            )
+        if not found or 0 in found:
+            raise GradtoolsError(
+                f"{self.asked}: there are no {role}; pass at least one, as an array whose first "
+                "axis they are."
+            )
+        return next(iter(found))
+
+    @property
+    def written(self) -> tuple[Any, ...]:
+        """The functions of the user."""
+        return (self.f, *(self.options.reduce if self.options.own else ()))
+
+    def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: Cut) -> Sweep:
+        """A program over the tiles of this call."""
+        return Sweep(tile, roles, groups, cut, self.asked, self.options.progress)
+
+    def of_tile(self, xs: Sequence[Array]) -> Arrays:
+        """f's flat output at one tile."""
+        out, treedef = self.backend.flatten(self.call(xs))
+        if self._template is None:
+            self._read(out, treedef)
+        shape = self.shape_of(xs)
+        for kind, side, places in zip(self.kinds, self.sides, self.places, strict=True):
+            kind.check([_turned(self.backend, out[i], side) for i in places], _order(shape, side))
+        return out
+
+    def call(self, xs: Sequence[Array]) -> Any:
+        """f at one tile."""
+        left = iter(xs)
+        full = [next(left) if s is _ARRAY else s for s in self._statics]
+        values = self.backend.unflatten(self._treedef, full)
+        count = len(values) - len(self._keywords)
+        return self.f(*values[:count], **dict(zip(self._keywords, values[count:], strict=True)))
+
+    def shape_of(self, xs: Sequence[Array]) -> tuple[int, int]:
+        """The rows and columns of a tile."""
+        rows, columns = (xs[self.roles.index(side)].shape[0] for side in (ROWS, COLUMNS))
+        return rows, columns
+
+    def _read(self, out: Arrays, treedef: Any) -> None:
+        """Which arrays of f's output are reduced how."""
+        tree = self.backend.unflatten(treedef, list(range(len(out))))
+        self._template = self._pair(tree, self.options.reduce, self.options.over, "")
+        for kind, places in zip(self.kinds, self.places, strict=True):
+            names = [self.backend.dtype_name(out[i]) for i in places]
+            self.dtypes.append([*names, *names[:1] * kind.more])
+
+    def _pair(self, tree: Any, reduce: Any, over: Any, path: str) -> Any:
+        """A tree like f's output, with the place of its result at each leaf."""
+        if isinstance(reduce, str):
+            return self._leaf(tree, reduce, over, path)
+        if isinstance(reduce, dict | list | tuple):
+            same = isinstance(tree, dict | list | tuple) and len(tree) == len(reduce)
+            if not same or isinstance(tree, dict) != isinstance(reduce, dict):
+                raise GradtoolsError(
+                    f"{self.asked}: reduce{path} is {reduce!r}, which is no beginning of f's "
+                    "output; give one reduction, or a tree like the outermost part of the output."
+                )
+            keys = list(reduce) if isinstance(reduce, dict) else range(len(reduce))
+            parts = {
+                k: self._pair(tree[k], reduce[k], self._over(over, k, reduce), f"{path}[{k!r}]")
+                for k in keys
+            }
+            return parts if isinstance(reduce, dict) else type(reduce)(parts.values())
+        raise _unknown(self.asked, f"reduce{path}", reduce)
+
+    def _over(self, over: Any, key: Any, reduce: Any) -> Any:
+        if isinstance(over, str):
+            return over
+        try:
+            return over[key]
+        except (KeyError, IndexError, TypeError):
+            raise GradtoolsError(
+                f"{self.asked}: over is {over!r}; expected 'columns', 'rows', or a tree of these "
+                f"like reduce, {reduce!r}."
+            ) from None
+
+    def _leaf(self, tree: Any, name: str, over: Any, path: str) -> Any:
+        if name not in KINDS:
+            raise _unknown(self.asked, f"reduce{path}", name)
+        if over not in (ROWS, COLUMNS):
+            raise GradtoolsError(f"{self.asked}: over is {over!r}; expected 'columns' or 'rows'.")
+        side, count = (ROWS, self.cut.columns) if over == COLUMNS else (COLUMNS, self.cut.rows)
+        places, treedef = self.backend.flatten(tree)
+        groups = [tuple(places)] if name == "softmax" else [(i,) for i in places]
+        first = len(self.kinds)
+        for group in groups:
+            self.kinds.append(KINDS[name](self.backend, self.asked, count))
+            self.places.append(group)
+            self.sides.append(side)
+        if name != "softmax":
+            numbers = range(first, first + len(groups))
+            return self.backend.unflatten(treedef, [_Result(k, 0) for k in numbers])
+        is_pair = isinstance(tree, tuple | list) and len(tree) == 2
+        values = self.backend.flatten(tree[1])[0] if is_pair else []
+        if not is_pair or len(values) != len(places) - 1:
+            raise GradtoolsError(
+                f"{self.asked}: reduce='softmax' takes a pair (scores, values) from f."
+            )
+        value_def = self.backend.flatten(tree[1])[1]
+        return self.backend.unflatten(
+            value_def, [_Result(first, k + 1) for k in range(len(values))]
+        )
+
+    def reduced(self, xs: Arrays) -> Any:
+        """f's output with results in place of scores."""
+        flat = _apply(self.backend, _Reduced(self), xs)
+        ys = _parted(flat, [len(dtypes) for dtypes in self.dtypes])
+        at, treedef = self.backend.flatten(self._template)
+        found = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in at]
+        return self.backend.unflatten(treedef, found)
+
+    # --- the size of a tile
+
+    def _within(self, xs: Arrays, budget: int) -> Cut:
+        """The largest square tile whose gradient takes so many bytes, by one that is measured."""
+        per_pair = self._bytes_of(xs, _PROBE) / _PROBE**2
+        side = isqrt(int(budget / max(per_pair, 1)))
+        if side < 1:
+            raise GradtoolsError(
+                f"{self.asked}: memory_budget is {budget} bytes, but the derivative of a single "
+                f"pair takes about {int(per_pair)}. Give more, or make f leaner."
+            )
+        return Cut(self.cut.rows, self.cut.columns, side, side)
+
+    def _bytes_of(self, xs: Arrays, side: int) -> int:
+        """What the gradient of one tile of so many rows and columns takes at most."""
+        backend = self.backend
+        sides = [None if role == SHARED else side for role in self.roles]
+        moving = _moving(backend, xs, None)
+
+        def gradient(*tile: Array) -> Arrays:
+            def scores(*changed: Array) -> tuple[Arrays, Arrays]:
+                outs, _ = backend.flatten(self.call(_replaced(tile, moving, changed)))
+                return [backend.xp.exp(wide(backend, x)) for x in outs], []
+
+            found = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
+            return [x for x in found.pullback(found.outs) if x is not None]
+
+        return backend.tile_bytes(gradient, xs, sides)
+
+
+_ARRAY = object()
+_PROBE = 64
+
+
+class _Result:
+    """Where a leaf of the result comes from: which reduction, and which of its results."""
+
+    def __init__(self, *at: int) -> None:
+        self.at = at
+
+    def __iter__(self) -> Any:
+        return iter(self.at)
+
+
+def _unknown(asked: str, what: str, came: Any) -> GradtoolsError:
+    return GradtoolsError(
+        f"{asked}: {what} is {came!r}; expected one of {', '.join(map(repr, KINDS))}, a tree of "
+        "these, or three functions (init, combine, finish)."
+    )
+
+
+def _order(shape: tuple[int, int], side: str) -> tuple[int, int]:
+    return shape if side == ROWS else shape[::-1]
+
+
+def _turned(backend: Backend, x: Array, side: str) -> Array:
+    """A tile with the reduced axis second: that of results which belong to columns is first."""
+    if side == ROWS or len(getattr(x, "shape", ())) < 2:
+        return x
+    return backend.xp.permute_dims(x, (1, 0, *range(2, len(x.shape))))
+
+
+def _replaced(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Arrays:
+    full = list(xs)
+    for i, x in zip(places, new, strict=True):
+        full[i] = x
+    return full
+
+
+def _parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:
+    left = iter(flat)
+    return [[next(left) for _ in range(n)] for n in counts]
+
+
+# --- sweeps ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the matrix of pairs is cut into tiles, as equal as can be."""
+
+    rows: int
+    columns: int
+    most_rows: int
+    most_columns: int
+
+    def blocks(self, side: str) -> list[tuple[int, int, int]]:
+        """Runs of blocks of one length: where each begins, the length, how many there are."""
+        n, most = (self.rows, self.most_rows) if side == ROWS else (self.columns, self.most_columns)
+        size = -(-n // -(-n // most))
+        whole, rest = divmod(n, size)
+        found = [(0, size, whole), (whole * size, rest, 1)]
+        return found if rest else found[:1]
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are."""
+        rows, columns = (sum(n for *_, n in self.blocks(side)) for side in (ROWS, COLUMNS))
+        return rows * columns
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arrays of a tile's result that are merged together."""
+
+    side: str
+    merge: Callable[[Arrays, Arrays], Arrays]
+    identity: Callable[[int], Sequence[float]] = lambda n: [0.0] * n
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A program over all tiles.
+
+    Attributes:
+        tile: A tile's arrays to the states of each group.
+        roles: The side of each array that is cut, or SHARED.
+        groups: How states of tiles are merged, asked once a tile has been seen.
+        cut: Where the tiles are.
+        asked: The operator, for messages.
+        progress: Whether a bar is shown.
+    """
+
+    tile: Callable[[Arrays], list[Arrays]]
+    roles: Sequence[str]
+    groups: Callable[[], Sequence[Group]]
+    cut: Cut
+    asked: str = "tiled"
+    progress: bool = False
+
+
+def _add(a: Arrays, b: Arrays) -> Arrays:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+# --- the sum over tiles as a rule ---------------------------------------------------------
+
+
+def _apply(backend: Backend, of: _Sum | _Reduced, xs: Sequence[Array]) -> Arrays:
+    rule = Rule(
+        of.name,
+        primal=of.primal,
+        linearize=of.linearize,
+        written=of.call.written,
+        symbolic=frozenset({"cotangent"}),
+    )
+    return backend.apply_rule(rule, *xs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    """T[h], a sum over tiles.
+
+    Attributes:
+        call: Whose tiles these are.
+        h: A tile's arrays to arrays.
+        roles: The side of each argument.
+        sides: The side of each result, or one side for all.
+        cut: Where the tiles are.
+        name: What messages call it.
+        dtypes: Those of h's results, known once h has seen a tile.
+    """
+
+    call: _Call
+    h: Callable[[Arrays], Arrays]
+    roles: tuple[str, ...]
+    sides: Sequence[str] | str
+    cut: Cut
+    name: str = "tiled"
+    dtypes: list[str] = field(default_factory=list)
+
+    def apply(self, xs: Sequence[Array]) -> Arrays:
+        """The sums, differentiable."""
+        return _apply(self.call.backend, self, xs)
+
+    def primal(self, *xs: Array) -> Arrays:
+        """The sums."""
+        backend = self.call.backend
+        found = backend.sweep(self.call.sweep(self._tile, self.roles, self._groups, self.cut), xs)
+        return [backend.cast(x, dtype) for (x,), dtype in zip(found, self.dtypes, strict=True)]
+
+    def _tile(self, xs: Arrays) -> list[Arrays]:
+        found, backend = self.h(xs), self.call.backend
+        self.dtypes[:] = [backend.dtype_name(x) for x in found]
+        return [[wide(backend, x)] for x in found]
+
+    def _groups(self) -> list[Group]:
+        return [Group(self._side(i), _add) for i in range(len(self.dtypes))]
+
+    def _side(self, i: int) -> str:
+        return self.sides if isinstance(self.sides, str) else self.sides[i]
+
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+        """The sums, and both maps, which are sums over tiles again."""
+        ys, moving = self.primal(*xs), _moving(self.call.backend, xs, perturbed)
+        saves = tuple(range(len(xs)))
+        return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
+
+    def _tangent(self, xs: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
+        given, n = _given(dxs), len(xs)
+
+        def pushed(tile: Arrays) -> Arrays:
+            xs = tile[:n]
+            at = _at(self.h, xs, given)
+            return self.call.backend.push(at, [xs[i] for i in given], tile[n:])
+
+        roles = (*self.roles, *(self.roles[i] for i in given))
+        push = replace(self, h=pushed, roles=roles, name="tiled (tangent)", dtypes=[])
+        return push.apply([*xs, *(dxs[i] for i in given)])
+
+    def _cotangent(self, moving: list[int], xs: Sequence[Array], cts: Sequence[Any]) -> Arrays:
+        given, n = _given(cts), len(xs)
+
+        def pulled(tile: Arrays) -> Arrays:
+            cts = dict(zip(given, tile[n:], strict=True))
+            full = lambda outs: [cts.get(i) for i in range(len(outs))]
+            xs = tile[:n]
+            return self.call.backend.pull(_at(self.h, xs, moving), [xs[i] for i in moving], full)
+
+        pull = replace(
+            self,
+            h=pulled,
+            roles=(*self.roles, *map(self._side, given)),
+            sides=[self.roles[i] for i in moving],
+            name="tiled (cotangent)",
+            dtypes=[],
+        )
+        return _replaced([None] * n, moving, pull.apply([*xs, *(cts[i] for i in given)]))
+
+
+def _given(entries: Sequence[Any]) -> list[int]:
+    return [i for i, x in enumerate(entries) if x is not None]
+
+
+def _moving(backend: Backend, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> list[int]:
+    """Which arguments are differentiated."""
+    inexact = [i for i, x in enumerate(xs) if backend.is_inexact(x)]
+    return [i for i in inexact if perturbed is None or perturbed[i]]
+
+
+def _at(h: Callable[[Arrays], Arrays], xs: Arrays, places: Sequence[int]) -> Any:
+    """h as a function of some of its arguments."""
+    return lambda *changed: h(_replaced(xs, places, changed))
+
+
+# --- reductions as a rule ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Reduced:
+    """The reductions of a call, of one sweep."""
+
+    call: _Call
+    name: str = "tiled"
+
+    def primal(self, *xs: Array) -> Arrays:
+        """The results of all reductions, flat."""
+        call = self.call
+        states = call.backend.sweep(call.sweep(self._tile, call.roles, self._groups, call.cut), xs)
+        pairs = zip(call.kinds, states, strict=True)
+        return [y for kind, state in pairs for y in kind.finish(state)]
+
+    def _tile(self, xs: Arrays) -> list[Arrays]:
+        return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs), xs)]
+
+    def _groups(self) -> list[Group]:
+        pairs = zip(self.call.kinds, self.call.sides, strict=True)
+        return [Group(side, kind.merge, kind.states) for kind, side in pairs]
+
+    def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
+        """Each reduction with its part of f's output at a tile."""
+        call, index = self.call, {COLUMNS: xs[-2], ROWS: xs[-1]}
+        triples = zip(call.kinds, call.places, call.sides, strict=True)
+        return [
+            (
+                kind,
+                [_turned(call.backend, out[i], side) for i in places]
+                + [index[side]] * kind.indexed,
+            )
+            for kind, places, side in triples
+        ]
+
+    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
+        """The results, and both maps, which are sums over tiles."""
+        ys, moving = self.primal(*xs), _moving(self.call.backend, xs, perturbed)
+        saves = tuple(range(len(xs) + len(ys)))
+        return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
+
+    def _read(self, saved: Sequence[Array]) -> tuple[Arrays, list[Arrays], list[Arrays]]:
+        """Arguments, results, and those results that are read at each tile."""
+        call, n = self.call, len(self.call.roles)
+        ys = _parted(saved[n:], [len(dtypes) for dtypes in call.dtypes])
+        stats = [kind.stats(group) for kind, group in zip(call.kinds, ys, strict=True)]
+        return list(saved[:n]), ys, stats
+
+    def _tangent(self, saved: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
+        call = self.call
+        xs, ys, stats = self._read(saved)
+        given, n, counts = _given(dxs), len(xs), [len(group) for group in stats]
+
+        def pushed(tile: Arrays) -> Arrays:
+            *known, moved = _parted(tile[n:], [*counts, len(given)])
+            xs, at = tile[:n], _at(call.of_tile, tile[:n], given)
+            out, moved = call.backend.value_and_push(at, [xs[i] for i in given], moved)
+            triples = zip(self._parts(out, xs), self._parts(moved, xs), known, strict=True)
+            return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
+
+        roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
+        sizes = [len(places) for places in call.places]
+        total = _Sum(call, pushed, roles, self._spread(sizes), call.cut, "tiled (tangent)")
+        sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
+        triples = zip(call.kinds, _parted(sums, sizes), ys, strict=True)
+        return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
+
+    def _spread(self, counts: Sequence[int]) -> list[str]:
+        """The side of each reduction, as often as it has arrays."""
+        return [s for s, n in zip(self.call.sides, counts, strict=True) for _ in range(n)]
+
+    def _cotangent(self, moving: list[int], saved: Sequence[Array], cts: Sequence[Any]) -> Arrays:
+        call = self.call
+        xs, ys, stats = self._read(saved)
+        n, groups = len(xs), _parted(cts, [len(dtypes) for dtypes in call.dtypes])
+        known = [
+            [*s, *kind.pulling(y, g)] if _given(g) else []
+            for kind, s, y, g in zip(call.kinds, stats, ys, groups, strict=True)
+        ]
+        counts, firsts = [len(group) for group in known], [len(group) for group in stats]
+        if not any(counts):
+            return [None] * n
+
+        def pulled(tile: Arrays) -> Arrays:
+            xs, at = tile[:n], _at(call.of_tile, tile[:n], moving)
+            cts = partial(of_scores, xs, _parted(tile[n:], counts))
+            return call.backend.pull(at, [xs[i] for i in moving], cts)
+
+        def of_scores(xs: Arrays, at_tile: list[Arrays], out: Arrays) -> Arrays:
+            full: Arrays = [None] * len(out)
+            for k, (kind, part) in enumerate(self._parts(out, xs)):
+                if at_tile[k]:
+                    found = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
+                    turned = [_turned(call.backend, ct, call.sides[k]) for ct in found]
+                    full = _replaced(full, call.places[k], turned)
+            return full
+
+        roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
+        total = _Sum(call, pulled, roles, out, call.cut, "tiled (cotangent)")
+        return _replaced([None] * n, moving, total.apply([*xs, *(x for g in known for x in g)]))
+
+
+# --- a reduction of the user's own ---------------------------------------------------------
+
+
+def _folded(call: _Call, xs: Arrays) -> Any:
+    """The result of (init, combine, finish), a sum over tiles of whole rows."""
+    init, combine, finish = call.options.reduce
+    backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
+
+    def first(tile: Arrays) -> Arrays:
+        leaves, treedef = backend.flatten(init(call.call(tile)))
+        state_def[:] = [treedef]
+        return [as_array(backend, call.asked, x, "init's state") for x in leaves]
+
+    def of_tile(tile: Arrays) -> Arrays:
+        rows, columns = call.shape_of(tile)
+        one = Cut(rows, columns, rows, columns)
+        return _Sum(call, first, tuple(call.roles), ROWS, one).apply(tile)
+
+    def step(xs: Arrays, state: Arrays, columns: Arrays) -> Arrays:
+        one = of_tile(_replaced(xs, at, columns))
+        a, b = (backend.unflatten(state_def[0], x) for x in (state, one))
+        return backend.flatten(combine(a, b))[0]
+
+    def of_rows(xs: Arrays) -> Arrays:
+        state: Arrays = []
+        for start, size, count in cut.blocks(COLUMNS):
+            if not state:
+                state = of_tile(_replaced(xs, at, [xs[i][:size] for i in at]))
+                start, count = start + size, count - 1
+            if count:
+                stop = start + size * count
+                columns = [xs[i][start:stop] for i in at]
+                state = backend.fold(partial(step, xs), state, columns, count)
+        leaves, treedef = backend.flatten(finish(backend.unflatten(state_def[0], state)))
+        out[:] = [treedef]
+        return leaves
+
+    at = [i for i, role in enumerate(call.roles) if role == COLUMNS]
+    roles = tuple(SHARED if role == COLUMNS else role for role in call.roles)
+    rows = Cut(cut.rows, 1, cut.most_rows, 1)
+    leaves = _Sum(call, of_rows, roles, ROWS, rows).apply(xs)
+    return backend.unflatten(out[0], leaves)

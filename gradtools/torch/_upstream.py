@@ -1,0 +1,591 @@
+"""Every private name of PyTorch that this wing relies on, and why: the one room that may.
+
+All other files go through here, which `tests/test_upstream.py` reads from their source; tests in
+`tests/test_torch_upstream.py` hold that each name still does what is relied on, and that no public
+way has come. Each entry says what it is for, and what to do when it is gone. All were seen with
+PyTorch 2.13; where there is an upstream issue it is named. What is merely another name costs
+nothing; a function here costs a call, so what is asked at every operation is a name.
+
+Nothing public was found in 2.13 for any of them. What a maintainer of PyTorch would refuse, and for
+which there is no other way, stands at the end, with what it buys and what it costs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._C import DispatchKey as DispatchKey
+from torch._functorch.autograd_function import custom_function_call as custom_function_call
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
+)
+from torch._guards import TracingContext as TracingContext
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.autograd import function
+from torch.nn.utils import parametrize
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+Tensor = torch.Tensor
+_functorch: Any = torch._C._functorch
+_autograd: Any = torch.autograd
+_c: Any = torch._C
+
+# --- names that are imported above -------------------------------------------------------------
+#
+# DispatchKey: which of an operator's kernels is the plain one. Gone: compare keys by their names.
+# custom_function_call: what torch.func calls in the place of `Function.apply`, where a mode sees
+#   it. Gone: Functions inside of torch.func are not seen; refuse them where a derivative is lost.
+# temporarily_clear_interpreter_stack: code that runs outside of all of torch.func's levels, from
+#   within them: what is sent to another process, a trial of a rule. Gone: refuse within levels.
+# TracingContext, detect_fake_mode: whether a compiler looks on with tensors that have no numbers.
+#   Gone: `torch.compiler.is_compiling` knows it of dynamo, not of what runs beneath.
+# HigherOrderOperator, OpOverload, OpOverloadPacket: the classes of PyTorch's operators, which the
+#   public decorators return. Gone: `type(torch.ops.aten.add)` and its like give them.
+# pytree: the registry of containers that torch.func itself uses: what a user registers there with
+#   `register_pytree_node` holds here. Gone: `torch.utils.pytree` (pytorch#65761, #175082).
+# TorchDispatchMode: documented under this very name ("Extending PyTorch with Python").
+
+disable_current_modes = _disable_current_modes
+"""A block in which no dispatch mode sees what we do on our own account. Gone: a flag of the mode
+that is asked in its `__torch_dispatch__`, as `gradient_graph` has; other modes see us then."""
+
+pytree = _pytree
+tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
+tree_leaves, tree_map = pytree.tree_leaves, pytree.tree_map
+tree_map_only = pytree.tree_map_only
+
+# --- levels of torch.func ----------------------------------------------------------------------
+
+peek_interpreter_stack: Callable[[], Any] = _functorch.peek_interpreter_stack
+"""The innermost level of torch.func, None outside of all. Gone: nothing public tells; wrap a number
+by `torch.func` and see. The first of these to be asked at every call, so a plain name."""
+
+get_interpreter_stack: Callable[[], Any] = _functorch.get_interpreter_stack
+"""All levels, outermost first: whether one differentiates, and how. Gone: as above."""
+
+TransformType: Any = _functorch.TransformType
+"""The kinds of levels: Grad, Jvp, Vmap, Functionalize."""
+
+maybe_current_level: Callable[[], int | None] = _functorch.maybe_current_level
+"""The number of the innermost level, which tells one nest of transforms from another."""
+
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is of a level. `torch.func.debug_unwrap` could tell, by
+`debug_unwrap(x, recurse=False) is not x`, which is slower, and for debugging by its own words."""
+
+get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
+"""The tensor beneath one level. Gone: `torch.func.debug_unwrap(x, recurse=False)`."""
+
+unwrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._unwrap_for_grad
+"""The tensor beneath one level of `torch.func.grad`, attached as it was outside: whether an operand
+requires grad for the caller. Gone: attention under `torch.func` is pushed as if it did."""
+
+maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
+"""A wrapper's level; -2 if the transform has ended: a pullback may still run on its wrappers."""
+
+maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
+"""The axis that vmap hides, -1 if none: one example of a batch has the numbers for a trial."""
+
+is_batchedtensor: Callable[[Tensor], bool] = _functorch.is_batchedtensor
+is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
+"""Which transform wrapped a tensor. Gone: by the kinds of levels, which are one for all tensors."""
+
+is_legacy_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
+"""Whether a tensor is a batch of the vmap of before functorch, which autograd's own
+`is_grads_batched` still uses. Gone: with that vmap."""
+
+enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
+leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
+"""Levels of that vmap: each gives the number that are open then. Counting is entering and leaving;
+standing outside of them is leaving and entering. Gone: with that vmap."""
+
+add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
+remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
+"""What that vmap wraps a tensor in. Gone: with it."""
+
+# --- forward mode ------------------------------------------------------------------------------
+
+
+def forward_level() -> int:
+    """The level of forward mode that is open, -1 if none.
+
+    Gone: `forward_ad.make_dual` raises outside of a level.
+    """
+    return forward_ad._current_level
+
+
+def enter_forward_level() -> int | None:
+    """The level of forward mode; None if someone, in this thread or another, is in it.
+
+    `forward_ad.enter_dual_level` leaves a level open behind the error that it raises where another
+    thread enters `torch.func.jvp` at that moment, so this is its text with an end. Gone: that.
+    """
+    try:
+        level = int(_c._enter_dual_level())
+    except RuntimeError:
+        return None
+    if level != forward_ad._current_level + 1:
+        _c._exit_dual_level(level=level)
+        return None
+    forward_ad._current_level = level
+    return level
+
+
+make_dual: Callable[..., Tensor] = torch._make_dual
+unpack_dual: Callable[..., Any] = torch._unpack_dual
+"""`forward_ad.make_dual` and `unpack_dual` less their checks, at each operation of a pushforward
+that frozen runs by its own table. Gone: the public ones, at twice the time."""
+
+is_forward_mode_enabled: Callable[[], bool] = _c._is_fwd_grad_enabled
+set_forward_mode_enabled: Callable[[bool], None] = _c._set_fwd_grad_enabled
+forward_mode_enabled: Any = forward_ad._set_fwd_grad_enabled
+"""Whether tangents are followed, and a block in which they are or are not: what is constant to f
+must be constant to its tangent. Gone: detach each tensor instead."""
+
+softmax_pullback: Callable[..., Tensor] = torch._softmax_backward_data
+"""y (g - sum(g y)) in one kernel. Gone: by that formula, three kernels and a copy."""
+
+is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
+"""Whether anything may be cast. Gone: `torch.is_autocast_enabled(kind)` for each device in use."""
+
+# --- autograd's engine and its graph -----------------------------------------------------------
+
+set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
+"""What `torch.set_grad_enabled` calls, a class that costs three times as much; and what a mode sees
+when f calls that. Gone: the class, and its `__init__` in modes."""
+
+current_graph_task: Callable[[], int] = _c._current_graph_task_id
+"""Which call of the engine runs here, -1 if none: nodes of one pass share sums, others none.
+Gone: a node's own pass is one, so sums are not shared between towers."""
+
+will_run: Callable[[Any], bool] = _c._will_engine_execute_node
+"""Whether the engine's present call comes to a node. Gone: as above."""
+
+keeps_graph: Callable[[], bool] = _c._autograd._get_current_graph_task_keep_graph
+"""Whether the pass that runs was given retain_graph. Gone: keep always, and say so."""
+
+current_node: Callable[[], Any] = _c._current_autograd_node
+"""The node whose backward runs: an operation of a backward pass is drawn with its line of the
+forward pass. Gone: backward operations have no line."""
+
+nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
+"""How many nodes this thread has made: what is captured was made before. Gone: walk both graphs."""
+
+saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
+"""The innermost hooks of saved tensors, if any: a graph of our own that ends inside must not pass
+through them. Gone: enter hooks that change nothing always, at 2 us."""
+
+version_counter_kept: Any = _autograd._unsafe_preserve_version_counter
+set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
+"""A tensor that is put back to what it held counts as unchanged for the graphs that saved it.
+`torch.autograd.graph.increment_version` is the public half. Gone: replay of a program whose state
+moves is refused by autograd's own error."""
+
+EnableTorchFunction: Any = _c._EnableTorchFunction
+"""Modes act inside of the backward of a subclass, which switches them off. Gone: refuse them."""
+
+DisableTorchFunction: Any = _c.DisableTorchFunction
+"""A tensor is asked itself, and not what a mode puts in its place. Its sister for subclasses,
+`DisableTorchFunctionSubclass`, is documented. Gone: a flag in each of our modes."""
+
+Functions: Any = function._SingleLevelFunction
+"""The base beneath `torch.autograd.Function`: an `apply` set here for the time of a call is met by
+who keeps a bound `Function.apply`, too. Gone: patch Function, and miss those."""
+
+function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
+count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
+count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
+"""The modes that look on. Gone: assume that some do, and take the slow way."""
+
+is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_key_excluded
+has_kernel_for: Callable[[str, str], bool] = _c._dispatch_has_kernel_for_dispatch_key
+"""Whether we stand beneath autograd, as in a `__torch_dispatch__`; whether an operator has a kernel
+of its own. Gone: the latter is `OpOverload.has_kernel_for_dispatch_key`."""
+
+
+def sequence_of(node: Any) -> int:
+    """When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
+    return node._sequence_nr()
+
+
+def forward_class(kind: Any) -> Any:
+    """The `torch.autograd.Function` of which a class of nodes is of. Gone: its name."""
+    return kind._forward_cls
+
+
+def backward_class(kind: Any) -> Any:
+    """The class of the nodes that a `torch.autograd.Function` makes. Gone: `type(y.grad_fn)`."""
+    return kind._backward_cls
+
+
+def saves(node: Any, name: str) -> bool:
+    """Whether a node of the graph saves something of this name."""
+    return hasattr(node, f"_saved_{name}")
+
+
+def saved(node: Any, name: str, *default: Any) -> Any:
+    """What a node of the graph saved: documented ("Autograd mechanics"), though with an underscore.
+
+    Gone: the operations whose gradient PyTorch has wrong are refused, not mended.
+    """
+    return getattr(node, f"_saved_{name}", *default)
+
+
+def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each result whose gradient a node takes. Gone: those are not told."""
+    return [(tuple(x.shape), x.dtype) for x in getattr(node, "_input_metadata", ())]
+
+
+# --- tensors -----------------------------------------------------------------------------------
+
+
+def version_of(x: Tensor) -> int:
+    """How often x was written in place. `Tensor._version` is documented, and has no public name.
+
+    Gone: compare contents, where today a count is compared.
+    """
+    return x._version
+
+
+def is_zero(x: Tensor) -> bool:
+    """Whether x is a zero without memory, as forward mode and double backward make. Gone: clone."""
+    return x._is_zerotensor()
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether autograd follows x as a view of another tensor. Gone: copy what a rule returns."""
+    return x._is_view()
+
+
+def tensor_hooks(x: Tensor) -> Any:
+    """The hooks that edit x's gradient; None if there was never one.
+
+    They fire once, on the sum over chunks, so a replay takes them away from the leaves and puts
+    them back. Gone: a hook would fire for each chunk; refuse leaves with hooks.
+    """
+    return x._backward_hooks
+
+
+def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
+    """Puts None there again, where a hook of ours was the first: what was None is pickled."""
+    x._backward_hooks = hooks
+
+
+def owners_of_memory(x: Tensor) -> int:
+    """How many hold x's storage, so that another framework may take it. Gone: copy."""
+    return int(_c._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+def fake_tensors(**options: Any) -> Any:
+    """A block in which operations give shapes and no numbers; a second to load.
+
+    Gone: tensors on the meta device, which have no device of their own.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**options)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor is one of that block. Gone: `detect_fake_mode` knows it of the block."""
+    from torch._subclasses import fake_tensor
+
+    return bool(fake_tensor.is_fake(x))
+
+
+is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
+"""Whether two tensors share a storage. Gone: compare `untyped_storage()`, which wrappers refuse."""
+
+make_subclass: Callable[[type, Tensor], Tensor] = Tensor._make_subclass  # type: ignore[attr-defined]
+"""A tensor of a class in the memory of another. Gone: `x.as_subclass(kind)`, which is a view."""
+
+
+def indices_of(x: Tensor) -> Tensor:
+    """The indices of a sparse tensor that need not be coalesced. Gone: coalesce first."""
+    return x._indices()
+
+
+def values_of(x: Tensor) -> Tensor:
+    """The entries of a sparse tensor that need not be coalesced. Gone: coalesce first."""
+    return x._values()
+
+
+# --- operators ---------------------------------------------------------------------------------
+
+
+def arguments_of(operator: Any) -> Sequence[Any]:
+    """An operator's arguments, with which of them it writes to. Gone: parse `str(operator)`."""
+    return operator._schema.arguments
+
+
+def schema_of(operator: Any) -> Any:
+    """An operator's schema."""
+    return operator._schema
+
+
+def decompositions() -> Any:
+    """PyTorch's own decompositions of operators; a second to load. Gone: count what is known."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table
+
+
+# --- modules -----------------------------------------------------------------------------------
+
+
+SLOTS = ("_parameters", "_buffers", "_modules")
+"""The fields of a module that hold its parameters, buffers and children, as `slots_of`.
+A module is copied, put back, and shared with its wrapper by them. Gone: by their new names."""
+
+NOT_SAVED = "_non_persistent_buffers_set"
+"""The field with the names of buffers that no `state_dict` holds."""
+
+
+def uncompiled_call(fields: dict[str, Any]) -> dict[str, Any]:
+    """What to put in place of `module.compile()`, whose code is for the original's own tensors."""
+    return {k: None for k in ("_compiled_call_impl",) if k in fields}
+
+
+def slots_of(module: torch.nn.Module) -> tuple[Any, Any, Any]:
+    """A module's own parameters, buffers and children, with those that are None.
+
+    `named_parameters(recurse=False)` leaves None out, and cannot be assigned to. Gone: those.
+    """
+    return module._parameters, module._buffers, module._modules
+
+
+def forward_hooks_of(module: torch.nn.Module) -> list[Any]:
+    """A module's hooks around its forward. PyTorch registers them, and lists none."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def forward_hook_numbers(module: torch.nn.Module) -> list[int]:
+    """The numbers under which those stand, which count all hooks of the process."""
+    return [*module._forward_hooks, *module._forward_pre_hooks]
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has a hook of any kind."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has a hook that may edit gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def takes_whole_gradients(module: torch.nn.Module) -> bool:
+    """Whether a module's backward hooks are those of `register_full_backward_hook`."""
+    return module._is_full_backward_hook is not False
+
+
+BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
+"""What all batch normalisations are, `SyncBatchNorm` too. Gone: list the public classes."""
+
+
+class ModuleLike(torch.nn.Module):
+    """A module whose conversions and loading are those of another, `_own`.
+
+    `to`, `half`, `cuda` end in `_apply`, and a parent's `load_state_dict` in
+    `_load_from_state_dict`, which subclasses are told to override. Gone: with those.
+    """
+
+    _own: torch.nn.Module
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._own._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._own._load_from_state_dict(*args, **kwargs)
+
+
+def scripted_attributes(module: Any) -> list[tuple[str, bool, Any]]:
+    """Name, whether it is a parameter, and the holder of each attribute of a ScriptModule.
+
+    `getattr` of the module hands out copies. Gone: what TorchScript changes is not put back.
+    """
+    attributes = module._concrete_type.get_attributes().items()
+    return [(key, is_parameter, module._c) for key, (_, is_parameter) in attributes]
+
+
+def cached_weights() -> dict[Any, Any] | None:
+    """What `torch.nn.utils.parametrize.cached` keeps; None outside of its block."""
+    return parametrize._cache if parametrize._cache_enabled else None
+
+
+def set_cached_weights(kept: dict[Any, Any]) -> None:
+    """Puts another cache there: what it keeps is in the graph of another call. Gone: refuse."""
+    parametrize._cache = kept  # type: ignore[assignment]
+
+
+# --- the process -------------------------------------------------------------------------------
+
+
+def device_set() -> Any:
+    """The block of `torch.set_default_device`, None if none was set.
+
+    `torch.get_default_device` imports and searches at every call. Gone: that.
+    """
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+def generator_of_mps() -> torch.Generator:
+    """That of Apple's devices; others have `default_generators`. Gone: hold what is public then."""
+    return torch.mps._get_default_mps_generator()
+
+
+def operator_tables(name: str) -> Any:
+    """A table of PyTorch's own tests, for the sweeps over all operators. They need its packages."""
+    from importlib import import_module
+
+    return import_module(f"torch.testing._internal.{name}")
+
+
+def is_of_checkpoint(file: str) -> bool:
+    """Whether a file is that of `torch.utils.checkpoint`: what it computes again is drawn so.
+
+    Nothing else tells that a call runs inside of one. Gone: pictures do not mark what is repeated.
+    """
+    return file == torch.utils.checkpoint.__file__
+
+
+# --- dynamo, which is not imported until someone compiles ---------------------------------------
+
+DYNAMO = "torch._dynamo"
+"""The compiler's own module. Gone: hold what `torch.compile` imports then."""
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything may be compiled. Importing dynamo takes longer than the rest of PyTorch."""
+    return DYNAMO in sys.modules
+
+
+def break_graph(reason: str) -> None:
+    """Ends the piece of code that dynamo compiles, for a reason that it tells.
+
+    Gone: call what `torch.compiler.disable` returns, which has no reason of ours.
+    """
+    sys.modules[DYNAMO].graph_break(msg=reason)
+
+
+COMPILED_CODE = "torch._functorch."
+"""The modules whose Functions hold compiled code: their backward is no code of a user's."""
+
+
+def skip_module(name: str) -> None:
+    """No line of a module is compiled, though what it calls may be."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(name)
+
+
+def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compiler.assume_constant_result` does, without importing dynamo. Gone: that."""
+    fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fun
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether f is what torch.compile returned. Nothing public tells."""
+    return hasattr(f, "_torchdynamo_orig_callable") or type(f).__name__ == "OptimizedModule"
+
+
+# --- what a maintainer of PyTorch would refuse --------------------------------------------------
+#
+# Each of these hangs on frames of the stack or on the identity of a code object, because nothing
+# else in PyTorch tells. Beside them, where they are needed and nowhere else: texts of PyTorch's
+# errors, for which it has no types (`refusals`, `recording/refusals`, `freezing`); an import hook
+# (`compiling`: dynamo takes marks by identity, and importing it to set them takes seconds); one
+# operator of ours, registered for the process (`host`: a compiled program holds no Python objects);
+# CPython's generator read in memory (`randomness`: to copy its state takes longer than a small
+# layer); hooks of leaves taken away while chunks are computed again (`programs`).
+
+
+def is_frameworks_own_question(depth: int) -> bool:
+    """Whether PyTorch or gradtools asks what a mode sees, so many calls above the caller.
+
+    In forward mode a tensor with a tangent answers the user's `x.requires_grad` with True, as it
+    would in reverse mode; PyTorch's own Python code must hear what is so, or it takes other ways.
+    Buys: f that branches on it is differentiated as in reverse mode. Costs: a frame at each such
+    question within a pushforward, 0.3 us; a library that asks for PyTorch is taken for the user.
+    """
+    return _package(_asker(depth + 1)) in ("torch", "gradtools")
+
+
+def package_that_called(depth: int) -> str:
+    """The package that called PyTorch, so many calls above the caller.
+
+    `torch.autograd.grad` in f makes a constant to forward mode; our own call of it does not. Buys
+    right tangents of a pullback in f. Costs: what gradtools is called by in turn counts as ours.
+    """
+    frame = _asker(depth + 1)
+    while frame is not None and _package(frame) == "torch":
+        frame = frame.f_back
+    return _package(frame)
+
+
+def is_leaving_a_block(depth: int) -> bool:
+    """Whether no_grad, or its like, puts back what it found.
+
+    A mode sees the same call where f switches gradients on because it needs them. Buys that
+    `with torch.no_grad()` in f does not switch a graph on when it ends, twice the time; costs that
+    a block which is no class of PyTorch's is taken for f's wish, which is slower, and right.
+    """
+    frame = _asker(depth + 1)
+    if frame.f_code is torch.set_grad_enabled.__init__.__code__:
+        frame = frame.f_back
+    return frame.f_code.co_name == "__exit__" and _package(frame) == "torch"
+
+
+def _asker(depth: int) -> Any:
+    """The frame that called what modes see."""
+    frame: Any = sys._getframe(depth + 1)
+    while frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: Any) -> str:
+    """Whose code a frame runs, by its module."""
+    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+def is_summed_by_autograd(node: Any) -> bool:
+    """Whether autograd itself adds gradients that meet, and no Python code of a node's backward.
+
+    The module that asks does so in a dispatch mode of its own; its frames do not count.
+
+    Buys that a sum in a picture is not drawn as a part of the rule before it; costs that, if
+    PyTorch renames `_engine_run_backward`, it is.
+    """
+    if not isinstance(node, function.BackwardCFunction):
+        return False
+    frame: Any = sys._getframe(1)
+    asking = frame.f_globals
+    while frame is not None and frame.f_globals is asking:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def is_once_differentiable(kind: Any) -> bool:
+    """Whether the backward pass of a node's Function is marked to have no derivative.
+
+    The mark is a wrapper without a name of its own, so its code is compared. Buys a refusal before
+    a chunk is computed again in vain; costs that a wrapper around it hides the mark.
+    """
+    backward = getattr(forward_class(kind), "backward", None)
+    return getattr(backward, "__code__", None) is _ONCE
+
+
+_ONCE = function.once_differentiable(lambda ctx: None).__code__

@@ -1,0 +1,117 @@
+"""The scenario matrix of functions through the bridge, against the native function."""
+
+import jax
+import numpy as np
+import pytest
+
+import gradtools.jax as gj
+import gradtools.torch as gt
+from gradtools import bridge
+from gradtools.testing import scenarios
+from gradtools.testing.tolerances import real_name, tolerance
+
+RECORDS = {s.name: s for s in scenarios()}
+# One operation of one array each: two of them are enough for whoever waits.
+ALIKE = [name for name, s in RECORDS.items() if s.shape == "vector" and not s.tags][2:]
+# What one framework itself cannot, or not as the other does.
+CONVENTIONS = "kink"
+
+
+class Native:
+    """One framework: its namespace, and its pytrees of arrays from NumPy's and back."""
+
+    def __init__(self, gt):
+        self.gt, self.waist = gt, gt._api._backend
+
+    def arrays(self, tree):
+        if isinstance(tree, dict):
+            return {k: self.arrays(x) for k, x in tree.items()}
+        if isinstance(tree, tuple | list):
+            return type(tree)(map(self.arrays, tree))
+        return self.gt.asarray(np.asarray(tree))
+
+    def inexact(self, tree):
+        return [y for y in self.waist.flatten(tree)[0] if self.waist.is_inexact(y)]
+
+    def numpy(self, tree):
+        return [np.asarray(self.gt.to_numpy(y)) for y in self.waist.flatten(tree)[0]]
+
+
+TORCH, JAX = Native(gt), Native(gj)
+
+
+def loss_of(native, f):
+    """A real function of what comes out, that weighs each entry."""
+    xp = native.gt.xp
+
+    def loss(*args):
+        total = 0.0
+        for k, y in enumerate(native.inexact(f(*args))):
+            y = xp.real(y * xp.conj(y)) + xp.real(y) if native.waist.is_complex(y) else y * y + y
+            total = total + (k + 1) * xp.sum(y)
+        return total
+
+    return loss
+
+
+def active(native, args):
+    """The positions of the arguments that hold floating leaves alone."""
+    leaves = [native.waist.flatten(arg)[0] for arg in args]
+    return [i for i, xs in enumerate(leaves) if xs and all(map(native.waist.is_inexact, xs))]
+
+
+def answers(native, f, scenario):
+    """Values and derivatives of f, as NumPy arrays by name."""
+    g, args = native.gt, native.arrays(scenario.args)
+    found = {"value": native.numpy(f(*args))}
+    loss, which = loss_of(native, f), active(native, args)
+    if not scenario.order or not which or not native.inexact(f(*args)):
+        return found
+    at = [args[i] for i in which]
+    doubled = tuple(
+        native.waist.unflatten(d, [0.3 * x + 0.1 for x in xs])
+        for xs, d in map(native.waist.flatten, at)
+    )
+
+    def of(*moving):
+        full = list(args)
+        for i, x in zip(which, moving, strict=True):
+            full[i] = x
+        return loss(*full)
+
+    def derivatives(at, doubled):
+        first = g.vjp(of, *at)[1](g.vjp(of, *at)[0] * 0 + 1)
+        pushed = g.jvp(of, at, doubled)[1]
+        if scenario.order < 2:
+            return first, pushed
+        twice = [g.hvp(of, at, doubled, mode=m)[1] for m in MODES]
+        return first, pushed, *twice
+
+    run = jax.jit(derivatives) if native is JAX else derivatives
+    names = ("vjp", "jvp", *MODES)
+    return found | dict(zip(names, map(native.numpy, run(tuple(at), doubled)), strict=False))
+
+
+MODES = ("forward_over_reverse", "reverse_over_reverse")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RECORDS]
+)
+@pytest.mark.parametrize("host", ["jax", "torch"])
+def test_a_bridged_function_is_the_native_one_in_value_and_both_orders(host, name):
+    scenario = RECORDS[name]
+    native, guest = (JAX, TORCH) if host == "jax" else (TORCH, JAX)
+    cross = bridge.to_jax if host == "jax" else bridge.to_torch
+    theirs = cross(lambda *args: scenario.function(guest.gt, *args))
+    found = answers(native, theirs, scenario)
+    by = guest if CONVENTIONS in scenario.tags else native
+    expected = answers(by, lambda *args: scenario.function(by.gt, *args), scenario)
+    assert found.keys() == expected.keys()
+    for key, ys in found.items():
+        order = 0 if key == "value" else 2 if key in MODES else 1
+        for y, wanted in zip(ys, expected[key], strict=True):
+            assert y.shape == wanted.shape and y.dtype == wanted.dtype
+            scale = max(1.0, np.max(np.abs(wanted[np.isfinite(wanted)]), initial=0.0))
+            allowed = tolerance(real_name(scenario.dtype), order) * scale
+            np.testing.assert_allclose(y, wanted, rtol=0, atol=allowed, err_msg=key)

@@ -1,0 +1,267 @@
+"""Models across the bridge: state, keys, modes, optimisers, and gradtools' own operators."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+
+import gradtools.jax as gj
+import gradtools.torch as gt
+from gradtools import GradtoolsError, bridge
+
+X = np.random.default_rng(0).standard_normal((8, 4))
+KEY = jax.random.key(1)
+
+
+def near(found, expected, tolerance=1e-12):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    scale = max(1.0, np.max(np.abs(expected), initial=0.0))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+def network(dropout=0.0):
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 2)
+    return nn.Sequential(*layers).double()
+
+
+# --- a module in JAX ---------------------------------------------------------------------
+
+
+def test_a_module_trains_by_optax_as_by_torch_over_50_steps_with_its_batch_statistics():
+    model = network()
+    apply, params, state = bridge.to_jax(model, train=True)
+    tx = optax.sgd(0.05, momentum=0.9)
+
+    @jax.jit
+    def step(params, state, opt):
+        def loss(params):
+            out, new = apply(params, state, jnp.asarray(X))
+            return (out**2).mean(), new
+
+        (value, state), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt = tx.update(grads, opt)
+        return optax.apply_updates(params, updates), state, opt, value
+
+    opt, found = tx.init(params), []
+    for _ in range(50):
+        params, state, opt, value = step(params, state, opt)
+        found.append(float(value))
+
+    native, expected = copy.deepcopy(model).train(), []
+    sgd = torch.optim.SGD(native.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(50):
+        sgd.zero_grad()
+        value = (native(torch.from_numpy(X)) ** 2).mean()
+        value.backward()
+        sgd.step()
+        expected.append(value.item())
+    near(found, expected)
+    for name, p in native.named_parameters():
+        near(params[name], p.detach(), 1e-11)
+    for name, b in native.named_buffers():
+        near(state[name], b, 1e-11)
+    assert int(state["1.num_batches_tracked"]) == 50
+    for name, p in network().state_dict().items():  # the module itself stands as it stood
+        assert torch.equal(p, model.state_dict()[name])
+
+
+def test_dropout_follows_the_key_and_its_gradient_is_that_of_the_same_mask():
+    apply, params, state = bridge.to_jax(network(0.5), train=True)
+    value = lambda p, key: (apply(p, state, jnp.asarray(X), key=key)[0] ** 2).sum()
+    one, other = jax.random.split(KEY)
+    assert float(value(params, one)) == float(jax.jit(value)(params, one))
+    assert float(value(params, one)) != float(value(params, other))
+    weight, eps = params["4.weight"], 1e-6
+    slope = jax.jit(jax.grad(value))(params, one)["4.weight"][0, 0]
+    at = lambda s: value({**params, "4.weight": weight.at[0, 0].add(s)}, one)
+    near(slope, (at(eps) - at(-eps)) / (2 * eps), 1e-6)
+    with pytest.raises(GradtoolsError, match=r"draws random numbers.*give apply a key"):
+        apply(params, state, jnp.asarray(X))
+
+
+def test_each_example_of_a_vmap_has_its_own_key():
+    apply, params, state = bridge.to_jax(nn.Dropout(0.5), train=True)
+    out = jax.vmap(lambda k: apply(params, state, jnp.ones(64), key=k)[0])(jax.random.split(KEY, 3))
+    assert len({tuple(row) for row in np.asarray(out)}) == 3
+
+
+def test_evaluation_needs_no_key_and_leaves_the_state():
+    model = network(0.5)
+    apply, params, state = bridge.to_jax(model, train=False)
+    out, new = jax.jit(apply)(params, state, jnp.asarray(X))
+    near(out, model.eval()(torch.from_numpy(X)).detach())
+    jax.tree.map(near, new, state)
+
+
+def test_the_hessian_of_a_module_in_its_parameters_is_the_native_one():
+    model = network().eval()
+    apply, params, state = bridge.to_jax(model)
+    of = lambda p: (apply(p, state, jnp.asarray(X))[0] ** 3).sum()
+    v = jax.tree.map(lambda p: 0.3 * p + 0.1, params)
+    found = jax.jvp(jax.grad(of), (params,), (v,))[1]
+    run, own, buffers = gt.functionalize(model)
+    by_torch = lambda p: (run(p, buffers, torch.from_numpy(X))[0] ** 3).sum()
+    own_v = {k: 0.3 * p + 0.1 for k, p in own.items()}
+    (expected,) = gt.hvp(by_torch, (own,), (own_v,))[1]
+    for name, p in expected.items():
+        near(found[name], p)
+
+
+# --- a model in PyTorch ------------------------------------------------------------------
+
+
+def flax_network():
+    linen = pytest.importorskip("flax.linen")
+
+    class Network(linen.Module):
+        @linen.compact
+        def __call__(self, x, train=True):
+            x = linen.Dense(6, param_dtype="float64")(x)
+            x = linen.BatchNorm(use_running_average=not train, param_dtype="float64")(x)
+            x = linen.Dropout(0.5, deterministic=not train)(jnp.tanh(x))
+            return linen.Dense(2, param_dtype="float64")(x)
+
+    model = Network()
+    return model, model.init({"params": KEY, "dropout": KEY}, jnp.asarray(X))
+
+
+def test_a_flax_model_is_a_module_that_trains_keeps_statistics_and_saves():
+    model, variables = flax_network()
+    module = bridge.to_torch(model, variables=variables)
+    assert "Dense_0.kernel" in dict(module.named_parameters())
+    adam = torch.optim.Adam(module.parameters(), lr=0.01)
+    x, losses = torch.from_numpy(X), []
+    torch.manual_seed(0)
+    for _ in range(30):
+        adam.zero_grad()
+        loss = (module.train()(x) ** 2).mean()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    out = module.eval()(x)
+    assert torch.equal(out, module(x))
+    params = {
+        layer: {
+            k: v.detach().numpy()
+            for k, v in dict(getattr(module, layer).named_parameters()).items()
+        }
+        for layer in ("Dense_0", "BatchNorm_0", "Dense_1")
+    }
+    stats = {
+        "BatchNorm_0": {
+            k: np.array(module.get_buffer(f"batch_stats.BatchNorm_0.{k}")) for k in ("mean", "var")
+        }
+    }
+    near(out.detach(), model.apply({"params": params, "batch_stats": stats}, X, train=False))
+    again = bridge.to_torch(model, variables=variables).eval()
+    again.load_state_dict(module.state_dict())
+    assert torch.equal(again(x), out)
+
+
+def test_the_gradient_of_a_flax_model_with_a_key_is_flaxes_own():
+    model, variables = flax_network()
+    module = bridge.to_torch(model, variables=variables).train()
+    key = torch.tensor([3, 4])
+    (module(torch.from_numpy(X), key=key) ** 2).sum().backward()
+    apply, params, state = gj.functionalize(model, variables=variables, train=True)
+    own_key = jax.random.fold_in(jax.random.key(3), 4)
+    of = lambda p: (apply(p, state, jnp.asarray(X), key=own_key)[0] ** 2).sum()
+    expected = jax.grad(of)(params)
+    for layer, tree in expected.items():
+        for name, g in tree.items():
+            near(module.get_parameter(f"{layer}.{name}").grad, g)
+
+
+def test_an_equinox_model_is_a_module_under_vmap_and_compile():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 2, 8, 1, key=KEY, dtype=jnp.float64)
+    module = bridge.to_torch(model)
+    near(torch.func.vmap(module)(torch.from_numpy(X)).detach(), jax.vmap(model)(jnp.asarray(X)))
+    (module(torch.from_numpy(X[0])) ** 2).sum().backward()
+    expected = eqx.filter_grad(lambda m: (m(jnp.asarray(X[0])) ** 2).sum())(model)
+    near(module.layers.get_submodule("0").weight.grad, expected.layers[0].weight)
+
+
+def test_an_nnx_model_is_a_module_with_its_own_streams():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(4, 6, rngs=rngs, param_dtype=jnp.float64)
+            self.norm = nnx.BatchNorm(6, rngs=rngs, param_dtype=jnp.float64)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(self.norm(self.first(x)))
+
+    model = Network(nnx.Rngs(0))
+    module = bridge.to_torch(model).train()
+    x = torch.from_numpy(X)
+    one, other = module(x), module(x)
+    assert not torch.equal(one == 0, other == 0)  # the streams went on
+    one.sum().backward()
+    assert module.first.kernel.grad is not None
+    model.eval()
+    module = bridge.to_torch(model).eval()
+    near(module(x).detach(), model(jnp.asarray(X)))
+
+
+# --- gradtools' own operators across -----------------------------------------------------
+
+
+def test_a_reversal_inside_a_torch_function_reverses_in_jax():
+    f = bridge.to_jax(lambda x: (gt.reverse_gradient(x, 0.5) ** 2).sum())
+    near(jax.jit(jax.grad(f))(jnp.ones(3)), -np.ones(3))
+    near(jax.hessian(f)(jnp.ones(2)), 0.5 * np.eye(2))
+
+
+def test_a_chunked_torch_encoder_inside_a_jax_loss_is_the_whole_one():
+    encode = lambda w, x: torch.tanh(x @ w)
+    chunked = gt.chunked(encode, 3, in_axes=(None, 0))
+    w = jnp.asarray(np.random.default_rng(1).standard_normal((4, 2)))
+
+    def loss(f):
+        def of(w):
+            z = f(w, jnp.asarray(X))
+            return jnp.log(jnp.exp(z @ z.T).sum())
+
+        return of
+
+    found = jax.jit(jax.grad(loss(bridge.to_jax(chunked))))(w)
+    near(found, jax.grad(loss(lambda w, x: jnp.tanh(x @ w)))(w))
+
+
+def test_a_frozen_torch_generator_gives_the_gradient_penalty_of_jax():
+    frozen = bridge.to_jax(gt.frozen(lambda z: torch.exp(torch.tanh(z))))
+    native = lambda z: jnp.exp(jnp.tanh(z))
+
+    def penalty(f):
+        return lambda y, z: (jax.grad(lambda z: ((y * f(z)) ** 2).sum())(z) ** 2).sum()
+
+    y, z = jnp.asarray(X[0]), jnp.asarray(X[1])
+    near(jax.grad(penalty(frozen))(y, z), jax.grad(penalty(native))(y, z))
+
+
+def test_a_straight_through_and_a_custom_rule_of_jax_hold_in_torch():
+    step = gj.straight_through(lambda x: jnp.round(x), jnp.tanh)
+    f = bridge.to_torch(lambda x: step(x).sum())
+    x = torch.from_numpy(X)
+    near(gt.grad(f)(x), 1 / np.cosh(X) ** 2)
+    rule = gj.custom_rule(lambda x: x**2)
+    rule.defvjp(lambda x: (rule(x), x), lambda x, c: (5 * c * x,))
+    near(gt.grad(bridge.to_torch(lambda x: rule(x).sum()))(x), 5 * X)
+
+
+def test_what_a_guest_refuses_is_refused_with_its_own_words():
+    clip = bridge.to_jax(lambda x: gt.clip_gradient(x, 1.0).sum())
+    near(jax.grad(clip)(jnp.ones(1)), np.ones(1))
+    with pytest.raises(GradtoolsError, match="reverse rule only"):
+        jax.jvp(clip, (jnp.ones(1),), (jnp.ones(1),))

@@ -1,0 +1,356 @@
+"""`tiled` is the dense program: its value and every derivative to third order, tile by tile."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradtools import GradtoolsError
+
+MIXES = ["".join(m) for r in (1, 2, 3) for m in itertools.product("fr", repeat=r)]
+TILE = (3, 2)
+
+
+def arrays(gt, *shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [gt.asarray(rng.normal(size=shape)) for shape in shapes]
+
+
+def jitted(backend_name, f):
+    if backend_name == "torch":
+        return f
+    import jax
+
+    return jax.jit(f)
+
+
+def close(gt, found, wanted, rtol=1e-12):
+    found, wanted = gt.to_numpy(found), gt.to_numpy(wanted)
+    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol * np.abs(wanted).max(initial=0))
+
+
+def scores(xp, x, y, w):
+    return w * (x @ y.T) + 0.3 * xp.sin(x @ y.T)
+
+
+def logsumexp(xp, s, axis):
+    m = xp.max(s, axis=axis, keepdims=True)
+    return xp.log(xp.sum(xp.exp(s - m), axis=axis)) + xp.squeeze(m, axis=axis)
+
+
+def softmax(xp, s):
+    return xp.exp(s - logsumexp(xp, s, 1)[:, None])
+
+
+OWN = lambda xp: (
+    lambda s: {"z": xp.sum(xp.exp(s), axis=1)},
+    lambda a, b: {"z": a["z"] + b["z"]},
+    lambda state: xp.log(state["z"]),
+)
+DENSE = {
+    "sum": lambda xp, s, v: xp.sum(s, axis=1),
+    "mean": lambda xp, s, v: xp.mean(s, axis=1),
+    "max": lambda xp, s, v: xp.max(s, axis=1),
+    "logsumexp": lambda xp, s, v: logsumexp(xp, s, 1),
+    "softmax": lambda xp, s, v: softmax(xp, s) @ v,
+    "own": lambda xp, s, v: logsumexp(xp, s, 1),
+    "both sides": lambda xp, s, v: xp.concat([logsumexp(xp, s, 1), xp.sum(s, axis=0)]),
+}
+
+
+def programs(gt, reduce, tile=TILE):
+    """A function of rows x, columns y, their values v and a shared w, tiled and dense."""
+    xp = gt.xp
+
+    def dense(x, y, v, w):
+        return DENSE[reduce](xp, scores(xp, x, y, w), v)
+
+    def f(x, y, v, w):
+        s = scores(xp, x, y, w)
+        return {"softmax": (s, v[None]), "both sides": (s, s)}.get(reduce, s)
+
+    asked, over = {
+        "own": (OWN(xp), "columns"),
+        "both sides": (("logsumexp", "sum"), ("columns", "rows")),
+    }.get(reduce, (reduce, "columns"))
+    run = gt.tiled(f, asked, tile, columns=(1, 2), over=over)
+    if reduce == "both sides":
+        return (lambda *args: xp.concat(list(run(*args)))), dense
+    return run, dense
+
+
+def loss(gt, f):
+    def of(*args):
+        y = f(*args)
+        return gt.xp.sum(
+            y**2
+            * gt.asarray(
+                np.cos(
+                    np.arange(y.size if hasattr(y, "aval") else y.numel()).reshape(tuple(y.shape))
+                )
+            )
+        )
+
+    return of
+
+
+def along(gt, f, mode, tangents):
+    """The derivative of a scalar f along the tangents, as a function, in one mode."""
+    if mode == "f":
+        return lambda *args: gt.jvp(f, args, tuple(tangents))[1]
+    every = tuple(range(len(tangents)))
+
+    def of(*args):
+        grads = gt.grad(f, argnums=every, disconnected_inputs="zeros")(*args)
+        return sum(gt.xp.sum(g * t) for g, t in zip(grads, tangents, strict=True))
+
+    return of
+
+
+def derivative(gt, f, mix):
+    for k, mode in enumerate(mix):
+        f = along(gt, f, mode, arrays(gt, (7, 3), (5, 3), (5, 2), (), seed=k + 1))
+    return f
+
+
+ARGS = ((7, 3), (5, 3), (5, 2), ())
+# Each mix of modes with each reduction in PyTorch; in JAX, whose compiler takes its time, all
+# mixes to second order with two of them, and the others once.
+CELLS = [
+    ("torch", reduce, mix) for reduce in DENSE for mix in MIXES if (reduce, len(mix)) != ("own", 3)
+]
+CELLS += [("jax", "softmax", mix) for mix in ("f", "r", "fr", "rr", "rf", "frr")]
+CELLS += [("jax", reduce, "fr") for reduce in DENSE if reduce != "softmax"]
+SLOW = [("jax", reduce, mix) for reduce in ("logsumexp", "max", "own") for mix in MIXES]
+SLOW += [("jax", "softmax", mix) for mix in MIXES if len(mix) == 3 and mix != "frr"]
+SLOW += [("torch", "own", mix) for mix in MIXES if len(mix) == 3]
+MARKED = [*CELLS, *[pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW]]
+
+
+@pytest.mark.parametrize(("only", "reduce", "mix"), MARKED)
+def test_every_derivative_to_third_order_is_that_of_the_dense_program(
+    only, reduce, mix, gt, backend_name
+):
+    if backend_name != only:
+        pytest.skip("a cell of the other backend")
+    args = arrays(gt, *ARGS)
+    found, wanted = (
+        jitted(backend_name, derivative(gt, loss(gt, f), mix)) for f in programs(gt, reduce)
+    )
+    close(gt, found(*args), wanted(*args))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    n=st.integers(1, 9),
+    m=st.integers(1, 9),
+    rows=st.integers(1, 10),
+    columns=st.integers(1, 10),
+    reduce=st.sampled_from(["sum", "max", "logsumexp", "softmax", "both sides"]),
+)
+def test_any_number_of_rows_and_columns_in_any_tiles(n, m, rows, columns, reduce):
+    import gradtools.torch as gt
+
+    args = arrays(gt, (n, 3), (m, 3), (m, 2), ())
+    tiled, dense = programs(gt, reduce, (rows, columns))
+    tangents = arrays(gt, (n, 3), (m, 3), (m, 2), (), seed=5)
+    close(gt, tiled(*args), dense(*args))
+    for mix in ("r", "fr"):
+        found, wanted = tiled, dense
+        found, wanted = loss(gt, found), loss(gt, wanted)
+        for mode in mix:
+            found, wanted = (along(gt, f, mode, tangents) for f in (found, wanted))
+        close(gt, found(*args), wanted(*args))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 4), (6, 4)])
+def test_ragged_tiles_in_jax_hold_no_padding(shape, gt, backend_name):
+    args = arrays(gt, *ARGS)
+    tiled, dense = programs(gt, "logsumexp", shape)
+    run = jitted(backend_name, gt.value_and_grad(loss(gt, tiled), argnums=(0, 1)))
+    value, grads = run(*args)
+    expected, wanted = gt.value_and_grad(loss(gt, dense), argnums=(0, 1))(*args)
+    close(gt, value, expected)
+    for g, h in zip(grads, wanted, strict=True):
+        close(gt, g, h)
+
+
+# --- numerically hard rows ---------------------------------------------------------------
+
+HARD = np.array(
+    [
+        [1.0, 2.0, 3.0, 4.0, 5.0],
+        [-np.inf, 2.0, -np.inf, 1.0, -np.inf],
+        [1e4, 0.0, 1.0, -1e4, 2.0],
+        [-1e300, 1e300, 0.0, 1.0, 2.0],
+        [3.0, 1.0, 3.0, 3.0, 0.0],
+        [np.nan, 1.0, 2.0, 3.0, 4.0],
+    ]
+)
+
+
+def frameworks_own(gt, backend_name, reduce, s):
+    if backend_name == "torch":
+        return s.logsumexp(1) if reduce == "logsumexp" else s.amax(1)
+    import jax
+
+    return jax.nn.logsumexp(s, axis=1) if reduce == "logsumexp" else s.max(axis=1)
+
+
+@pytest.mark.parametrize("reduce", ["logsumexp", "max"])
+def test_hard_rows_have_the_values_and_derivatives_of_the_framework(reduce, gt, backend_name):
+    s = gt.asarray(HARD)
+    j = gt.asarray(np.arange(5))
+    take = gt.tiled(lambda s, j: gt.xp.take(s, j, axis=1), reduce, TILE)
+    own = partial(frameworks_own, gt, backend_name, reduce)
+    for f, g in [(lambda s: take(s, j), own), (lambda s: take(s, j) * 2, lambda s: own(s) * 2)]:
+        value, pull = gt.vjp(f, s)
+        expected, wanted = gt.vjp(g, s)
+        np.testing.assert_allclose(gt.to_numpy(value), gt.to_numpy(expected), rtol=1e-13)
+        ct = gt.asarray(np.arange(1.0, 7.0))
+        found, wanted = (gt.to_numpy(p(ct)[0]) for p in (pull, wanted))
+        np.testing.assert_allclose(found[:5], wanted[:5], rtol=1e-13, atol=1e-300)
+        assert np.isnan(found[5]).all() == np.isnan(wanted[5]).all()
+
+
+def test_a_row_without_any_column_is_minus_infinity_or_zero_and_has_no_derivative(gt):
+    s, v, j = gt.asarray(np.full((2, 5), -np.inf)), *arrays(gt, (5, 2)), gt.asarray(np.arange(5))
+    take = lambda s, j, v: (gt.xp.take(s, j, axis=1), v[None])
+    mean = lambda s, v: gt.tiled(take, "softmax", TILE, columns=(1, 2))(s, j, v)
+    lse = gt.tiled(lambda s, j: gt.xp.take(s, j, axis=1), "logsumexp", TILE)
+    assert gt.to_numpy(lse(s, j)).tolist() == [-np.inf] * 2
+    assert not gt.to_numpy(mean(s, v)).any()
+    for g in gt.grad(lambda s, v: gt.xp.sum(mean(s, v)), argnums=(0, 1))(s, v):
+        assert not gt.to_numpy(g).any()
+
+
+# --- what it stands in -------------------------------------------------------------------
+
+
+def test_masks_by_index_are_arguments(gt):
+    q, k = arrays(gt, (7, 3), (7, 3))
+    i = gt.asarray(np.arange(7))
+    causal = lambda q, k, i, j: gt.xp.where(i[:, None] >= j, q @ k.T, -np.inf)
+    found = gt.tiled(causal, "logsumexp", TILE, rows=("q", "i"), columns=("k", "j"))
+    for n in (1, 4, 7):
+        close(gt, found(q, k, i, i)[n - 1], logsumexp(gt.xp, q[n - 1 : n] @ k[:n].T, 1)[0])
+    close(gt, found(q, k=k, j=i, i=i), found(q, k, i, i))
+
+
+def test_trees_of_rows_and_of_results(gt):
+    x, y, w = arrays(gt, (7, 3), (5, 3), ())
+    f = lambda rows, y, w: {
+        "a": {"s": rows["x"] @ y.T},
+        "b": (rows["x"][:, None] * y, w * rows["x"] @ y.T),
+    }
+    found = gt.tiled(f, {"a": "max", "b": "mean"}, TILE)({"x": x}, y, w)
+    close(gt, found["a"]["s"], gt.xp.max(x @ y.T, axis=1))
+    close(gt, found["b"][0], gt.xp.mean(x[:, None] * y, axis=1))
+    close(gt, found["b"][1], gt.xp.mean(w * x @ y.T, axis=1))
+
+
+def test_vmap_maps_heads_and_shares_what_has_none(gt, backend_name):
+    x, y, v, w = arrays(gt, (4, 7, 3), (5, 3), (4, 5, 2), ())
+    for reduce in ("softmax", "own"):
+        tiled, dense = programs(gt, reduce)
+        found, wanted = (gt.vmap(f, in_axes=(0, None, 0, None)) for f in (tiled, dense))
+        close(gt, found(x, y, v, w), wanted(x, y, v, w))
+        if reduce == "softmax":
+            grads = [
+                jitted(backend_name, gt.grad(loss(gt, f), argnums=(0, 1, 2, 3)))(x, y, v, w)
+                for f in (found, wanted)
+            ]
+            for g, h in zip(*grads, strict=True):
+                close(gt, g, h)
+
+
+def test_complex_scores_are_summed(gt):
+    rng = np.random.default_rng(0)
+    x, y = (gt.asarray(rng.normal(size=(n, 3)) + 1j * rng.normal(size=(n, 3))) for n in (7, 5))
+    f = lambda x, y: (x @ y.T) ** 2
+    pairs = [gt.tiled(f, "mean", TILE), lambda x, y: gt.xp.mean(f(x, y), axis=1)]
+    grads = [
+        gt.grad(lambda x, y: gt.xp.sum(abs(g(x, y)) ** 2), argnums=(0, 1))(x, y) for g in pairs
+    ]
+    for g, h in zip(*grads, strict=True):
+        close(gt, g, h)
+    with pytest.raises(GradtoolsError, match="tiled: f's scores are complex, which have no order"):
+        gt.tiled(f, "logsumexp")(x, y)
+
+
+def test_bfloat16_is_summed_in_float32_and_rounded_once(gt, backend_name):
+    rng = np.random.default_rng(0)
+    x, y = (np.asarray(rng.normal(size=(n, 8)), np.float32) for n in (40, 3000))
+    half = lambda z: (
+        gt.asarray(z).bfloat16() if backend_name == "torch" else gt.asarray(z).astype("bfloat16")
+    )
+    x, y = half(x), half(y)
+    f = lambda x, y: x @ y.T
+    found = gt.tiled(f, "sum", 16)(x, y)
+    assert str(found.dtype).endswith("bfloat16")
+    wide = lambda z: np.asarray(gt.to_numpy(z), np.float64)
+    exact = wide(f(x, y)).sum(1)
+    assert np.abs(wide(found) - exact).max() <= 2**-8 * np.abs(exact).max()
+    g = gt.grad(lambda x, y: gt.xp.sum(gt.tiled(f, "logsumexp", 16)(x, y)))(x, y)
+    assert str(g.dtype).endswith("bfloat16")
+
+
+def test_second_derivatives_of_attention_by_finite_differences(gt):
+    q, k, v, u = arrays(gt, (5, 3), (6, 3), (6, 2), (5, 3))
+    f = lambda q: gt.xp.sum(gt.attention(q, k, v, layout="heads_first", tile_size=(2, 4)) ** 3)
+    product = gt.hvp(f, (q,), (u,))[1][0]
+    h = 1e-5
+    ahead, behind = (gt.to_numpy(gt.grad(f)(q + s * h * u)) for s in (1, -1))
+    np.testing.assert_allclose(
+        gt.to_numpy(product), (ahead - behind) / (2 * h), rtol=1e-7, atol=1e-7
+    )
+
+
+# --- refusals ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda gt, x, y: gt.tiled(3), "tiled: f is an int"),
+        (lambda gt, x, y: gt.tiled(abs, tile_size=0), "tiled: tile_size is 0"),
+        (lambda gt, x, y: gt.tiled(abs, memory_budget=0), "tiled: memory_budget is 0"),
+        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "product")(x, y), "reduce is 'product'"),
+        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "sum", over="all")(x, y), "over is 'all'"),
+        (
+            lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, columns="z")(x, y),
+            "columns names argument 'z'",
+        ),
+        (lambda gt, x, y: gt.tiled(lambda x, y: x.sum())(x, y), "scores are of shape \\(\\)"),
+        (
+            lambda gt, x, y: gt.tiled(lambda x, y, z: x, columns=(1, 2))(x, y, x),
+            "the columns differ in number: 5 in .*7 in",
+        ),
+        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T)(x[:0], y), "there are no rows"),
+        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "softmax")(x, y), "takes a pair"),
+        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, (abs, abs))(x, y), "three functions"),
+    ],
+)
+def test_what_cannot_be_tiled_is_refused_in_words(call, said, gt):
+    x, y = arrays(gt, (7, 3), (5, 3))
+    with pytest.raises(GradtoolsError, match=said):
+        call(gt, x, y)
+
+
+def test_an_array_that_f_closes_over_is_not_differentiated_in_silence(gt):
+    x, y, w = arrays(gt, (7, 3), (5, 3), ())
+    with pytest.raises(GradtoolsError, match="'tiled' closes over"):
+        gt.grad(lambda w: gt.xp.sum(gt.tiled(lambda x, y: w * (x @ y.T), "max", TILE)(x, y)))(w)
+
+
+def test_a_memory_budget_chooses_the_tile(gt):
+    x, y = arrays(gt, (7, 3), (5, 3))
+    f = lambda x, y: x @ y.T
+    close(gt, gt.tiled(f, memory_budget=10**6)(x, y), gt.xp.sum(x @ y.T, axis=1))
+    with pytest.raises(GradtoolsError, match="the derivative of a single pair takes about"):
+        gt.tiled(f, memory_budget=1)(x, y)

@@ -1,0 +1,71 @@
+"""What JAX does not document still does what we rely on."""
+
+from __future__ import annotations
+
+import jax
+import jax.extend.source_info_util as source_info
+import jax.numpy as jnp
+import pytest
+
+import gradtools.jax as gt
+from gradtools.jax import _upstream as upstream
+from gradtools.jax import marks
+
+
+def _made_here(x):
+    with jax.named_scope("mine"):
+        return jnp.sin(x)
+
+
+def _eqn(f, x=1.0, name="sin"):
+    return next(e for e in jax.make_jaxpr(f)(x).jaxpr.eqns if e.primitive.name == name)
+
+
+def test_an_equation_keeps_the_stack_that_made_it():
+    frames = upstream.stack_of(_eqn(_made_here))
+    mine = [f for f in frames if f.file_name == __file__]
+    assert mine[0].function_name.endswith("_made_here") and mine[0].line_num > 0
+
+
+def test_an_equation_keeps_the_scopes_and_transforms_around_it():
+    eqn = _eqn(jax.grad(lambda x: _made_here(_made_here(x))), name="cos")
+    assert ("mine", True) in list(upstream.scopes_of(eqn))
+    closed = jax.make_jaxpr(jax.grad(_made_here))(1.0)
+    entries = [entry for eqn in closed.jaxpr.eqns for entry in upstream.scopes_of(eqn)]
+    assert ("transpose", False) in entries
+
+
+def test_a_jaxpr_keeps_the_name_and_file_of_its_function():
+    call = _eqn(lambda x: jax.jit(_made_here)(x), name="jit")
+    jaxpr = call.params["jaxpr"].jaxpr
+    assert upstream.name_of(jaxpr) == "_made_here"
+    assert upstream.file_of(jaxpr).startswith(__file__)
+
+
+def test_a_function_of_jax_random_is_known():
+    key = jax.random.key(0)
+    call = _eqn(lambda k: jax.random.normal(k, (2,)), key, "jit")
+    assert upstream.is_of_random(call.params["jaxpr"].jaxpr)
+    other = _eqn(lambda x: jax.jit(_made_here)(x), name="jit")
+    assert not upstream.is_of_random(other.params["jaxpr"].jaxpr)
+
+
+def test_a_tracer_of_ours_says_nothing_of_jaxs_internals():
+    assert "_origin_msg" in vars(upstream.Tracer)
+    assert hasattr(jax.core.Tracer, "_origin_msg")
+
+
+def test_what_chunked_makes_of_its_own_is_marked_by_a_name():
+    x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+    loss = lambda w: (gt.chunked(lambda x: jnp.tanh(x @ w), 3)(x) ** 2).sum()
+    found = jax.make_jaxpr(loss)(w).jaxpr.eqns
+    scan = next(e for e in found if e.primitive.name == "scan")
+    assert marks.is_chunk(scan.params["jaxpr"].jaxpr)
+    assert marks.function_name(scan.params["jaxpr"].jaxpr) == "body"
+    own = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, y: (c, y), 0, x))(x).jaxpr.eqns[0]
+    assert not marks.is_chunk(own.params["jaxpr"].jaxpr)
+
+
+@pytest.mark.parametrize("name", ["frames", "scopes", "user_frames", "traceback"])
+def test_there_is_no_public_name_for(name):
+    assert not hasattr(source_info, name)

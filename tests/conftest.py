@@ -114,8 +114,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def what_stays_is_not_collected_again() -> None:
     """What caches hold by now is out of the garbage collector's way: JAX's are millions of objects.
 
-    A test that counts objects, or asks for a collection, sees what has been made since. Compiled code
-    is let go of: dynamo compiles one piece of code, such as a function of ours, eight times at most.
+    A test that counts objects, or asks for a collection, sees what has been made since. Compiled
+    code is let go of: dynamo compiles one piece of code, as a function of ours, eight times at most.
     """
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradtools.host import Kernel, KernelCall, Results
     from gradtools.rules import Rule
     from gradtools.seeing.graph import Graph
-    from gradtools.seeing.passes import Differentiated
+    from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import Program
     from gradtools.seeing.recording import Recording, Run, Vanished
     from gradtools.seeing.training import Held, Optimised
@@ -330,8 +330,8 @@ class Backend(Protocol):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         ...
 
-    def gradient_graph(self, asked: Differentiated) -> Graph:
-        """The passes of a program as one graph. Its effects are undone."""
+    def gradient_graph(self, asked: Differentiated | Live) -> Graph:
+        """The passes of a program as one graph, its effects undone; or what is held of results."""
         ...
 
     def formula_graph(self, program: Program) -> Graph:

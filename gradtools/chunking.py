@@ -514,10 +514,11 @@ class Chunks:
         is_array = [self.backend.is_array(leaf) for leaf in leaves]
         if leaves and not any(is_array):
             path = self.backend.leaf_paths(out)[0]
+            mend = f" To take what the loss needs of it: outputs=lambda out: out{path}.<name>"
             raise GradtoolsError(
                 f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
-                "array with an entry for each example. To take what the loss needs of it: "
-                f"outputs=lambda out: out{path}.<name>"
+                "array with an entry for each example."
+                + (mend if type(leaves[0]).__hash__ in _BY_IDENTITY else "")
             )
         if self.axes is None:
             axes = _axes_of(self.backend, self.out_axes, out)

@@ -493,8 +493,9 @@ class Cut:
     def blocks(self, side: str) -> list[tuple[int, int, int]]:
         """Runs of blocks of one length: where each begins, the length, how many there are."""
         n, most = (self.rows, self.most_rows) if side == ROWS else (self.columns, self.most_columns)
-        size = -(-n // -(-n // most))
-        whole, rest = divmod(n, size)
+        least = -(-n // most)  # blocks; some more, if they are then all alike, are one program
+        count = next((k for k in range(least, 2 * least + 1) if n % k == 0), least)
+        whole, rest = divmod(n, size := -(-n // count))
         found = [(0, size, whole), (whole * size, rest, 1)]
         return found if rest else found[:1]
 

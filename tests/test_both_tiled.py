@@ -119,16 +119,15 @@ def derivative(gt, f, mix):
 
 
 ARGS = ((7, 3), (5, 3), (5, 2), ())
-# Each mix of modes with each reduction in PyTorch; in JAX, whose compiler takes its time, all
-# mixes to second order with two of them, and the others once.
+# Each mix of modes with each reduction in PyTorch. JAX takes minutes, and gigabytes, to trace a mix
+# of third order: there all mixes of second order with some of them, the others once.
 CELLS = [
     ("torch", reduce, mix) for reduce in DENSE for mix in MIXES if (reduce, len(mix)) != ("own", 3)
 ]
-CELLS += [("jax", "softmax", mix) for mix in ("f", "r", "fr", "rr", "rf", "frr")]
+CELLS += [("jax", "softmax", mix) for mix in ("f", "r", "fr", "rr", "rf")]
 CELLS += [("jax", reduce, "fr") for reduce in DENSE if reduce != "softmax"]
-SLOW = [("jax", reduce, mix) for reduce in ("logsumexp", "max", "own") for mix in MIXES]
-SLOW += [("jax", "softmax", mix) for mix in MIXES if len(mix) == 3 and mix != "frr"]
-SLOW += [("torch", "own", mix) for mix in MIXES if len(mix) == 3]
+SLOW = [("jax", reduce, mix) for reduce in ("logsumexp", "max") for mix in MIXES if len(mix) < 3]
+SLOW += [("torch", "own", "rrr")]
 MARKED = [*CELLS, *[pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW]]
 
 

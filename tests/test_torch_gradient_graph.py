@@ -245,3 +245,20 @@ def test_cutting_and_joining_are_marked_as_the_chunks_are():
         "concatenate": "chunked",
         "sum": "",
     }
+
+
+def test_a_small_block_is_open_and_an_arguments_gradient_stands_outside():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (torch.nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+            self.norms = torch.nn.ModuleList([torch.nn.BatchNorm2d(2) for _ in range(2)])
+
+        def forward(self, x):
+            h = torch.relu(self.norms[0](self.one(x)))
+            return torch.relu(x + self.norms[1](self.two(h)))
+
+    assert "▸" not in gt.gradient_graph(Block(), torch.rand(2, 2, 4, 4)).to_svg()
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    picture = gt.gradient_graph(layer, torch.rand(2, 3, 8)).to_svg(depth=0)
+    assert "▸ TransformerEncoderLayer" in picture and "gradient of argument 0 = " in picture

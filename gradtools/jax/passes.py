@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,9 +30,12 @@ from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.graph import Dependence, Graph, Node
 from gradtools.seeing.passes import (
     BACKWARD,
+    CUSTOM,
     FORWARD,
+    INNER,
     SECOND,
     Differentiated,
+    Live,
     cotangent_of,
     gradient_of,
     second_gradient_of,
@@ -46,8 +50,13 @@ _LEAVING = (
 )
 
 
-def gradient_graph(asked: Differentiated) -> Graph:
+def gradient_graph(asked: Differentiated | Live) -> Graph:
     """The passes of a program as one graph."""
+    if isinstance(asked, Live):
+        raise GradtoolsError(
+            "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for "
+            "PyTorch alone. Mend: pass the function and its arguments: gradient_graph(f, *args)."
+        )
     program = asked.program
     try:
         traced = seeing.trace(program.run, program.leaves)
@@ -58,7 +67,7 @@ def gradient_graph(asked: Differentiated) -> Graph:
         ) from error
     captured = seeing.captured_arrays(program.run)
     names = [asked.output(k) for k in range(len(traced.closed.out_avals))]
-    forward = graph_of(traced.closed, program.names, captured=captured, in_places=True)
+    forward = _as_forward(graph_of(traced.closed, program.names, captured=captured, in_places=True))
     plan = _plan(asked, traced, forward)
     if not (asked.order and plan.wrt):
         return with_named_outputs(forward, names)
@@ -250,6 +259,9 @@ class _Passes:
         mark = _mark_of(origin)
         source = origin.source if phase and mark not in _RULES else node.source or origin.source
         node = replace(node, source=source, scope=origin.scope, mark=mark or node.mark)
+        if mark == CUSTOM and origin.attributes.get("name"):
+            named = {**node.attributes, "rule": origin.attributes["name"]}
+            node = replace(node, attributes=MappingProxyType(named))
         return replace(node, links=None, loss=None) if mark in _RULES else node
 
     def without_stops(self, nodes: Sequence[Node]) -> tuple[list[int], list[tuple[Node, Any]]]:
@@ -271,6 +283,14 @@ _RULES = (
     "frozen",
 )  # what stands inside says nothing of derivatives
 _WHOLE = ("chunked", "frozen")
+
+
+def _as_forward(graph: Graph) -> Graph:
+    """A program before it is differentiated: what it transposes itself is an inner derivative."""
+    nodes = tuple(
+        replace(_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n for n in graph.nodes
+    )
+    return replace(graph, nodes=nodes)
 
 
 def _mark_of(node: Node) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradtools.seeing.graph import Node
 
-_BESIDE = ("shape", "name", "size")  # told elsewhere
+_BESIDE = ("shape", "name", "size", "rule")  # told elsewhere
 _PLAIN = ("dtype", "subscripts", "permutation")  # told without their names
 _LONGEST = 48
 
@@ -33,6 +33,11 @@ def told(node: Node, shape: Sequence[int] = ()) -> list[str]:
     if sliced:
         found = {k: v for k, v in found.items() if k not in ("start", "limit", "stride", "drop")}
     return [*sliced, *filter(None, (_piece(key, value) for key, value in found.items()))]
+
+
+def mark_text(node: Node) -> str:
+    """What a node is marked with; a rule has its name."""
+    return " ".join(filter(None, (node.mark, node.mark and str(node.attributes.get("rule", "")))))
 
 
 def _piece(key: str, value: Any) -> str:
@@ -84,4 +89,4 @@ def is_number(text: str) -> bool:
     return True
 
 
-__all__ = ["call_text", "is_number", "text_of", "told"]
+__all__ = ["call_text", "is_number", "mark_text", "text_of", "told"]

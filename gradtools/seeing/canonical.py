@@ -484,7 +484,9 @@ _RULES: dict[str, Callable[..., list[Form]]] = {}
 
 def attributes_of(node: Node) -> tuple[tuple[str, Any], ...]:
     """What makes an operation what it is besides its operands, so that it can be compared."""
-    return tuple(sorted((k, repr(v)) for k, v in node.attributes.items() if k != "name"))
+    return tuple(
+        sorted((k, repr(v)) for k, v in node.attributes.items() if k not in ("name", "rule"))
+    )
 
 
 def _rule(names: str) -> Callable[[Any], Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from gradtools.seeing.attributes import call_text
+from gradtools.seeing.attributes import call_text, mark_text
 from gradtools.seeing.flatten import Flat, Group, Link, Notes, Unit
 from gradtools.seeing.graph import Graph, Node
 from gradtools.seeing.letters import Letters, stand_in
@@ -92,7 +92,7 @@ def _box(flat: Flat, unit: Unit, letters: Letters) -> Box:
     lines += [value_text(value) for value in unit.outputs[:2]]
     lines += [f"and {len(unit.outputs) - 2} more"] if len(unit.outputs) > 2 else []
     return Box(
-        *(unit.key, unit.kind, node.operation, tuple(lines), node.phase, node.mark, alert),
+        *(unit.key, unit.kind, node.operation, tuple(lines), node.phase, mark_text(node), alert),
         node=unit.position,
         tint=unit.note[0],
         note=unit.note[1],

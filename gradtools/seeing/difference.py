@@ -19,6 +19,7 @@ from gradtools.seeing.edges import reason, strengths_of
 from gradtools.seeing.equality import ELSE, Pair
 from gradtools.seeing.graph import Dependence, Graph, Node
 from gradtools.seeing.outline import Arrow, Block, Outline, counted, size_text, value_text
+from gradtools.seeing.passes import INNER
 
 
 @dataclass(frozen=True)
@@ -293,8 +294,9 @@ def _differences(
     inexact = any(v.is_inexact for step in (one, two) for v in step.outputs[:1])
     if dtypes[0] != dtypes[1] and (inexact or not crossing):
         found.append(f"dtype: {' '.join(dtypes[0])} ≠ {' '.join(dtypes[1])}")
-    if one.node.mark != two.node.mark:
-        found.append(f"{one.node.mark or 'no mark'} ≠ {two.node.mark or 'no mark'}")
+    marks = ["" if step.node.mark == INNER else step.node.mark for step in (one, two)]
+    if marks[0] != marks[1]:
+        found.append(f"{marks[0] or 'no mark'} ≠ {marks[1] or 'no mark'}")
     if equal and crossing:
         return tuple(found)
     flows = [_flow(owners[side][id(step.node)], step) for side, step in enumerate((one, two))]

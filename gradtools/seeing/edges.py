@@ -83,6 +83,9 @@ def lost_links(graph: Graph) -> frozenset[tuple[int, int]]:
     found = set()
     for value in _asked(forward):
         found |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
+    for node in graph.nodes:
+        if node.phase and node.loss == "inside_rule":
+            found |= {(id(node), i) for i, s in enumerate(strengths_of(graph, node)) if s == _CUT}
     makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:
         if node.loss in _ON_PURPOSE and not node.bodies and not _is_shift(node, makers):
@@ -143,6 +146,7 @@ _SHORT = {
     "no_grad": "gradients switched off",
     "in_place_data": "overwritten in place",
     "rule": "its rule carries none",
+    "inside_rule": "computed inside the rule: save it as an output",
 }
 
 

@@ -157,7 +157,7 @@ def _is_settled(expressions: Expressions, key: int) -> bool:
 def _attributes(one: Node, two: Node) -> Iterator[str]:
     if one.operation != two.operation:
         return
-    for name in sorted({*one.attributes, *two.attributes} - {"name", "drop", "shape"}):
+    for name in sorted({*one.attributes, *two.attributes} - {"name", "rule", "drop", "shape"}):
         values = [node.attributes.get(name) for node in (one, two)]
         if values[0] != values[1]:
             told = ["none" if value is None else text_of(_single(value)) for value in values]

@@ -10,7 +10,7 @@ from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing import difference
 from gradtools.seeing.difference import GraphDifference
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.passes import SECOND, Differentiated
+from gradtools.seeing.passes import SECOND, Differentiated, Live
 from gradtools.seeing.program import Program
 
 _ORDERS = range(SECOND + 1)
@@ -21,10 +21,11 @@ class Graphing(Operators):
 
     def gradient_graph(
         self,
-        f: Callable[P, Any],
+        f: Callable[P, Any] | None = None,
         *args: Any,
         order: int = 1,
         wrt: int | tuple[int, ...] = 0,
+        outputs: Any = None,
         **kwargs: Any,
     ) -> Graph:
         """The program of f and of its gradients, as a graph to read and to draw.
@@ -50,6 +51,8 @@ class Graphing(Operators):
             wrt: The position of the argument along which it is differentiated, or of several; its
                 leaves are floating or complex. In PyTorch parameters that f holds and that require
                 grad are differentiated as well, and ``wrt=()`` means these alone.
+            outputs: In place of f: results that exist already, a pytree of PyTorch's tensors. What
+                autograd holds for them is drawn; nothing runs.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -59,7 +62,8 @@ class Graphing(Operators):
             show it; a notebook draws it by itself.
 
         Raises:
-            GradtoolsError: order is not 0, 1 or 2; wrt is out of range or names an integer
+            GradtoolsError: neither f nor outputs is given, or both, or outputs have no graph, as
+                in JAX; order is not 0, 1 or 2; wrt is out of range or names an integer
                 argument; f raises, returns no array, or leaves the framework where it may not.
 
         Example:
@@ -79,6 +83,13 @@ class Graphing(Operators):
                 f"gradient_graph: order is {order!r}; expected 0 (forward), 1 (with backward) or "
                 "2 (with backward of the backward)."
             )
+        if (f is None) == (outputs is None):
+            raise GradtoolsError(
+                "gradient_graph: expected either a function with its arguments or outputs=, "
+                f"results that exist already; got {'neither' if f is None else 'both'}."
+            )
+        if f is None:
+            return self._backend.gradient_graph(Live(outputs))
         program = Program(self._backend, "gradient_graph", f, args, kwargs, wrt)
         try:
             return self._backend.gradient_graph(Differentiated(program, order))
@@ -96,9 +107,13 @@ class Graphing(Operators):
     ) -> GraphDifference:
         """Two graphs aligned, with what differs: two frameworks, or before and after a change.
 
-        Operations are paired by name, shape, dtype, module and what they read. An operation of one
-        graph may be made of several of the other, as softmax is; layouts and reshapes are no
-        difference.
+        Operations are paired by name, shape, dtype, module and what they read, and held against
+        each other: operands in their places, constants, axes and other attributes, and which axis
+        of what they read is which. An operation of one graph may be made of several of the other,
+        as softmax is; layouts, the order of independent steps and what is computed twice are no
+        difference. Of two frameworks the forward passes are compared, and which gradients of
+        arguments there are, for each writes its derivatives in its own way. The numbers in captured
+        arrays are not compared.
 
         Args:
             a: What `gradient_graph` returned.

@@ -16,7 +16,7 @@ from gradtools.seeing.outline import PHASES
 
 _MOST_CHILDREN = 60  # more are cut into stretches
 _PART = 25  # that have at least so many
-_LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks
+_LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks; those of arguments always
 
 
 def nested(flat: Flat) -> list[Group]:
@@ -102,12 +102,16 @@ def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
     after: dict[tuple[int, int], list[Unit]] = {}
     for unit in flat.outputs:
         makers = [ways[key] for key, _ in unit.reads if key in ways]
-        deep = makers and (unit.phase and len(flat.outputs) > _LEAVES_ABOVE)
+        many = unit.phase and len(flat.outputs) > _LEAVES_ABOVE
+        deep = makers and many and not _OF_ARGUMENT.search(unit.name)
         home = makers[0][-2] if deep else roots[min(unit.phase, max(roots))]
         at = _index(home, makers[0][-1]) if deep else len(home.children) - 1
         after.setdefault((id(home), at), []).append(unit)
     for group in [g for root in roots.values() for g in _groups(root)]:
         _insert(group, before, after)
+
+
+_OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
 def _is_argument(leaf: Unit) -> bool:

@@ -20,6 +20,7 @@ from functools import cached_property, lru_cache
 from gradtools.seeing.graph import Dependence, Value
 
 ALIVE = "alive anyway"
+_OPEN = 40  # operations: what has no more is open
 _FEW = 6  # letters of a closed block
 PHASES = ("forward", "backward", "backward of the backward")
 
@@ -274,6 +275,8 @@ class Outline:
 
         What is of one name in several passes opens together.
         """
+        if sum(column.operations for column in self.columns) <= _OPEN:
+            return [block.key for block in self.blocks]
         found: list[int] = []
         count = sum(len(column.children) for column in self.columns)
         queue = [item for column in self.columns for item in _blocks_in(column)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradtools.seeing.graph import Graph, Node
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gradtools.seeing.program import Program
 
 FORWARD, BACKWARD, SECOND = range(3)
+CUSTOM = "custom rule"
+INNER = "inner derivative"  # the mark of what f itself differentiates
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class Differentiated:
     def output(self, k: int) -> str:
         """The name of output k of the latest run."""
         return self.program.out_names[k]
+
+
+@dataclass(frozen=True)
+class Live:
+    """Results that exist already: of these, what the framework holds."""
+
+    outputs: Any
 
 
 def cotangent_of(name: str) -> str:

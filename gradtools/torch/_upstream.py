@@ -240,6 +240,11 @@ def saved(node: Any, name: str, *default: Any) -> Any:
     return getattr(node, f"_saved_{name}", *default)
 
 
+def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each result whose gradient a node takes. Gone: those are not told."""
+    return [(tuple(x.shape), x.dtype) for x in getattr(node, "_input_metadata", ())]
+
+
 # --- tensors -----------------------------------------------------------------------------------
 
 

@@ -37,6 +37,8 @@ DEPTH = 4  # how deep lists and dictionaries are searched for references into th
 SCALARS = (bool, int, float, str, type(None))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
 
+_PARAMETERS, _BUFFERS, _MODULES = upstream.SLOTS
+
 
 @dataclass(frozen=True)
 class Node:
@@ -266,8 +268,9 @@ def _copies(plan: Plan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
         fields = dict(node.shared)
         for name in node.relinked:
             fields[name] = _relink(fields[name], resolve)
-        own = (node.parameters, params), (node.buffers, buffers), (node.children, copies)
-        fields |= zip(upstream.SLOTS, (_filled(*slots) for slots in own), strict=True)
+        fields[_PARAMETERS] = _filled(node.parameters, params)
+        fields[_BUFFERS] = _filled(node.buffers, buffers)
+        fields[_MODULES] = _filled(node.children, copies)
         copy.__dict__.update(fields)
     return copies
 

@@ -8,7 +8,7 @@ keeps PyTorch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -161,7 +161,7 @@ _NAMES = {
     "new_zeros": "constant",
     "scalar_tensor": "constant",
 }
-_REORDERED: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
+_REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     "rsub": lambda xs: [xs[1], xs[0], *xs[2:]],
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
 }

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,17 +26,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
+    BACKWARD,
+    CUSTOM,
     FORWARD,
+    INNER,
     SECOND,
     Differentiated,
+    Live,
     cotangent_of,
     gradient_of,
     second_gradient_of,
     with_named_outputs,
 )
+from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Watching
+from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
 from gradtools.torch.operands import Call
@@ -53,8 +60,10 @@ Tensor = torch.Tensor
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
 
 
-def gradient_graph(asked: Differentiated) -> Graph:
-    """The passes of a program as one graph. Its effects are undone."""
+def gradient_graph(asked: Differentiated | Live) -> Graph:
+    """The passes of a program as one graph, its effects undone; or what autograd holds."""
+    if isinstance(asked, Live):
+        return live_graph(asked.outputs)
     if not watchable():
         raise GradtoolsError(
             f"{asked.program.asked}: a program can be recorded in plain eager code only, not "
@@ -198,6 +207,7 @@ class _Origin:
     source: Source | None = None
     scope: tuple[str, ...] = ()
     mark: str = ""
+    rule: str = ""
 
 
 @dataclass
@@ -223,6 +233,7 @@ class _Made:
     node: Node
     sequence: int
     grad_enabled: bool
+    inner: bool = False  # whether it is of a derivative that f takes itself
 
 
 class _PassRecorder(Watching):
@@ -241,7 +252,8 @@ class _PassRecorder(Watching):
         self.scopes = Scopes()
         self._known, self._hooked = known, hooked
         self._phase, self._quiet = FORWARD, False
-        self._marks: list[str] = []
+        self._rules: list[tuple[str, str]] = []  # of the rules that run, outermost first
+        self._untracked: set[int] = set()  # what backward reads without its graph
         self._origins: dict[int, _Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
@@ -288,12 +300,15 @@ class _PassRecorder(Watching):
         if name in _SAME and not self._stops(name, given[0]):
             self.hold(outs[0], numbers[0])
         elif outs or isinstance(out, bool | int | float | complex):
+            if self._phase == BACKWARD:
+                pairs = zip(given, numbers, strict=True)
+                self._untracked |= {n for x, n in pairs if not getattr(x, "requires_grad", True)}
             self._write(func, call, numbers, outs if outs else [out], written)
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
         """Whether it is the user who stops a gradient here, not a rule or autograd itself."""
-        if name != "detach" or self._phase or self._marks or not x.requires_grad:
+        if name != "detach" or self._phase or self._rules or not x.requires_grad:
             return False
         return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
 
@@ -314,6 +329,8 @@ class _PassRecorder(Watching):
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
         operation, attributes = call.said(outs)
+        if origin.rule and origin.mark == CUSTOM:
+            attributes = MappingProxyType({**attributes, "rule": origin.rule})
         node = Node(
             operation,
             tuple(numbers),
@@ -325,7 +342,8 @@ class _PassRecorder(Watching):
             phase=self._phase,
             mark=origin.mark,
         )
-        self.made.append(_Made(node, sequence, torch.is_grad_enabled()))
+        inner = not self._phase and upstream.current_node() is not None
+        self.made.append(_Made(node, sequence, torch.is_grad_enabled(), inner))
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
                 if any(y is x for x in written):
@@ -337,17 +355,19 @@ class _PassRecorder(Watching):
         end = _execute_backward if self._phase else _execute
         source, found = place(end.__code__)
         managed = mark_of_running()
-        mark = managed or next(filter(None, self._marks), found)
+        rule, own = next((known for known in self._rules if known[1]), ("", ""))
+        mark = managed or own or found
         if not self._phase:
-            return _Origin(source, self.scopes.path, mark)
+            return _Origin(source, self.scopes.path, mark, rule)
         running = upstream.current_node()
         of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
-        inherited = "" if upstream.is_summed_by_autograd(running) else of.mark
+        summed = upstream.is_summed_by_autograd(running)
+        inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
         if managed and of.mark:  # a frozen function is a chunk to gradtools
             mark = of.mark
-        return _Origin(source, self.scopes.path or of.scope, mark or inherited)
+        return _Origin(source, self.scopes.path or of.scope, mark or inherited, rule)
 
     @contextmanager
     def _rules_watched(self) -> Iterator[None]:
@@ -358,13 +378,13 @@ class _PassRecorder(Watching):
             beneath = getattr(super(_FUNCTIONS, cls), _APPLY)
             if threading.get_ident() != thread:
                 return beneath(*args, **kwargs)
-            self._marks.append(rule_of(cls, args)[1])
+            self._rules.append(rule_of(cls, args))
             try:
                 out = beneath(*args, **kwargs)
                 self._note_origin(out)
                 return out
             finally:
-                self._marks.pop()
+                self._rules.pop()
 
         _FUNCTIONS.apply = classmethod(apply)
         try:
@@ -521,18 +541,51 @@ class _PassRecorder(Watching):
     def graph(self, ends: _Ends, order: int) -> Graph:
         """What was written down."""
         saved = self._saved(order)
-        nodes = _needed(
-            ends.outputs,
-            [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)],
-        )
+        nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
+        if order == SECOND:
+            nodes = self._with_losses(ends, nodes)
+        nodes = _needed(ends.outputs, nodes)
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)
         inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
         whole = Graph(tuple(nodes), self.values, inputs, outputs, captured)
         return with_named_outputs(whole, ends.names)
 
+    def _with_losses(self, ends: _Ends, nodes: list[Node]) -> list[Node]:
+        """With what rules lose of a second derivative, and the gradients that are missing for it.
+
+        A value that a rule computes inside of its forward, and its backward reads, has no graph.
+        """
+        wanted = {v: self.values[v].name for v in ends.inputs if not self._is_cotangent(v)}
+        wanted |= {v: self.values[v].name for v in self.captured if self.values[v].name}
+        wanted = {v: name for v, name in wanted.items() if gradient_of(name) in ends.names}
+        inside = inside_rules(nodes, wanted, self.values)
+        lost = {v: leaves for v, leaves in inside.items() if v in self._untracked}
+        found = [with_cuts(node, lost, self.values) for node in nodes]
+        for leaf, name in wanted.items():
+            name = second_gradient_of(name)
+            cuts = tuple(v for v, leaves in lost.items() if leaf in leaves)
+            if cuts and name not in ends.names:
+                made = self._like(leaf)
+                found.append(missing(cuts, made, nodes))
+                ends.outputs.append(made)
+                ends.names.append(name)
+        return found
+
+    def _is_cotangent(self, value: int) -> bool:
+        return self.values[value].name.startswith(cotangent_of(""))
+
+    def _like(self, value: int) -> int:
+        number = len(self.values)
+        self.values[number] = replace(self.values[value], name="", base=None)
+        return number
+
     def _linked(self, made: _Made) -> Node:
-        """A node of the forward pass, with what it carries."""
+        """A node of the forward pass, with what it carries; of a derivative inside it is told."""
+        node = self._linked_alone(made)
+        return replace(node, mark=node.mark or INNER) if made.inner else node
+
+    def _linked_alone(self, made: _Made) -> Node:
         node = made.node
         entering = [self._tracked.get(v, False) for v in node.inputs]
         if node.phase or node.mark or not any(entering):

@@ -209,8 +209,13 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _apply_at(point: Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    point.own = point.own or upstream.peek_interpreter_stack() is not None
-    return (_ReverseOnly if point.rule.reverse_only else _BothModes).apply(point, *_apart(xs))
+    function = _ReverseOnly if point.rule.reverse_only else _BothModes
+    if upstream.peek_interpreter_stack() is not None:
+        point.own = True
+    elif not any(map(is_wrapped, xs)):
+        # `Function.apply` without its signature, which it makes anew at each call: half the time.
+        return super(torch.autograd.Function, function).apply(point, *_apart(xs))
+    return function.apply(point, *_apart(xs))
 
 
 def _apart(xs: Sequence[Tensor]) -> list[Tensor]:

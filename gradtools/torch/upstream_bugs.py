@@ -12,7 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+)
 from typing import Any
 
 import torch
@@ -458,14 +463,16 @@ class TwiceByPlainOperations(TorchFunctionMode):
         """The function, or the formula that stands for it."""
         bug = _BY_FORMULA.get(getattr(fun, "__name__", ""))
         kwargs = kwargs or {}
-        if isinstance(fun, upstream.HigherOrderOperator) and not is_compiling():
-            fun = _plain_kernel(fun) or fun
+        if not isinstance(fun, _ORDINARY) and isinstance(fun, upstream.HigherOrderOperator):
+            fun = fun if is_compiling() else _plain_kernel(fun) or fun
         if bug is not None and bug_of(fun) is bug and "out" not in kwargs:
             fun = bug.instead if bug.when is None or bug.when(*args, **kwargs) else fun
         called: Any = fun
         return called(*args, **kwargs) if kwargs else called(*args)
 
 
+# What is no operator of functions; to be asked of that class itself costs four times as much.
+_ORDINARY = (BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType)
 _LOGICAL = tuple([f"logical_{name}_" for name in ("not", "and", "or", "xor")])
 _WRONG_IN_REVERSE_TOO = ("logcumsumexp", "ldexp", "ldexp_", "silu", "silu_", *_LOGICAL)
 _BY_FORMULA = {

@@ -1,0 +1,71 @@
+"""What a rule loses of a second derivative: values computed inside of it that its backward reads.
+
+The classic case is sinh with its two exponentials kept on ctx: no graph leads from them to the
+argument, so its second gradient silently is not there. They are saved as outputs instead. In the
+graph such a value is cut where backward reads it, and a gradient that is nowhere is made by a node
+`missing`, which reads what it would have been made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from gradtools.seeing.graph import Dependence, Node, Value
+from gradtools.seeing.passes import CUSTOM, SECOND
+
+LOSS = "inside_rule"
+_FLAT = ("sign", "floor", "ceil", "round", "trunc", "floor_divide", "stop", "compare")
+
+
+def inside_rules(
+    nodes: Sequence[Node], leaves: Iterable[int], values: Mapping[int, Value]
+) -> dict[int, frozenset[int]]:
+    """The values that rules compute inside, each with the leaves that move it smoothly."""
+    moved: dict[int, frozenset[int]] = {v: frozenset({v}) for v in leaves}
+    inside = {}
+    for node in nodes:
+        if node.phase or node.operation in _FLAT:
+            continue
+        found = frozenset[int]().union(*(moved.get(v, ()) for v in node.inputs))
+        for value in node.outputs:
+            if found and values[value].is_inexact:
+                moved[value] = found
+                if node.mark == CUSTOM:
+                    inside[value] = found
+    return inside
+
+
+def with_cuts(node: Node, lost: Mapping[int, object], values: Mapping[int, Value]) -> Node:
+    """A node of a later pass, cut from what has no graph."""
+    if not node.phase or lost.keys().isdisjoint(node.inputs):
+        return node
+
+    def link(out: int, given: int) -> Dependence:
+        both = values[out].is_inexact and values[given].is_inexact
+        return Dependence.DIFFERENTIABLE if both and given not in lost else Dependence.CUT
+
+    links = tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
+    return replace(node, links=links, loss=LOSS)
+
+
+def missing(cuts: tuple[int, ...], made: int, nodes: Sequence[Node]) -> Node:
+    """A gradient that should be there: it is drawn, and crossed from what it would be made of."""
+    maker = next(node for node in nodes if cuts[0] in node.outputs)
+    rule = str(maker.attributes.get("rule", ""))
+    return Node(
+        "missing",
+        cuts,
+        (made,),
+        attributes=MappingProxyType({"rule": rule}),
+        source=maker.source,
+        scope=maker.scope,
+        phase=SECOND,
+        mark=CUSTOM,
+        links=((Dependence.CUT,) * len(cuts),),
+        loss=LOSS,
+    )
+
+
+__all__ = ["LOSS", "inside_rules", "missing", "with_cuts"]

@@ -1,0 +1,153 @@
+"""The graph that autograd holds for tensors that exist already.
+
+No program runs: autograd's nodes are read as they stand, from the results to the leaves, and told
+in the order of the forward pass. A node says what it is the derivative of, and which tensors it
+keeps; operands through which no derivative flows are known only where they are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node as GradFn
+
+from gradtools.errors import GradtoolsError
+from gradtools.seeing.graph import Dependence, Graph, Node, Value
+from gradtools.seeing.passes import CUSTOM, with_named_outputs
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.recording import operations
+from gradtools.torch.trees import flatten, leaf_paths
+
+Tensor = torch.Tensor
+_SAVED = "_saved_"
+_WRAPPED = 2**63  # above, a negative axis that was kept as an unsigned number
+
+
+def live_graph(outputs: Any) -> Graph:
+    """What autograd holds for results; `outputs`: a pytree of tensors."""
+    pairs = zip(leaf_paths(outputs), flatten(outputs)[0], strict=True)
+    named = [(f"output{path}", y) for path, y in pairs if isinstance(y, Tensor)]
+    if not any(y.requires_grad for _, y in named):
+        raise GradtoolsError(
+            "gradient_graph: outputs has no tensor with a graph: each was detached, computed under "
+            "no_grad, or of nothing that requires grad. Mend: pass a result before it is detached, "
+            "or ask why_zero, which says where it is lost."
+        )
+    return _Reader().graph(named)
+
+
+class _Reader:
+    """Reads autograd's nodes."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Value] = {}
+        self.numbers: dict[Any, int] = {}  # of a node's outputs, and of tensors, by id
+        self.held: list[Any] = []  # ids stay unique
+        self.inputs: list[int] = []
+        self.captured: list[int] = []
+
+    def graph(self, named: list[tuple[str, Tensor]]) -> Graph:
+        nodes = [self.node(fn) for fn in _in_order([y.grad_fn for _, y in named])]
+        outputs = [self.tensor(y) for _, y in named]
+        whole = Graph(
+            tuple(nodes), self.values, tuple(self.inputs), tuple(outputs), tuple(self.captured)
+        )
+        return with_named_outputs(whole, [path for path, _ in named])
+
+    def node(self, fn: GradFn) -> Node:
+        self.held.append(fn)
+        before = [self.of(given, k) for given, k in fn.next_functions if given is not None]
+        for k, (shape, dtype) in enumerate(upstream.arrays_of(fn)):
+            value = Value(shape, str(dtype).removeprefix("torch."))
+            self.numbers[id(fn), k] = self.new(value)
+        outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
+        saved, attributes = self.saved(fn)
+        unknown = [v for v in saved if v in self.captured and v not in before]
+        flows = (Dependence.DIFFERENTIABLE,) * len(before) + (Dependence.CUT,) * len(unknown)
+        rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
+        name = operations.word_of(fn)
+        return Node(
+            "custom_rule" if rule else operations.neutral_of_node(fn),
+            (*before, *unknown),
+            outputs,
+            fn.name(),
+            attributes=MappingProxyType({**attributes, **({"rule": name} if rule else {})}),
+            links=(flows,) * len(outputs),
+            mark=CUSTOM if rule else "",
+            saved=tuple(dict.fromkeys(saved)),
+        )
+
+    def of(self, fn: GradFn, k: int) -> int:
+        """The value that a node hands on; of a leaf the leaf."""
+        variable = getattr(fn, "variable", None)
+        return self.tensor(variable) if variable is not None else self.numbers[id(fn), k]
+
+    def tensor(self, x: Tensor) -> int:
+        """The number of a tensor: what made it, a leaf, or one that is only held."""
+        if x.grad_fn is not None and (id(x.grad_fn), x.output_nr) in self.numbers:
+            return self.numbers[id(x.grad_fn), x.output_nr]
+        if (id(x), -1) not in self.numbers:
+            self.held.append(x)
+            leaf = x.requires_grad and x.is_leaf
+            name = f"leaf {len(self.inputs)}" if leaf else ""
+            number = self.new(Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), name))
+            (self.inputs if leaf else self.captured).append(number)
+            self.numbers[id(x), -1] = number
+        return self.numbers[id(x), -1]
+
+    def new(self, value: Value) -> int:
+        number = len(self.values)
+        self.values[number] = value
+        return number
+
+    def saved(self, fn: GradFn) -> tuple[list[int], dict[str, Any]]:
+        """The tensors that a node keeps, and the numbers that make it what it is."""
+        tensors, attributes = [], {}
+        for key in dir(fn):
+            if not key.startswith(_SAVED):
+                continue
+            try:
+                found = getattr(fn, key)
+            except RuntimeError:  # it was freed by a backward pass
+                continue
+            several = found if isinstance(found, tuple | list) else (found,)
+            if any(isinstance(x, Tensor) for x in several):
+                tensors += [self.tensor(x) for x in several if isinstance(x, Tensor)]
+            elif key != "_saved_tensors" and _is_plain(found):
+                attributes[key.removeprefix(_SAVED)] = _signed(found)
+        if isinstance(fn, torch.autograd.function.BackwardCFunction):
+            with suppress(RuntimeError):
+                tensors += [self.tensor(x) for x in fn.saved_tensors if isinstance(x, Tensor)]
+        return tensors, attributes
+
+
+def _in_order(ends: list[Any]) -> Iterator[GradFn]:
+    """The nodes behind some, each after those that it reads; without the leaves' own."""
+    done: set[Any] = set()
+    todo = [(fn, False) for fn in reversed(ends) if fn is not None]
+    while todo:
+        fn, ready = todo.pop()
+        if ready:
+            yield fn
+        elif fn not in done and not hasattr(fn, "variable"):
+            done.add(fn)
+            todo.append((fn, True))
+            todo += [(given, False) for given, _ in fn.next_functions if given is not None]
+
+
+def _is_plain(x: Any) -> bool:
+    many = isinstance(x, tuple) and all(isinstance(n, bool | int | float) for n in x)
+    return many or (isinstance(x, int | float | str) and not isinstance(x, bool))
+
+
+def _signed(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_signed, x))
+    return x - 2 * _WRAPPED if isinstance(x, int) and x >= _WRAPPED else x
+
+
+__all__ = ["live_graph"]

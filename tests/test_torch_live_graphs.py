@@ -1,0 +1,73 @@
+"""What autograd holds for tensors that exist already, as a graph."""
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools.errors import GradtoolsError
+
+X = torch.linspace(0.1, 1.2, 12).reshape(3, 4)
+
+
+def operations(graph):
+    return [node.operation for node in graph.nodes]
+
+
+def test_live_tensors_are_drawn_without_a_run():
+    w = torch.ones(4, 2, requires_grad=True)
+    loss = torch.tanh(X @ w).sum()
+    graph = gt.gradient_graph(outputs=loss)
+    assert operations(graph) == ["matmul", "tanh", "sum"]
+    assert [graph.values[v].name for v in graph.outputs] == ["output"]
+    assert [graph.values[v].shape for v in graph.inputs] == [(4, 2)]
+    assert sum(graph.kept.values()) == 24  # tanh keeps its result
+    assert "tanh(" in graph.to_svg()
+
+
+def test_the_graph_of_live_tensors_is_the_one_that_autograd_walks():
+    x = X.clone().requires_grad_()
+    y = torch.sin(x)
+    graph = gt.gradient_graph(outputs={"a": y * x, "b": y.exp()})
+    seen, todo = set(), [(y * x).grad_fn, y.exp().grad_fn]
+    while todo:
+        fn = todo.pop()
+        if fn is not None and not hasattr(fn, "variable"):
+            seen.add(fn.name())
+            todo += [given for given, _ in fn.next_functions]
+    assert {node.native for node in graph.nodes} == seen
+    sin = next(node for node in graph.nodes if node.operation == "sin")
+    assert sum(sin.outputs[0] in node.inputs for node in graph.nodes) == 2
+    assert {graph.values[v].name for v in graph.outputs} == {"output['a']", "output['b']"}
+
+
+def test_a_rule_of_live_tensors_has_its_name():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * ctx.saved_tensors[0] * g
+
+    x = X.clone().requires_grad_()
+    (node,) = gt.gradient_graph(outputs=Square.apply(x)).nodes
+    assert node.mark == "custom rule" and node.attributes["rule"] == "Square"
+
+
+def test_a_graph_that_was_freed_is_drawn_without_what_it_kept():
+    x = X.clone().requires_grad_()
+    loss = x.exp().sum()
+    loss.backward()
+    graph = gt.gradient_graph(outputs=loss)
+    assert operations(graph) == ["exp", "sum"] and not graph.kept
+
+
+def test_outputs_without_a_graph_are_refused():
+    with pytest.raises(GradtoolsError, match="outputs has no tensor with a graph"):
+        gt.gradient_graph(outputs=X * 2)
+    with pytest.raises(GradtoolsError, match="got neither"):
+        gt.gradient_graph()
+    with pytest.raises(GradtoolsError, match="got both"):
+        gt.gradient_graph(torch.sin, X, outputs=X)

@@ -30,8 +30,9 @@ _SKIPPED: dict[str, Callable[..., Any]] = {}
 _IN_PYTHON: list[str] = []  # modules that said so of themselves
 
 
-is_compiling = torch.compiler.is_dynamo_compiling
-"""Whether dynamo is tracing this very line."""
+def is_compiling() -> bool:  # as PyTorch's own name, dynamo takes it for false in places
+    """Whether dynamo is tracing this very line."""
+    return torch.compiler.is_dynamo_compiling()
 
 
 def opaque_to_dynamo(fun: F) -> F:

@@ -378,7 +378,8 @@ class _Walk:
             return
         self._holds(type(x), name)
         for kind in type(x).__mro__:
-            slots = vars(kind).items() if _package(kind) not in _STANDARD else ()
+            own = "__slots__" in vars(kind) and _package(kind) not in _STANDARD  # none of C's
+            slots = vars(kind).items() if own else ()
             for key, slot in slots:
                 if isinstance(slot, MemberDescriptorType):
                     get, put = partial(slot.__get__, x), partial(slot.__set__, x)

@@ -321,39 +321,16 @@ class _Logits:
 
     def softplus(self, x: Array, ids: Any, columns: Any, positive: Array) -> Array:
         """The sums of log(1 + e^s_ij) along rows."""
-
-        def losses(x: Any, y: Any, scale: Any, bias: Any, **marks: Any) -> Any:
-            loss = self._softplus(scale * (x @ y.T) + bias)
-            return self._where_kept(loss, 0.0, **marks)
-
+        losses = partial(_pair_losses, self.backend)
         found = self._sweep(losses, "sum", "columns", x, ids, columns)
-        return found if ids is None else found + self._softplus(positive)
-
-    def _softplus(self, s: Array) -> Array:
-        return self.xp.logaddexp(s, self.backend.zeros_like(s))
-
-    def _where_kept(
-        self, s: Array, other: float, a: Any = None, b: Any = None, ours: Any = None
-    ) -> Array:
-        if a is None:
-            return s
-        kept = a[:, None] != b
-        kept = kept if ours is None else kept | ~ours
-        return self.xp.where(kept, s, self.backend.zeros_like(s) + other)
+        return found if ids is None else found + _softplus(self.backend, positive)
 
     def entropies(
         self, x: Array, ids: Any, columns: Any, positive: Array, both: bool = False
     ) -> list[Array]:
         """The cross entropy of each row and, if both are asked for, of each column."""
         sides = ["columns", "rows"] if both else ["columns"]
-
-        def scores(x: Any, y: Any, scale: Any, bias: Any, **marks: Any) -> Any:
-            s = scale * (x @ y.T) + bias
-            found = [self._where_kept(s, -float("inf"), **marks)]
-            if self.smoothing:
-                found += [self._where_kept(f, 0.0, **marks) for f in (s, s * 0 + 1)]
-            return [found] * len(sides)
-
+        scores = partial(_pair_scores, self.backend, bool(self.smoothing), len(sides))
         reduce = ["logsumexp", "sum", "sum"] if self.smoothing else ["logsumexp"]
         over = [[side] * len(reduce) for side in sides]
         found = self._sweep(scores, [reduce] * len(sides), over, x, ids, columns)
@@ -370,6 +347,44 @@ class _Logits:
         if ids is not None:
             mass, count = mass + positive, count + 1
         return loss - self.smoothing * mass / count
+
+
+# A sweep's function holds no arrays: what it closes over would be lifted out of a trace.
+
+
+def _pair_scores(
+    backend: Backend,
+    smoothed: bool,
+    sides: int,
+    x: Any,
+    y: Any,
+    scale: Any,
+    bias: Any,
+    **marks: Any,
+) -> Any:
+    s = scale * (x @ y.T) + bias
+    found = [_where_kept(backend, s, -float("inf"), **marks)]
+    if smoothed:
+        found += [_where_kept(backend, f, 0.0, **marks) for f in (s, s * 0 + 1)]
+    return [found] * sides
+
+
+def _pair_losses(backend: Backend, x: Any, y: Any, scale: Any, bias: Any, **marks: Any) -> Any:
+    return _where_kept(backend, _softplus(backend, scale * (x @ y.T) + bias), 0.0, **marks)
+
+
+def _softplus(backend: Backend, s: Array) -> Array:
+    return backend.xp.logaddexp(s, backend.zeros_like(s))
+
+
+def _where_kept(
+    backend: Backend, s: Array, other: float, a: Any = None, b: Any = None, ours: Any = None
+) -> Array:
+    if a is None:
+        return s
+    kept = a[:, None] != b
+    kept = kept if ours is None else kept | ~ours
+    return backend.xp.where(kept, s, backend.zeros_like(s) + other)
 
 
 # --- cross entropy -----------------------------------------------------------------------

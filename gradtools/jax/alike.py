@@ -18,6 +18,7 @@ import numpy as np
 from gradtools.jax.tracing import open_jaxpr
 
 _PROGRAMS = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
+_NO_CODE = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, and yet data
 _KEPT = 128  # programs
 
 
@@ -27,6 +28,11 @@ def derived(closed: Any, derive: Callable[[Callable[..., Any]], Callable[..., An
     if _holds_code(jaxpr):
         return derive(_Runs(jaxpr))
     return _derived(_Alike(jaxpr), derive)
+
+
+def compiled(closed: Any) -> Callable[..., list[Any]]:
+    """A program `run(consts, xs)` under jit, compiled once for all that are alike."""
+    return derived(closed, jax.jit)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -132,4 +138,4 @@ def _holds_code(p: Any) -> bool:
     if isinstance(p, dict | tuple | list):
         return any(map(_holds_code, p.values() if isinstance(p, dict) else p))
     is_code = callable(p) or hasattr(p, "call_wrapped")
-    return (is_code and not isinstance(p, type)) or isinstance(p, jax.Array)
+    return (is_code and not isinstance(p, _NO_CODE)) or isinstance(p, jax.Array)

@@ -3,28 +3,22 @@
 JAX compiles an eager loop for its body, a function or a jaxpr, and knows it again only if it is
 the same object. A body like the pullback of one evaluation is new in each call: each would be
 compiled anew, and kept. So outside of any trace the body is written as a jaxpr of which what it
-closes over is an argument, and the last loops are kept with their jaxprs. One that is equal,
-equation by equation, serves again.
+closes over is an argument, and of those that are alike the first one's loop serves.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Literal
 
 from gradtools.backend import Array
 from gradtools.jax import shardings
-from gradtools.jax.tracing import open_jaxpr, within_a_trace
-
-KEPT = 64
-_lock = threading.Lock()
-_loops: list[tuple[Any, Callable[..., Any]]] = []  # the latest use last
+from gradtools.jax.alike import derived
+from gradtools.jax.tracing import within_a_trace
 
 
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:
@@ -35,7 +29,7 @@ def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -
         return jax.lax.map(lambda xs: f(*xs), tuple(batch), batch_size=size)
     row = [shardings.without_axis(jax.typeof(x), 0) for x in batch]
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*row)
-    flat = _loop(closed, size)(list(closed.consts), tuple(batch))
+    flat = derived(closed, _mapped(size))(list(closed.consts), tuple(batch))
     return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
 
@@ -74,63 +68,14 @@ def _in_one(x: Array, name: Any) -> Array:
     return shardings.reshaped(x, (x.shape[0] * x.shape[1], *x.shape[2:]), 0, 1, (0, name))
 
 
-def _loop(closed: Any, size: int | None) -> Callable[..., Any]:
-    """The compiled loop over an equal body that there is, or a new one."""
-    key = (size, _written(closed))
-    with _lock:
-        found = next((loop for loop in _loops if loop[0] == key), None)
-        if found is not None:
-            _loops.remove(found)
-        loop = found or (key, _compiled(open_jaxpr(closed), size))
-        _loops.append(loop)
-        del _loops[:-KEPT]
-    return loop[1]
+@cache
+def _mapped(size: int | None) -> Callable[..., Any]:
+    """What makes of a program one that runs it over the rows of its arguments, compiled."""
 
+    def derive(run: Callable[..., Any]) -> Callable[..., Any]:
+        def over(consts: list[Array], batch: tuple[Array, ...]) -> list[Array]:
+            return jax.lax.map(lambda xs: run(consts, xs), batch, batch_size=size)
 
-def _compiled(jaxpr: Any, size: int | None) -> Callable[..., Any]:
-    def run(consts: list[Array], batch: tuple[Array, ...]) -> list[Array]:
-        body = lambda xs: jax.core.eval_jaxpr(jaxpr, consts, *xs)
-        return jax.lax.map(body, batch, batch_size=size)
+        return jax.jit(over)
 
-    return jax.jit(run)
-
-
-# --- a jaxpr as something that can be compared -------------------------------------------
-
-
-def _written(jaxpr: Any) -> tuple[Any, ...]:
-    """All that a jaxpr computes: equal for two that do the same, name for name."""
-    jaxpr = open_jaxpr(jaxpr)
-    numbers: dict[Any, int] = {}
-
-    def named(v: Any) -> Any:
-        if isinstance(v, Literal):
-            return (v.aval, _value(v.val))
-        return (numbers.setdefault(v, len(numbers)), v.aval)
-
-    heads = tuple([tuple(map(named, vs)) for vs in (jaxpr.constvars, jaxpr.invars)])
-    eqns = [
-        (
-            *(eqn.primitive, tuple(map(named, eqn.invars)), tuple(map(named, eqn.outvars))),
-            *(_value(eqn.params), eqn.ctx, frozenset(eqn.effects)),
-        )
-        for eqn in jaxpr.eqns
-    ]
-    return (*heads, tuple(eqns), tuple(map(named, jaxpr.outvars)))
-
-
-def _value(x: Any) -> Any:
-    """A parameter: numbers by their bits, containers by their entries, other things as they are.
-
-    An array is the same object or another one; the loop that is kept keeps it, and its identity.
-    """
-    if isinstance(x, dict):
-        return tuple([(name, _value(item)) for name, item in x.items()])
-    if isinstance(x, list | tuple):
-        return (type(x), tuple(map(_value, x)))
-    if isinstance(x, np.ndarray | np.generic | float | complex):
-        array = np.asarray(x)
-        return (type(x), array.shape, array.dtype, array.tobytes())
-    if hasattr(open_jaxpr(x), "eqns"):
-        return (_written(x), tuple(map(id, getattr(x, "consts", ()))))
-    return (type(x), id(x) if isinstance(x, jax.Array) else x)
+    return derive

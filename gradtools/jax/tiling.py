@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from gradtools.jax import shardings
+from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
+from gradtools.jax.tracing import within_a_trace
 from gradtools.tiled import COLUMNS, ROWS, SHARED, Sweep
 
 Arrays = list[Any]
@@ -22,8 +24,12 @@ States = list[Arrays]  # one list for each group, empty where a group has anothe
 
 
 def sweep(program: Sweep, xs: Sequence[Any]) -> States:
-    """The merged states of all tiles."""
-    return _Sweep(program, xs).run()
+    """The merged states of all tiles; outside of a trace by a program that is compiled once."""
+    run = lambda *xs: _Sweep(program, xs).run()
+    if within_a_trace():
+        return run(*xs)
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(*xs)
+    return jax.tree.unflatten(jax.tree.structure(shapes), compiled(closed)(closed.consts, xs))
 
 
 class _Sweep:

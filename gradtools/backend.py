@@ -268,6 +268,17 @@ class Backend(Protocol):
         ...
 
     # Tiles.
+    def explicit(
+        self, asked: str, fun: Any, own: Sequence[Any], xs: Sequence[Array], sides: Sequence[Any]
+    ) -> tuple[Callable[[list[Array]], Any], list[Array]]:
+        """A function of a tile and of what it closes over, and that.
+
+        fun: Of a list of arrays, those of a tile.
+        own: The user's other functions, which must close over no array of a running trace.
+        sides: The length of each array's first axis (None: as it is), for each kind of tile.
+        """
+        ...
+
     def sweep(self, sweep: Sweep, xs: Sequence[Array]) -> list[list[Array]]:
         """The merged states of all tiles, group by group; blocks of rows and columns joined."""
         ...

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -214,11 +214,17 @@ def captured(
 ) -> Iterator[Any]:
     """The arrays of a kind that what the author of a rule wrote holds.
 
-    Looked for in closures, defaults, containers and, if asked, attributes of objects: to trace a
-    rule's maps whenever it is applied would never end, for a rule may use itself.
+    To trace a rule's maps whenever it is applied would never end, for a rule may use itself.
     """
+    return held_by(rule.written or rule.maps, wanted, array, attributes)
+
+
+def held_by(
+    functions: Iterable[Any], wanted: Callable[[Any], bool], array: type, attributes: bool = True
+) -> Iterator[Any]:
+    """The arrays of a kind in closures, defaults, containers and, if asked, objects' attributes."""
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
-    todo: list[Any] = [f for f in rule.written or rule.maps if _holds(f, attributes)]
+    todo: list[Any] = [f for f in functions if _holds(f, attributes)]
     seen: set[int] = set()
     while todo:
         x = todo.pop()

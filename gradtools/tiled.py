@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from math import isqrt
 from typing import Any
 
@@ -219,6 +220,9 @@ class _Call:
         self._treedef: Any = None
         self._keywords: tuple[str, ...] = ()
         self.cut = Cut(1, 1, 1, 1)
+        self.call: Callable[[Arrays], Any] = self._written_out  # f at one tile
+        self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
+        self.may_capture = True  # others than these
 
     @classmethod
     def of(
@@ -237,6 +241,14 @@ class _Call:
         call.cut = Cut(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
+        fun = call.call
+        call.call, captured = backend.explicit(
+            options.asked, fun, call.written[1:], xs, call._tiles()
+        )
+        call.may_capture = call.call is fun
+        call.captured = tuple(range(len(xs), len(xs) + len(captured)))
+        xs += captured
+        call.roles += [SHARED] * len(captured)
         for side, n in ((ROWS, rows), (COLUMNS, columns)):  # f is not called with these
             xs.append(backend.asarray(np.arange(n, dtype=np.int32), beside=xs[0]))
             call.roles.append(side)
@@ -310,7 +322,7 @@ class _Call:
 
     def of_tile(self, xs: Sequence[Array]) -> Arrays:
         """f's flat output at one tile."""
-        out, treedef = self.backend.flatten(self.call(xs))
+        out, treedef = self.backend.flatten(self.call(xs[:-2]))
         if self._template is None:
             self._read(out, treedef)
         shape = self.shape_of(xs)
@@ -318,8 +330,14 @@ class _Call:
             kind.check([_turned(self.backend, out[i], side) for i in places], _order(shape, side))
         return out
 
-    def call(self, xs: Sequence[Array]) -> Any:
-        """f at one tile."""
+    def _tiles(self) -> list[list[int | None]]:
+        """The lengths of the arrays of each kind of tile."""
+        lengths = ([n for _, n, _ in self.cut.blocks(side)] for side in (ROWS, COLUMNS))
+        return [
+            [{ROWS: n, COLUMNS: m}.get(role) for role in self.roles] for n, m in product(*lengths)
+        ]
+
+    def _written_out(self, xs: Sequence[Array]) -> Any:
         left = iter(xs)
         full = [next(left) if s is _ARRAY else s for s in self._statics]
         values = self.backend.unflatten(self._treedef, full)
@@ -421,7 +439,7 @@ class _Call:
         """What the gradient of one tile of so many rows and columns takes at most."""
         backend = self.backend
         sides = [None if role == SHARED else side for role in self.roles]
-        moving = _moving(backend, xs, None)
+        moving = _moving(self, xs, None)
 
         def gradient(*tile: Array) -> Arrays:
             def scores(*changed: Array) -> tuple[Arrays, Arrays]:
@@ -550,6 +568,8 @@ def _apply(backend: Backend, of: _Sum | _Reduced, xs: Sequence[Array]) -> Arrays
         linearize=of.linearize,
         written=of.call.written,
         symbolic=frozenset({"cotangent"}),
+        closed_over=of.call.captured,
+        captures=of.call.may_capture,
     )
     return backend.apply_rule(rule, *xs)
 
@@ -599,7 +619,7 @@ class _Sum:
 
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """The sums, and both maps, which are sums over tiles again."""
-        ys, moving = self.primal(*xs), _moving(self.call.backend, xs, perturbed)
+        ys, moving = self.primal(*xs), _moving(self.call, xs, perturbed)
         saves = tuple(range(len(xs)))
         return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 
@@ -639,9 +659,9 @@ def _given(entries: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(entries) if x is not None]
 
 
-def _moving(backend: Backend, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> list[int]:
+def _moving(call: _Call, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> list[int]:
     """Which arguments are differentiated."""
-    inexact = [i for i, x in enumerate(xs) if backend.is_inexact(x)]
+    inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x) and i not in call.captured]
     return [i for i in inexact if perturbed is None or perturbed[i]]
 
 
@@ -689,7 +709,7 @@ class _Reduced:
 
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """The results, and both maps, which are sums over tiles."""
-        ys, moving = self.primal(*xs), _moving(self.call.backend, xs, perturbed)
+        ys, moving = self.primal(*xs), _moving(self.call, xs, perturbed)
         saves = tuple(range(len(xs) + len(ys)))
         return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
 
@@ -763,7 +783,7 @@ def _folded(call: _Call, xs: Arrays) -> Any:
     backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
 
     def first(tile: Arrays) -> Arrays:
-        leaves, treedef = backend.flatten(init(call.call(tile)))
+        leaves, treedef = backend.flatten(init(call.call(tile[:-2])))
         state_def[:] = [treedef]
         return [as_array(backend, call.asked, x, "init's state") for x in leaves]
 

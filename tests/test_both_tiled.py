@@ -360,6 +360,46 @@ def test_f_closes_over_an_array_of_a_running_trace(mix, gt, backend_name):
     close(gt, at(lambda f: gt.tiled(f, "logsumexp", TILE))(x, y, w), at(dense)(x, y, w))
 
 
+@pytest.mark.parametrize("mix", ["r", "fr", "rr", "rfr"])
+def test_f_closes_over_an_array_of_a_trace_that_has_ended(mix):
+    """The maps run after the scan's body was traced, of which `w` is."""
+    import jax
+
+    import gradtools.jax as gt
+
+    x, y, ws, u = arrays(gt, (7, 3), (5, 3), (2,), (7, 3))
+
+    def at(reduced):
+        def f(x):
+            def body(carry, w):
+                found = reduced(lambda x, y: w * (x @ y.T))(x, y)
+                return carry + gt.xp.sum(gt.xp.sin(found)), None
+
+            return jax.lax.scan(body, 0.0, ws)[0]
+
+        for mode in mix:
+            f = along(gt, f, mode, (u,))
+        return f(x)
+
+    dense = lambda f: lambda x, y: logsumexp(gt.xp, f(x, y), 1)
+    close(gt, at(lambda f: gt.tiled(f, "logsumexp", TILE)), at(dense))
+
+
+def test_a_reduction_that_closes_over_an_array_of_a_running_trace_is_refused():
+    import jax
+
+    import gradtools.jax as gt
+
+    init, combine, finish = OWN(gt.xp)
+
+    def run(x, y, w):
+        own = init, combine, lambda state: w * finish(state)
+        return gt.tiled(lambda x, y: x @ y.T, own, TILE)(x, y)
+
+    with pytest.raises(GradtoolsError, match="a function of reduce closes over an array"):
+        jax.jit(run)(*arrays(gt, (7, 3), (5, 3), ()))
+
+
 def test_an_array_that_f_closes_over_is_not_differentiated_in_silence(gt):
     x, y, w = arrays(gt, (7, 3), (5, 3), ())
     with pytest.raises(GradtoolsError, match="'tiled' closes over"):

@@ -28,6 +28,7 @@ from gradtools.testing.sweeps import (
     torch_programs,
 )
 from gradtools.testing.sweeps.torch_ledger import LEDGER, REVERSE_MODE
+from gradtools.torch import _upstream as upstream
 
 pytest.importorskip("expecttest", reason="PyTorch's tables of operators need expecttest")
 pytestmark = pytest.mark.torch
@@ -186,7 +187,7 @@ def test_without_expecttest_the_sweep_says_what_to_install(monkeypatch):
     def absent(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name="expecttest")
 
-    monkeypatch.setattr(torch_programs, "import_module", absent)
+    monkeypatch.setattr(upstream, "operator_tables", absent)
     with pytest.raises(GradtoolsError, match="pip install expecttest"):
         list(in_torch.sweep())
 

@@ -231,6 +231,11 @@ class JaxBackend:
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 
+    def explicit(self, *args: Any, **kwargs: Any) -> Any:
+        from gradtools.jax import tiling
+
+        return tiling.explicit(*args, **kwargs)
+
     def sweep(self, *args: Any, **kwargs: Any) -> Any:
         from gradtools.jax import tiling
 

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from operator import is_
 from typing import Any
 
 import jax
@@ -86,24 +85,11 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
     if rule.captures and _closes_over_tracer(rule):
-        rule, captured = _lift_value(rule, xs) if _is_lifting(rule) else _lift_captured(rule, xs)
+        rule, captured = (
+            _lift_value(rule, xs) if rule in _local_list("lifting") else _lift_captured(rule, xs)
+        )
         xs = _varying_alike([*xs, *captured])
     return list(primal_p.bind(*xs, rule=rule))
-
-
-def _is_lifting(rule: Rule) -> bool:
-    """Whether maps of this rule, or of one of the same functions, are being lifted right now.
-
-    The maps of a sum over tiles are sums over tiles, made anew, so to trace them never ended.
-    """
-    return any(
-        rule is other
-        or (
-            (rule.written and len(rule.written) == len(other.written))
-            and all(map(is_, rule.written, other.written))
-        )
-        for other in _local_list("lifting")
-    )
 
 
 def _as_array(x: Any) -> Any:

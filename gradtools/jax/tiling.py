@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
 from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
 from gradtools.jax.tracing import within_a_trace
+from gradtools.rules import held_by
 from gradtools.tiled import COLUMNS, ROWS, SHARED, Sweep
 
 Arrays = list[Any]
@@ -154,6 +156,82 @@ def fold(step: Any, state: Arrays, xs: Sequence[Any], count: int) -> Arrays:
     """`state = step(state, block)` over so many blocks of the arrays' first axis."""
     body = lambda state, block: (step(state, block), None)
     return _loop(body, state, [_cut(x, count) for x in xs], count)[0]
+
+
+# --- what f closes over ------------------------------------------------------------------
+
+
+def explicit(
+    asked: str,
+    fun: Callable[[Arrays], Any],
+    own: Sequence[Any],
+    xs: Sequence[Any],
+    sides: Sequence[Sequence[int | None]],
+) -> tuple[Callable[[Arrays], Any], Arrays]:
+    """A function of a tile and of the arrays of a running trace that it closes over, and these.
+
+    The maps of a sum over tiles run when that trace may have ended, and are sums over tiles again,
+    so to lift what each closes over would never end. f is traced once for each kind of tile.
+    """
+    if not within_a_trace():
+        return fun, []
+    if next(held_by(own, lambda x: isinstance(x, jax.core.Tracer), jax.Array), None) is not None:
+        raise GradtoolsError(
+            f"{asked}: a function of reduce closes over an array of the function that is being "
+            "transformed by JAX. Return the array from f, as a part of its output."
+        )
+    found = _Explicit(asked, fun)
+    for lengths in sides:
+        found.trace([_with_length(x, n) for x, n in zip(xs, lengths, strict=True)])
+    found.complete = True
+    return found, found.captured
+
+
+def _with_length(x: Any, n: int | None) -> Any:
+    aval = jax.typeof(x)
+    return aval if n is None else aval.update(shape=(n, *aval.shape[1:]))
+
+
+class _Explicit:
+    """A function by its programs, one for each kind of tile."""
+
+    def __init__(self, asked: str, fun: Callable[[Arrays], Any]) -> None:
+        self.captured: Arrays = []
+        self.complete = False  # whether what it closes over is an argument by now
+        self._asked, self._fun, self._programs = asked, fun, dict[Any, Any]()
+
+    def trace(self, avals: Sequence[Any]) -> Any:
+        """The program of a kind of tile: what it closes over, by place where it is traced."""
+        closed, shapes = jax.make_jaxpr(self._fun, return_shape=True)(list(avals))
+        consts = [(self._place(x), x) for x in closed.consts]
+        held = [(k, None if k is not None else x) for k, x in consts]
+        program = closed.jaxpr, held, jax.tree.structure(shapes)
+        return self._programs.setdefault(_looks(avals), program)
+
+    def _place(self, x: Any) -> int | None:
+        if not isinstance(x, jax.core.Tracer):
+            return None
+        at = next((k for k, y in enumerate(self.captured) if y is x), None)
+        if at is not None:
+            return at
+        if self.complete:
+            raise GradtoolsError(
+                f"{self._asked}: f closes over another array in a tile of another size. Pass it "
+                "as an argument."
+            )
+        self.captured.append(x)
+        return len(self.captured) - 1
+
+    def __call__(self, xs: Arrays) -> Any:
+        n = len(xs) - len(self.captured)
+        avals = [jax.typeof(x) for x in xs[:n]]
+        jaxpr, held, treedef = self._programs.get(_looks(avals)) or self.trace(avals)
+        consts = [x if k is None else xs[n + k] for k, x in held]
+        return jax.tree.unflatten(treedef, jax.core.eval_jaxpr(jaxpr, consts, *xs[:n]))
+
+
+def _looks(avals: Sequence[Any]) -> Any:
+    return tuple([(aval.shape, aval.dtype) for aval in avals])
 
 
 def tile_bytes(fun: Any, xs: Sequence[Any], sides: Sequence[int | None]) -> int:

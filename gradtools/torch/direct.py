@@ -423,7 +423,9 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     if not dy.requires_grad:
         return None
     if signature.attach is None:
-        rules.refuse_captured(shaped.rule, [dy], dxs)
+        if rules.holds_leaf([dy], dxs):  # of a derivative within the rule, or captured
+            signature.records = False
+            return None
         signature.attach = _attach_of(signature)
     return signature.attach([y], dy, *xs)
 

@@ -252,12 +252,12 @@ def _by_position(name: str) -> str:
     )
 
 
-def as_array(backend: Backend, asked: str, x: Any, name: str) -> Array:
-    """x as an array of the framework, or an error that names it."""
+def as_array(backend: Backend, asked: str, x: Any, name: str, beside: Array | None = None) -> Array:
+    """x as an array of the framework, if it is none yet beside another, or an error naming it."""
     if backend.is_array(x):
         return x
     try:
-        return backend.asarray(x)
+        return backend.asarray(x, beside)
     except GradtoolsError as error:
         came = describe(backend, x)
         raise GradtoolsError(f"{asked}: {name} is {came}; expected an array of numbers.") from error

@@ -105,13 +105,13 @@ class Pairs(Operators):
                 "are those of single pairs; leave one of them out."
             )
         scale, bias = (
-            self._backend.cast(as_array(backend, asked, z, name), x)
+            self._backend.cast(as_array(backend, asked, z, name, beside=x), x)
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
         )
         options = {"tile_size": tile_size, "memory_budget": memory_budget, "progress": progress}
         logits = _Logits(self._backend, scale, bias, label_smoothing, options)
         apart = gathered or axis_name is not None or group is not None
-        own = None if ids is None else as_array(backend, asked, ids, "ids")
+        own = None if ids is None else as_array(backend, asked, ids, "ids", beside=x)
         spread = lambda z: z
         if apart:
             spread = lambda z: None if z is None else self._gathered(z, axis_name, group)
@@ -173,8 +173,9 @@ class Pairs(Operators):
             raise GradtoolsError(
                 f"{asked}: reduction is {reduction!r}; expected 'mean', 'sum' or 'none'."
             )
-        named = ((input, "input"), (weight, "weight"), (target, "target"))
-        h, w, t = (as_array(backend, asked, z, name) for z, name in named)
+        h = as_array(backend, asked, input, "input")
+        named = ((weight, "weight"), (target, "target"))
+        w, t = (as_array(backend, asked, z, name, beside=h) for z, name in named)
         if len(w.shape) != 2 or tuple(h.shape) != (*t.shape, w.shape[1]):
             raise GradtoolsError(
                 f"{asked}: input has the shape {tuple(h.shape)}, weight {tuple(w.shape)} and "
@@ -182,7 +183,7 @@ class Pairs(Operators):
             )
         xp, shape, classes = backend.xp, tuple(t.shape), w.shape[0]
         h, t = xp.reshape(h, (-1, w.shape[1])), xp.reshape(t, (-1,))
-        b = None if bias is None else as_array(backend, asked, bias, "bias")
+        b = None if bias is None else as_array(backend, asked, bias, "bias", beside=h)
         entropy = self._over_pairs(
             partial(_class_scores, xp, bool(label_smoothing)),
             {"all": "logsumexp", "own": "sum", **({"mean": "mean"} if label_smoothing else {})},
@@ -268,7 +269,11 @@ class Pairs(Operators):
         if last:
             q, k, v = (xp.permute_dims(z, (0, 2, 1, 3)) for z in (q, k, v))
         heads = _Heads.of(asked, q, k, v)
-        mask = None if attn_mask is None else as_array(backend, asked, attn_mask, "attn_mask")
+        mask = (
+            None
+            if attn_mask is None
+            else as_array(backend, asked, attn_mask, "attn_mask", beside=q)
+        )
         call = _Attention(self._backend, heads, is_causal, scale, tile_size)
         out = call.run(q, k, v, mask)
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
@@ -303,7 +308,7 @@ class _Logits:
         """The columns: features, ids, and which have one."""
         if negatives is None:
             return {"y": y, "b": ids}
-        more = as_array(self.backend, "contrastive_loss", negatives, "negatives")
+        more = as_array(self.backend, "contrastive_loss", negatives, "negatives", beside=y)
         n, k = y.shape[0], more.shape[0]
         if ids is not None:
             ids = self.xp.concat([ids, self.xp.broadcast_to(ids[:1], (k,))])

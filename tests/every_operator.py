@@ -309,7 +309,7 @@ USES = (
         lambda w: _gradient(
             w,
             lambda x: w.gt.linear_cross_entropy(
-                w.part(x)[:, None], x[:, None], w.gt.asarray(np.arange(len(x)))
+                w.part(x)[:, None], x[:, None], np.arange(len(x), dtype=np.int32)
             ),
         ),
     ),

@@ -68,20 +68,14 @@ def _seen_by_jax(kind: str) -> bool:
         return False
 
 
-def _uses(t: Tensor) -> int:
-    return upstream.owners_of_memory(t)
-
-
-_ALONE = _uses(torch.empty(1))
-
-
 def unshared(t: Tensor) -> Tensor:
     """The tensor, or a copy where anything else holds its memory: a view, a buffer, a graph.
 
     PyTorch counts that in the storage; there is no public name for the count.
     """
     t = t.detach()
-    return t if _uses(t) <= _ALONE else t.clone()
+    alone = upstream.owners_of_memory(torch.empty(0))
+    return t if upstream.owners_of_memory(t) <= alone else t.clone()
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:

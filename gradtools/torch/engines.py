@@ -28,7 +28,7 @@ from gradtools.connection import refuse_cut
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling, refuse_lost
+from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
 from gradtools.torch.customcode import (
     Opened,
     Survey,
@@ -103,8 +103,12 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 
 # --- the eager engine --------------------------------------------------------------------
+#
+# Where dynamo gave up on what calls it, it would still compile f piece by piece, and a compiled
+# piece has no second derivatives. So all of it is left to Python.
 
 
+@skipped_by_dynamo
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
 
@@ -147,6 +151,7 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     )
 
 
+@skipped_by_dynamo
 def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     with TwiceByPlainOperations():
         evaluated = evaluated_to_push(asked_of(fun), _evaluate, fun, leaves)
@@ -274,6 +279,7 @@ def _reaches_other(survey: Survey, aliases: Sequence[Tensor]) -> bool:
 # --- forward mode ------------------------------------------------------------------------
 
 
+@skipped_by_dynamo
 def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool = False) -> Any:
     keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
     with outside_of_inference(), torch.set_grad_enabled(keep), dual_level():

@@ -68,14 +68,17 @@ def _seen_by_jax(kind: str) -> bool:
         return False
 
 
-def unshared(t: Tensor) -> Tensor:
-    """The tensor, or a copy where anything else holds its memory: a view, a buffer, a graph.
+def unshared(ys: list[Tensor]) -> list[Tensor]:
+    """The tensors, or copies where anything else holds their memory: a view, a buffer, a graph.
 
-    PyTorch counts that in the storage; there is no public name for the count.
+    PyTorch counts that in the storage; there is no public name for the count. The list is emptied,
+    for it holds them as well, and so does whoever calls with a tensor.
     """
-    t = t.detach()
-    alone = upstream.owners_of_memory(torch.empty(0))
-    return t if upstream.owners_of_memory(t) <= alone else t.clone()
+    alone, found = upstream.owners_of_memory(torch.empty(0)), []
+    while ys:
+        t = ys.pop(0).detach()
+        found.append(t if upstream.owners_of_memory(t) <= alone else t.clone())
+    return found
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:

@@ -120,7 +120,7 @@ class TorchGuest:
         """The function at JAX's arrays."""
         ys = self._evaluated(known, run, [tensor_of(x) for x in xs])
         who = f"to_jax: what {known.of.name} returns"
-        return [array_of(unshared(ys.pop(0)), who) for _ in range(len(ys))]
+        return [array_of(y, who) for y in unshared(ys)]
 
     def called_on_host(
         self, known: Known, run: Any, arrays: Sequence[np.ndarray], depth: int
@@ -129,7 +129,7 @@ class TorchGuest:
         pairs = zip(arrays, known.ins, strict=True)
         ts = [tensor_of_numpy(a, s) for a, s in pairs]
         ys = self._evaluated(known, run, ts)
-        return [numpy_of_tensor(unshared(ys.pop(0))) for _ in range(len(ys))]
+        return [numpy_of_tensor(y) for y in unshared(ys)]
 
     def _evaluated(self, known: Known, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = known.base

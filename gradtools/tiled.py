@@ -322,7 +322,7 @@ class _Call:
 
     def of_tile(self, xs: Sequence[Array]) -> Arrays:
         """f's flat output at one tile."""
-        out, treedef = self.backend.flatten(self.call(xs[:-2]))
+        out, treedef = self.backend.flatten(self.call(list(xs[:-2])))
         if self._template is None:
             self._read(out, treedef)
         shape = self.shape_of(xs)

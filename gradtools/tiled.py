@@ -104,7 +104,7 @@ class Tiling(Operators):
 
         Returns:
             A function of f's arguments. Scores of 16 bits are reduced in float32 and rounded once.
-            JAX: call it under jit.
+
 
         Raises:
             GradtoolsError: A tile below 1; a budget that no tile fits; (on call) no rows or

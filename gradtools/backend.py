@@ -287,6 +287,10 @@ class Backend(Protocol):
         """`state = step(state, block)` over so many blocks of the arrays' first axis."""
         ...
 
+    def sharded_like(self, x: Array, other: Array) -> Array:
+        """x, over a mesh of devices as another array of its shape."""
+        ...
+
     def tile_bytes(self, fun: Any, xs: Sequence[Array], sides: Sequence[int | None]) -> int:
         """The peak of `fun` at arrays like xs, with another length of the first axis or None."""
         ...

@@ -197,6 +197,7 @@ class Pairs(Operators):
         loss = found["all"] - (1 - label_smoothing) * found["own"]
         if label_smoothing:
             loss = loss - label_smoothing * found["mean"]
+        t = backend.sharded_like(t, loss)
         counts, zero = t != ignore_index, backend.zeros_like(loss)
         loss = xp.where((t >= 0) & (t < classes), loss, zero + float("nan"))
         loss = xp.where(counts, loss, zero)

@@ -246,6 +246,11 @@ class JaxBackend:
 
         return tiling.fold(*args, **kwargs)
 
+    def sharded_like(self, x: Array, other: Array) -> Array:
+        from gradtools.jax import shardings
+
+        return shardings.like(x, other)
+
     def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
         from gradtools.jax import tiling
 

@@ -81,14 +81,14 @@ _NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError)
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
-    xs = _varying_alike([_as_array(x) for x in xs])
+    xs = varying_alike([_as_array(x) for x in xs])
     if rule.reverse_only:
         return _apply_reverse_only(rule, xs)
     if rule.captures and _closes_over_tracer(rule):
         rule, captured = (
             _lift_value(rule, xs) if rule in _local_list("lifting") else _lift_captured(rule, xs)
         )
-        xs = _varying_alike([*xs, *captured])
+        xs = varying_alike([*xs, *captured])
     return list(primal_p.bind(*xs, rule=rule))
 
 
@@ -97,17 +97,17 @@ def _as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
 
 
-def _varying_alike(xs: Sequence[Any]) -> list[Any]:
+def varying_alike(xs: Sequence[Any]) -> list[Any]:
     """Under shard_map, all inputs varying over the same mesh axes.
 
     The derivative of that is the sum over the axes, which the cotangent of an input that does
     not vary needs.
     """
     union = frozenset().union(*map(_varies, xs))
-    return [_varying(x, union) for x in xs] if union else list(xs)
+    return [varying(x, union) for x in xs] if union else list(xs)
 
 
-def _varying(x: Any, axes: frozenset[Any]) -> Any:
+def varying(x: Any, axes: frozenset[Any]) -> Any:
     """x, typed as varying over these mesh axes too."""
     missing = axes - _varies(x)
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
@@ -127,7 +127,7 @@ def _with_varying_tangent(x: Any) -> Any:
 @_with_varying_tangent.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (x,), (dx,) = primals, tangents
-    return _with_varying_tangent(x), _varying(dx, _varies(x))
+    return _with_varying_tangent(x), varying(dx, _varies(x))
 
 
 # --- a rule at its first derivative ------------------------------------------------------
@@ -560,7 +560,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     read from the jaxpr.
     """
     axes = frozenset().union(*map(_varies, values))
-    zeros = [_varying(zeros_of(e), axes) for e in examples]
+    zeros = [varying(zeros_of(e), axes) for e in examples]
 
     def pulled(at: Any, cts: Any) -> Any:
         return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
@@ -599,9 +599,9 @@ def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any
     """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
     known = [] if callable(cts) else _present(cts)
     axes = frozenset().union(*map(_varies, [*xs, *known]))
-    outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[_varying(x, axes) for x in xs])
+    outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])
     pairs = zip(outs, cts(outs) if callable(cts) else cts, strict=True)
-    full = [jnp.zeros_like(y) if ct is None else conj(_varying(ct, axes)) for y, ct in pairs]
+    full = [jnp.zeros_like(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
     return [conj(x) for x in pullback(full)]
 
 
@@ -822,7 +822,7 @@ def _given(rule: Rule, dxs: Any) -> Mask:
 
 def _pushed(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]:
     axes = frozenset().union(*map(_varies, ys))
-    moving = [_varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
+    moving = [varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
     params = {"rule": maps, "given": given, "ys": tuple(_present(_likes(ys)))}
     zero = _symbolically_zero([*saved, *moving], params)
     found = iter(tangent_p.bind(*saved, *moving, **params))
@@ -896,7 +896,7 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
     parts = []
     if any(_carries(dv) for dv in tangents[n:]):
         pairs = zip(tangents[n:], operands[n:], strict=True)
-        dvs = [_varying(ad.instantiate_zeros(dv), _varies(v)) for dv, v in pairs]
+        dvs = [varying(ad.instantiate_zeros(dv), _varies(v)) for dv, v in pairs]
         parts.append(tangent_p.bind(*operands[:n], *dvs, **params))
     if any(_carries(dx) for dx in tangents[:n]):
         parts.append(_python_jvp(_tangent, operands, tangents[:n], params)[1])
@@ -934,7 +934,7 @@ def _moved(run: Any, operands: Any, tangents: Any, params: dict[str, Any]) -> tu
             full[i] = x
         return run(*full, **params)
 
-    steps = [_varying(tangents[i], _varies(operands[i])) for i in moving]
+    steps = [varying(tangents[i], _varies(operands[i])) for i in moving]
     return jax.jvp(at, [operands[i] for i in moving], steps)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
 from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
+from gradtools.jax.rules import varying, varying_alike
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
 from gradtools.tiled import COLUMNS, ROWS, SHARED, Sweep
@@ -40,6 +42,8 @@ class _Sweep:
     def __init__(self, program: Sweep, xs: Sequence[Any]) -> None:
         self.program, self.roles = program, program.roles
         self.xs = [_whole(x, role) for x, role in zip(xs, self.roles, strict=True)]
+        pairs = [*zip(self.roles, xs, strict=True)]
+        self.entries = {side: _entry(pairs, side) for side in (ROWS, COLUMNS)}
         self.rows, self.columns = (program.cut.blocks(side) for side in (ROWS, COLUMNS))
 
     def run(self) -> States:
@@ -58,8 +62,11 @@ class _Sweep:
             carry, states = _loop(band, carry, self._blocks(ROWS, start, size, count), count)
             bands.append(states)
         shared, of_columns = carry
+        runs = {ROWS: bands, COLUMNS: of_columns}
         return [
-            shared[k] if g.side == SHARED else _joined(bands if g.side == ROWS else of_columns, k)
+            shared[k]
+            if g.side == SHARED
+            else [shardings.placed(x, 0, self.entries[g.side]) for x in _joined(runs[g.side], k)]
             for k, g in enumerate(self.groups)
         ]
 
@@ -117,6 +124,12 @@ class _Sweep:
             else []
             for look, group in zip(looks, self.groups, strict=True)
         ]
+
+
+def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:
+    """How the arrays of a side are sharded along it, over a mesh of Explicit axes."""
+    found = (shardings.entries(x)[0] for role, x in pairs if role == side)
+    return next((entry for entry in found if entry is not None), None)
 
 
 def _whole(x: Any, role: str) -> Any:
@@ -189,7 +202,7 @@ def explicit(
 
 def _with_length(x: Any, n: int | None) -> Any:
     aval = jax.typeof(x)
-    return aval if n is None else aval.update(shape=(n, *aval.shape[1:]))
+    return aval if n is None else shardings.with_leading(shardings.without_axis(aval, 0), n)
 
 
 class _Explicit:
@@ -223,11 +236,30 @@ class _Explicit:
         return len(self.captured) - 1
 
     def __call__(self, xs: Arrays) -> Any:
+        if not self.captured:
+            return self._fun(xs)
         n = len(xs) - len(self.captured)
         avals = [jax.typeof(x) for x in xs[:n]]
         jaxpr, held, treedef = self._programs.get(_looks(avals)) or self.trace(avals)
         consts = [x if k is None else xs[n + k] for k, x in held]
-        return jax.tree.unflatten(treedef, jax.core.eval_jaxpr(jaxpr, consts, *xs[:n]))
+        return jax.tree.unflatten(treedef, _evaluated(jaxpr, consts, xs[:n]))
+
+
+def _evaluated(jaxpr: Any, consts: Arrays, xs: Arrays) -> Arrays:
+    """The outputs of a program, of which under shard_map more may vary than where it was traced."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for eqn in jaxpr.eqns:
+        found = [read(v) for v in eqn.invars]
+        if eqn.primitive.name == "pvary":
+            found = [varying(found[0], frozenset(eqn.params["axes"]))]
+        else:
+            found = varying_alike(found)
+            with eqn.ctx.manager:
+                found = eqn.primitive.bind(*found, **eqn.primitive.get_bind_params(eqn.params))
+            found = found if eqn.primitive.multiple_results else [found]
+        env.update(zip(eqn.outvars, found, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def _looks(avals: Sequence[Any]) -> Any:

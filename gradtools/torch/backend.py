@@ -296,6 +296,9 @@ class TorchBackend:
 
         return tiling.fold(*args, **kwargs)
 
+    def sharded_like(self, x: Tensor, other: Tensor) -> Tensor:
+        return x  # a DTensor tells each operation what to do
+
     def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
         from gradtools.torch import tiling
 

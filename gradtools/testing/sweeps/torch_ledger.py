@@ -226,7 +226,7 @@ CONVENTIONS = (
         for name, orders in (("linalg.eig", ("vjp", "hvp")), ("linalg.eigh", ("vjp",)))
         for line in _lines(
             (name,),
-            [f"custom_rule by defjvp, {order}" for order in orders],
+            tuple([f"custom_rule by defjvp, {order}" for order in orders]),
             DIFFERS,
             "PyTorch's tangent of eigenvectors has a derivative of NaN, to the tangent too",
             whole=True,

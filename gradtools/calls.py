@@ -154,7 +154,8 @@ class Call:
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
         """`(out, aux)` of f from the flat lists. What f did to its modules is written."""
-        self.settle(extras)
+        if self.opened is not None:
+            self.settle(extras)
         diff, rest = iter(outs), iter(extras)
         leaves = [next(diff) if inexact else next(rest) for inexact in self._inexact]
         aux = [static[0] if static else next(rest) for static in self._aux_static]

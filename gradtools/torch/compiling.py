@@ -122,7 +122,9 @@ _NO_DOUBLE_BACKWARD = (
 
 def refuse_lost(asked: str, outs: Sequence[Tensor]) -> None:
     """Raises if the graph of outs holds a compiled backward pass, which loses derivatives."""
-    if upstream.dynamo_is_loaded() and any(type(node).__name__ == _LOST for node in nodes_of(outs)):
+    if upstream.DYNAMO in sys.modules and any(
+        type(node).__name__ == _LOST for node in nodes_of(outs)
+    ):
         raise GradtoolsError(f"{asked}: {_NO_DOUBLE_BACKWARD}")
 
 

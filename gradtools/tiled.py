@@ -105,7 +105,6 @@ class Tiling(Operators):
         Returns:
             A function of f's arguments. Scores of 16 bits are reduced in float32 and rounded once.
 
-
         Raises:
             GradtoolsError: A tile below 1; a budget that no tile fits; (on call) no rows or
                 columns, lengths that differ, an unknown reduction, scores of another shape, an
@@ -220,7 +219,7 @@ class _Call:
         self._treedef: Any = None
         self._keywords: tuple[str, ...] = ()
         self.cut = Cut(1, 1, 1, 1)
-        self.call: Callable[[Arrays], Any] = self._written_out  # f at one tile
+        self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
         self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
         self.may_capture = True  # others than these
 
@@ -237,6 +236,7 @@ class _Call:
             paths += [f"{key!r}{path}" for path in backend.leaf_paths(value)]
         for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
             call._add(xs, leaf, role, path)
+        call.call = _Written(backend, f, call._statics, call._treedef, call._keywords)
         rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
         call.cut = Cut(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
@@ -336,13 +336,6 @@ class _Call:
         return [
             [{ROWS: n, COLUMNS: m}.get(role) for role in self.roles] for n, m in product(*lengths)
         ]
-
-    def _written_out(self, xs: Sequence[Array]) -> Any:
-        left = iter(xs)
-        full = [next(left) if s is _ARRAY else s for s in self._statics]
-        values = self.backend.unflatten(self._treedef, full)
-        count = len(values) - len(self._keywords)
-        return self.f(*values[:count], **dict(zip(self._keywords, values[count:], strict=True)))
 
     def shape_of(self, xs: Sequence[Array]) -> tuple[int, int]:
         """The rows and columns of a tile."""
@@ -450,6 +443,24 @@ class _Call:
             return [x for x in found.pullback(found.outs) if x is not None]
 
         return backend.tile_bytes(gradient, xs, sides)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """f at one tile, of flat arrays. Holds nothing of the call, so that no cycle keeps tensors."""
+
+    backend: Backend
+    f: Callable[..., Any]
+    statics: Sequence[Any]
+    treedef: Any
+    keywords: tuple[str, ...]
+
+    def __call__(self, xs: Sequence[Array]) -> Any:
+        left = iter(xs)
+        full = [next(left) if s is _ARRAY else s for s in self.statics]
+        values = self.backend.unflatten(self.treedef, full)
+        count = len(values) - len(self.keywords)
+        return self.f(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
 
 
 _ARRAY = object()

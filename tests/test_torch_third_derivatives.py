@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import gradtools
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 
@@ -103,3 +104,21 @@ def test_a_rule_whose_jvp_is_that_of_layer_norm_has_a_gradient(made):
     for second in (gt.grad, torch.func.grad):  # of its tangent, which PyTorch has wrong
         with pytest.raises(GradtoolsError, match="third derivative is taken of"):
             second(lambda x, grad=second: grad(loss(rule))(x).square().sum())(X)
+
+
+HELD = torch.tensor([2.0], dtype=D, requires_grad=True)
+
+
+@pytest.mark.parametrize("made", RULES)
+def test_a_forward_rule_that_reads_a_global_parameter_is_refused(made):
+    """Also where it holds leaves of its own, those of a derivative within."""
+    rule = gt.custom_rule(lambda x: F.layer_norm(x, (5,), W))
+    inner = RULES[made](lambda x: F.layer_norm(x, (5,), W))
+
+    @rule.defjvp
+    def _(xs, dxs):
+        y, dy = inner(xs, dxs)
+        return y, dy * HELD
+
+    with pytest.raises(gradtools.GradtoolsError, match="closes over a tensor"):
+        gt.grad(lambda x: rule(x).sum())(X)

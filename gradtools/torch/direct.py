@@ -9,12 +9,15 @@ takes the long way, and so does the derivative of a backward pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from gradtools.custom import CustomRule, Residuals, Shaped
 from gradtools.errors import GradtoolsError
@@ -423,11 +426,21 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     if not dy.requires_grad:
         return None
     if signature.attach is None:
-        if rules.holds_leaf([dy], dxs):  # of a derivative within the rule, or captured
+        leaves = [*rules.other_leaves([dy], dxs)]
+        if any(sys.getrefcount(node.variable) > _held_by_a_graph() for node in leaves):
+            raise rules.closed_over_error(shaped.rule)
+        if leaves:  # of a derivative within the rule, which its graph alone holds
             signature.records = False
             return None
         signature.attach = _attach_of(signature)
     return signature.attach([y], dy, *xs)
+
+
+@cache
+def _held_by_a_graph() -> int:
+    """How often Python counts a leaf that a graph alone holds; asked where gradients are on."""
+    (node, _), *_ = get_gradient_edge(torch.empty(1, requires_grad=True).sin()).node.next_functions
+    return sys.getrefcount(node.variable)
 
 
 def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:

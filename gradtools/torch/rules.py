@@ -581,14 +581,14 @@ def _cotangent(ctx: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> list[
 
 def refuse_captured(rule: Rule, results: Sequence[Any], known: Sequence[Any]) -> None:
     """Raises if the results' graph holds a leaf that is not behind what the map was handed."""
-    if holds_leaf(results, known):
+    if any(True for _ in other_leaves(results, known)):
         raise closed_over_error(rule)
 
 
-def holds_leaf(results: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Whether the results' graph holds a leaf that is not behind what is known."""
+def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> Iterator[Any]:
+    """The nodes of leaves in the results' graph that are not behind what is known."""
     if any(x is not None and is_wrapped(x) for x in (*results, *known)):
-        return False  # a transform's wrapper shows no graph
+        return  # a transform's wrapper shows no graph
     known = [x for x in known if x is not None and x.requires_grad]
     seen = {get_gradient_edge(x).node for x in known}
     todo = [x for x in results if x is not None and x.requires_grad]
@@ -599,9 +599,8 @@ def holds_leaf(results: Sequence[Any], known: Sequence[Any]) -> bool:
             continue
         seen.add(node)
         if not node.next_functions and hasattr(node, "variable"):
-            return True
+            yield node
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
-    return False
 
 
 def transpose(

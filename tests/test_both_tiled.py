@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
+import weakref
 from functools import partial
 
 import numpy as np
@@ -412,3 +414,21 @@ def test_a_memory_budget_chooses_the_tile(gt):
     close(gt, gt.tiled(f, memory_budget=10**6)(x, y), gt.xp.sum(x @ y.T, axis=1))
     with pytest.raises(GradtoolsError, match="the derivative of a single pair takes about"):
         gt.tiled(f, memory_budget=1)(x, y)
+
+
+def test_a_call_leaves_no_cycle_that_would_keep_what_f_holds():
+    import gradtools.torch as gt
+
+    class Held:
+        pass
+
+    held, (x, y) = Held(), arrays(gt, (5, 2), (4, 2))
+    gone = weakref.ref(held)
+    gc.collect()
+    gc.disable()
+    try:
+        gt.tiled(lambda x, y, held=held: x @ y.T, "logsumexp", 2)(x, y)
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()

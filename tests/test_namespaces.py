@@ -122,7 +122,6 @@ ALONE = {
     ("torch", "checking.py"): "what an author promises, told by numbers; JAX reads the jaxpr",
     ("torch", "direct.py"): "eager calls without more ado; JAX's are traced",
     ("torch", "joining.py"): "nodes of one pass add up together; JAX sums cotangents itself",
-    ("torch", "reaching.py"): "what a function can reach is put back; JAX's functions are pure",
     ("torch", "summing.py"): "gradients of chunks are added as they come; JAX does it in a scan",
     ("torch", "transposing.py"): "the transpose of a map; JAX has linear_transpose",
     ("torch", "wrappers.py"): "what torch.func wraps around a tensor; JAX has tracers",

@@ -1,9 +1,11 @@
 """All that a function's result depends on besides its arguments, so that it can be run again.
 
-A snapshot holds where the random streams stand and what can change behind a function: the
-buffers and attributes of modules, containers, closure variables and globals that it can reach,
-generators. What is reached is found by a walk (`reaching`); a tensor's contents are copied only
-where they belong to a module, for others it is noticed if they changed.
+A snapshot holds where the random streams stand and what can change behind a function. That is
+found by a walk from the function through closures, attributes and containers, the classes that the
+user wrote, and the globals that code of the user's names, also in other modules of Python's. Every
+object is walked once. What a library keeps for itself, and what C holds, is for `verifying` to
+see. A tensor's contents are copied only where they belong to a module or are few; of others it is
+noticed if they changed.
 
 Snapshots of one function follow each other, and mostly nothing changed in between. So a snapshot
 is taken from an earlier one where it can: if every holder still holds the very same objects, the
@@ -12,19 +14,51 @@ walk is spared, and contents whose bits are the same are shared.
 
 from __future__ import annotations
 
+import array
+import random
+import sys
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from itertools import chain
+from operator import getitem, is_, setitem
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
+import numpy as np
 import torch
 
+from gradtools.errors import GradtoolsError
+from gradtools.lines import USER, kind_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.reaching import ATOMS, Reached, walk
 
 Tensor = torch.Tensor
 left_to_python(__name__)
+Get = Callable[[], Any]
+Put = Callable[[Any], Any]
+
+ATOMS = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(...), range, slice}
+    | {torch.dtype, torch.device, torch.Size, torch.layout, np.dtype}
+)
+_FOREIGN = ("torch", "numpy", "jax", "builtins", "weakref", "logging", "threading")
+_STANDARD = frozenset({*_FOREIGN, *sys.stdlib_module_names, "gradtools"})
+_LARGE = 1 << 20  # bytes of an array that is not a module's: it is taken for data, and only watched
+_CONTAINERS = OrderedDict, dict, list, deque, set, tuple, frozenset
+_UNBOUND = object()  # what a place holds that holds nothing yet
 
 
 @dataclass(frozen=True)
@@ -142,6 +176,411 @@ class Snapshot:
     def name_of(self, wanted: Callable[[Tensor], bool]) -> str | None:
         """The name of a watched tensor."""
         return next((name for x, name in self.reached.watched if wanted(x)), None)
+
+
+# --- what is reached ---------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Reached:
+    """The objects behind a function, and what each of them held.
+
+    Attributes:
+        roots: Where the walk began.
+        kinds: The types of devices.
+        modules: Every module, with its name.
+        watched: Tensors, with their names.
+        owned: Tensors whose contents count, as those of modules' buffers do.
+        generators: How the state of each is read and set; of arrays that are no tensors as well.
+        empty: Containers in attributes that held nothing, of which modules have many.
+        maps: Dictionaries by text, as those of attributes are, and what they held.
+        holders: Other containers, functions and classes, and what they held.
+        places: All else that holds one object: how it is read, how it is written, what it held.
+        comparable: Whether what is read is the same object each time.
+    """
+
+    roots: list[Any]
+    kinds: set[str]
+    modules: dict[int, tuple[torch.nn.Module, str]] = field(default_factory=dict)
+    watched: list[tuple[Tensor, str]] = field(default_factory=list)
+    owned: list[Tensor] = field(default_factory=list)
+    generators: list[tuple[Get, Put]] = field(default_factory=list)
+    empty: list[Any] = field(default_factory=list)
+    maps: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    holders: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+    places: list[tuple[Get, Put, Any]] = field(default_factory=list)
+    comparable: bool = True
+
+    def starts_from(self, roots: list[Any], kinds: set[str]) -> bool:
+        """Whether a walk from these would be this one, if nothing changed."""
+        same = len(roots) == len(self.roots) and all(map(is_, roots, self.roots))
+        return same and kinds <= self.kinds
+
+    def versions(self) -> list[int]:
+        """The versions of the watched tensors, as they are now."""
+        return [upstream.version_of(x) for x, _ in self.watched]
+
+    def contents_versions(self) -> list[int]:
+        """Those of the tensors whose contents count."""
+        return [0 if x.is_inference() else upstream.version_of(x) for x in self.owned]
+
+    @cached_property
+    def lasts(self) -> bool:
+        """Whether the next call may find the same; else it is let go of, with the graphs in it.
+
+        So are objects that were arguments, a batch of a class of its own for one.
+        """
+        again = all(isinstance(x, torch.nn.Module) for x in self.roots[1:])
+        return again and all(x.grad_fn is None for x, _ in self.watched)
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], ...]:
+        """The maps as lists, to be compared without a step of Python's for each."""
+        keys, values = (
+            [list(k) for _, k in self.maps],
+            [v for _, k in self.maps for v in k.values()],
+        )
+        return [x for x, _ in self.maps], keys, values
+
+    def stands(self) -> bool:
+        """Whether everything holds the very objects that it held; text may be equal."""
+        maps, keys, values = self._flat
+        return (
+            self.comparable
+            and not any(self.empty)
+            and [*map(list, maps)] == keys
+            and all(map(is_, chain.from_iterable(map(dict.values, maps)), values))
+            and all(_same(_entries(x), kept) for x, kept in self.holders)
+            and all(_got(get) is value for get, _, value in self.places)
+        )
+
+    def now(self) -> Reached:
+        """The same objects, with what each of them holds now."""
+        found = copy(self)
+        vars(found).pop("_flat", None)
+        found.maps = [(x, dict(x)) for x, _ in self.maps]
+        filled = [(x, ()) for x in self.empty if x]
+        found.holders = [(x, _entries(x)) for x, _ in (*self.holders, *filled)]
+        found.places = [(get, put, _got(get)) for get, put, _ in self.places]
+        return found
+
+    def restore(self) -> None:
+        """Has everything hold again what it held."""
+        for x in self.empty:
+            if x:
+                x.clear()
+        for x, kept in self.maps:
+            _refill_map(x, kept)
+        for x, entries in self.holders:
+            if not _same(_entries(x), entries):
+                _refill(x, entries)
+        for get, put, value in self.places:
+            if value is not _UNBOUND and _got(get) is not value:
+                put(value)
+
+
+# --- what holds objects -----------------------------------------------------------------------
+
+
+def contents_of(cell: CellType) -> Any:
+    """What a variable of a closure holds; a mark if nothing yet."""
+    return _got(partial(getattr, cell, "cell_contents"))
+
+
+def _got(get: Get) -> Any:
+    try:
+        return get()
+    except (LookupError, ValueError, AttributeError):
+        return _UNBOUND
+
+
+def _kind_of(x: Any) -> Any:
+    """The class that stores what x holds; its methods run no code of a user's subclass."""
+    return next((kind for kind in type(x).__mro__ if kind in _CONTAINERS), type(x))
+
+
+def _entries(x: Any) -> tuple[Any, ...]:
+    """The objects in a holder; of dictionaries the keys, then the values."""
+    if isinstance(x, FunctionType):
+        return x.__code__, x.__defaults__, x.__kwdefaults__
+    if isinstance(x, type):
+        return (*vars(x), *vars(x).values())
+    own = _kind_of(x)
+    if isinstance(x, dict):
+        return (*own.keys(x), *own.values(x))
+    return (*own.__iter__(x),)
+
+
+def _refill(x: Any, entries: tuple[Any, ...]) -> None:
+    half = len(entries) // 2
+    if isinstance(x, type):
+        _refill_class(x, dict(zip(entries[:half], entries[half:], strict=True)))
+    elif isinstance(x, dict):
+        _refill_map(x, dict(zip(entries[:half], entries[half:], strict=True)))
+    elif not isinstance(x, FunctionType):  # which are only compared
+        own = _kind_of(x)
+        own.clear(x)
+        (own.update if isinstance(x, set) else own.extend)(x, entries)
+
+
+def _refill_map(x: Any, kept: dict[Any, Any]) -> None:
+    """Writes what differs alone: another thread may read it."""
+    own = _kind_of(x)
+    if any(a is not b for a, b in zip(own.__iter__(x), kept, strict=False)):
+        own.clear(x)  # its order may count, too
+    for key in [key for key in own.__iter__(x) if key not in kept]:
+        own.__delitem__(x, key)
+    for key, value in kept.items():
+        if own.get(x, key, _UNBOUND) is not value:
+            own.__setitem__(x, key, value)
+
+
+def _refill_class(x: type, kept: dict[str, Any]) -> None:
+    """Not the names that Python itself writes."""
+    for key in [key for key in vars(x) if key not in kept and not key.startswith("__")]:
+        delattr(x, key)
+    for key, value in kept.items():
+        if vars(x).get(key, _UNBOUND) is not value and not hasattr(type, key):
+            setattr(x, key, value)
+
+
+def _same(xs: tuple[Any, ...], kept: tuple[Any, ...]) -> bool:
+    return len(xs) == len(kept) and all(map(is_, xs, kept))
+
+
+# --- the walk ---------------------------------------------------------------------------------
+
+
+def walk(roots: list[Any], kinds: set[str]) -> Reached:
+    """What can be reached from these. kinds: The types of devices that count besides."""
+    return _Walk(roots, kinds).run()
+
+
+class _Walk:
+    """Visits what can be reached, each object once."""
+
+    def __init__(self, roots: list[Any], kinds: set[str]) -> None:
+        self.found = Reached(roots, {*kinds})
+        self._seen: dict[int, Any] = {}
+        self._read: set[tuple[int, str]] = set()  # the globals that code names
+        self._todo: list[tuple[Any, str, bool]] = []
+        for root in roots:
+            self.visit(root, "f", False)
+
+    def visit(self, x: Any, name: str, owned: bool) -> None:
+        """Notes what is to be walked. owned: whether it belongs to a module."""
+        if type(x) not in ATOMS and id(x) not in self._seen:
+            self._seen[id(x)] = x
+            self._todo.append((x, name, owned))
+
+    def run(self) -> Reached:
+        while self._todo:
+            self._walk(*self._todo.pop())
+        return self.found
+
+    def _place(self, get: Get, put: Put, *visit: Any) -> None:
+        value = _got(get)
+        self.found.places.append((get, put, value))
+        if value is not _UNBOUND:
+            self.visit(value, *visit)
+
+    def _holder(self, x: Any) -> tuple[Any, ...]:
+        self.found.holders.append((x, _entries(x)))
+        return _entries(x)
+
+    def _walk(self, x: Any, name: str, owned: bool) -> None:
+        if isinstance(x, Tensor):
+            self._tensor(x, name, owned)
+        elif isinstance(x, torch.nn.Module):
+            self._module(x, name)
+        elif isinstance(x, FunctionType):
+            self._function(x, owned)
+        elif isinstance(x, dict | list | deque | set | tuple | frozenset):
+            self._container(x, name, owned)
+        elif isinstance(x, BuiltinMethodType):
+            if isinstance(x.__self__, (Tensor, *_CONTAINERS)):  # as `h.matmul` and `seen.append`
+                self.visit(x.__self__, name, owned)
+        elif isinstance(x, partial):
+            for part in (x.func, x.args, x.keywords):
+                self.visit(part, name, owned)
+        elif isinstance(x, MethodType):
+            for part in (x.__func__, x.__self__):
+                self.visit(part, name, owned)
+        elif isinstance(x, type):
+            self._class(x, name)
+        elif isinstance(x, ModuleType):
+            pass  # the parts of it that code names
+        elif isinstance(x, ContextVar):
+            self._place(x.get, x.set, name, owned)
+        elif isinstance(x, np.ndarray):
+            if x.flags.writeable and (owned or x.nbytes <= _LARGE):
+                self.found.generators.append((x.copy, partial(x.__setitem__, ...)))
+        elif isinstance(x, bytearray | array.array):
+            whole = slice(None)
+            self.found.generators.append((partial(getitem, x, whole), partial(setitem, x, whole)))
+        elif (generator := _generator(x)) is not None:
+            self.found.generators.append(generator)
+            self._attributes(x, name, owned)
+        else:
+            self._object(x, name, owned)
+
+    def _container(self, x: Any, name: str, owned: bool) -> None:
+        if isinstance(x, dict):
+            items = dict(_kind_of(x).items(x))
+            if type(x) is dict and set(map(type, items)) <= {str}:
+                self.found.maps.append((x, items))
+            else:
+                self._holder(x)
+        else:
+            constant = isinstance(x, tuple | frozenset)
+            items = dict(enumerate(_entries(x) if constant else self._holder(x)))
+        for key, part in items.items():
+            if type(part) not in ATOMS:
+                self.visit(part, f"{name}[{key!r}]", owned)
+        self._attributes(x, name, owned)
+
+    def _attributes(self, x: Any, name: str, owned: bool, unset: bool = False) -> None:
+        """What was set on an object. unset: Whether that counts if there is nothing yet."""
+        fields = getattr(x, "__dict__", None)
+        if type(fields) is dict and (fields or unset):
+            self.found.maps.append((fields, dict(fields)))
+            for key, value in fields.items():
+                kind = type(value)
+                if kind in _CONTAINERS and not value:
+                    self.found.empty.append(value)
+                elif kind not in ATOMS:
+                    self.visit(value, f"{name}.{key}", owned)
+
+    def _tensor(self, x: Tensor, name: str, owned: bool) -> None:
+        if torch.nn.parameter.is_lazy(x):
+            raise GradtoolsError(
+                f"{name} has no shape yet (a lazy module), so what the result depends on "
+                "cannot be noted. Call the module once on an example first."
+            )
+        self.found.kinds.add(x.device.type)
+        constant = not x.requires_grad and not isinstance(x, torch.nn.Parameter)
+        shown = x.device.type != "meta" and not upstream.is_wrapped(x)
+        if constant and shown and (owned or _nbytes(x) <= _LARGE):
+            self.found.owned.append(x)
+        if not x.is_inference():
+            self.found.watched.append((x, name))
+        self._attributes(x, name, owned)
+
+    def _module(self, x: torch.nn.Module, name: str) -> None:
+        self.found.modules[id(x)] = (x, name)
+        self.visit(type(x), type(x).__name__, False)
+        for parts in upstream.slots_of(x):
+            for key, part in parts.items() if parts else ():
+                self.visit(part, f"{name}.{key}", True)
+        self._attributes(x, name, True)
+        if isinstance(x, torch.jit.ScriptModule):
+            self._scripted(x, name)
+
+    def _scripted(self, x: torch.jit.ScriptModule, name: str) -> None:
+        """The attributes of a compiled module, which hands out copies of all but tensors."""
+        self.found.comparable = False
+        for key, is_parameter, holder in upstream.scripted_attributes(x):
+            get, value = partial(holder.getattr, key), holder.getattr(key)
+            self.visit(value, f"{name}.{key}", True)
+            if not is_parameter:
+                self.found.places.append((get, partial(holder.setattr, key), value))
+        for key, module in x.named_children():
+            self.visit(module, f"{name}.{key}", True)
+
+    def _function(self, x: FunctionType, owned: bool) -> None:
+        for part in self._holder(x)[1:]:
+            self.visit(part, f"{x.__name__}'s default", owned)
+        for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                get = partial(getattr, cell, "cell_contents")
+                self._place(get, partial(setattr, cell, "cell_contents"), key, owned)
+        if kind_of(x.__code__.co_filename) == USER:
+            self._attributes(x, x.__name__, owned)
+            held = [vars(m) for cell in x.__closure__ or () if _is_module(m := contents_of(cell))]
+            for space in (x.__globals__, *held):
+                self._globals(space, _names(x.__code__), owned)
+
+    def _globals(self, space: dict[str, Any], names: frozenset[str], owned: bool) -> None:
+        """What code means by these names, in a module and in those that it names there."""
+        for key in names.intersection(space):
+            if (id(space), key) not in self._read:
+                self._read.add((id(space), key))
+                self._place(partial(getitem, space, key), partial(setitem, space, key), key, owned)
+                if _is_module(space[key]):
+                    self._globals(vars(space[key]), names, owned)
+
+    def _object(self, x: Any, name: str, owned: bool) -> None:
+        if _package(type(x)) in _FOREIGN or getattr(type(x), "never_changes", False):
+            return
+        self.visit(type(x), type(x).__name__, False)
+        for kind in type(x).__mro__:
+            own = "__slots__" in vars(kind) and _package(kind) not in _STANDARD  # none of C's
+            slots = vars(kind).items() if own else ()
+            for key, slot in slots:
+                if isinstance(slot, MemberDescriptorType):
+                    get, put = partial(slot.__get__, x), partial(slot.__set__, x)
+                    self._place(get, put, f"{name}.{key}", owned)
+        self._attributes(x, name, owned, unset=True)
+
+    def _class(self, x: type, name: str) -> None:
+        """The attributes and the code of a class of the user's, and of those it inherits from."""
+        for kind in x.__mro__:
+            if _is_the_users(kind) and (kind is x or id(kind) not in self._seen):
+                self._seen[id(kind)] = kind
+                self._holder(kind)
+                for key, part in vars(kind).items():
+                    part = getattr(part, "fget", None) or getattr(part, "__func__", part)
+                    if isinstance(part, FunctionType) or not hasattr(type(part), "__get__"):
+                        self.visit(part, f"{name}.{key}", False)
+
+
+def _generator(x: Any) -> tuple[Get, Put] | None:
+    """How a generator of random numbers is read and set."""
+    if isinstance(x, torch.Generator):
+        return x.get_state, x.set_state
+    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
+        return x.getstate, x.setstate
+    if isinstance(x, np.random.RandomState):
+        return partial(x.get_state, legacy=False), x.set_state
+    if isinstance(x, np.random.Generator):
+        bits = x.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None
+
+
+@cache
+def _names(code: CodeType) -> frozenset[str]:
+    """The names of globals and attributes that a function's code, and what is in it, may read."""
+    inside = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
+    return frozenset(code.co_names).union(*inside)
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, ModuleType) and _is_the_users(x)
+
+
+def _is_the_users(x: Any) -> bool:
+    """Whether a class or module is: the state of a library's own verification has to see."""
+    module = sys.modules.get(x.__module__) if isinstance(x, type) else x
+    file = getattr(module, "__file__", None) or ""
+    return _package(x) not in _STANDARD and kind_of(file) == USER
+
+
+def _package(kind: Any) -> str:
+    """The package of a class, or of a module."""
+    name = kind.__module__ if isinstance(kind, type) else kind.__name__
+    return str(name).partition(".")[0]
+
+
+def _nbytes(x: Tensor) -> int:
+    """The bytes of a tensor's entries, those of a sparse tensor's that it stores."""
+    if x.layout is torch.sparse_coo:
+        return upstream.values_of(x).nbytes
+    return x.nbytes if x.layout is torch.strided else x.values().nbytes
+
+
+# --- tensors' contents --------------------------------------------------------------------------
 
 
 def _set_versions(pairs: list[tuple[Tensor, int]]) -> None:

@@ -27,7 +27,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import left_to_python, nodes_of
-from gradtools.torch.reaching import contents_of
+from gradtools.torch.state import contents_of
 from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
 

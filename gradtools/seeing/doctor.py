@@ -171,10 +171,14 @@ def from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
 
 
 def _numerical_kind(found: Vanished) -> str:
+    if found.kind:
+        return found.kind
     if found.cancelled:
         return "cancelled"
     if found.node.loss == "rule":
         return "rule"
+    if found.empty:
+        return "empty"
     if found.underflow:
         return "underflow"
     if found.node.native in _SETTING and found.operands == (0,):

@@ -118,7 +118,8 @@ class Report:
         for finding in findings:
             lines += ["", *_lines(finding, paint)]
         said = _VERDICTS.get(verdict)
-        if said and any(finding.whole for finding in findings):
+        lost = [f for f in findings if f.whole and f.kind not in ("not_finite", "faint")]
+        if said and lost:
             lines += ["", f"  {said}"]
         return "\n".join(lines)
 

@@ -34,7 +34,7 @@ from gradtools.seeing.recording import Run, Vanished
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
 ) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero, NaN or too faint; None if its gradient is well."""
+    """Where the cotangent of a leaf becomes zero, NaN or too faint; None if neither."""
     traced = trace(run, leaves)
     if traced not in _known:
         _known[traced] = _returned(traced, leaves)

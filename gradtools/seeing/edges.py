@@ -103,7 +103,7 @@ def lost_links(graph: Graph) -> frozenset[tuple[int, int]]:
     for value in _asked(forward):
         found |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
     for node in graph.nodes:
-        if node.phase and node.loss == "inside_rule":
+        if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
             found |= {(id(node), i) for i, s in enumerate(strengths_of(graph, node)) if s == _CUT}
     makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:
@@ -165,6 +165,7 @@ _SHORT = {
     "no_grad": "gradients switched off",
     "in_place_data": "overwritten in place",
     "rule": "its rule carries none",
+    "stopped_in_rule": "stopped inside the rule's backward",
     "inside_rule": "computed inside the rule: save it as an output",
 }
 

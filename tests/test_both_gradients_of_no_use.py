@@ -70,3 +70,40 @@ HEALTHY = {
 def test_an_ordinary_gradient_is_no_finding(gt, name):
     report = gt.why_zero(lambda x: HEALTHY[name](gt, x), gt.asarray(X))
     assert not report, str(report)
+
+
+def values(gt, w, s):
+    return gt.xp.tanh(s @ w)
+
+
+def of_states(gt):
+    rng = np.random.default_rng(0)
+    return [gt.asarray(rng.normal(size=n).astype(np.float32)) for n in (3, (4, 3), (4, 3))]
+
+
+def test_a_stopped_target_is_no_finding(gt):
+    def learning(w, s, t):
+        target = 1 + 0.9 * gt.stop_gradient(values(gt, w, t))
+        return gt.xp.mean((values(gt, w, s) - target) ** 2)
+
+    assert not gt.why_zero(learning, *of_states(gt))
+
+
+LOST = {
+    "a term that is taken off": lambda gt, w, s, t: (
+        gt.xp.mean(values(gt, w, s)) - 0.1 * gt.stop_gradient(gt.xp.mean(values(gt, w, t)))
+    ),
+    "a discrete step behind the stop": lambda gt, w, s, t: gt.xp.mean(
+        (values(gt, w, s) - gt.xp.round(gt.stop_gradient(values(gt, w, t)))) ** 2
+    ),
+    "a sum": lambda gt, w, s, t: gt.xp.mean(
+        (values(gt, w, s) + gt.stop_gradient(values(gt, w, t))) ** 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_no_target_is_still_told(gt, name):
+    report = gt.why_zero(lambda w, s, t: LOST[name](gt, w, s, t), *of_states(gt))
+    assert [finding.kind for finding in report] == ["detached"]
+    assert not report.findings[0].whole

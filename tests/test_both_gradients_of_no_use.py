@@ -107,3 +107,8 @@ def test_what_is_no_target_is_still_told(gt, name):
     report = gt.why_zero(lambda w, s, t: LOST[name](gt, w, s, t), *of_states(gt))
     assert [finding.kind for finding in report] == ["detached"]
     assert not report.findings[0].whole
+
+
+def test_a_report_on_no_leaf_does_not_say_that_nothing_is_lost(gt):
+    report = gt.why_zero(lambda x: gt.xp.round(x), gt.asarray(X), wrt=())
+    assert "Nothing was looked at" in str(report) and "Nothing is lost" not in str(report)

@@ -57,7 +57,7 @@ def test_the_formula_is_printed_with_its_comparison(program, capsys):
     out = capsys.readouterr().out
     for line in ("  y = W x + b", "  W̄ = ȳ xᵀ", "  x̄ = Wᵀ ȳ", "  b̄ = ȳ"):
         assert line in out.splitlines()
-    assert "agrees with automatic differentiation at 3 random points" in out
+    assert "agrees with automatic differentiation at the arguments and 3 random points" in out
 
 
 def test_the_first_argument_at_order_one_is_the_default(program, capsys):

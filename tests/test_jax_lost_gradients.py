@@ -30,3 +30,16 @@ def test_a_cause_is_found_at_its_line_with_its_kind(case):
 def test_nothing_is_found_where_nothing_is_lost(case):
     report = report_on(case)
     assert not report, str(report)
+
+
+@jax.custom_vjp
+def squared(x):
+    return x**2
+
+
+squared.defvjp(lambda x: (x**2, x), lambda saved, ct: (None,))
+
+
+def test_a_rule_is_called_by_the_name_of_its_function():
+    (found,) = gt.why_zero(lambda x: squared(x).sum(), jax.numpy.ones(2))
+    assert (found.kind, found.operation) == ("rule", "squared")

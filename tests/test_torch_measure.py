@@ -346,3 +346,15 @@ def test_on_cuda_the_allocators_peak_is_told():
     found = gt.measure(lambda x: x.exp().exp(), torch.randn(1 << 20, device="cuda"))
     assert found.peak_bytes == 8 << 20
     assert found.device_peak_bytes == 8 << 20
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"num_layers": 2}, {"bidirectional": True}]
+)
+def test_the_kernel_of_an_lstm_counts_as_its_steps(options):
+    lstm = torch.nn.LSTM(3, 4, **options)
+    x = torch.randn(5, 2, 3)
+    found = gt.measure(lambda x: lstm(x)[0].sum(), x)
+    assert not found.notes
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert found.flops == gt.measure(lambda x: lstm(x)[0].sum(), x).flops

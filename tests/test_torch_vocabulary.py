@@ -556,3 +556,20 @@ def test_an_operation_without_a_translation_is_marked():
 def test_what_cannot_be_asked_is_refused_in_words(call, said):
     with pytest.raises(GradtoolsError, match=re.escape(said)):
         call()
+
+
+ONE = torch.tensor([0])
+OF_SCALARS = {
+    "index_select": lambda x: x.sum().index_select(0, ONE).sum(),
+    "index_add": lambda x: x.sum().index_add(0, ONE, x[0]).sum(),
+    "index_fill": lambda x: (x.sum().index_fill(0, ONE, 1.0) * x).sum(),
+    "scatter": lambda x: x.sum().scatter(0, torch.tensor(0), x[0]),
+    "copysign": lambda x: torch.copysign(x, -2 * x).sum(),
+    "cdist with p = 0": lambda x: (torch.cdist(x[:, None], 2 * x[:, None], p=0.0) * x).sum(),
+}
+
+
+@pytest.mark.parametrize("name", OF_SCALARS)
+def test_operations_at_the_edge_of_their_shapes_have_formulas(name):
+    found = gt.formula(OF_SCALARS[name], torch.tensor([0.5, 1.0, 2.0]))
+    assert found.check is not None and found.check.given

@@ -1107,3 +1107,24 @@ def tensor_of_a_shape(x):
 def target_from_numpy(x):
     target = torch.from_numpy(np.arange(3.0))
     return F.mse_loss(x, target)
+
+
+@lost("cancelled")
+def sum_of_a_softmax(x):
+    return torch.softmax(8 * x, 0).sum()  # <- here
+
+
+@healthy()
+def a_target_without_gradients(x):
+    v = lambda z: torch.tanh(z * x).sum()
+    with torch.no_grad():
+        target = 1 + 0.9 * v(W[0])
+    return (v(W[1]) - target) ** 2
+
+
+@lost("no_grad", whole=False)
+def a_rounded_target(x):
+    v = lambda z: torch.tanh(z * x).sum()
+    with torch.no_grad():
+        target = torch.round(W[0] * x).sum()  # <- here
+    return (v(W[1]) - target) ** 2

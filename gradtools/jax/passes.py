@@ -27,7 +27,7 @@ from gradtools.jax._upstream import scopes_of
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.flow import dependence_matrix
-from gradtools.seeing.graph import Dependence, Graph, Node
+from gradtools.seeing.graph import Dependence, Graph, Node, Value
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -41,6 +41,7 @@ from gradtools.seeing.passes import (
     second_gradient_of,
     with_named_outputs,
 )
+from gradtools.seeing.rule_cuts import STOPPED, missing, smoothly_between, with_cuts
 
 _STEP = "gradtools_step_"
 _LEAVING = (
@@ -213,19 +214,57 @@ class _Passes:
         self.whole, self.forward = graph, forward
         self.steps = [_step_of(eqn) for eqn in closed.jaxpr.eqns]
         self.phase_of = dict(zip(graph.inputs, entering, strict=True))
+        self.stopped: set[int] = set()
         self.literals = set(graph.captured[len(closed.consts) :])
 
     def graph(self, names: Sequence[str]) -> Graph:
         leaving, pairs = self.without_stops(self.phased())
-        ends = [(v, n) for v, n in zip(leaving, names, strict=True) if not self.is_needless(v, n)]
+        found = list(zip(leaving, names, strict=True))
+        ends = [(v, n) for v, n in found if not self.is_needless(v, n)]
+        pairs, values = self.with_missing(found, ends, pairs)
         outputs = [value for value, _ in ends]
         nodes, steps = _alive(outputs, pairs)
         saved = _saved(nodes, steps, self.literals)
         nodes = [replace(n, saved=saved.get(i, ())) for i, n in enumerate(nodes)]
         read = {value for node in nodes for value in node.inputs} | set(outputs)
         captured = tuple(value for value in self.whole.captured if value in read)
-        told = replace(self.whole, nodes=tuple(nodes), outputs=tuple(outputs), captured=captured)
+        told = replace(
+            self.whole,
+            nodes=tuple(nodes),
+            values=values,
+            outputs=tuple(outputs),
+            captured=captured,
+        )
         return with_named_outputs(told, [name for _, name in ends])
+
+    def with_missing(
+        self,
+        found: Sequence[tuple[int, str]],
+        ends: list[tuple[int, str]],
+        pairs: Sequence[tuple[Node, Any]],
+    ) -> tuple[list[tuple[Node, Any]], dict[int, Value]]:
+        """The nodes with one for each second gradient that a rule's own stop takes away.
+
+        It is added to the ends, and what reads the stopped value is cut from it.
+        """
+        values, nodes = dict(self.whole.values), [node for node, _ in pairs]
+        gradients = [v for v, name in found if name.startswith(gradient_of(""))]
+        lost: dict[int, object] = {}
+        made: list[tuple[Node, Any]] = []
+        present = {name for _, name in ends}
+        for leaf in self.whole.inputs:
+            name = second_gradient_of(values[leaf].name)
+            if name in present or name not in {n for _, n in found}:
+                continue
+            cuts = tuple(sorted(self.stopped & smoothly_between(nodes, leaf, gradients)))
+            if cuts:
+                number = max(values) + 1
+                values[number] = replace(values[leaf], name="")
+                made.append((missing(cuts, number, nodes, STOPPED), None))
+                ends.append((number, name))
+                lost |= dict.fromkeys(cuts)
+        cut = [(with_cuts(node, lost, values, STOPPED), step) for node, step in pairs]
+        return [*cut, *made], values
 
     def is_needless(self, value: int, name: str) -> bool:
         """Whether it would be a second gradient, and no cotangent of a gradient reaches it."""
@@ -271,6 +310,7 @@ class _Passes:
         for node, step in zip(nodes, self.steps, strict=True):
             node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
             if node.operation == "stop" and (node.phase or node.mark in _RULES):
+                self.stopped |= set(node.inputs) if node.mark == CUSTOM else set()
                 same[node.outputs[0]] = node.inputs[0]
             else:
                 kept.append((node, step))

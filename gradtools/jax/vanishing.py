@@ -26,6 +26,7 @@ from gradtools.jax import tracing
 from gradtools.jax.seeing import Traced, graph_once, trace
 from gradtools.jax.tape import Moving, Step, Tape
 from gradtools.jax.trees import is_inexact
+from gradtools.seeing import extremes
 from gradtools.seeing.flow import joined
 from gradtools.seeing.recording import Run, Vanished
 
@@ -33,11 +34,13 @@ from gradtools.seeing.recording import Run, Vanished
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
 ) -> list[Vanished] | None:
-    """Where the cotangent of a connected leaf becomes zero; None if its gradient is not zero."""
+    """Where the cotangent of a leaf becomes zero, NaN or too faint; None if neither."""
     traced = trace(run, leaves)
     if traced not in _known:
         _known[traced] = _returned(traced, leaves)
     found = _known[traced]
+    if index in found.extremes:
+        return found.extremes[index]
     if found.reached >> index & 1 or not leaves[index].size:
         return None
     places = [*_stopped(found, 1 << index), *_cancelled(found, 1 << index)]
@@ -57,12 +60,14 @@ class _Returned:
         stops: The steps, by position, that handed nothing to some operand: the cotangents of
             their results, and the operands.
         sums: The values whose cotangents add up to zero, with the steps that handed them on.
+        extremes: For each leaf whose gradient is NaN or too faint, where it became so.
     """
 
     steps: Sequence[Step]
     reached: int = 0
     stops: dict[int, tuple[dict[int, Any], list[int]]] = field(default_factory=dict)
     sums: list[tuple[Moving, list[int]]] = field(default_factory=list)
+    extremes: dict[int, list[Vanished] | None] = field(default_factory=dict)
 
 
 def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
@@ -73,7 +78,9 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
         outs = tape.run(closed, graph, args)
         found = _Returned(tape.steps)
         back = _Back(found, [y for y in outs if is_inexact(y.array)])
-        found.reached |= back.reached(args)
+        grads = back.gradients(args)
+        found.reached |= sum(args[k].leaves for k in grads)
+        found.extremes = _extremes(found, args, outs, grads)
         if _holds_references(closed):  # what goes through one is on no tape
             found.reached |= _reached_at_once(closed, leaves)
         else:
@@ -98,8 +105,10 @@ def _not_connected(args: Sequence[Moving], outs: Sequence[Moving]) -> int:
 class _Back:
     """The cotangents of a tape, from the last step to the first."""
 
-    def __init__(self, found: _Returned, outs: Sequence[Moving]) -> None:
-        self._found = found
+    def __init__(
+        self, found: _Returned, outs: Sequence[Moving], sizes: _Sizes | None = None
+    ) -> None:
+        self._found, self._sizes = found, sizes
         self._cts: dict[int, Any] = {}
         self._from: dict[int, list[int]] = {}
         for y, seed in zip(outs, _seeds([y.array for y in outs]), strict=True):
@@ -108,9 +117,10 @@ class _Back:
         for at in reversed(range(len(found.steps))):
             self._back(at, found.steps[at])
 
-    def reached(self, args: Sequence[Moving]) -> int:
-        """The leaves that have a gradient."""
-        return sum(x.leaves for x in args if x.leaves and self._taken(x) is not None)
+    def gradients(self, args: Sequence[Moving]) -> dict[int, Any]:
+        """The gradient of each leaf that has one, by its position."""
+        taken = {k: self._taken(x) for k, x in enumerate(args) if x.leaves}
+        return {k: ct for k, ct in taken.items() if ct is not None}
 
     def _back(self, at: int, step: Step) -> None:
         cts = {k: self._taken(y) for k, y in step.results.items()}
@@ -119,7 +129,11 @@ class _Back:
             return
         wanted = list(step.operands)
         stopped = []
-        for i, ct in zip(wanted, self._pulled(step, given, wanted), strict=True):
+        pulled = self._pulled(step, given, wanted)
+        if self._sizes is not None:
+            sized = {i: _size(ct) for i, ct in zip(wanted, pulled, strict=True) if ct is not None}
+            self._sizes[at] = max(map(_size, given.values())), sized
+        for i, ct in zip(wanted, pulled, strict=True):
             if ct is None or _any(ct):
                 self._add(step.operands[i], ct, at)
             else:
@@ -151,6 +165,42 @@ class _Back:
             self._found.sums.append((x, readers))
             return None
         return ct
+
+
+_Sizes = dict[int, tuple[float, dict[int, float]]]  # of a step: given, and handed on by operand
+
+
+def _extremes(
+    found: _Returned, args: Sequence[Moving], outs: Sequence[Moving], grads: Mapping[int, Any]
+) -> dict[int, list[Vanished] | None]:
+    """Where the gradients became NaN or too faint that are so."""
+    ys = [y for y in outs if is_inexact(y.array)]
+    output = max((_size(y.array) for y in ys), default=0.0)
+    eps = {k: float(jnp.finfo(ct.dtype).eps) for k, ct in grads.items()}
+    kinds = {
+        k: extremes.extreme(_size(ct), _size(args[k].array), output, eps[k])
+        for k, ct in grads.items()
+    }
+    odd = {k: kind for k, kind in kinds.items() if kind}
+    if not odd:
+        return {}
+    sizes: _Sizes = {}
+    _Back(_Returned(found.steps), ys, sizes)
+    told: dict[int, list[Vanished] | None] = {}
+    for k, kind in odd.items():
+        handed = []
+        for at in sorted(sizes):
+            given, on = sizes[at]
+            mine = [s for i, s in on.items() if found.steps[at].operands[i].leaves >> k & 1]
+            if mine and not found.steps[at].packs:
+                handed.append(extremes.Handed(found.steps[at].node, given, float(np.max(mine))))
+        told[k] = extremes.places(kind, handed, eps[k])
+    return told
+
+
+def _size(x: Any) -> float:
+    """The greatest modulus; NaN if there is one."""
+    return float(jnp.max(jnp.abs(x))) if x.size else 0.0
 
 
 def _seeds(outs: Sequence[Any]) -> list[Any]:
@@ -189,6 +239,8 @@ def _stopped(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
 def _at(step: Step, given: dict[int, Any], stopped: list[int]) -> Vanished:
     if step.node.mark == "custom rule" and _is_always_zero(step, given, stopped):
         return Vanished(replace(step.node, loss="rule"))
+    if all(not step.operands[i].array.size for i in stopped):
+        return Vanished(step.node, operands=tuple(stopped), empty=True)
     sized = {k: ct / jnp.max(jnp.abs(ct)) for k, ct in given.items()}
     return Vanished(step.node, any(map(_any, step.pulled(sized, stopped))), tuple(stopped))
 

@@ -29,6 +29,7 @@ from gradtools.seeing.flow import (
     overwritten,
 )
 from gradtools.seeing.graph import Dependence, Graph, Node, Source
+from gradtools.seeing.passes import CUSTOM
 from gradtools.seeing.program import Program
 from gradtools.seeing.recording import Recording, Refusal, Vanished
 
@@ -91,13 +92,19 @@ def from_losses(
                 Finding(
                     name,
                     kind or (node.loss if node.loss in KINDS else None) or "discrete",
-                    node.native or node.operation,
+                    _called(node),
                     node.source or (loss.call.source if loss.call else None),
                     node.scope or (loss.call.scope if loss.call else ()),
                     loss.whole,
                 )
             )
     return _without_repeats(findings)
+
+
+def _called(node: Node) -> str:
+    """An operation in the framework's own word; a rule by the name of its function."""
+    name = node.attributes.get("name") if node.mark == CUSTOM else ""
+    return str(name or node.native or node.operation)
 
 
 def _led_to(graph: Graph, loss: Loss) -> list[Node]:
@@ -160,7 +167,7 @@ def from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
             Finding(
                 name,
                 _numerical_kind(found),
-                found.node.native or found.node.operation,
+                _called(found.node),
                 found.node.source,
                 found.node.scope,
             )
@@ -171,10 +178,14 @@ def from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
 
 
 def _numerical_kind(found: Vanished) -> str:
+    if found.kind:
+        return found.kind
     if found.cancelled:
         return "cancelled"
     if found.node.loss == "rule":
         return "rule"
+    if found.empty:
+        return "empty"
     if found.underflow:
         return "underflow"
     if found.node.native in _SETTING and found.operands == (0,):

@@ -44,10 +44,29 @@ def kept_anew(graph: Graph) -> dict[int, int]:
     first = {v for node in graph.nodes if not node.phase for v in node.outputs}
     phases = _phases(graph)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
-    read |= {v for node in graph.nodes if not node.phase for v in node.saved}
+    read |= {v for node in _holding(graph) for v in node.saved}
     alive = alive_anyway(graph)
     found = {base_of(graph, v) for v in read & first if base_of(graph, v) not in alive}
     return {v: graph.values[v].bytes for v in sorted(found)}
+
+
+def _holding(graph: Graph) -> list[Node]:
+    """The operations of the first pass that hold what they save until a later one.
+
+    What runs inside of a chunk, a frozen function or a checkpoint holds nothing, nor does what
+    leads to no output, such as the value that an inner derivative is taken of.
+    """
+    leading = set(graph.outputs)
+    found = []
+    for node in reversed([node for node in graph.nodes if not node.phase]):
+        if leading.intersection(node.outputs):
+            leading.update(node.inputs)
+            if node.mark not in _HOLDING_NOTHING:
+                found.append(node)
+    return found
+
+
+_HOLDING_NOTHING = ("chunked", "frozen", "checkpoint")
 
 
 def base_of(graph: Graph, value: int) -> int:
@@ -84,7 +103,7 @@ def lost_links(graph: Graph) -> frozenset[tuple[int, int]]:
     for value in _asked(forward):
         found |= {(id(loss.node), loss.input) for loss in losses_of(forward, value)}
     for node in graph.nodes:
-        if node.phase and node.loss == "inside_rule":
+        if node.phase and node.loss in ("inside_rule", "stopped_in_rule"):
             found |= {(id(node), i) for i, s in enumerate(strengths_of(graph, node)) if s == _CUT}
     makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:
@@ -146,6 +165,7 @@ _SHORT = {
     "no_grad": "gradients switched off",
     "in_place_data": "overwritten in place",
     "rule": "its rule carries none",
+    "stopped_in_rule": "stopped inside the rule's backward",
     "inside_rule": "computed inside the rule: save it as an output",
 }
 

@@ -104,6 +104,27 @@ KINDS: dict[str, Kind] = {
         "use float32 or float64, work in log space, or scale the loss",
         numerical=True,
     ),
+    "empty": Kind(
+        "nothing is selected here: an index, a slice or a mask without an entry",
+        "see why it selects nothing at these values",
+        numerical=True,
+    ),
+    "not_finite": Kind(
+        "from here on its gradient is NaN or infinite at these values",
+        "keep what enters away from where the derivative is none, as sqrt, norm and log have at 0; "
+        "behind where, put a harmless value in first: sqrt(where(x > 0, x, 1))",
+        numerical=True,
+        headline=(
+            "gets a gradient that is NaN or infinite:",
+            "get gradients that are NaN or infinite:",
+        ),
+    ),
+    "faint": Kind(
+        "its gradient is too small for a step to show in the output; it shrinks most here",
+        "use an activation that does not saturate, a residual connection or a normalisation",
+        numerical=True,
+        headline=("gets a gradient that vanishes:", "get gradients that vanish:"),
+    ),
     "unread": Kind(
         "the loss does not read it",
         "use it in what the loss is computed from, or leave it out of the model",

@@ -13,7 +13,9 @@ An input whose gradient is not lost altogether may have lost a part. A part is a
 that depends on the input without a derivative and is added to, or laid beside, one that has a
 derivative. A mask, an index or a branch that is chosen by a comparison is no lost term, nor is
 what is computed from the very value it is added to, as in ``x - floor(x)``, nor a shift that is
-taken off inside and added again, as in ``log(sum(exp(x - s))) + s``.
+taken off inside and added again, as in ``log(sum(exp(x - s))) + s``, nor a target: what is stopped
+on purpose and would have its derivative otherwise, in a difference that is squared or the like,
+as ``(v(s) - r - stop(v(t)))**2`` of temporal-difference learning.
 """
 
 from __future__ import annotations
@@ -485,10 +487,42 @@ def _behind_terms(
     before = _taken_before(graph, flowing, reached)
     if all(_first_lost(graph, v, reached) <= before for v in terms):
         return
+    is_residual = node.operation == "subtract" and _bent(graph, node.outputs[0])
     for loss in _whole(graph, start, dict.fromkeys(terms, _FULL), call):
+        if is_residual and loss.node.loss in _STOPPED and _makes(graph, loss, terms):
+            continue
         outside = call is None and loss.call is not None
         if not before.intersection(loss.call.outputs if outside and loss.call else [loss.value]):
             yield Loss(loss.node, loss.output, loss.input, False, loss.value, loss.call)
+
+
+_STOPPED = ("detached", "no_grad")
+_BENDING = frozenset({"power", "square", "abs", "norm", "sqrt", "log", "log_cosh", "softplus"})
+_SHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast", "transpose", "identity"})
+
+
+def _bent(graph: Graph, value: int) -> bool:
+    """Whether a value is read by what is not linear in it: a difference that is a residual."""
+    readers = [node for node in graph.nodes if value in node.inputs]
+    twice = lambda node: node.operation == "multiply" and len(set(node.inputs)) == 1
+    return any(
+        node.operation in _BENDING
+        or twice(node)
+        or (node.operation in _SHAPING and _bent(graph, node.outputs[0]))
+        for node in readers
+    )
+
+
+def _makes(graph: Graph, loss: Loss, terms: Sequence[int]) -> bool:
+    """Whether what is stopped there flows on to the terms, but for stops with its derivative."""
+    reached = {loss.value}
+    for node in graph.nodes:
+        for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+            flows = zip(node.inputs, row, strict=True)
+            stopped = node.loss in _STOPPED and graph.values[value].is_inexact
+            if any(v in reached and (link == _FULL or stopped) for v, link in flows):
+                reached.add(value)
+    return loss.call is None and not reached.isdisjoint(terms)
 
 
 def _parts(graph: Graph, node: Node, reached: _Reached) -> tuple[set[int], list[int]]:

@@ -119,14 +119,37 @@ def _in_own_precision(program: Program, names: Sequence[str], order: int) -> For
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+        if _runs(program):
+            raise GradtoolsError(
+                f"formula: f runs, but its formula could not be made ({what}). If the framework "
+                "differentiates f at these arguments, please report the function."
+            ) from error
         raise GradtoolsError(
             f"formula: f raised {what}. It must run, and be differentiated, at the arguments at "
             "which it is looked at."
         ) from error
 
 
+def _runs(program: Program) -> bool:
+    """Whether f runs when nobody writes it down."""
+    try:
+        program.backend.rerun(program.run, program.leaves)
+    except Exception:  # f's own error, which is told with its line
+        return False
+    return True
+
+
 class _Differs(GradtoolsError):
     """The formula is not what the framework computes."""
+
+
+_AS_RECORDED = (
+    "written as f computes it, for with names such as softplus the values differ at the arguments:"
+)
+_AT_AN_EDGE = (
+    "but not at the given arguments, which stand at a tie, at an edge or where a number is no "
+    "longer finite:"
+)
 
 
 # --- names -------------------------------------------------------------------------------
@@ -176,9 +199,13 @@ def _formulated(program: Program, names: Sequence[str], order: int, wide: bool) 
     opened = recorded.opened
     called = dict(zip(recorded.inputs, names, strict=True))
     active = [*program.wrt, *range(len(recorded.inputs), len(opened.inputs))]
-    formula = derive(opened, order, called, active)
     held = dict(zip(opened.captured, _held(backend, recorded, opened.captured), strict=True))
-    return case.compared(formula.at(case.given, held, case.calling), held)
+
+    def derived(named: bool) -> Formula:
+        formula = derive(opened, order, called, active, named)
+        return formula.at(case.given, held, case.calling)
+
+    return case.compared(derived, held)
 
 
 def _values(backend: Backend, x: Any) -> np.ndarray:
@@ -222,30 +249,86 @@ class _Case:
     def backend(self) -> Backend:
         return self.program.backend
 
-    def compared(self, formula: Formula, held: dict[int, np.ndarray]) -> Formula:
-        """The formula with the record of its comparison."""
+    def compared(self, derived: Callable[[bool], Formula], held: dict[int, np.ndarray]) -> Formula:
+        """The formula with the record of its comparison.
+
+        Args:
+            derived: Makes the formula, with the names of what is recognised or as it was recorded.
+            held: The captured values.
+        """
+        from gradtools.seeing.formula import Differs
+
+        formula = derived(True)
+        try:
+            found = self._at_random(formula, held)
+        except GradtoolsError as error:
+            if self._changes(formula.near(self.given)):
+                return self._of_one_run(formula, held)
+            as_recorded = self._as_recorded(derived, held)
+            if as_recorded is None or not isinstance(error, Differs):
+                raise _Differs(str(error)) from error
+            return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
+        try:
+            self._at_given(formula, held)
+        except Differs as error:
+            as_recorded = self._as_recorded(derived, held)
+            if as_recorded is not None:
+                return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
+            return found.noted(f"{_AT_AN_EDGE} {error.values()}")
+        return found.noted("", given=True)
+
+    def _at_random(
+        self, formula: Formula, held: dict[int, np.ndarray], finite: bool = True
+    ) -> Formula:
         sample = formula.near(self.given)
-        check = lambda points, draws: formula.verified(
+        points = lambda rng: self._rounded(sample(rng))
+        return self._checked(formula, held, _POINTS, points, finite)
+
+    def _at_given(
+        self, formula: Formula, held: dict[int, np.ndarray], finite: bool = False
+    ) -> Formula:
+        here = lambda rng: self._rounded((self.given, *formula.point(rng)[1:]))
+        return self._checked(formula, held, 1, here, finite)
+
+    def _checked(
+        self,
+        formula: Formula,
+        held: dict[int, np.ndarray],
+        points: int,
+        sample: Callable[[np.random.Generator], Any],
+        finite: bool = True,
+    ) -> Formula:
+        return formula.verified(
             _Reference(self, formula),
             points=points,
             tolerance=self._tolerance(formula.order),
-            sample=lambda rng: self._rounded(draws(rng)),
+            sample=sample,
             captured=held,
+            finite=finite,
         )
+
+    def _of_one_run(self, formula: Formula, held: dict[int, np.ndarray]) -> Formula:
         try:
-            return check(_POINTS, sample)
-        except GradtoolsError as error:
-            if not self._changes(sample):
-                raise _Differs(str(error)) from error
-        here = lambda rng: (self.given, *formula.point(rng)[1:])
-        try:
-            found = check(1, here)
+            found = self._at_given(formula, held, finite=True)
         except GradtoolsError as error:
             raise _Differs(str(error)) from error
         return found.noted(
             "nearby f runs another program (a branch, a mask or a number that is taken from the "
             "values); compared at the given arguments alone, for which it holds"
         )
+
+    def _as_recorded(
+        self, derived: Callable[[bool], Formula], held: dict[int, np.ndarray]
+    ) -> Formula | None:
+        """The formula without names, if it gives what the framework computes; NaN is NaN."""
+        from gradtools.seeing.formula import Differs
+
+        formula = derived(False)
+        try:
+            self._at_given(formula, held)
+            return self._at_random(formula, held, finite=False)
+        except Differs:
+            return None
 
     def _tolerance(self, order: int) -> float:
         if self.wide and not self.recorded.narrow:

@@ -2,8 +2,8 @@
 
 `record` runs or traces a function of flat leaves once and gives a `Recording`: the graph, and the
 framework's own error if there was one. `vanishing` takes the gradient at these very values and
-says at which operations a cotangent that was not zero became zero. Both are methods of the waist;
-what is made of them stands above, in `doctor.py`.
+says at which operations a cotangent that was not zero became zero, NaN or too faint. Both are
+methods of the waist; what is made of them stands above, in `doctor.py`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,13 @@ class Vanished:
         underflow: Whether the factor is not zero, but the product is.
         operands: The positions of its operands that got nothing; none where they are not known.
         cancelled: Whether what comes over several paths, which meet here, adds up to zero.
+        empty: Whether what it handed nothing to has no entries: an index selected nothing.
+        kind: "not_finite" or "faint" of a cotangent that became so, and not zero.
     """
 
     node: Node
     underflow: bool = False
     operands: tuple[int, ...] = ()
     cancelled: bool = False
+    empty: bool = False
+    kind: str = ""

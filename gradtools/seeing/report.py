@@ -93,6 +93,9 @@ class Report:
     def text(self, colour: bool = False) -> str:
         """The report as text, with a terminal's colours if asked for."""
         paint = _painted if colour else _plain
+        if not self.findings and not self.arguments:
+            said = "Nothing was looked at: wrt names no argument, and f holds no parameter."
+            return "\n\n".join([said, *self._noted(paint)])
         if not self.findings:
             names = _listed(self.arguments)
             said = paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}.")
@@ -118,7 +121,8 @@ class Report:
         for finding in findings:
             lines += ["", *_lines(finding, paint)]
         said = _VERDICTS.get(verdict)
-        if said and any(finding.whole for finding in findings):
+        lost = [f for f in findings if f.whole and f.kind not in ("not_finite", "faint")]
+        if said and lost:
             lines += ["", f"  {said}"]
         return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from gradtools.seeing.graph import Dependence, Node, Value
 from gradtools.seeing.passes import CUSTOM, SECOND
 
 LOSS = "inside_rule"
+STOPPED = "stopped_in_rule"  # by the rule's own backward
 _FLAT = ("sign", "floor", "ceil", "round", "trunc", "floor_divide", "stop", "compare")
 
 
@@ -37,7 +38,21 @@ def inside_rules(
     return inside
 
 
-def with_cuts(node: Node, lost: Mapping[int, object], values: Mapping[int, Value]) -> Node:
+def smoothly_between(nodes: Sequence[Node], leaf: int, ends: Iterable[int]) -> set[int]:
+    """The values that a leaf moves smoothly and that lead to the ends."""
+    moved, leading = {leaf}, set(ends)
+    for node in nodes:
+        if node.operation not in _FLAT and moved.intersection(node.inputs):
+            moved.update(node.outputs)
+    for node in reversed(nodes):
+        if node.operation not in _FLAT and leading.intersection(node.outputs):
+            leading.update(node.inputs)
+    return moved & leading
+
+
+def with_cuts(
+    node: Node, lost: Mapping[int, object], values: Mapping[int, Value], loss: str = LOSS
+) -> Node:
     """A node of a later pass, cut from what has no graph."""
     if not node.phase or lost.keys().isdisjoint(node.inputs):
         return node
@@ -47,12 +62,13 @@ def with_cuts(node: Node, lost: Mapping[int, object], values: Mapping[int, Value
         return Dependence.DIFFERENTIABLE if both and given not in lost else Dependence.CUT
 
     links = tuple(tuple(link(out, given) for given in node.inputs) for out in node.outputs)
-    return replace(node, links=links, loss=LOSS)
+    return replace(node, links=links, loss=loss)
 
 
-def missing(cuts: tuple[int, ...], made: int, nodes: Sequence[Node]) -> Node:
+def missing(cuts: tuple[int, ...], made: int, nodes: Sequence[Node], loss: str = LOSS) -> Node:
     """A gradient that should be there: it is drawn, and crossed from what it would be made of."""
-    maker = next(node for node in nodes if cuts[0] in node.outputs)
+    of_rule = lambda node: node.mark == CUSTOM and cuts[0] in (*node.inputs, *node.outputs)
+    maker = next(node for node in nodes if cuts[0] in node.outputs or of_rule(node))
     rule = str(maker.attributes.get("rule", ""))
     return Node(
         "missing",
@@ -64,8 +80,8 @@ def missing(cuts: tuple[int, ...], made: int, nodes: Sequence[Node]) -> Node:
         phase=SECOND,
         mark=CUSTOM,
         links=((Dependence.CUT,) * len(cuts),),
-        loss=LOSS,
+        loss=loss,
     )
 
 
-__all__ = ["LOSS", "inside_rules", "missing", "with_cuts"]
+__all__ = ["LOSS", "STOPPED", "inside_rules", "missing", "smoothly_between", "with_cuts"]

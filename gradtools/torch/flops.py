@@ -395,6 +395,20 @@ def _attention_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return rows * (2 * keys * (3 * q.shape[-1] + 2 * v.shape[-1]) + 9 * keys)
 
 
+def _lstm_layer(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """One direction of one layer on the CPU: at each step two products, four gates, the cell.
+
+    The gates take 4 functions, the new cell 2 products and a sum, the output a function and a
+    product, each as long as the state.
+    """
+    x, of_input, of_state = args[:3]
+    state, rows = of_state.shape[1], x.shape[0] * x.shape[1]
+    gates = rows * of_input.shape[0]
+    products = sum(costs.product(gates, w.shape[1], False) for w in (of_input, of_state))
+    biases = 2 * gates if args[12] else 0
+    return products + biases + gates + rows * state * 9
+
+
 def _fourier(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     x, real = args[0], _name(func) != "_fft_c2c"
     lengths = [max(x.shape[d], out.shape[d]) for d in args[1]]
@@ -452,6 +466,7 @@ def _rules() -> dict[str, Rule]:
     for kernel in kernels:
         rules[f"_scaled_dot_product_{kernel}"] = _attention
         rules[f"_scaled_dot_product_{kernel}_backward"] = _attention_back
+    rules["mkldnn_rnn_layer"] = _lstm_layer
     rules |= dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), _fourier)
     rules["linalg_cholesky_ex"] = rules["cholesky"] = _by_matrix(costs.cholesky)
     rules["linalg_lu_factor_ex"] = _by_matrix(costs.lu)

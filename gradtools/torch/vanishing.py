@@ -9,6 +9,7 @@ several that add up to zero, it cancels: told is the call at which their paths c
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
+from gradtools.seeing import extremes
 from gradtools.seeing.flow import joined
 from gradtools.seeing.graph import Node
 from gradtools.seeing.recording import Run, Vanished
@@ -35,7 +37,7 @@ Cotangents = Sequence[Tensor | None]
 def vanishing(
     run: Run, leaves: Sequence[Any], index: int, held: Sequence[Tensor] = ()
 ) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero; None if its gradient is not zero everywhere.
+    """Where the cotangent of a leaf becomes zero, NaN or too faint; None if its gradient is well.
 
     One run answers for all leaves, and is remembered as long as the program that `run` belongs to.
     After the leaves the index counts on in `held`, what f holds that requires grad.
@@ -71,6 +73,9 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
                 found[k] = None
         zero = [k for k, grad in zip(asked, grads, strict=True) if grad is not None]
         zero = [k for k in zero if found[k] is not None]
+        pairs = zip(asked, grads, strict=True)
+        moving = {k: grad for k, grad in pairs if grad is not None and found[k] is None}
+        found = _with_extremes(seen.recorder, outs, xs, moving, found)
         if zero:
             with _watched(outs) as passed:
                 _gradients(outs, [xs[k] for k in zero])
@@ -90,7 +95,9 @@ def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
         path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
         if path and not any(at.on[k] for k in path):
             underflow = _underflows(node, at.given, path)
-            vanished = Vanished(_named(recorder, node), underflow, tuple(path))
+            empty = all(at.empty[k] for k in path)
+            sums = _sums_of_softmax(node, at.given)
+            vanished = Vanished(_named(recorder, node), underflow, tuple(path), sums, empty)
             found.append((made.get(node, len(made)), vanished))
     return [vanished for _, vanished in sorted(found, key=lambda pair: pair[0])]
 
@@ -108,6 +115,64 @@ def _cancelled(
             if at is not None:
                 found.append((at, Vanished(recorder.nodes[at], cancelled=True)))
     return found
+
+
+# --- NaN, and what is too faint ----------------------------------------------------------
+
+
+def _with_extremes(
+    recorder: Recorder,
+    outs: Sequence[Tensor],
+    xs: Sequence[Any],
+    grads: Mapping[int, Tensor],
+    found: Sequence[list[Vanished] | None],
+) -> list[list[Vanished] | None]:
+    """The same, with places for the gradients that are not zero and of no use."""
+    output = max(_size(y) for y in outs)
+    kinds = {
+        k: extremes.extreme(_size(grad), _size(xs[k]), output, torch.finfo(grad.dtype).eps)
+        for k, grad in grads.items()
+    }
+    odd = {k: kind for k, kind in kinds.items() if kind}
+    told = list(found)
+    if not odd:
+        return told
+    sizes: dict[Any, tuple[float, list[float]]] = {}
+
+    def watch(node: Any) -> Callable[[Any, Any], None]:
+        def note(given_on: Any, given: Any) -> None:
+            sizes[node] = max(map(_size, given), default=0.0), [*map(_size, given_on)]
+
+        return note
+
+    with _hooked(outs, watch):
+        _gradients(outs, [xs[k] for k in odd])
+    back = _Back.of(outs, {})
+    made = recorder.numbering.made
+    for k, kind in odd.items():
+        leading = back.leading_to(xs[k])
+        handed = []
+        for node in sorted(set(sizes) & set(leading), key=lambda node: made.get(node, len(made))):
+            given, ons = sizes[node]
+            edges = zip(node.next_functions, ons, strict=False)
+            on = [size for (to, _), size in edges if to in leading]
+            if on:
+                handed.append(extremes.Handed(_named(recorder, node), given, _greatest(on)))
+        told[k] = extremes.places(kind, handed, torch.finfo(grads[k].dtype).eps)
+    return told
+
+
+def _size(x: Any) -> float:
+    """The greatest modulus; NaN if there is one."""
+    if not isinstance(x, Tensor) or not is_inexact(x) or not x.numel():
+        return 0.0
+    if x.layout is not torch.strided:
+        x = x.coalesce().values() if x.is_sparse else x.values()
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+def _greatest(sizes: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes)
 
 
 @dataclass(frozen=True)
@@ -161,7 +226,7 @@ class _Back:
 
 @dataclass(frozen=True)
 class _Passed:
-    """What a node of autograd was given, and which of that and of what it gave on is not zero.
+    """What a node of autograd was given, which of that and of what it gave on is not zero or empty.
 
     The cotangents are kept where some of it became zero.
     """
@@ -169,6 +234,7 @@ class _Passed:
     given: Cotangents
     moves: list[bool]
     on: list[bool]
+    empty: list[bool]
 
 
 def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
@@ -196,13 +262,23 @@ def _watched(outs: Sequence[Tensor]) -> Iterator[dict[Any, _Passed]]:
         def note(given_on: Any, given: Any) -> None:
             on, moves = [_moves(ct) for ct in given_on], [_moves(ct) for ct in given]
             kept = given if any(moves) and not all(on) else ()
-            found[node] = _Passed(kept, moves, on)
+            empty = [isinstance(ct, Tensor) and not ct.numel() for ct in given_on]
+            found[node] = _Passed(kept, moves, on, empty)
 
         return note
 
+    with _hooked(outs, watch):
+        yield found
+
+
+@contextmanager
+def _hooked(
+    outs: Sequence[Tensor], watch: Callable[[Any], Callable[[Any, Any], None]]
+) -> Iterator[None]:
+    """Inside, what passes each node of autograd is shown to a watch of its own."""
     handles = [node.register_hook(watch(node)) for node in nodes_of(outs) if node.next_functions]
     try:
-        yield found
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -228,6 +304,15 @@ def _named(recorder: Recorder, node: Any) -> Node:
     if recorded.mark in ("custom rule", "edited gradient"):
         return replace(recorded, loss="rule")
     return recorded if operation == recorded.operation else replace(recorded, operation=operation)
+
+
+def _sums_of_softmax(node: Any, given: Cotangents) -> bool:
+    """Whether a softmax, which adds up to one, is given a cotangent that is constant along it."""
+    if not type(node).__name__.startswith(("SoftmaxBackward", "SafeSoftmaxBackward")):
+        return False
+    dim = upstream.saved(node, "dim")
+    signed = dim - 2**64 if dim >= 2**63 else dim
+    return all(ct is None or bool((ct.amax(signed) == ct.amin(signed)).all()) for ct in given)
 
 
 # --- underflow ---------------------------------------------------------------------------

@@ -17,6 +17,27 @@ if TYPE_CHECKING:
 Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
 
 
+class Differs(GradtoolsError):
+    """A formula and automatic differentiation differ.
+
+    Attributes:
+        found: The first entry that differs, with both values.
+    """
+
+    def __init__(self, found: Agreement) -> None:
+        self.found = found
+        super().__init__(
+            f"formula: {self.values()}; the formula is not shown. Please report the function"
+        )
+
+    def values(self) -> str:
+        """The entry and both values, in words."""
+        return (
+            f"{self.found.where} is {self.found.formula} by the formula and "
+            f"{self.found.derivation} by automatic differentiation"
+        )
+
+
 @dataclass(frozen=True)
 class Agreement:
     """Whether a derivation agrees with the formula; truthy if it does.
@@ -61,7 +82,8 @@ def relative_error(a: Any, b: Any, least: float = 0.0) -> float:
     if a.size == 0:
         return 0.0
     both = np.isnan(a) & np.isnan(b)
-    distance = np.where(both | (a == b), 0, np.abs(a - b))
+    with np.errstate(invalid="ignore"):  # inf - inf, where both are equal
+        distance = np.where(both | (a == b), 0, np.abs(a - b))
     size = max(_greatest(a), _greatest(b), least)
     if not np.isfinite(distance).all():
         return float("inf")
@@ -80,6 +102,7 @@ def verify(
     points: Sequence[Point],
     tolerance: float,
     captured: Mapping[int, Any] | Sequence[Any] = (),
+    finite: bool = True,
 ) -> float:
     """Compare the formula with a framework's automatic differentiation.
 
@@ -91,17 +114,19 @@ def verify(
         points: Where.
         tolerance: The relative error that is allowed.
         captured: The captured values.
+        finite: Whether all values must be finite at one of the points. If not, NaN agrees with NaN.
 
     Returns:
         The greatest relative error.
 
     Raises:
-        GradtoolsError: They differ; it says where, with both values.
+        Differs: They differ; it says where, with both values.
+        GradtoolsError: The values are finite at none of the points.
     """
-    worst, finite = 0.0, 0
+    worst, counted = 0.0, 0
     for inputs, cotangents, directions in points:
         mine = formula.evaluate(inputs, cotangents, directions, captured=captured)
-        finite += _all_finite(mine)
+        counted += _all_finite(mine)
         least = _least(mine)
         theirs = reference(inputs, cotangents, directions)
         groups = [(formula.outputs, mine.outputs), (formula.gradients, mine.gradients)]
@@ -112,13 +137,10 @@ def verify(
                     continue
                 difference = _difference(name, a, b, tolerance, least)
                 if difference is not None:
-                    raise GradtoolsError(
-                        f"formula: {difference.where} is {difference.formula} by the formula and "
-                        f"{difference.derivation} by automatic differentiation; the formula is "
-                        "not shown. Please report the function"
-                    )
+                    raise Differs(difference)
                 worst = max(worst, relative_error(a, _array(b, a), least))
-    _must_be_finite(finite, len(points))
+    if finite:
+        _must_be_finite(counted, len(points))
     return worst
 
 
@@ -222,6 +244,7 @@ def _found(given: Any, formula: Formula, mine: Values) -> list[Any]:
     found = list(given) if isinstance(given, (tuple, list)) else [given]
     can = [k for k, (_, a) in enumerate(expected) if a is not None]
     if len(found) == len(expected):
+        _not_compared(found, can, formula)
         return found
     if len(found) == len(can):
         place = dict(zip(can, found, strict=True))
@@ -231,6 +254,18 @@ def _found(given: Any, formula: Formula, mine: Values) -> list[Any]:
         f"formula.agrees_with: the derivation returned {len(found)} values; "
         f"one is expected for each of {names}, in this order (None where it is zero)"
     )
+
+
+def _not_compared(found: Sequence[Any], can: Sequence[int], formula: Formula) -> None:
+    """Nothing is said of a derivative that the formula does not have."""
+    names = formula.gradients if formula.order == 1 else formula.second
+    more = [k for k, x in enumerate(found) if x is not None and k not in can]
+    if more:
+        raise GradtoolsError(
+            f"formula.agrees_with: the derivation returned {', '.join(names[k] for k in more)}, "
+            "which the formula does not have, so that it cannot be compared. Return None there, "
+            "or make the formula with wrt= naming that argument"
+        )
 
 
 def _array(b: Any, like: np.ndarray) -> np.ndarray:
@@ -262,5 +297,5 @@ def _difference(
 def _first(a: np.ndarray, b: np.ndarray, tolerance: float, least: float) -> tuple:
     """The first entry that differs by more than is allowed."""
     size = max(np.max(np.abs(a), initial=0), np.max(np.abs(b), initial=0), least)
-    differs = ~(np.abs(a - b) <= tolerance * size) & (a != b)
+    differs = ~(np.abs(a - b) <= tolerance * size) & (a != b) & ~(np.isnan(a) & np.isnan(b))
     return tuple(np.argwhere(differs)[0]) if differs.any() else (0,) * a.ndim

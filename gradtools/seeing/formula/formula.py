@@ -41,18 +41,21 @@ class Check:
         error: The greatest relative error.
         tolerance: What was allowed.
         note: What else has to be said of it; often nothing.
+        given: Whether it agrees at the arguments themselves, too.
     """
 
     points: int
     error: float
     tolerance: float
     note: str = ""
+    given: bool = False
 
     def __str__(self) -> str:
         said = f"; {self.note}" if self.note else ""
         points = f"{self.points} random points" if self.points > 1 else "1 point"
+        here = "the arguments and " if self.given else ""
         return (
-            f"agrees with automatic differentiation at {points} "
+            f"agrees with automatic differentiation at {here}{points} "
             f"(greatest relative error {self.error:.1e}){said}"
         )
 
@@ -107,10 +110,11 @@ class Formula:
         known = replace(self._derived, given=list(inputs), held=dict(captured), calling=calling)
         return Formula(known, self.check)
 
-    def noted(self, note: str) -> Formula:
+    def noted(self, note: str, given: bool = False) -> Formula:
         """The same, with something said about its comparison."""
-        assert self.check is not None
-        return Formula(self._derived, replace(self.check, note=note))
+        if self.check is None:
+            return self
+        return Formula(self._derived, replace(self.check, note=note, given=given))
 
     # Reading.
 
@@ -206,6 +210,7 @@ class Formula:
         seed: int = 0,
         sample: Callable[[np.random.Generator], tuple] | None = None,
         captured: Mapping[int, Any] | Sequence[Any] = (),
+        finite: bool = True,
     ) -> Formula:
         """The same formula, compared with a framework's automatic differentiation.
 
@@ -219,19 +224,28 @@ class Formula:
             seed: Of the random points.
             sample: Draws (inputs, cotangents, directions); standard normal by default.
             captured: The captured values.
+            finite: Whether all values must be finite at one of the points.
 
         Returns:
             The formula with the record of the comparison; as it was, if an operation without a
             translation cannot be computed (the formula says so).
 
         Raises:
-            GradtoolsError: They differ; it says where, with both values.
+            Differs: They differ; it says where, with both values.
+            GradtoolsError: The values are finite at none of the points.
         """
         if not self.computable:
             return self
         rng = np.random.default_rng(seed)
         chosen = [sample(rng) if sample else self.point(rng) for _ in range(points)]
-        worst = verify(self, reference, points=chosen, tolerance=tolerance, captured=captured)
+        worst = verify(
+            self,
+            reference,
+            points=chosen,
+            tolerance=tolerance,
+            captured=captured,
+            finite=finite,
+        )
         return Formula(self._derived, Check(points, worst, tolerance))
 
     def agrees_with(
@@ -264,8 +278,9 @@ class Formula:
             Yes, or the first entry that differs, with both values.
 
         Raises:
-            GradtoolsError: `derivation` is no function, or returns another number of cotangents
-                than there are inputs. What it raises itself comes through.
+            GradtoolsError: `derivation` is no function, returns another number of cotangents
+                than there are inputs, or one that the formula does not have (of an argument that
+                ``wrt`` does not name). What it raises itself comes through.
         """
         if not callable(derivation):
             came = with_article(type(derivation).__name__)
@@ -461,6 +476,7 @@ def derive(
     order: int = 1,
     names: Mapping[int, str] | None = None,
     wrt: Sequence[int] | None = None,
+    named: bool = True,
 ) -> Formula:
     """The formula of a recorded program.
 
@@ -470,6 +486,8 @@ def derive(
         names: How values are called, by number; by default their own names.
         wrt: The positions of the inputs to which it is differentiated; by default all that are
             floating or complex.
+        named: Whether what is known by a name, such as softplus, is written and differentiated by
+            it; else everything is differentiated as it was recorded.
 
     Raises:
         GradtoolsError: The order is neither 1 nor 2, or the record breaks the vocabulary.
@@ -484,7 +502,7 @@ def derive(
     if order not in (1, 2):
         raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
     lowered = lower(graph, names)
-    lowered.program = recognise(lowered.program)
+    lowered.program = recognise(lowered.program) if named else lowered.program
     return Formula(_derive(lowered, order, wrt))
 
 

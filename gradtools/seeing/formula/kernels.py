@@ -390,3 +390,9 @@ def sum_unpool(y, g):
     space = _pool_space(y, g.shape)
     places = [at for _, at in _taps(y, y["window"], y.shape, space)]
     return _scatter_windows(y, y.shape, places, [g] * len(places), g.dtype)
+
+
+def svd(a):
+    """The thin factors u, s and v, so that a = u diag(s) v^H."""
+    u, s, vh = np.linalg.svd(a, full_matrices=False)
+    return u, s, vh.conj().swapaxes(-1, -2)

@@ -151,6 +151,8 @@ def _scatter(x: Expr, u: Expr, *indices: Expr, axes: Any, mode: str) -> Expr:
 
 
 def _scatter_along(x: Expr, i: Expr, u: Expr, axis: int, mode: str) -> Expr:
+    if not x.rank:
+        return plus(x, u) if mode == "add" else u
     u, i = broadcast(u, i.shape), places.meant(i, x.shape[axis])
     inner = _beside(x, i, axis)
     if mode == "add":
@@ -227,6 +229,8 @@ def _norm(x: Expr, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr:
         result = making.reduced("max", size, axes)
     elif ord == 1:
         result = total(size, axes)
+    elif ord == 0:
+        result = total(apply("abs", apply("sign", x)), axes)
     else:
         result = power(total(power(size, ord), axes), 1 / ord)
     return _kept(result, axes, keep)

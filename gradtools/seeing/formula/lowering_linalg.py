@@ -139,6 +139,11 @@ def _decomposition(name: str) -> Callable[[Expr], Sequence[Expr]]:
     return lambda a: making.decomposed(name, a)
 
 
+def _svd(a: Expr) -> list[Expr]:
+    left, values, right = making.decomposed("svd", a)
+    return [left, values, adjoint_matrix(right)]
+
+
 LINALG: dict[str, Lowering] = {
     "det": lambda a: _per_matrix("det", a),
     "slogdet": _slogdet,
@@ -151,7 +156,7 @@ LINALG: dict[str, Lowering] = {
     "expm": lambda a: expr("expm", (a,), a.shape, a.kind),
     "pinv": _pinv,
     "eigh": _decomposition("eigh"),
-    "svd": _decomposition("svd"),
+    "svd": _svd,
     "qr": _decomposition("qr"),
     "fft": lambda x, axes=None, norm=None: _transform(x, axes, norm, True),
     "ifft": lambda x, axes=None, norm=None: _transform(x, axes, norm, False),

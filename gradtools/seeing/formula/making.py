@@ -209,12 +209,13 @@ MULTIPLE = {"eigh", "svd", "qr"}
 
 
 def decomposed(op: str, a: Expr) -> list[Expr]:
-    """The factors of a, by eigh, svd or qr."""
+    """The factors of a, by eigh, svd (u, s and v, so that a = u diag(s) vh) or qr."""
     k, batch = min(a.shape[-2:]), a.shape[:-2]
     left = ((*batch, a.shape[-2], k), a.kind)
     right = ((*batch, k, a.shape[-1]), a.kind)
     values = ((*batch, k), REAL)
-    outputs = {"eigh": [values, left], "svd": [left, values, right], "qr": [left, right]}[op]
+    vectors = ((*batch, a.shape[-1], k), a.kind)
+    outputs = {"eigh": [values, left], "svd": [left, values, vectors], "qr": [left, right]}[op]
     return several(op, [a], outputs)
 
 

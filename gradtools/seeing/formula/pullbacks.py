@@ -404,13 +404,13 @@ def _skew(x):
 
 def svd_pullback(outputs, cotangents, a):
     """Giles, Collected matrix derivative results (2008); for real, distinct singular values."""
-    (u, s, vh), (du, ds, dvh) = outputs, cotangents
-    if a.is_complex and not (is_zero(du) and is_zero(dvh)):
+    (u, s, v), (du, ds, dv) = outputs, cotangents
+    if a.is_complex and not (is_zero(du) and is_zero(dv)):
         raise GradtoolsError(
             "formula: the singular vectors of a complex matrix have no derivative of their own "
             "(their phases are free); use the singular values alone, or eigh of A^H A"
         )
-    v, dv = adjoint_matrix(vh), adjoint_matrix(dvh)
+    vh = adjoint_matrix(v)
     gaps = off_diagonal_inverse(power(s, 2))
     row = spread(s, [s.rank - 1], (*s.shape, s.shape[-1]))
     column = spread(s, [s.rank], (*s.shape, s.shape[-1]))

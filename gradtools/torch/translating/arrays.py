@@ -327,13 +327,18 @@ def _scatter(w: Writer, o: Any) -> Ref:
 
 @operation("index_select")
 def _index_select(w: Writer, o: Any) -> Ref:
+    if not o.self.ndim:
+        return o.self  # type: ignore[no-any-return]
     return _taken(w, o.self, o.dim % o.self.ndim, o.index)
 
 
 def _placed(mode: str, name: str) -> Translation:
     def translated(w: Writer, o: Any) -> Ref:
-        axis = o.dim % o.self.ndim
         u = getattr(o, name)
+        if not o.self.ndim:
+            u = w.reshape(w.times(getattr(o, "alpha", 1), w.cast(w.ref(u), o.self.dtype)), ())
+            return w.add(o.self, u) if mode == "add" else u
+        axis = o.dim % o.self.ndim
         if not isinstance(u, Ref) or not u.ndim:
             shape = list(o.self.shape)
             shape[axis] = o.index.size

@@ -131,6 +131,8 @@ def _fmod(w: Writer, o: Any) -> Ref:
 
 @operation("where")
 def _where(w: Writer, o: Any) -> Ref:
+    if hasattr(o, "pred"):  # prims.where
+        return w.where(o.pred, o.a, o.b)
     return w.where(o.condition, o.self, o.other)
 
 

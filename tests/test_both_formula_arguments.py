@@ -1,0 +1,77 @@
+"""What a formula says at the very arguments: ties, overflow, and what it was not asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradtools.errors import GradtoolsError
+
+
+def array(gt, *numbers):
+    return gt.asarray(np.array(numbers, np.float32))
+
+
+TIES = {
+    "max": lambda xp, x: xp.max(x),
+    "maximum": lambda xp, x: xp.sum(xp.maximum(x, xp.ones_like(x))),
+    "clip": lambda xp, x: xp.sum(xp.clip(x, 0.0, 1.0)),
+    "product with a zero": lambda xp, x: xp.prod(x),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_a_tie_at_the_arguments_is_told_with_both_values(gt, name):
+    f = lambda x: TIES[name](gt.xp, x)
+    found = gt.formula(f, array(gt, 1.0, 1.0, 0.0))
+    assert found.check.points == 3 and not found.check.given
+    assert "but not at the given arguments" in str(found)
+    apart = gt.formula(f, array(gt, 0.9, 0.7, 0.3))
+    assert apart.check.given and "but not" not in str(apart)
+
+
+def test_what_overflows_in_the_framework_is_written_as_f_computes_it(gt):
+    f = lambda x: gt.xp.sum(gt.xp.log(1 + gt.xp.exp(x)))
+    assert np.isnan(gt.to_numpy(gt.grad(f)(array(gt, 800.0, 1.0)))[0])
+    found = gt.formula(f, array(gt, 800.0, 1.0))
+    assert found.lines(0) == ["e = exp(x)", "L = Σᵢ log(e + 1)"]
+    assert found.lines(1) == ["x̄ = L̄ e / (e + 1)"]
+    assert np.isnan(found.evaluate([np.array([800.0, 1.0])]).gradients[0][0])
+    assert "L is 809.7" not in str(found).splitlines()[0]
+    assert "names such as softplus" in str(found)
+    small = gt.formula(f, array(gt, 8.0, 1.0))
+    assert small.lines(0) == ["L = Σᵢ softplus(x)"] and small.check.given
+
+
+def test_a_derivation_is_not_said_to_agree_in_what_the_formula_does_not_have(gt):
+    A, x = gt.asarray(np.diag([1.0, 2.0]).astype(np.float32)), array(gt, 1.0, 3.0)
+    found = gt.formula(lambda A, x: x @ (A @ x), A, x, wrt=1)
+    right = lambda A, x, ct: ct * (A @ x + A.T @ x)
+    assert found.agrees_with(right)
+    assert found.agrees_with(lambda A, x, ct: (None, right(A, x, ct)))
+    with pytest.raises(GradtoolsError, match="returned Ā, which the formula does not have"):
+        found.agrees_with(lambda A, x, ct: (5 * A, right(A, x, ct)))
+
+
+def test_the_nuclear_norm_has_the_gradient_u_v_transposed(gt):
+    M = gt.asarray(np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32))
+    found = gt.formula(lambda x: gt.xp.sum(gt.xp.linalg.svdvals(x)), M)
+    assert found.lines(1)[-1] == "x̄ = L̄ U Vᵀ"
+
+
+def test_what_the_formula_cannot_do_is_not_blamed_on_f(gt, monkeypatch):
+    from gradtools.seeing.formula import lowering
+
+    broken = lambda x: 1 / 0
+    monkeypatch.setitem(lowering.LOWERINGS, "exp", broken)
+    with pytest.raises(GradtoolsError, match="f runs, but its formula could not be made"):
+        gt.formula(lambda x: gt.xp.exp(x), array(gt, 1.0))
+
+
+def raises(x):
+    raise ValueError("my own")
+
+
+def test_what_f_raises_is_still_told_as_its_own(gt):
+    with pytest.raises(GradtoolsError, match="f raised ValueError: my own"):
+        gt.formula(raises, array(gt, 1.0))

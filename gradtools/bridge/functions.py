@@ -99,13 +99,17 @@ class Foreign:
             return spread(pushed, self.known(xs).inexact)
 
         def cotangent(xs: Entries, cts: Entries) -> list[Any]:
-            moving = tuple([self.guest.host.is_inexact(x) for x in xs])
             given = tuple([ct is not None for ct in cts])
+            moving = self.known(xs).moving(given)
             if not any(given) or not any(moving):
                 return [None] * len(xs)
             return spread(apply(self.vjp(moving, given).rule, *xs, *_present(cts)), moving)
 
-        return Rule(self.name, self.value, tangent, cotangent, captures=False)
+        def reaches(*specs: Spec) -> Sequence[Mask] | None:
+            return self.known_of(specs).reach
+
+        own = reaches if self.base is self else None
+        return Rule(self.name, self.value, tangent, cotangent, captures=False, reaches=own)
 
     def jvp(self, moving: Mask) -> Foreign:
         """Tangents of the floating outputs, of all inputs and the tangents of those that move."""
@@ -218,6 +222,23 @@ class Known:
     def inexact(self) -> Mask:
         """Which outputs are floating or complex."""
         return tuple(map(_is_inexact, self.outs))
+
+    @cached_property
+    def reach(self) -> Sequence[Mask] | None:
+        """Which input reaches which output by a differentiable path; None: each reaches all.
+
+        Of a derivative every one: it is the function's path that counts, and a derivative that
+        does not depend on an input is constant in it.
+        """
+        return self.of.guest.reach(self.of.run, self.ins) if self.base is self else None
+
+    def moving(self, given: Mask) -> Mask:
+        """Which inputs get a cotangent where these outputs have one."""
+        inexact = tuple(map(_is_inexact, self.ins))
+        if self.reach is None:
+            return inexact
+        rows = [row for row, g in zip(self.reach, given, strict=True) if g]
+        return tuple([m and any(row[i] for row in rows) for i, m in enumerate(inexact)])
 
     @cached_property
     def kernel(self) -> Kernel:

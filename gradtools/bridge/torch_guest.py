@@ -114,6 +114,26 @@ class TorchGuest:
             ) from error
         return [_spec(y) for y in ys]
 
+    def reach(self, run: Any, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
+        """Which input reaches which output, by fake tensors; None where f does not take them."""
+        try:
+            with upstream.fake_tensors(allow_non_fake_inputs=True), torch.enable_grad():
+                xs = [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
+                at = [x.requires_grad_() for x in xs if self.is_inexact(x)]
+                return [self._reaching(y, xs, at) for y in run(*[x.clone() for x in xs])]
+        except Exception:  # whatever it meets there: its values alone can tell then
+            return None
+
+    def _reaching(self, y: Tensor, xs: Sequence[Tensor], at: Sequence[Tensor]) -> list[bool]:
+        """Which of xs a tensor's graph pulls a cotangent back to."""
+        if not y.requires_grad or not at:
+            return [False] * len(xs)
+        pulled = torch.autograd.grad(
+            y, at, torch.ones_like(y), retain_graph=True, allow_unused=True
+        )
+        reached = {id(x) for x, ct in zip(at, pulled, strict=True) if ct is not None}
+        return [id(x) in reached for x in xs]
+
     # --- calls
 
     def called(self, known: Known, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:

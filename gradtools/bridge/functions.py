@@ -79,23 +79,29 @@ class Foreign:
         """The same by what the arrays look like."""
         return self._known.get(ins) or _kept(self._known, ins, Known(self, ins))
 
+    def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
+        """The outputs where xs have values and nothing follows the program; else None."""
+        return self.known(xs).direct(xs) if self.guest.are_plain(xs) else None
+
+    def applied(self, *xs: Array) -> list[Array]:
+        """The outputs, differentiated by the rule."""
+        ys = self.at_once(xs)
+        return self.guest.host.apply_rule(self.rule, *xs) if ys is None else ys
+
     def value(self, *xs: Array) -> list[Array]:
         """The outputs, as the host's arrays."""
-        known = self.known(xs)
-        if self.guest.are_plain(xs):
-            return known.direct(xs)
-        host = self.guest.host
+        if (ys := self.at_once(xs)) is not None:
+            return ys
+        known, host = self.known(xs), self.guest.host
         call, arrays = known.kernel.bind(host, xs)
         return list(host.call_kernel(call, arrays))
 
     @cached_property
     def rule(self) -> Rule:
         """The function in the host's program."""
-        apply = self.guest.host.apply_rule
-
         def tangent(xs: Entries, dxs: Entries) -> list[Any]:
             moving = tuple([dx is not None for dx in dxs])
-            pushed = apply(self.jvp(moving).rule, *xs, *_present(dxs))
+            pushed = self.jvp(moving).applied(*xs, *_present(dxs))
             return spread(pushed, self.known(xs).inexact)
 
         def cotangent(xs: Entries, cts: Entries) -> list[Any]:
@@ -103,7 +109,7 @@ class Foreign:
             moving = self.known(xs).moving(given)
             if not any(given) or not any(moving):
                 return [None] * len(xs)
-            return spread(apply(self.vjp(moving, given).rule, *xs, *_present(cts)), moving)
+            return spread(self.vjp(moving, given).applied(*xs, *_present(cts)), moving)
 
         def reaches(*specs: Spec) -> Sequence[Mask] | None:
             return self.known_of(specs).reach
@@ -322,22 +328,22 @@ class Bridged(CustomRule):
             if not kwargs:
                 leaves, by_position = host.flatten(args)
                 known = self._calls.get(by_position)  # with arrays alone
-                if known is not None and self.guest.are_plain(leaves):
-                    return self._at_once(known, leaves)
+                if known is not None and all(map(host.is_array, leaves)):
+                    return self._at(known, leaves)
             leaves, treedef = host.flatten((args, kwargs))
             self._refuse_guests(leaves)
             arrays = tuple(map(host.is_array, leaves))
             xs = [x for x, a in zip(leaves, arrays, strict=True) if a]
-            if xs and self.guest.are_plain(xs):
-                others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
+            others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
+            if xs and (not others or self.guest.are_plain(xs)):
                 flat = self._flat[self._shape((), treedef, arrays, others).rule.key]
                 if not others and not kwargs:
                     _kept(self._calls, by_position, flat)
-                return self._at_once(flat, xs)
+                return self._at(flat, xs)
         return super().__call__(args, kwargs)
 
-    def _at_once(self, flat: Flat, xs: Sequence[Any]) -> Any:
-        ys = flat.foreign.known(xs).direct(xs)
+    def _at(self, flat: Flat, xs: Sequence[Any]) -> Any:
+        ys = flat.foreign.applied(*xs)
         return self._backend.unflatten(flat.structure(xs), ys)
 
     def _refuse_guests(self, leaves: Sequence[Any]) -> None:

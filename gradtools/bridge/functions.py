@@ -163,8 +163,6 @@ class Foreign:
 
     def mapped(self, shared: Any, depth: int) -> Run:
         """The function of batches, `shared` as `_shared` says; kept, for it may be compiled."""
-        if not depth:
-            return self.entry
         found = self._mapped.get(shared)
         if found is None:
             run = self.run
@@ -259,7 +257,9 @@ class Known:
         """The same of NumPy arrays, with the axes of batches in front of each."""
         guest = self.of.guest
         depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
-        if 0 in arrays[0].shape[:depth] if arrays else False:
+        if not depth:
+            return guest.called_on_host(self, self.of.entry, arrays, 0)
+        if 0 in arrays[0].shape[:depth]:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), guest.carrier(s)) for s in self.outs]
         shared = _shared(arrays, depth)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 def tensor_of(x: jax.Array) -> Tensor:
     """The tensor in the memory of a JAX array, which it must not write."""
-    return from_dlpack(x)
+    # A capsule does not ask for a device and its stream, which takes as long as the rest.
+    return from_dlpack(x.__dlpack__() if _of_cpu_alone() else x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
@@ -60,6 +62,12 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         return jnp.from_dlpack(t)
     except jax.errors.JaxRuntimeError:  # strides that are no permutation of the axes
         return jnp.from_dlpack(t.contiguous())
+
+
+@cache
+def _of_cpu_alone() -> bool:
+    """Whether JAX has no device but the CPU: no stream has to be waited for."""
+    return all(device.platform == "cpu" for device in jax.devices())
 
 
 def _seen_by_jax(kind: str) -> bool:
@@ -88,7 +96,7 @@ def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor
     taken = {x.data_ptr() for x in others}
     found = []
     for i in range(len(ys)):
-        t = from_dlpack(ys[i])
+        t = tensor_of(ys[i])
         if t.data_ptr() in taken or sys.getrefcount(ys[i]) > _HELD_ONCE:
             t = t.clone()
         taken.add(t.data_ptr())

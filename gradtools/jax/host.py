@@ -74,6 +74,8 @@ def _run(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[An
     arrays = [np.asarray(x) for x in xs]
     with _jax_refused(call):
         found = call.run(arrays, expected, batch)
+    if not expected.widened:
+        return found
     pairs = zip(found, expected.specs, strict=True)
     return [y.astype(jnp.dtype(s.dtype), copy=False) for y, s in pairs]
 

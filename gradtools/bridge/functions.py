@@ -99,6 +99,7 @@ class Foreign:
     @cached_property
     def rule(self) -> Rule:
         """The function in the host's program."""
+
         def tangent(xs: Entries, dxs: Entries) -> list[Any]:
             moving = tuple([dx is not None for dx in dxs])
             pushed = self.jvp(moving).applied(*xs, *_present(dxs))
@@ -394,7 +395,8 @@ class Flat:
         """The function; the leaves of its output in the host's order."""
         args, kwargs = self.shape.arguments(arrays)
         leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
-        if self.newest is None or self.newest[0] != treedef:
+        newest = self.newest
+        if newest is None or not (newest[0] is treedef or newest[0] == treedef):
             self.newest = self._arranged(treedef, len(leaves))
         _, self.structures[_shapes(arrays)], order = self.newest
         return [self.guest.as_array(self.of.__name__, leaves[i]) for i in order]

@@ -19,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
+from gradtools.jax._upstream import taking_capsules
 from gradtools.jax.arrays import X64
 from gradtools.torch import _upstream as upstream
 
@@ -59,9 +60,17 @@ def array_of(t: Tensor, who: str) -> jax.Array:
     if 0 in t.stride():  # broadcast, as a cotangent of a sum is: JAX takes it by an error alone
         t = t.contiguous()
     try:
-        return jnp.from_dlpack(t)
+        return _imported(t)
     except jax.errors.JaxRuntimeError:  # strides that are no permutation of the axes
-        return jnp.from_dlpack(t.contiguous())
+        return _imported(t.contiguous())
+
+
+def _imported(t: Tensor) -> jax.Array:
+    """The JAX array in the memory of a tensor."""
+    take = taking_capsules()
+    if take is None or t.device.type != "cpu":
+        return jnp.from_dlpack(t)
+    return take(t.__dlpack__())
 
 
 @cache

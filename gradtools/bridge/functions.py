@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import numpy as np
 
 from gradtools.connection import refuse_cut
+from gradtools.crossings import Crossing, noted, noting
 from gradtools.custom import CustomRule, Parameters, Shaped
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel, Spec
@@ -252,7 +253,21 @@ class Known:
 
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""
+        if (calls := noted()) is not None and self.base is self:
+            calls.append(Crossing(self.of.name, xs, partial(self._why_zero, xs)))
         return self.of.guest.called(self, self.of.entry, xs)
+
+    def _why_zero(self, xs: Sequence[Array], i: int) -> Sequence[Any]:
+        """What the guest finds of the input at i."""
+        guest = self.of.guest
+
+        @wraps(self.of.fun)
+        def fun(*arrays: Array) -> list[Array]:
+            return self.of.run(*arrays)
+
+        arrays = [guest.gt.asarray(guest.host.to_numpy(x)) for x in xs]
+        with noting():  # its own calls are not the host's
+            return guest.gt.why_zero(fun, *arrays, wrt=i).findings
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The same of NumPy arrays, with the axes of batches in front of each."""

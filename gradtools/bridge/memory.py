@@ -79,6 +79,24 @@ def _of_cpu_alone() -> bool:
     return all(device.platform == "cpu" for device in jax.devices())
 
 
+@cache
+def of_one_cpu() -> bool:
+    """Whether JAX has one device, the CPU: whatever it holds is where PyTorch's tensors are."""
+    return _of_cpu_alone() and jax.device_count() == 1
+
+
+def comes_back(x: jax.Array) -> bool:
+    """Whether by DLPack a result of PyTorch's would be on the device of x.
+
+    What PyTorch has in the CPU's memory becomes an array committed to JAX's first CPU device.
+    """
+    (device,) = x.sharding.device_set
+    if device.platform == "cpu":
+        return bool(x.committed) and device == jax.local_devices(backend="cpu")[0]
+    seen = torch.cuda.device_count() if device.platform in ("gpu", "cuda", "rocm") else 0
+    return bool(device.local_hardware_id < seen)
+
+
 def _seen_by_jax(kind: str) -> bool:
     """Whether JAX has a device of PyTorch's kind."""
     try:

@@ -25,7 +25,9 @@ from gradtools.backend import backend_of
 from gradtools.bridge.functions import Known
 from gradtools.bridge.memory import (
     array_of,
+    comes_back,
     numpy_of_tensor,
+    of_one_cpu,
     tensor_of,
     tensor_of_numpy,
     unshared,
@@ -91,9 +93,14 @@ class TorchGuest:
         return tuple([Spec(x.shape, x.dtype.name) for x in xs])
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Whether all are arrays with values on the default device, and nothing is traced."""
+        """Whether all have values on a device that PyTorch shares, and nothing is traced.
+
+        Other arrays go through the host, to a result on their own device.
+        """
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
+                return False
+            if not (of_one_cpu() or comes_back(x)):
                 return False
         return not within_a_trace()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ def comes_back(x: jax.Array) -> bool:
 
     What PyTorch has in the CPU's memory becomes an array committed to JAX's first CPU device.
     """
-    (device,) = x.sharding.device_set
+    device: Any = next(iter(x.sharding.device_set))
     if device.platform == "cpu":
         return bool(x.committed) and device == jax.local_devices(backend="cpu")[0]
     seen = torch.cuda.device_count() if device.platform in ("gpu", "cuda", "rocm") else 0

@@ -28,6 +28,7 @@ import numpy as np
 
 from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError
+from gradtools.host import Spec
 
 Array = Any
 Entries = Sequence[Any]  # arrays, or None for a zero
@@ -114,6 +115,9 @@ class Rule:
         flow: Whose data flow says which input reaches which output, where the derivative is that
             of a whole function; None: each reaches all. Its cotangent map is then computed for
             those inputs alone that are asked for.
+        reaches: `reaches(*specs)` gives, for the Specs of the inputs, matrix[output][input]: which
+            input reaches which output by a differentiable path. None, of the attribute or of what
+            it gives: each reaches all.
     """
 
     name: str
@@ -142,6 +146,7 @@ class Rule:
     extras: int = 0
     remat: bool = False
     flow: Callable[..., list[Array]] | None = None
+    reaches: Callable[..., Sequence[Sequence[bool]] | None] | None = None
 
     def __post_init__(self) -> None:
         if self.tangent is None and self.cotangent is None and self.linearize is None:
@@ -349,6 +354,11 @@ def batched(
 
         return joint
 
+    def reaches(*specs: Spec) -> Sequence[Sequence[bool]] | None:
+        assert rule.reaches is not None
+        pairs = zip(specs, x_axes, strict=True)
+        return rule.reaches(*[s if a is None else Spec(s.shape[1:], s.dtype) for s, a in pairs])
+
     axes = tuple(saved_from(rule.saves, x_axes) if saved_axes is None else saved_axes)
     return replace(
         rule,
@@ -356,6 +366,7 @@ def batched(
         primal=mapped(rule.primal),
         forward=None if rule.forward is None else forward,
         flow=mapped(rule.flow),
+        reaches=rule.reaches and reaches,
         tangent=tangent_of(rule.tangent, axes),
         cotangent=cotangent_of(rule.cotangent, axes),
         linearize=None if rule.linearize is None else linearize,

@@ -2,6 +2,7 @@
 
 import doctest
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -430,3 +431,33 @@ def test_a_host_kernel_of_jax_that_calls_jax_is_refused_under_jit_and_not_hung()
     near(f(jnp.ones(2)), [2, 2])
     with pytest.raises(Exception, match=re.escape("it calls JAX, which a host kernel must not")):
         jax.jit(f)(jnp.ones(2))
+
+
+def test_a_result_is_on_the_device_of_the_arguments():
+    program = """
+import jax, jax.numpy as jnp, numpy as np
+from gradtools import GradtoolsError, bridge
+
+f = bridge.to_jax(lambda *ts: sum(t * t for t in ts))
+zeroth, first = (jax.device_put(jnp.arange(3.0), device) for device in jax.devices())
+for x in (zeroth, first):
+    y = f(x) + x
+    assert y.devices() == x.devices()
+    g = jax.grad(lambda x: (f(x) * x).sum())(x)
+    assert g.devices() == x.devices()
+    np.testing.assert_allclose(g, 3 * np.arange(3.0) ** 2)
+assert (f(jnp.arange(3.0)) + first).devices() == first.devices()  # what is not committed moves
+mesh = jax.make_mesh((2,), ("a",))
+spread = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("a")))
+assert (f(spread) + spread).sharding.is_equivalent_to(spread.sharding, 1)
+try:
+    f(zeroth, first)
+except GradtoolsError as error:
+    assert "committed to different devices" in str(error), error
+    print("refused")
+"""
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=flags
+    )
+    assert found.stdout == "refused\n", found.stderr[-2000:]

@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
+import torch
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools import bridge
+from gradtools import DisconnectedInputError, bridge
 from gradtools.testing import scenarios
 from gradtools.testing.tolerances import real_name, tolerance
 
@@ -115,3 +116,49 @@ def test_a_bridged_function_is_the_native_one_in_value_and_both_orders(host, nam
             scale = max(1.0, np.max(np.abs(wanted[np.isfinite(wanted)]), initial=0.0))
             allowed = tolerance(real_name(scenario.dtype), order) * scale
             np.testing.assert_allclose(y, wanted, rtol=0, atol=allowed, err_msg=key)
+
+
+def _stopped(gt, a, b):
+    return (gt.stop_gradient(b) * a).sum()
+
+
+def _rounded(gt, a, b):
+    return (a**2).sum() + (b > 0).sum()
+
+
+UNREACHED = {
+    "unused": lambda gt, a, b: (a**2).sum(),
+    "stopped": _stopped,
+    "compared": _rounded,
+    "of another output": lambda gt, a, b: ((a**2).sum(), (b**3).sum()),
+}
+
+
+@pytest.mark.parametrize("name", UNREACHED)
+@pytest.mark.parametrize("host", ["jax", "jit", "torch"])
+def test_an_input_that_reaches_nothing_is_refused_as_natively(host, name):
+    native, guest = (TORCH, JAX) if host == "torch" else (JAX, TORCH)
+    cross = bridge.to_torch if host == "torch" else bridge.to_jax
+    around = jax.jit if host == "jit" else lambda f: f
+    f = cross(lambda a, b: UNREACHED[name](guest.gt, a, b))
+    first = lambda a, b: f(a, b)[0] if name == "of another output" else f(a, b)
+    args = native.arrays((np.ones(3), 2 * np.ones(3)))
+    with pytest.raises(Exception, match="argument 1 does not reach the output of f"):
+        around(lambda *args: native.gt.grad(first, (0, 1))(*args))(*args)
+    zeros = around(lambda *args: native.gt.grad(first, (0, 1), disconnected_inputs="zeros")(*args))
+    at_a, at_b = native.numpy(list(zeros(*args)))
+    np.testing.assert_allclose(at_a, 2 * np.ones(3))
+    np.testing.assert_array_equal(at_b, np.zeros(3))
+
+
+def test_autograd_gives_none_for_an_input_that_reaches_nothing():
+    a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
+    f = bridge.to_torch(lambda a, b: (a**2).sum())
+    assert torch.autograd.grad(f(a, b), (a, b), allow_unused=True)[1] is None
+
+
+def test_each_example_of_a_batch_reaches_what_one_does():
+    f = bridge.to_jax(lambda a, b: (a * b.detach()).sum())
+    x = jax.numpy.ones((4, 3))
+    with pytest.raises(DisconnectedInputError, match="argument 1"):
+        gj.grad(lambda a, b: jax.vmap(f)(a, b).sum(), (0, 1))(x, x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.extend.source_info_util as source_info
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import gradtools.jax as gt
@@ -69,3 +70,14 @@ def test_what_chunked_makes_of_its_own_is_marked_by_a_name():
 @pytest.mark.parametrize("name", ["frames", "scopes", "user_frames", "traceback"])
 def test_there_is_no_public_name_for(name):
     assert not hasattr(source_info, name)
+
+
+def test_a_dlpack_capsule_becomes_an_array_in_its_memory():
+    take, memory = upstream.taking_capsules(), np.zeros(64 + 4 * 32, np.uint8)
+    start = -memory.ctypes.data % 64  # what begins elsewhere is copied
+    x = memory[start : start + 4 * 32].view(np.float32).reshape(4, 8)
+    x[:] = np.arange(32).reshape(4, 8)
+    assert take is not None
+    y = take(x.__dlpack__())
+    assert y.unsafe_buffer_pointer() == x.ctypes.data and y.dtype == x.dtype and y.shape == x.shape
+    np.testing.assert_array_equal(y, x)

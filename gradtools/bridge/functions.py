@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import numpy as np
 
 from gradtools.connection import refuse_cut
+from gradtools.crossings import Crossing, noted, noting
 from gradtools.custom import CustomRule, Parameters, Shaped
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel, Spec
@@ -79,33 +80,44 @@ class Foreign:
         """The same by what the arrays look like."""
         return self._known.get(ins) or _kept(self._known, ins, Known(self, ins))
 
+    def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
+        """The outputs where xs have values and nothing follows the program; else None."""
+        return self.known(xs).direct(xs) if self.guest.are_plain(xs) else None
+
+    def applied(self, *xs: Array) -> list[Array]:
+        """The outputs, differentiated by the rule."""
+        ys = self.at_once(xs)
+        return self.guest.host.apply_rule(self.rule, *xs) if ys is None else ys
+
     def value(self, *xs: Array) -> list[Array]:
         """The outputs, as the host's arrays."""
-        known = self.known(xs)
-        if self.guest.are_plain(xs):
-            return known.direct(xs)
-        host = self.guest.host
+        if (ys := self.at_once(xs)) is not None:
+            return ys
+        known, host = self.known(xs), self.guest.host
         call, arrays = known.kernel.bind(host, xs)
         return list(host.call_kernel(call, arrays))
 
     @cached_property
     def rule(self) -> Rule:
         """The function in the host's program."""
-        apply = self.guest.host.apply_rule
 
         def tangent(xs: Entries, dxs: Entries) -> list[Any]:
             moving = tuple([dx is not None for dx in dxs])
-            pushed = apply(self.jvp(moving).rule, *xs, *_present(dxs))
+            pushed = self.jvp(moving).applied(*xs, *_present(dxs))
             return spread(pushed, self.known(xs).inexact)
 
         def cotangent(xs: Entries, cts: Entries) -> list[Any]:
-            moving = tuple([self.guest.host.is_inexact(x) for x in xs])
             given = tuple([ct is not None for ct in cts])
+            moving = self.known(xs).moving(given)
             if not any(given) or not any(moving):
                 return [None] * len(xs)
-            return spread(apply(self.vjp(moving, given).rule, *xs, *_present(cts)), moving)
+            return spread(self.vjp(moving, given).applied(*xs, *_present(cts)), moving)
 
-        return Rule(self.name, self.value, tangent, cotangent, captures=False)
+        def reaches(*specs: Spec) -> Sequence[Mask] | None:
+            return self.known_of(specs).reach
+
+        own = reaches if self.base is self else None
+        return Rule(self.name, self.value, tangent, cotangent, captures=False, reaches=own)
 
     def jvp(self, moving: Mask) -> Foreign:
         """Tangents of the floating outputs, of all inputs and the tangents of those that move."""
@@ -153,8 +165,6 @@ class Foreign:
 
     def mapped(self, shared: Any, depth: int) -> Run:
         """The function of batches, `shared` as `_shared` says; kept, for it may be compiled."""
-        if not depth:
-            return self.entry
         found = self._mapped.get(shared)
         if found is None:
             run = self.run
@@ -220,19 +230,52 @@ class Known:
         return tuple(map(_is_inexact, self.outs))
 
     @cached_property
+    def reach(self) -> Sequence[Mask] | None:
+        """Which input reaches which output by a differentiable path; None: each reaches all.
+
+        Of a derivative every one: it is the function's path that counts, and a derivative that
+        does not depend on an input is constant in it.
+        """
+        return self.of.guest.reach(self.of.run, self.ins) if self.base is self else None
+
+    def moving(self, given: Mask) -> Mask:
+        """Which inputs get a cotangent where these outputs have one."""
+        inexact = tuple(map(_is_inexact, self.ins))
+        if self.reach is None:
+            return inexact
+        rows = [row for row, g in zip(self.reach, given, strict=True) if g]
+        return tuple([m and any(row[i] for row in rows) for i, m in enumerate(inexact)])
+
+    @cached_property
     def kernel(self) -> Kernel:
         """The function as a host kernel."""
         return Kernel(self._on_host, lambda *_: self.outs, True, self.of.name, raw=True)
 
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""
+        if (calls := noted()) is not None and self.base is self:
+            calls.append(Crossing(self.of.name, xs, partial(self._why_zero, xs)))
         return self.of.guest.called(self, self.of.entry, xs)
+
+    def _why_zero(self, xs: Sequence[Array], i: int) -> Sequence[Any]:
+        """What the guest finds of the input at i."""
+        guest = self.of.guest
+
+        @wraps(self.of.fun)
+        def fun(*arrays: Array) -> list[Array]:
+            return self.of.run(*arrays)
+
+        arrays = [guest.gt.asarray(guest.host.to_numpy(x)) for x in xs]
+        with noting():  # its own calls are not the host's
+            return guest.gt.why_zero(fun, *arrays, wrt=i).findings
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The same of NumPy arrays, with the axes of batches in front of each."""
         guest = self.of.guest
         depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
-        if 0 in arrays[0].shape[:depth] if arrays else False:
+        if not depth:
+            return guest.called_on_host(self, self.of.entry, arrays, 0)
+        if 0 in arrays[0].shape[:depth]:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), guest.carrier(s)) for s in self.outs]
         shared = _shared(arrays, depth)
@@ -301,22 +344,22 @@ class Bridged(CustomRule):
             if not kwargs:
                 leaves, by_position = host.flatten(args)
                 known = self._calls.get(by_position)  # with arrays alone
-                if known is not None and self.guest.are_plain(leaves):
-                    return self._at_once(known, leaves)
+                if known is not None and all(map(host.is_array, leaves)):
+                    return self._at(known, leaves)
             leaves, treedef = host.flatten((args, kwargs))
             self._refuse_guests(leaves)
             arrays = tuple(map(host.is_array, leaves))
             xs = [x for x, a in zip(leaves, arrays, strict=True) if a]
-            if xs and self.guest.are_plain(xs):
-                others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
+            others = tuple([x for x, a in zip(leaves, arrays, strict=True) if not a])
+            if xs and (not others or self.guest.are_plain(xs)):
                 flat = self._flat[self._shape((), treedef, arrays, others).rule.key]
                 if not others and not kwargs:
                     _kept(self._calls, by_position, flat)
-                return self._at_once(flat, xs)
+                return self._at(flat, xs)
         return super().__call__(args, kwargs)
 
-    def _at_once(self, flat: Flat, xs: Sequence[Any]) -> Any:
-        ys = flat.foreign.known(xs).direct(xs)
+    def _at(self, flat: Flat, xs: Sequence[Any]) -> Any:
+        ys = flat.foreign.applied(*xs)
         return self._backend.unflatten(flat.structure(xs), ys)
 
     def _refuse_guests(self, leaves: Sequence[Any]) -> None:
@@ -367,7 +410,8 @@ class Flat:
         """The function; the leaves of its output in the host's order."""
         args, kwargs = self.shape.arguments(arrays)
         leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
-        if self.newest is None or self.newest[0] != treedef:
+        newest = self.newest
+        if newest is None or not (newest[0] is treedef or newest[0] == treedef):
             self.newest = self._arranged(treedef, len(leaves))
         _, self.structures[_shapes(arrays)], order = self.newest
         return [self.guest.as_array(self.of.__name__, leaves[i]) for i in order]

@@ -27,6 +27,7 @@ from gradtools.bridge.memory import (
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
+from gradtools.jax.tracing import reached_matrix
 from gradtools.torch.host import is_followed
 from gradtools.torch.wrappers import is_wrapped
 
@@ -93,6 +94,14 @@ class JaxGuest:
                 f"of the arguments' Specs. JAX says: {error}"
             ) from error
         return [Spec(y.shape, y.dtype.name) for y in ys]
+
+    def reach(self, run: Any, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
+        """Which input reaches which output; None where f cannot be traced."""
+        examples = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs]
+        try:
+            return reached_matrix(jax.make_jaxpr(run)(*examples))
+        except jax.errors.JAXTypeError:  # it reads values
+            return None
 
     def _hold_wide(self, name: str, specs: Sequence[Spec]) -> None:
         for spec in specs:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
+from gradtools.jax._upstream import taking_capsules
 from gradtools.jax.arrays import X64
 from gradtools.torch import _upstream as upstream
 
@@ -38,7 +41,8 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 def tensor_of(x: jax.Array) -> Tensor:
     """The tensor in the memory of a JAX array, which it must not write."""
-    return from_dlpack(x)
+    # A capsule does not ask for a device and its stream, which takes as long as the rest.
+    return from_dlpack(x.__dlpack__() if _of_cpu_alone() else x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
@@ -54,10 +58,44 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
     if t.requires_grad or t.is_conj() or t.is_neg():
         t = t.detach().resolve_conj().resolve_neg()
+    if 0 in t.stride():  # broadcast, as a cotangent of a sum is: JAX takes it by an error alone
+        t = t.contiguous()
     try:
-        return jnp.from_dlpack(t)
+        return _imported(t)
     except jax.errors.JaxRuntimeError:  # strides that are no permutation of the axes
-        return jnp.from_dlpack(t.contiguous())
+        return _imported(t.contiguous())
+
+
+def _imported(t: Tensor) -> jax.Array:
+    """The JAX array in the memory of a tensor."""
+    take = taking_capsules()
+    if take is None or t.device.type != "cpu":
+        return jnp.from_dlpack(t)
+    return take(t.__dlpack__())
+
+
+@cache
+def _of_cpu_alone() -> bool:
+    """Whether JAX has no device but the CPU: no stream has to be waited for."""
+    return all(device.platform == "cpu" for device in jax.devices())
+
+
+@cache
+def of_one_cpu() -> bool:
+    """Whether JAX has one device, the CPU: whatever it holds is where PyTorch's tensors are."""
+    return _of_cpu_alone() and jax.device_count() == 1
+
+
+def comes_back(x: jax.Array) -> bool:
+    """Whether by DLPack a result of PyTorch's would be on the device of x.
+
+    What PyTorch has in the CPU's memory becomes an array committed to JAX's first CPU device.
+    """
+    device: Any = next(iter(x.sharding.device_set))
+    if device.platform == "cpu":
+        return bool(x.committed) and device == jax.local_devices(backend="cpu")[0]
+    seen = torch.cuda.device_count() if device.platform in ("gpu", "cuda", "rocm") else 0
+    return bool(device.local_hardware_id < seen)
 
 
 def _seen_by_jax(kind: str) -> bool:
@@ -86,7 +124,7 @@ def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor
     taken = {x.data_ptr() for x in others}
     found = []
     for i in range(len(ys)):
-        t = from_dlpack(ys[i])
+        t = tensor_of(ys[i])
         if t.data_ptr() in taken or sys.getrefcount(ys[i]) > _HELD_ONCE:
             t = t.clone()
         taken.add(t.data_ptr())

@@ -25,7 +25,9 @@ from gradtools.backend import backend_of
 from gradtools.bridge.functions import Known
 from gradtools.bridge.memory import (
     array_of,
+    comes_back,
     numpy_of_tensor,
+    of_one_cpu,
     tensor_of,
     tensor_of_numpy,
     unshared,
@@ -91,9 +93,14 @@ class TorchGuest:
         return tuple([Spec(x.shape, x.dtype.name) for x in xs])
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Whether all are arrays with values on the default device, and nothing is traced."""
+        """Whether all have values on a device that PyTorch shares, and nothing is traced.
+
+        Other arrays go through the host, to a result on their own device.
+        """
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
+                return False
+            if not (of_one_cpu() or comes_back(x)):
                 return False
         return not within_a_trace()
 
@@ -113,6 +120,26 @@ class TorchGuest:
                 f"{error}"
             ) from error
         return [_spec(y) for y in ys]
+
+    def reach(self, run: Any, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
+        """Which input reaches which output, by fake tensors; None where f does not take them."""
+        try:
+            with upstream.fake_tensors(allow_non_fake_inputs=True), torch.enable_grad():
+                xs = [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
+                at = [x.requires_grad_() for x in xs if self.is_inexact(x)]
+                return [self._reaching(y, xs, at) for y in run(*[x.clone() for x in xs])]
+        except Exception:  # whatever it meets there: its values alone can tell then
+            return None
+
+    def _reaching(self, y: Tensor, xs: Sequence[Tensor], at: Sequence[Tensor]) -> list[bool]:
+        """Which of xs a tensor's graph pulls a cotangent back to."""
+        if not y.requires_grad or not at:
+            return [False] * len(xs)
+        pulled = torch.autograd.grad(
+            y, at, torch.ones_like(y), retain_graph=True, allow_unused=True
+        )
+        reached = {id(x) for x, ct in zip(at, pulled, strict=True) if ct is not None}
+        return [id(x) in reached for x in xs]
 
     # --- calls
 

@@ -2,19 +2,23 @@
 
 `jax._src` is used nowhere: what is needed stands in `jax.extend` and `jax.interpreters`. What is
 left are fields of records (an equation's source, a jaxpr's origin) that only pictures, formulas
-and messages read, and one name of a method. All were seen with JAX 0.10.2; each entry says what to
-do when it is gone. `tests/test_jax_upstream.py` holds that each still does what is relied on.
+and messages read, one name of a method, and what takes a DLPack capsule. All were seen with JAX
+0.10.2; each entry says what to do when it is gone. `tests/test_jax_upstream.py` holds that each
+still does what is relied on.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 
 from gradtools.lines import is_in
 
@@ -103,3 +107,26 @@ def is_batch_statistic(eqn: Any) -> bool:
     return "BatchNorm.__call__.<locals>._stats" in names or any(
         pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
     )
+
+
+@cache
+def taking_capsules() -> Callable[[Any], jax.Array] | None:
+    """What makes a DLPack capsule of the CPU's memory an array in that memory.
+
+    `jax.dlpack.from_dlpack` asks the CPU for a stream and catches what JAX raises, which takes six
+    times as long as the rest. None, where the name is gone or takes other arguments: that function.
+    """
+    room: ModuleType | None = sys.modules.get("jaxlib._jax")
+    take = getattr(room, "dlpack_managed_tensor_to_buffer", None)
+    device, example = jax.local_devices(backend="cpu")[0], np.zeros(16)
+    kind = int(example.__dlpack_device__()[0])
+    if take is None:
+        return None
+    for more in ((device, None, None, kind), (device, None, None)):  # as of JAX 0.10, before that
+        try:
+            found = take(example.__dlpack__(), *more)
+        except TypeError:
+            continue
+        if isinstance(found, jax.Array):
+            return lambda capsule, more=more: take(capsule, *more)  # type: ignore[misc]
+    return None

@@ -170,6 +170,8 @@ class _Reader:
             return _rows(eqn, eqn.primitive.gradtools_connects(eqn), _FULL, _CUT)
         if inner:
             return None
+        if (matrix := tracing.reaches(eqn)) is not None:
+            return _rows(eqn, matrix, _FULL, _CUT)
         if name in _STOPS or tracing.is_complex_sign(eqn):
             return _rows(eqn, _all(eqn), _CUT, _CUT)
         if name in _FLAT and _FLAT[name](eqn):

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, get_opaque_trace_state
 
+from gradtools.host import Spec
 from gradtools.jax import _upstream as upstream
 from gradtools.jax.lifetimes import LIFE
 
@@ -204,6 +205,14 @@ def passive(eqn: Eqn) -> set[int]:
     return set(eqn.params["rule"].passive)
 
 
+def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
+    """Which input of a rule of ours reaches which output, where the rule says so."""
+    if eqn.primitive.name != "gradtools_primal" or eqn.params["rule"].reaches is None:
+        return None
+    avals = [v.aval for v in eqn.invars]
+    return eqn.params["rule"].reaches(*[Spec(a.shape, str(a.dtype)) for a in avals])
+
+
 @cache
 def complex_sign_is_a_step() -> bool:
     """Whether JAX takes the derivative of z / |z| for zero, as before 0.11 or so."""
@@ -319,6 +328,8 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
         return [0] * len(eqn.outvars)
     if not raw and is_complex_sign(eqn):
         return [0]
+    if not raw and (matrix := reaches(eqn)) is not None:
+        return [_mask(row) for row in matrix]
     if not raw and passive(eqn):
         active = [i not in passive(eqn) for i in range(len(eqn.invars))]
         return [_mask(active)] * len(eqn.outvars)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gradtools.backend import Backend
+from gradtools.crossings import noting
 from gradtools.seeing.findings import KINDS, Finding
 from gradtools.seeing.flow import (
     Loss,
@@ -64,7 +66,40 @@ def diagnosed(backend: Backend, program: Program, recording: Recording) -> list[
             findings += _from_ends(program, recording, index, best)
         elif (vanished := backend.vanishing(program.run, program.leaves, index)) is not None:
             findings += from_values(name, vanished)
-    return findings
+    return _across(backend, program, findings)
+
+
+def _across(backend: Backend, program: Program, findings: list[Finding]) -> list[Finding]:
+    """The same, and what is lost in a call of another framework's function as that one says it."""
+    if not any(finding.kind == "rule" for finding in findings):
+        return findings
+    leaves, found = list(program.leaves), []
+    with noting() as calls:
+        backend.rerun(program.run, leaves)
+    for finding in findings:
+        named = [call.name == finding.operation for call in calls]
+        if finding.kind != "rule" or not any(named):
+            found.append(finding)
+            continue
+        index = program.names.index(finding.argument)
+        changed = [*leaves[:index], _nudged(backend, leaves[index]), *leaves[index + 1 :]]
+        with noting() as after:
+            backend.rerun(program.run, changed)
+        inside = [
+            replace(one, argument=finding.argument, whole=finding.whole)
+            for call, again, ours in zip(calls, after, named, strict=False)
+            for i, (x, y) in enumerate(zip(call.xs, again.xs, strict=True))
+            if ours and backend.is_inexact(x) and not _same(*map(backend.to_numpy, (x, y)))
+            for one in call.why_zero(i)
+        ]
+        found += _without_repeats(inside) or [finding]
+    return found
+
+
+def _nudged(backend: Backend, leaf: Any) -> Any:
+    """The leaf with each entry a little off."""
+    x = backend.to_numpy(leaf)
+    return backend.cast(backend.asarray((x * 1.0009765625 + 1e-3).astype(x.dtype)), leaf)
 
 
 def refused(program: Program, refusal: Refusal) -> Finding:

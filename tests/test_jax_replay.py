@@ -1,4 +1,4 @@
-"""What issue 18 asks of JAX besides the programs: loops, platforms, modules, weights."""
+"""Replay in JAX besides the programs: loops, platforms, modules, weights."""
 
 from __future__ import annotations
 

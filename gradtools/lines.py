@@ -1,7 +1,8 @@
 """Whose a line is: the user's, an installed package's, or a framework's, gradtools' or Python's.
 
-Told by the file's place, once for both frameworks. Nothing is computed otherwise for it: it finds
-the user's line for a message or a picture, and hides the lines beneath it.
+Told by the file's place, once for both frameworks. It finds the user's line for a message or a
+picture and hides the lines beneath it; and PyTorch's operators that call f again look for what f
+changes in the user's code alone.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 
 USER, PACKAGE, LIBRARY = range(3)
 ENGINES = ("torch", "jax", "jaxlib", "numpy", "gradtools")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
+_LIBRARIES = frozenset({*ENGINES, *sys.stdlib_module_names})
 _TYPED_IN = ("<stdin>", "<string>", "<doctest", "<ipython")
 
 
@@ -38,9 +40,14 @@ def is_in(packages: Iterable[str], file: str) -> bool:
     return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)
 
 
-def is_installed(module: ModuleType) -> bool:
-    """Whether a module is of an installed package."""
-    return "-packages" in (getattr(module, "__file__", None) or "")
+def whose(x: CodeType | ModuleType | type) -> int:
+    """Whose code, a module or a class is; what has no file is the user's."""
+    if isinstance(x, CodeType):
+        return kind_of(x.co_filename)
+    name, module = (x.__module__, None) if isinstance(x, type) else (x.__name__, x)
+    if str(name).partition(".")[0] in _LIBRARIES:
+        return LIBRARY
+    return kind_of(getattr(module or sys.modules.get(name), "__file__", None) or "")
 
 
 def is_ours(file: str) -> bool:

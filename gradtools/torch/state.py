@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.lines import USER, kind_of
+from gradtools.lines import USER, whose
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.randomness import Randomness
@@ -495,7 +495,7 @@ class _Walk:
                 self._seen[id(cell)] = cell
                 get = partial(getattr, cell, "cell_contents")
                 self._place(get, partial(setattr, cell, "cell_contents"), key, owned)
-        if kind_of(x.__code__.co_filename) == USER:
+        if whose(x.__code__) == USER:
             self._attributes(x, x.__name__, owned)
             held = [vars(m) for cell in x.__closure__ or () if _is_module(m := contents_of(cell))]
             for space in (x.__globals__, *held):
@@ -526,7 +526,7 @@ class _Walk:
     def _class(self, x: type, name: str) -> None:
         """The attributes and the code of a class of the user's, and of those it inherits from."""
         for kind in x.__mro__:
-            if _is_the_users(kind) and (kind is x or id(kind) not in self._seen):
+            if whose(kind) == USER and (kind is x or id(kind) not in self._seen):
                 self._seen[id(kind)] = kind
                 self._holder(kind)
                 for key, part in vars(kind).items():
@@ -557,20 +557,11 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 def _is_module(x: Any) -> bool:
-    return isinstance(x, ModuleType) and _is_the_users(x)
+    return isinstance(x, ModuleType) and whose(x) == USER
 
 
-def _is_the_users(x: Any) -> bool:
-    """Whether a class or module is: the state of a library's own verification has to see."""
-    module = sys.modules.get(x.__module__) if isinstance(x, type) else x
-    file = getattr(module, "__file__", None) or ""
-    return _package(x) not in _STANDARD and kind_of(file) == USER
-
-
-def _package(kind: Any) -> str:
-    """The package of a class, or of a module."""
-    name = kind.__module__ if isinstance(kind, type) else kind.__name__
-    return str(name).partition(".")[0]
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
 
 
 def _nbytes(x: Tensor) -> int:

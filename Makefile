@@ -13,14 +13,14 @@ WORKERS ?= 2
 # which the many processes that tests start would each compile again.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-all lint format types examples docs bench clean
+.PHONY: demo test test-all lint format types examples docs bench tpu cuda clean
 
 demo: $(STAMP)
 	$(BIN)/gradtools demo
 
 # What a contributor waits for; CI runs all (tests/tiers.py says which tests are left out).
-test: MARKED := not slow and not sweep
-test-all: MARKED := not sweep
+test: MARKED := not slow and not sweep and not ahead
+test-all: MARKED := not sweep and not ahead
 test test-all: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKED)" $(PYTEST_ARGS)
 
@@ -49,8 +49,26 @@ $(VENV)/.docs-installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@touch $@
 
+# The compilers of TPU and GPU, ahead of time: neither is needed. They stand beside .venv, whose
+# packages they read, as JAX looks for a device where they are installed. One process: a
+# compilation takes gigabytes.
+AHEAD := .venv-ahead
+AHEAD_ENV := JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 XLA_FLAGS=--xla_gpu_autotune_level=0 \
+    TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-4 \
+    GRADTOOLS_TEST_OPTIMIZED=1 PYTHONPATH=.
+tpu cuda: $(AHEAD)/.installed
+	$(AHEAD_ENV) $(AHEAD)/bin/python -m pytest -m ahead -k $@ tests/test_jax_ahead_of_time.py $(PYTEST_ARGS)
+	$(AHEAD_ENV) $(AHEAD)/bin/python benchmarks/ahead_of_time.py $@
+
+$(AHEAD)/.installed: $(STAMP)
+	$(BIN)/python -m venv $(AHEAD)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    >"$$($(AHEAD)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(AHEAD)/bin/python -m pip install --quiet -c constraints.txt -e ".[ahead]"
+	@touch $@
+
 bench: $(STAMP)
-	@set -e; for program in benchmarks/cost.py $(filter-out benchmarks/cost%,$(wildcard benchmarks/*.py)); do \
+	@set -e; for program in benchmarks/cost.py $(filter-out benchmarks/cost% benchmarks/ahead%,$(wildcard benchmarks/*.py)); do \
 	    echo "== $$program"; $(BIN)/python "$$program"; done
 
 $(STAMP): pyproject.toml constraints.txt
@@ -62,6 +80,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-313 .venv-integration build dist out *.egg-info \
+	rm -rf $(VENV) .venv-313 .venv-integration .venv-ahead build dist out *.egg-info \
 	    .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

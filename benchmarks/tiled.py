@@ -72,18 +72,25 @@ class InfCL(torch.autograd.Function):
         return dx, dy, None
 
 
+class Normalized(torch.nn.Module):
+    """Features of length one."""
+
+    def forward(self, x: Any) -> Any:
+        """The rows of x over their norms."""
+        return F.normalize(x, dim=1)
+
+
 def contrastive(batch: int, width: int, dense: bool) -> Ways:
     """A step of an encoder of six layers under a symmetric contrastive loss."""
     torch.manual_seed(0)
     layers = [m for _ in range(6) for m in (torch.nn.Linear(width, width), torch.nn.GELU())]
-    encoder = torch.nn.Sequential(*layers)
+    encoder = torch.nn.Sequential(*layers, Normalized())
     a, b = torch.randn(2, batch, width)
     scale = torch.tensor(10.0, requires_grad=True)
-    chunked = gt.chunked(encoder, 512, verify=False)
+    chunked = gt.chunked(encoder, 512, retain=0, verify=False)
 
     def step(encode: Any, loss: Any) -> Any:
-        x, y = (F.normalize(encode(z), dim=1) for z in (a, b))
-        return torch.autograd.grad(loss(x, y), [*encoder.parameters(), scale])
+        return torch.autograd.grad(loss(encode(a), encode(b)), [*encoder.parameters(), scale])
 
     def whole(x: Any, y: Any) -> Any:
         logits, labels = scale * x @ y.T, torch.arange(len(x))

@@ -137,7 +137,7 @@ def _module(w: World) -> Any:
                 return w.twice(x * self.a)
 
         return Net()
-    return _equinox_module()(w.gt.asarray(np.ones(())), w.twice)
+    return _equinox_module()(w.one, w.twice)
 
 
 @cache

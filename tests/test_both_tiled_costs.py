@@ -97,3 +97,16 @@ def test_a_budget_bounds_the_bytes(gt, backend_name):
     run = gt.tiled(lambda x, y: x @ y.T, "logsumexp", memory_budget=2**17)
     taken = peak(gt, backend_name, gt.grad(lambda x, y: gt.xp.sum(run(x, y))), x, y)
     assert taken < 2**18 + 3 * 512 * D * 4
+
+
+def test_the_parts_of_a_derivative_are_let_go_as_they_are_joined():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+    from gradtools.torch.measures import LiveBytes
+
+    x, y = (z.requires_grad_() for z in torch.randn(2, 32 * TILE, D))
+    loss = contrast(gt)(x, y)
+    with LiveBytes() as live:
+        torch.autograd.grad(loss, (x, y))
+    small = 6 * TILE * TILE * x.element_size()
+    assert live.peak < 3 * x.nbytes + small  # both gradients, of one its parts beside it

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools.torch.arrays import fold_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalisation")
 
@@ -1885,3 +1886,10 @@ def test_per_example_gradients_of_chunked_and_in_chunks():
     expected = torch.stack([gt.grad(lambda w, x: contrast(F(x, w)))(w, x) for x in xs])
     assert same(gt.per_example_grad(f)(w, xs), expected, 1e-12)
     assert same(gt.per_example_grad(f, chunk_size=3)(w, xs), expected, 1e-12)
+
+
+def test_the_key_of_a_late_chunk_is_made_without_those_before_it():
+    key = gt.key(5)
+    assert all(torch.equal(fold_in(key, i), row) for i, row in enumerate(gt.split(key, 20)))
+    late = fold_in(key, 2**40)  # of a split into as many keys: 16 TB
+    assert late.shape == (2,) and not torch.equal(late, fold_in(key, 2**40 - 1))

@@ -73,15 +73,19 @@ def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     check_key("split", key)
     if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1:
         raise GradtoolsError(f"split: n must be a positive integer, got {n!r}.")
-    index = torch.arange(int(n), dtype=torch.int64, device=key.device)
-    first = _mix(key[0] + (index + 1) * GOLDEN)
-    return torch.stack([first, _mix(_mix(key[1] + first * ODD) + index)], dim=-1)
+    return _children(key, torch.arange(int(n), dtype=torch.int64, device=key.device))
 
 
 def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:
     """The child of a key that `split` would give at this index."""
     check_key("chunked", key)
-    return split(key, index + 1)[index]
+    return _children(key, torch.tensor(index, dtype=torch.int64, device=key.device))
+
+
+def _children(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The keys at these indices, along a last axis of two."""
+    first = _mix(key[0] + (index + 1) * GOLDEN)
+    return torch.stack([first, _mix(_mix(key[1] + first * ODD) + index)], dim=-1)
 
 
 def seed_of(key: torch.Tensor) -> int:

@@ -57,7 +57,7 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
                     bar.update()
             of_rows.append(found)
     parts = {ROWS: of_rows, COLUMNS: of_columns, SHARED: [shared]}
-    return [_joined([part[k] for part in parts[g.side]], g) for k, g in enumerate(groups)]
+    return [_joined(parts[group.side], k) for k, group in enumerate(groups)]
 
 
 def _blocks(program: Sweep, side: str) -> Any:
@@ -70,11 +70,14 @@ def _at(x: Tensor, role: str, side: str, block: tuple[int, int]) -> Tensor:
     return x.narrow(0, *block) if role == side else x
 
 
-def _joined(states: Sequence[State | None], group: Group) -> State:
-    there = [state for state in states if state is not None]
+def _joined(blocks: Sequence[list[State | None]], k: int) -> State:
+    """One group's states of all blocks; each tensor's parts are let go before the next is made."""
+    there = [state for block in blocks if (state := block[k]) is not None]
+    for block in blocks:
+        block[k] = None
     if len(there) == 1:
         return there[0]
-    return [torch.cat(parts) for parts in zip(*there, strict=True)]
+    return [torch.cat([state.pop(0) for state in there]) for _ in range(len(there[0]))]
 
 
 def _refuse_randomness(program: Sweep, before: Randomness | None) -> None:

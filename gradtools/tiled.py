@@ -565,7 +565,8 @@ class Sweep:
     progress: bool = False
 
 
-def _add(a: Arrays, b: Arrays) -> Arrays:
+def added(a: Arrays, b: Arrays) -> Arrays:
+    """The sums of two tiles' arrays."""
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
@@ -623,7 +624,7 @@ class _Sum:
         return [[wide(backend, x)] for x in found]
 
     def _groups(self) -> list[Group]:
-        return [Group(self._side(i), _add) for i in range(len(self.dtypes))]
+        return [Group(self._side(i), added) for i in range(len(self.dtypes))]
 
     def _side(self, i: int) -> str:
         return self.sides if isinstance(self.sides, str) else self.sides[i]

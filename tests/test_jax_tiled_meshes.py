@@ -12,6 +12,7 @@ import sys
 import pytest
 
 PROGRAM = """
+import re
 from contextlib import nullcontext
 import jax, jax.numpy as jnp, numpy as np
 import gradtools.jax as gt
@@ -63,6 +64,11 @@ for kind in (AxisType.Explicit, AxisType.Auto):
             for way, derive in WAYS.items() if explicit else [("gradient", WAYS["gradient"])]:
                 found = jax.tree.map(np.asarray, jax.jit(derive(f))(W, *rows))
                 close(found, WANTED[name, way], (kind, name, way))
+        if kind == AxisType.Explicit:  # each device has two of the sixteen rows
+            lse = gt.tiled(lambda a, b: a @ b.T, "logsumexp", (1, 16))
+            program = jax.jit(lambda w, x, y: lse(x @ w, y)).lower(W, *rows[:2]).compile()
+            trips = re.findall(r'known_trip_count[^0-9]*(\\d+)', program.as_text())
+            assert trips == ["2"], trips
 
 mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 

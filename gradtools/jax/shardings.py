@@ -110,7 +110,7 @@ def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) 
     which, name = entry
     new = [*found[:at], *[None] * count, *(found[-behind:] if behind else ())]
     mesh = jax.typeof(x).sharding.mesh
-    if name is not None and shape[at + which] % _devices(mesh, name) == 0:
+    if name is not None and shape[at + which] % devices(mesh, name) == 0:
         new[at + which] = name
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*new)))
 
@@ -148,15 +148,17 @@ def _with_axes(aval: Any, change: Any, size: int = 0) -> Any:
 
 
 def _fits(x: Array, axis: int, entry: Any, found: list[Any], mesh: Any) -> bool:
-    others = {name for i, e in enumerate(found) if i != axis for name in _names(e)}
-    return x.shape[axis] % _devices(mesh, entry) == 0 and not others & set(_names(entry))
+    others = {name for i, e in enumerate(found) if i != axis for name in names(e)}
+    return x.shape[axis] % devices(mesh, entry) == 0 and not others & set(names(entry))
 
 
-def _devices(mesh: Any, entry: Any) -> int:
-    return prod(mesh.shape[name] for name in _names(entry))
+def devices(mesh: Any, entry: Any) -> int:
+    """Over how many devices an entry shards."""
+    return prod(mesh.shape[name] for name in names(entry))
 
 
-def _names(entry: Any) -> tuple[Any, ...]:
+def names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes of an entry."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)

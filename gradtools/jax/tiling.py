@@ -7,12 +7,14 @@ nothing is padded. The states of columns are carried from one block of rows to t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
@@ -21,7 +23,7 @@ from gradtools.jax.chunking import promoted
 from gradtools.jax.rules import varying, varying_alike
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
-from gradtools.tiled import COLUMNS, ROWS, SHARED, Sweep
+from gradtools.tiled import COLUMNS, ROWS, SHARED, Group, Sweep, added
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group, empty where a group has another side
@@ -29,18 +31,66 @@ States = list[Arrays]  # one list for each group, empty where a group has anothe
 
 def sweep(program: Sweep, xs: Sequence[Any]) -> States:
     """The merged states of all tiles; outside of a trace by a program that is compiled once."""
-    run = lambda *xs: _Sweep(program, xs).run()
+    run = lambda *xs: _run(program, xs)
     if within_a_trace():
         return run(*xs)
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(*xs)
     return jax.tree.unflatten(jax.tree.structure(shapes), compiled(closed)(closed.consts, xs))
 
 
+def _run(program: Sweep, xs: Sequence[Any]) -> States:
+    """The merged states; where a side is sharded along Explicit axes, its devices share the tiles.
+
+    A device has its part of that side and all of the other; what belongs to the other, or to
+    neither, is merged at the end. One side suffices: rows, where both are sharded.
+    """
+    whole = _Sweep(program, xs)
+    side = next((side for side in (ROWS, COLUMNS) if whole.divides(side)), None)
+    if side is None:
+        return whole.run()
+    entry, at = whole.entries[side], program.roles.index(side)
+    mesh = jax.typeof(xs[at]).sharding.mesh
+    count = getattr(program.cut, side) // shardings.devices(mesh, entry)
+    part = replace(program, cut=replace(program.cut, **{side: count}))
+    groups = whole.seen()
+
+    def run(*xs: Any) -> States:
+        states = _Sweep(part, xs).run()
+        return [
+            state if group.side == side else _over_devices(group, state, entry)
+            for group, state in zip(groups, states, strict=True)
+        ]
+
+    split = lambda other: PartitionSpec(*(entry,) * (other == side))
+    states = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple([split(role) for role in program.roles]),
+        out_specs=[split(group.side) for group in groups],
+        axis_names=set(shardings.names(entry)),
+        check_vma=False,
+    )(
+        *[
+            jax.sharding.reshard(x, NamedSharding(mesh, split(role)))
+            for x, role in zip(xs, program.roles, strict=True)
+        ]
+    )
+    return [whole.placed(state, group) for state, group in zip(states, groups, strict=True)]
+
+
+def _over_devices(group: Group, state: Arrays, entry: Any) -> Arrays:
+    """A group's states of all devices, merged."""
+    if group.merge is added:
+        return [jax.lax.psum(x, entry) for x in state]
+    parts = [jax.lax.all_gather(x, entry) for x in state]
+    return reduce(group.merge, [[x[i] for x in parts] for i in range(len(parts[0]))])
+
+
 class _Sweep:
     """One run of a program over tiles."""
 
     def __init__(self, program: Sweep, xs: Sequence[Any]) -> None:
-        self.program, self.roles = program, program.roles
+        self.program, self.roles, self.given = program, program.roles, xs
         self.xs = [_whole(x, role) for x, role in zip(xs, self.roles, strict=True)]
         pairs = [*zip(self.roles, xs, strict=True)]
         self.entries = {side: _entry(pairs, side) for side in (ROWS, COLUMNS)}
@@ -64,11 +114,31 @@ class _Sweep:
         shared, of_columns = carry
         runs = {ROWS: bands, COLUMNS: of_columns}
         return [
-            shared[k]
-            if g.side == SHARED
-            else [shardings.placed(x, 0, self.entries[g.side]) for x in _joined(runs[g.side], k)]
+            shared[k] if g.side == SHARED else self.placed(_joined(runs[g.side], k), g)
             for k, g in enumerate(self.groups)
         ]
+
+    def placed(self, state: Arrays, group: Group) -> Arrays:
+        """A group's states, sharded as the arrays of its side are."""
+        if group.side == SHARED:
+            return state
+        return [shardings.placed(x, 0, self.entries[group.side]) for x in state]
+
+    def divides(self, side: str) -> bool:
+        """Whether a side is sharded so that all devices have equally much, and nothing else is."""
+        at, entry = self.roles.index(side), self.entries[side]
+        if entry is None:
+            return False
+        mesh = jax.typeof(self.given[at]).sharding.mesh
+        rest = (name for x in self.xs for name in shardings.entries(x))
+        return getattr(self.program.cut, side) % shardings.devices(mesh, entry) == 0 and not any(
+            rest
+        )
+
+    def seen(self) -> Sequence[Group]:
+        """The groups, which a tile tells."""
+        self._looks(self.rows[0][1], self.columns[0][1])
+        return self.program.groups()
 
     def _band(self, none: States, carry: Any, rows: Arrays) -> tuple[Any, States]:
         """One block of rows with all columns."""

@@ -10,7 +10,42 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from gradtools.seeing.graph import Graph
+
+
+class Inside(Protocol):
+    """What looks into a function of the other framework, by what its arguments look like."""
+
+    @property
+    def name(self) -> str:
+        """The function's name, and whose it is."""
+        ...
+
+    def graph(self) -> Graph | None:
+        """Its operations, as the other framework records them; None where it cannot."""
+        ...
+
+    def cost(self) -> Cost | None:
+        """What a call costs, as the other framework counts it; None where it cannot."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call costs.
+
+    Attributes:
+        flops: How many operations it makes.
+        peak_bytes: The most bytes alive at once of what it makes, its results too.
+        unknown: The names of operations that no rule counts.
+    """
+
+    flops: int
+    peak_bytes: int
+    unknown: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

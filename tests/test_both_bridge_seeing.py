@@ -63,3 +63,97 @@ def test_why_zero_looks_at_no_other_argument_of_a_bridged_function():
         .findings[0]
         .whole
     )
+
+
+# --- one picture across the border -------------------------------------------------------
+
+
+def quadratic_in_torch(t):
+    return (torch.tanh(t @ t) ** 2).sum()
+
+
+def quadratic_in_jax(x):
+    return (jnp.tanh(x @ x) ** 2).sum()
+
+
+ACROSS = [
+    (TO_JAX, quadratic_in_torch, "quadratic_in_torch in PyTorch"),
+    (TO_TORCH, quadratic_in_jax, "quadratic_in_jax in JAX"),
+]
+MATRIX = np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3)
+
+
+@pytest.mark.parametrize(("host", "f", "name"), ACROSS)
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_a_graph_shows_the_other_frameworks_operations_in_each_pass(host, f, name, order):
+    own, across = host
+    graph = own.gradient_graph(across(f), own.asarray(MATRIX), order=order)
+    calls = [node for node in graph.nodes if node.operation == "bridged"]
+    assert [call.phase for call in calls] == list(range(order + 1))
+    assert calls[0].attributes["name"] == name
+    (body,) = calls[0].bodies
+    assert [n.operation for n in body.graph.nodes] == ["matmul", "tanh", "power", "sum"]
+    assert {n.source.function for n in body.graph.nodes} == {f.__name__}
+    for call in calls[1:]:  # f again, and its derivative
+        inside = call.bodies[0].graph
+        assert len(inside.nodes) > 4 and {n.phase for n in inside.nodes} == {call.phase}
+        assert [inside.values[v].shape for v in inside.inputs] == [
+            graph.values[v].shape for v in call.inputs
+        ]
+    assert f"▾ {name}" in graph.to_text() and name in graph.to_svg()
+
+
+def test_a_graph_goes_through_both_borders():
+    graph = gt.gradient_graph(
+        lambda x: bridge.to_torch(lambda a: bridge.to_jax(quadratic_in_torch)(a) * 3)(x),
+        torch.ones(3, 3),
+    )
+    assert [node.operation for node in graph.nodes] == ["bridged", "bridged"]
+    for node, last in zip(graph.nodes, ("sum", "add"), strict=True):
+        inner = [n for n in node.bodies[0].graph.nodes if n.operation == "bridged"]
+        assert inner[-1].bodies[0].graph.nodes[-1].operation == last
+
+
+def test_what_takes_no_fake_tensors_is_drawn_without_its_operations():
+    f = bridge.to_jax(lambda t: t * 2 if t.sum() > 0 else t, out=lambda t: t)
+    call = gj.gradient_graph(lambda x: f(x), jnp.ones(2), order=0).nodes[0]
+    assert call.operation == "bridged" and not call.bodies
+
+
+# --- measured ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("host", "f", "name"), ACROSS)
+def test_measure_counts_a_bridged_function_as_if_it_were_the_frameworks_own(host, f, name):
+    own, across = host
+    native = quadratic_in_jax if own is gj else quadratic_in_torch
+    x = own.asarray(MATRIX)
+    found = own.measure(across(f), x)
+    assert found.flops == own.measure(lambda x: native(2 * x), x).flops == 89
+    assert found.saved_bytes == 36  # the argument alone: a derivative evaluates f again
+    assert found.peak_bytes >= 72  # what is doubled, and what f makes of it
+    assert not any("flops" in note for note in found.notes)
+    assert own.measure(own.grad(across(f)), x).flops > 2 * 89
+
+
+def test_measure_counts_a_batch_of_calls():
+    f, xs = bridge.to_jax(quadratic_in_torch), jnp.ones((4, 3, 3))
+    assert gj.measure(jax.vmap(f), xs).flops == 4 * 80
+    g = bridge.to_torch(quadratic_in_jax)
+    assert gt.measure(torch.func.vmap(g), torch.ones(4, 3, 3)).flops == 4 * 80
+
+
+def test_measure_names_a_bridged_function_that_it_cannot_count():
+    f = bridge.to_jax(lambda t: t * 2 if t.sum() > 0 else t, out=lambda t: t)
+    (note,) = gj.measure(lambda x: f(x), jnp.ones(2)).notes
+    assert note == "not in flops: <lambda> in PyTorch, which no rule counts"
+
+
+def test_a_round_trip_that_was_first_met_beneath_an_operation_of_pytorchs_has_its_gradient():
+    # Beneath an operation PyTorch's autograd is off, and what JAX asked there was kept for good.
+    f = bridge.to_torch(lambda a: bridge.to_jax(quadratic_in_torch)(a) * 3)
+    x = torch.from_numpy(MATRIX).requires_grad_()
+    assert gt.measure(gt.grad(f), x).flops > 160
+    (found,) = torch.autograd.grad(f(x), x)
+    (native,) = torch.autograd.grad(3 * quadratic_in_torch(x), x)
+    torch.testing.assert_close(found, native)

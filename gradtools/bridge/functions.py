@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from gradtools.connection import refuse_cut
-from gradtools.crossings import Crossing, noted, noting
+from gradtools.crossings import Cost, Crossing, noted, noting
 from gradtools.custom import CustomRule, Parameters, Shaped
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Rule, spread
+from gradtools.seeing.graph import Graph
 
 Array = Any
 Mask = tuple[bool, ...]
@@ -117,7 +118,9 @@ class Foreign:
             return self.known_of(specs).reach
 
         own = reaches if self.base is self else None
-        return Rule(self.name, self.value, tangent, cotangent, captures=False, reaches=own)
+        return Rule(
+            self.name, self.value, tangent, cotangent, captures=False, reaches=own, crosses=True
+        )
 
     def jvp(self, moving: Mask) -> Foreign:
         """Tangents of the floating outputs, of all inputs and the tangents of those that move."""
@@ -249,7 +252,28 @@ class Known:
     @cached_property
     def kernel(self) -> Kernel:
         """The function as a host kernel."""
-        return Kernel(self._on_host, lambda *_: self.outs, True, self.of.name, raw=True)
+        return Kernel(self._on_host, lambda *_: self.outs, True, self.of.name, True, self)
+
+    @property
+    def name(self) -> str:
+        """The function's name, and whose it is."""
+        return f"{self.of.name} in {self.of.guest.title}"
+
+    def graph(self) -> Graph | None:
+        """The function's operations, as the guest records them."""
+        return self._graph
+
+    @cached_property
+    def _graph(self) -> Graph | None:
+        return self.of.guest.graph(self.of.run, self.ins)
+
+    def cost(self) -> Cost | None:
+        """What a call costs, as the guest counts it."""
+        return self._cost
+
+    @cached_property
+    def _cost(self) -> Cost | None:
+        return self.of.guest.cost(self.of.run, self.ins)
 
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""

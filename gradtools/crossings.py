@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
     from gradtools.seeing.graph import Graph
 
@@ -54,12 +56,12 @@ class Crossing:
 
     Attributes:
         name: The function's, which is the operation's name in a graph.
-        xs: Its arrays, of the framework around it.
+        xs: Its arrays.
         why_zero: `why_zero(i)` gives the other framework's findings for the array at i.
     """
 
     name: str
-    xs: Sequence[Any]
+    xs: Sequence[np.ndarray]
     why_zero: Callable[[int], Sequence[Any]]
 
 

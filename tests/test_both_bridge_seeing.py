@@ -50,6 +50,35 @@ def test_why_zero_names_the_line_in_the_other_framework(host, f, kind, line):
         assert line in file.readlines()[finding.source.line - 1]
 
 
+_IN_JAX = {
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, x])),
+    "jit of vmap": lambda f: jax.jit(lambda x: jax.vmap(f)(x[None])),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c, f(x)), 0.0, None, length=2)[1],
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("around", _IN_JAX)
+@pytest.mark.parametrize(
+    ("f", "kind", "line"),
+    [(cut_in_torch, "detached", "lost in torch"), (dead_in_torch, "dead", "dead in torch")],
+)
+def test_why_zero_names_the_line_inside_of_compiled_and_mapped_programs(around, f, kind, line):
+    bridged = bridge.to_jax(f)
+    (finding,) = gj.why_zero(_IN_JAX[around](lambda x: bridged(2 * x)), jnp.ones(3)).findings
+    assert (finding.kind, finding.source.function) == (kind, f.__name__)
+    with open(__file__) as file:
+        assert line in file.readlines()[finding.source.line - 1]
+
+
+def test_why_zero_names_the_line_inside_of_a_compiled_program_of_pytorchs():
+    bridged = bridge.to_torch(cut_in_jax)
+    f = torch.compile(lambda x: bridged(2 * x), backend="eager")
+    (finding,) = gt.why_zero(f, torch.ones(3)).findings
+    assert (finding.kind, finding.source.function) == ("detached", "cut_in_jax")
+
+
 def test_why_zero_looks_at_no_other_argument_of_a_bridged_function():
     f = bridge.to_torch(lambda a, b: jax.lax.stop_gradient(a).sum() + jnp.floor(b).sum())
     x = torch.ones(3)

@@ -277,11 +277,17 @@ class Known:
 
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""
-        if (calls := noted()) is not None and self.base is self:
-            calls.append(Crossing(self.of.name, xs, partial(self._why_zero, xs)))
+        self._note(xs)
         return self.of.guest.called(self, self.of.entry, xs)
 
-    def _why_zero(self, xs: Sequence[Array], i: int) -> Sequence[Any]:
+    def _note(self, xs: Sequence[Array], depth: int = 0) -> None:
+        """Notes a call where somebody asks; of a batch its first example: each loses the same."""
+        if (calls := noted()) is None or self.base is not self:
+            return
+        arrays = [self.of.guest.host.to_numpy(x)[(0,) * depth] for x in xs]
+        calls.append(Crossing(self.of.name, arrays, partial(self._why_zero, arrays)))
+
+    def _why_zero(self, xs: Sequence[np.ndarray], i: int) -> Sequence[Any]:
         """What the guest finds of the input at i."""
         guest = self.of.guest
 
@@ -289,19 +295,20 @@ class Known:
         def fun(*arrays: Array) -> list[Array]:
             return self.of.run(*arrays)
 
-        arrays = [guest.gt.asarray(guest.host.to_numpy(x)) for x in xs]
         with noting():  # its own calls are not the host's
-            return guest.gt.why_zero(fun, *arrays, wrt=i).findings
+            return guest.gt.why_zero(fun, *map(guest.gt.asarray, xs), wrt=i).findings
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The same of NumPy arrays, with the axes of batches in front of each."""
         guest = self.of.guest
         depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
         if not depth:
+            self._note(arrays)
             return guest.called_on_host(self, self.of.entry, arrays, 0)
         if 0 in arrays[0].shape[:depth]:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), guest.carrier(s)) for s in self.outs]
+        self._note(arrays, depth)
         shared = _shared(arrays, depth)
         arrays = tuple([a[_first(s)] for a, s in zip(arrays, shared, strict=True)])
         run = self.of.mapped(tuple(map(tuple, shared)), depth)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from gradtools.seeing.formula.recorded import Recorded
     from gradtools.seeing.graph import Graph
 
 
@@ -30,9 +31,28 @@ class Inside(Protocol):
         """Its operations, as the other framework records them; None where it cannot."""
         ...
 
+    def formula(self, xs: Sequence[np.ndarray]) -> Recorded | None:
+        """One run at these arrays in the formula's vocabulary; None where it cannot."""
+        ...
+
     def cost(self) -> Cost | None:
         """What a call costs, as the other framework counts it; None where it cannot."""
         ...
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """A call in a program.
+
+    Attributes:
+        inside: What looks into the function.
+        inputs: Which of the operation's inputs the function is given.
+        batch: The sizes of the axes of batches.
+    """
+
+    inside: Inside
+    inputs: tuple[int, ...]
+    batch: tuple[int, ...]
 
 
 @dataclass(frozen=True)

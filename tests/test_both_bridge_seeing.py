@@ -186,3 +186,53 @@ def test_a_round_trip_that_was_first_met_beneath_an_operation_of_pytorchs_has_it
     (found,) = torch.autograd.grad(f(x), x)
     (native,) = torch.autograd.grad(3 * quadratic_in_torch(x), x)
     torch.testing.assert_close(found, native)
+
+
+# --- as mathematics ----------------------------------------------------------------------
+
+WEIGHTS = torch.linspace(-1, 1, 6).reshape(3, 2)
+KERNEL = jnp.asarray(WEIGHTS.numpy())
+
+
+def layer_in_torch(x):
+    return torch.tanh(x @ WEIGHTS)
+
+
+def layer_in_jax(x):
+    return jnp.tanh(x @ KERNEL)
+
+
+LAYERS = [(gj, bridge.to_jax(layer_in_torch)), (gt, bridge.to_torch(layer_in_jax))]
+
+
+@pytest.mark.parametrize(("own", "layer"), LAYERS)
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_formula_is_that_of_the_same_program_in_one_framework(own, layer, order):
+    native = layer_in_jax if own is gj else layer_in_torch
+    x = own.asarray(MATRIX)
+    found, same = (
+        own.formula(lambda x, f=f: (f(2 * x) ** 2).sum() * x.sum(), x, order=order)
+        for f in (layer, native)
+    )
+    held, here = ("WEIGHTS", "KERNEL") if own is gj else ("KERNEL", "WEIGHTS")
+    assert [line.replace(held, here) for line in found.lines(order)] == same.lines(order)
+    assert not found.marked and found.check.error < 1e-3
+
+
+def test_a_formula_goes_through_both_borders():
+    around = bridge.to_jax(lambda a: 3 * bridge.to_torch(layer_in_jax)(a))
+    found = gj.formula(lambda x: around(x).sum(), jnp.asarray(MATRIX))
+    assert found.lines(1) == ["x̄ = 3 L̄ (1 - H^∘²) KERNELᵀ"]
+
+
+def test_a_rule_around_a_bridged_function_stays_the_rule_in_a_formula():
+    bridged = bridge.to_torch(lambda a: a * a)
+    rule = gt.custom_rule(lambda x: bridged(x))
+    rule.defvjp(lambda x: (rule(x), (x,)), lambda saved, c: (5 * c * saved[0],))
+    assert gt.formula(lambda x: rule(x), torch.ones(3)).lines(1) == ["x̄ = 5 ȳ ⊙ x"]
+
+
+def test_a_formula_marks_a_mapped_bridged_function_by_its_name():
+    layer = LAYERS[0][1]
+    found = gj.formula(lambda x: jax.vmap(layer)(x).sum(), jnp.asarray(MATRIX))
+    assert "layer_in_torch" in found.marked

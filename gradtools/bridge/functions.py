@@ -28,7 +28,9 @@ from gradtools.custom import CustomRule, Parameters, Shaped
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Rule, spread
+from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.graph import Graph
+from gradtools.seeing.program import Program
 
 Array = Any
 Mask = tuple[bool, ...]
@@ -266,6 +268,21 @@ class Known:
     @cached_property
     def _graph(self) -> Graph | None:
         return self.of.guest.graph(self.of.run, self.ins)
+
+    def formula(self, xs: Sequence[np.ndarray]) -> Recorded | None:
+        """One run of the function in the formula's vocabulary; none of a derivative."""
+        guest = self.of.guest
+        if self.base is not self or not guest.backend.watchable():
+            return None
+        moving = tuple([i for i, s in enumerate(self.ins) if _is_inexact(s)])
+        run = lambda *arrays: self.of.run(*arrays)
+        program = Program(
+            guest.backend, "formula", run, list(map(guest.gt.asarray, xs)), {}, moving
+        )
+        try:
+            return as_recorded(guest.backend.formula_graph(program))
+        except GradtoolsError:  # it cannot be written down there: here it is one operation
+            return None
 
     def cost(self) -> Cost | None:
         """What a call costs, as the guest counts it."""

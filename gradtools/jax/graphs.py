@@ -22,9 +22,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from gradtools.crossings import Inside
-from gradtools.jax import flops, operands, places, tracing
+from gradtools.jax import operands, places, tracing
 from gradtools.jax._upstream import scopes_of
+from gradtools.jax.crossing import crossing
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.seeing.crossing import opened
@@ -147,9 +147,9 @@ class _Reader:
         )
         if not self._in_places:
             return node
-        crossed = _crossed(eqn)
+        crossed = crossing(eqn)
         if crossed is not None:
-            node = opened(node, values.found, *crossed)
+            node = opened(node, values.found, crossed.inside, crossed.inputs)
         return _in_places(eqn, node, values)
 
     def body_of(self, eqn: Eqn, body: Any, values: _Values, here: _Place) -> Body:
@@ -296,27 +296,6 @@ def _operation(eqn: Eqn) -> str:
 def _is_ours(eqn: Eqn) -> bool:
     """Whether an equation is of a rule of gradtools'; one of a custom_vmap has a "rule" too."""
     return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
-
-
-def _crossed(eqn: Eqn) -> tuple[Inside, list[int]] | None:
-    """What looks into the other framework's function that an equation calls and does no more.
-
-    With the positions of the equation's inputs which that function is given.
-    """
-    places = list(range(len(eqn.invars)))
-    while eqn.primitive.name != "gradtools_kernel":
-        if not (_is_ours(eqn) and eqn.params["rule"].crosses):
-            return None
-        (body,) = flops.bodies(eqn)
-        jaxpr, known = body.jaxpr, dict(zip(body.jaxpr.invars, places, strict=True))
-        if len(jaxpr.eqns) != 1 or jaxpr.outvars != jaxpr.eqns[0].outvars:
-            return None
-        (eqn,) = jaxpr.eqns
-        if any(isinstance(a, Literal) or a not in known for a in eqn.invars):
-            return None
-        places = [known[a] for a in eqn.invars]
-    inside = eqn.params["call"].kernel.inside
-    return None if inside is None else (inside, places)
 
 
 def _native(eqn: Eqn) -> str:

@@ -1,5 +1,8 @@
 """What is lost inside a bridged function is told at the other framework's line."""
 
+from functools import partial
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 import gradtools.jax as gj
 import gradtools.torch as gt
 from gradtools import bridge
+from gradtools.testing import first_divergence
 
 
 def cut_in_torch(t):
@@ -126,6 +130,8 @@ def test_a_graph_shows_the_other_frameworks_operations_in_each_pass(host, f, nam
     for call in calls[1:]:  # f again, and its derivative
         inside = call.bodies[0].graph
         assert len(inside.nodes) > 4 and {n.phase for n in inside.nodes} == {call.phase}
+        told = [n for n in inside.nodes[4:] if n.source]  # sums of gradients are of no line
+        assert len(told) > 2 and {n.source.function for n in told} == {f.__name__}
         assert [inside.values[v].shape for v in inside.inputs] == [
             graph.values[v].shape for v in call.inputs
         ]
@@ -236,3 +242,72 @@ def test_a_formula_marks_a_mapped_bridged_function_by_its_name():
     layer = LAYERS[0][1]
     found = gj.formula(lambda x: jax.vmap(layer)(x).sum(), jnp.asarray(MATRIX))
     assert "layer_in_torch" in found.marked
+
+
+# --- a port, layer by layer ----------------------------------------------------------------
+
+
+linear = partial(eqx.nn.Linear, dtype=jnp.float32)
+
+
+@pytest.fixture
+def narrow():
+    """JAX as it is by default."""
+    with jax.enable_x64(False):
+        yield
+
+
+class Port(eqx.Module):
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))
+
+
+class HalfPorted(torch.nn.Module):
+    """The original, whose last layer is the port's already."""
+
+    def __init__(self, port):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 4), bridge.to_torch(port.last)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.tensor(np.asarray(port.first.weight)))
+            self.first.bias.copy_(torch.tensor(np.asarray(port.first.bias)))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_first_divergence_compares_a_model_that_is_bridged_in_part(dtype, narrow):
+    keys = jax.random.split(jax.random.key(0))
+    port = Port(linear(3, 4, key=keys[0]), linear(4, 2, key=keys[1]))
+    half, x = HalfPorted(port), np.ones(3, np.float32)
+    assert first_divergence(half, port, None, (x,), dtype=dtype)
+    with torch.no_grad():
+        half.last.weight.mul_(2)
+    first = first_divergence(half, port, None, (x,), dtype=dtype).first
+    assert (first.path, first.quantity) == ("last", "value") and "weight" in first.cause
+
+
+class Bridged(eqx.Module):
+    """The port, whose last layer is still the original's."""
+
+    first: eqx.nn.Linear
+    last: dict
+    apply: object = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.apply(self.last, {}, jnp.tanh(self.first(x)))[0]
+
+
+def test_first_divergence_compares_a_port_that_calls_the_original(narrow):
+    first = linear(3, 4, key=jax.random.key(0))
+    half = HalfPorted(Port(first, linear(4, 2, key=jax.random.key(1))))
+    half.last = torch.nn.Linear(4, 2)
+    apply, params, _ = bridge.to_jax(half.last)
+    x = np.ones(3, np.float32)
+    assert first_divergence(half, Bridged(first, params, apply), None, (x,))
+    wrong = Bridged(first, {**params, "bias": params["bias"] + 1}, apply)
+    assert not first_divergence(half, wrong, None, (x,))

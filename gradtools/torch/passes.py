@@ -374,10 +374,10 @@ class _PassRecorder(Watching):
         managed = mark_of_running()
         rule, own = next((known for known in self._rules if known[1]), ("", ""))
         mark = managed or own or found
-        if not self._phase:
-            return _Origin(source, self.scopes.path, mark, rule)
         running = upstream.current_node()
         of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
+        if not self._phase:  # in a derivative that f takes itself its own lines come first
+            return _Origin(source or of.source, self.scopes.path, mark, rule)
         summed = upstream.is_summed_by_autograd(running)
         inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
         if source is None or (of.source is not None and "-packages" in source.file):

@@ -10,7 +10,64 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from gradtools.seeing.formula.recorded import Recorded
+    from gradtools.seeing.graph import Graph
+
+
+class Inside(Protocol):
+    """What looks into a function of the other framework, by what its arguments look like."""
+
+    @property
+    def name(self) -> str:
+        """The function's name, and whose it is."""
+        ...
+
+    def graph(self) -> Graph | None:
+        """Its operations, as the other framework records them; None where it cannot."""
+        ...
+
+    def formula(self, xs: Sequence[np.ndarray]) -> Recorded | None:
+        """One run at these arrays in the formula's vocabulary; None where it cannot."""
+        ...
+
+    def cost(self) -> Cost | None:
+        """What a call costs, as the other framework counts it; None where it cannot."""
+        ...
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """A call in a program.
+
+    Attributes:
+        inside: What looks into the function.
+        inputs: Which of the operation's inputs the function is given.
+        batch: The sizes of the axes of batches.
+    """
+
+    inside: Inside
+    inputs: tuple[int, ...]
+    batch: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call costs.
+
+    Attributes:
+        flops: How many operations it makes.
+        peak_bytes: The most bytes alive at once of what it makes, its results too.
+        unknown: The names of operations that no rule counts.
+    """
+
+    flops: int
+    peak_bytes: int
+    unknown: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -19,12 +76,12 @@ class Crossing:
 
     Attributes:
         name: The function's, which is the operation's name in a graph.
-        xs: Its arrays, of the framework around it.
+        xs: Its arrays.
         why_zero: `why_zero(i)` gives the other framework's findings for the array at i.
     """
 
     name: str
-    xs: Sequence[Any]
+    xs: Sequence[np.ndarray]
     why_zero: Callable[[int], Sequence[Any]]
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.containers import whole
+from gradtools.crossings import Inside
 from gradtools.errors import GradtoolsError
 
 Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
@@ -114,6 +115,7 @@ class Kernel:
         name: What messages call it.
         raw: Whether it takes arrays in any layout, an axis of stride 0 for one over which they are
             the same, and returns arrays that nobody writes, which then are not copied.
+        inside: Of a function of another framework: what looks into it.
     """
 
     __gradtools_holds__ = ("fun", "out")  # see `rules.captured`
@@ -123,6 +125,7 @@ class Kernel:
     vectorized: bool = False
     name: str = ""
     raw: bool = False
+    inside: Inside | None = None
     traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
     calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
     known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)

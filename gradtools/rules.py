@@ -118,6 +118,7 @@ class Rule:
         reaches: `reaches(*specs)` gives, for the Specs of the inputs, matrix[output][input]: which
             input reaches which output by a differentiable path. None, of the attribute or of what
             it gives: each reaches all.
+        crosses: Whether it calls a function of another framework, into which pictures look.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Rule:
     remat: bool = False
     flow: Callable[..., list[Array]] | None = None
     reaches: Callable[..., Sequence[Sequence[bool]] | None] | None = None
+    crosses: bool = False
 
     def __post_init__(self) -> None:
         if self.tangent is None and self.cotangent is None and self.linearize is None:

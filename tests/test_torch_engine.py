@@ -859,3 +859,9 @@ def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_gra
     x = torch.ones(3)
     with pytest.raises(GradtoolsError, match=r"jvp: f sets a hook .* Use gt\.grad in f"):
         gt.jvp(f, (x,), (x,))
+
+
+def test_a_compiled_function_that_is_differentiated_twice_from_outside_is_refused():
+    f = torch.compile(lambda x: (x**3).sum(), backend="aot_eager")
+    with pytest.raises(GradtoolsError, match="has no compiled double backward"):
+        gt.hessian(f)(torch.ones(2))

@@ -451,6 +451,23 @@ def test_which_kernels_stand_beneath_autograd():
     assert seen[-1] == (True, 0)
 
 
+def test_an_outermost_block_beneath_an_operation_is_dispatched_as_in_a_new_thread():
+    tracked = []
+
+    class Watch(upstream.TorchDispatchMode):
+        def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
+            x = torch.ones(1, requires_grad=True)
+            before = (2 * x).requires_grad
+            with upstream.outermost(), torch.enable_grad():
+                modes = upstream.count_of_dispatch_modes()
+                tracked.append((before, (2 * x).requires_grad, modes))
+            return fun(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.ones(1) + 1
+    assert tracked[-1] == (False, True, 0)
+
+
 # --- dynamo --------------------------------------------------------------------------------------
 
 

@@ -23,11 +23,14 @@ from typing import Any
 import numpy as np
 
 from gradtools.connection import refuse_cut
-from gradtools.crossings import Crossing, noted, noting
+from gradtools.crossings import Cost, Crossing, noted, noting
 from gradtools.custom import CustomRule, Parameters, Shaped
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Rule, spread
+from gradtools.seeing.formula.recorded import Recorded, as_recorded
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.program import Program
 
 Array = Any
 Mask = tuple[bool, ...]
@@ -117,7 +120,9 @@ class Foreign:
             return self.known_of(specs).reach
 
         own = reaches if self.base is self else None
-        return Rule(self.name, self.value, tangent, cotangent, captures=False, reaches=own)
+        return Rule(
+            self.name, self.value, tangent, cotangent, captures=False, reaches=own, crosses=True
+        )
 
     def jvp(self, moving: Mask) -> Foreign:
         """Tangents of the floating outputs, of all inputs and the tangents of those that move."""
@@ -249,15 +254,57 @@ class Known:
     @cached_property
     def kernel(self) -> Kernel:
         """The function as a host kernel."""
-        return Kernel(self._on_host, lambda *_: self.outs, True, self.of.name, raw=True)
+        return Kernel(self._on_host, lambda *_: self.outs, True, self.of.name, True, self)
+
+    @property
+    def name(self) -> str:
+        """The function's name, and whose it is."""
+        return f"{self.of.name} in {self.of.guest.title}"
+
+    def graph(self) -> Graph | None:
+        """The function's operations, as the guest records them."""
+        return self._graph
+
+    @cached_property
+    def _graph(self) -> Graph | None:
+        return self.of.guest.graph(self.of.run, self.ins)
+
+    def formula(self, xs: Sequence[np.ndarray]) -> Recorded | None:
+        """One run of the function in the formula's vocabulary; none of a derivative."""
+        guest = self.of.guest
+        if self.base is not self or not guest.backend.watchable():
+            return None
+        moving = tuple([i for i, s in enumerate(self.ins) if _is_inexact(s)])
+        run = lambda *arrays: self.of.run(*arrays)
+        program = Program(
+            guest.backend, "formula", run, list(map(guest.gt.asarray, xs)), {}, moving
+        )
+        try:
+            return as_recorded(guest.backend.formula_graph(program))
+        except GradtoolsError:  # it cannot be written down there: here it is one operation
+            return None
+
+    def cost(self) -> Cost | None:
+        """What a call costs, as the guest counts it."""
+        return self._cost
+
+    @cached_property
+    def _cost(self) -> Cost | None:
+        return self.of.guest.cost(self.of.run, self.ins)
 
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""
-        if (calls := noted()) is not None and self.base is self:
-            calls.append(Crossing(self.of.name, xs, partial(self._why_zero, xs)))
+        self._note(xs)
         return self.of.guest.called(self, self.of.entry, xs)
 
-    def _why_zero(self, xs: Sequence[Array], i: int) -> Sequence[Any]:
+    def _note(self, xs: Sequence[Array], depth: int = 0) -> None:
+        """Notes a call where somebody asks; of a batch its first example: each loses the same."""
+        if (calls := noted()) is None or self.base is not self:
+            return
+        arrays = [self.of.guest.host.to_numpy(x)[(0,) * depth] for x in xs]
+        calls.append(Crossing(self.of.name, arrays, partial(self._why_zero, arrays)))
+
+    def _why_zero(self, xs: Sequence[np.ndarray], i: int) -> Sequence[Any]:
         """What the guest finds of the input at i."""
         guest = self.of.guest
 
@@ -265,19 +312,20 @@ class Known:
         def fun(*arrays: Array) -> list[Array]:
             return self.of.run(*arrays)
 
-        arrays = [guest.gt.asarray(guest.host.to_numpy(x)) for x in xs]
         with noting():  # its own calls are not the host's
-            return guest.gt.why_zero(fun, *arrays, wrt=i).findings
+            return guest.gt.why_zero(fun, *map(guest.gt.asarray, xs), wrt=i).findings
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The same of NumPy arrays, with the axes of batches in front of each."""
         guest = self.of.guest
         depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
         if not depth:
+            self._note(arrays)
             return guest.called_on_host(self, self.of.entry, arrays, 0)
         if 0 in arrays[0].shape[:depth]:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), guest.carrier(s)) for s in self.outs]
+        self._note(arrays, depth)
         shared = _shared(arrays, depth)
         arrays = tuple([a[_first(s)] for a, s in zip(arrays, shared, strict=True)])
         run = self.of.mapped(tuple(map(tuple, shared)), depth)

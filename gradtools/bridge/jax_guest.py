@@ -25,9 +25,13 @@ from gradtools.bridge.memory import (
     refuse_wide,
     tensors_of_own,
 )
+from gradtools.crossings import Cost
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
-from gradtools.jax.tracing import reached_matrix
+from gradtools.jax.flops import Count, live
+from gradtools.jax.graphs import graph_of
+from gradtools.jax.tracing import open_jaxpr, reached_matrix
+from gradtools.seeing.graph import Graph
 from gradtools.torch.host import is_followed
 from gradtools.torch.wrappers import is_wrapped
 
@@ -38,7 +42,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class JaxGuest:
     """What the bridge asks of JAX as the framework of the function."""
 
-    name, operator, host_title = "jax", "to_torch", "PyTorch"
+    name, title, operator, host_title = "jax", "JAX", "to_torch", "PyTorch"
     gt = gradtools.jax
     backend, host = backend_of("jax"), backend_of("torch")
 
@@ -86,7 +90,7 @@ class JaxGuest:
         """What comes out, by `jax.eval_shape`."""
         self._hold_wide(name, specs)
         try:
-            ys = jax.eval_shape(run, *[jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs])
+            ys = jax.eval_shape(run, *map(_struct, specs))
         except jax.errors.JAXTypeError as error:
             raise GradtoolsError(
                 f"to_torch: what {name} returns could not be told without running it. Say it: "
@@ -97,9 +101,31 @@ class JaxGuest:
 
     def reach(self, run: Any, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
         """Which input reaches which output; None where f cannot be traced."""
-        examples = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs]
+        traced = self._traced(run, specs)
+        return None if traced is None else reached_matrix(traced)
+
+    def graph(self, run: Any, specs: Sequence[Spec]) -> Graph | None:
+        """The operations; None where f cannot be traced."""
+        traced = self._traced(run, specs)
+        return None if traced is None else graph_of(traced, in_places=True)
+
+    def cost(self, run: Any, specs: Sequence[Spec]) -> Cost | None:
+        """What a call costs as `jax.jit` compiles it; None where f cannot be traced.
+
+        A loop of unknown length counts once.
+        """
+        traced = self._traced(run, specs)
+        if traced is None:
+            return None
+        count = Count({})
+        count.jaxpr(live(open_jaxpr(traced)), 1, ())
+        memory = jax.jit(run).lower(*map(_struct, specs)).compile().memory_analysis()
+        peak = memory.temp_size_in_bytes + memory.output_size_in_bytes if memory else 0
+        return Cost(count.flops, peak, frozenset(count.unknown))
+
+    def _traced(self, run: Any, specs: Sequence[Spec]) -> Any:
         try:
-            return reached_matrix(jax.make_jaxpr(run)(*examples))
+            return jax.make_jaxpr(run)(*map(_struct, specs))
         except jax.errors.JAXTypeError:  # it reads values
             return None
 
@@ -139,6 +165,10 @@ class JaxGuest:
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
         """The function of a batch."""
         return jax.vmap(run, dims)
+
+
+def _struct(spec: Spec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
 
 
 def _argument(name: str) -> str:

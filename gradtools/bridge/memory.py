@@ -112,11 +112,16 @@ def unshared(ys: list[Tensor]) -> list[Tensor]:
     PyTorch counts that in the storage; there is no public name for the count. The list is emptied,
     for it holds them as well, and so does whoever calls with a tensor.
     """
-    alone, found = upstream.owners_of_memory(torch.empty(0)), []
+    alone, found = _owners_of_new(), []
     while ys:
         t = ys.pop(0).detach()
         found.append(t if upstream.owners_of_memory(t) <= alone else t.clone())
     return found
+
+
+@cache
+def _owners_of_new() -> int:
+    return upstream.owners_of_memory(torch.empty(0))
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,8 @@ calls share memory, and are held to what the first did by the tensors' version c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,12 +33,18 @@ from gradtools.bridge.memory import (
     tensor_of_numpy,
     unshared,
 )
+from gradtools.crossings import Cost
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import captured
+from gradtools.seeing.graph import Graph
+from gradtools.seeing.passes import FORWARD, Differentiated
+from gradtools.seeing.program import Program
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
+from gradtools.torch.flops import Flops
+from gradtools.torch.measures import LiveBytes
 from gradtools.torch.modules import SEEDING
 
 Tensor = torch.Tensor
@@ -52,7 +59,7 @@ _REQUIRES = (
 class TorchGuest:
     """What the bridge asks of PyTorch as the framework of the function."""
 
-    name, operator, host_title = "torch", "to_jax", "JAX"
+    name, title, operator, host_title = "torch", "PyTorch", "to_jax", "JAX"
     gt = gradtools.torch
     backend, host = backend_of("torch"), backend_of("jax")
 
@@ -107,8 +114,7 @@ class TorchGuest:
     def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
         """What comes out, by fake tensors."""
         try:
-            with upstream.fake_tensors(allow_non_fake_inputs=True), torch.enable_grad():
-                xs = [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
+            with self._faked(specs) as xs:
                 ys = run(*xs)
         except GradtoolsError:
             raise
@@ -124,12 +130,29 @@ class TorchGuest:
     def reach(self, run: Any, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
         """Which input reaches which output, by fake tensors; None where f does not take them."""
         try:
-            with upstream.fake_tensors(allow_non_fake_inputs=True), torch.enable_grad():
-                xs = [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
+            with self._faked(specs) as xs:
                 at = [x.requires_grad_() for x in xs if self.is_inexact(x)]
                 return [self._reaching(y, xs, at) for y in run(*[x.clone() for x in xs])]
         except Exception:  # whatever it meets there: its values alone can tell then
             return None
+
+    def graph(self, run: Any, specs: Sequence[Spec]) -> Graph | None:
+        """The operations, recorded with fake tensors; None where f does not take them."""
+        try:
+            with self._faked(specs) as xs:
+                program = Program(self.backend, "gradient_graph", lambda *xs: run(*xs), xs, {})
+                return self.backend.gradient_graph(Differentiated(program, FORWARD))
+        except Exception:  # as for `reach`
+            return None
+
+    def cost(self, run: Any, specs: Sequence[Spec]) -> Cost | None:
+        """What a call costs, counted with fake tensors; None where f does not take them."""
+        try:
+            with self._faked(specs) as xs, LiveBytes() as live, Flops() as flops:
+                run(*xs)
+        except Exception:  # as for `reach`
+            return None
+        return Cost(flops.total, live.peak, frozenset(flops.unknown))
 
     def _reaching(self, y: Tensor, xs: Sequence[Tensor], at: Sequence[Tensor]) -> list[bool]:
         """Which of xs a tensor's graph pulls a cotangent back to."""
@@ -140,6 +163,16 @@ class TorchGuest:
         )
         reached = {id(x) for x, ct in zip(at, pulled, strict=True) if ct is not None}
         return [id(x) in reached for x in xs]
+
+    @contextmanager
+    def _faked(self, specs: Sequence[Spec]) -> Iterator[list[Tensor]]:
+        """Inside, operations give shapes and no numbers; tensors of these shapes."""
+        with (
+            upstream.outermost(),
+            upstream.fake_tensors(allow_non_fake_inputs=True),
+            torch.enable_grad(),
+        ):
+            yield [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
 
     # --- calls
 
@@ -160,6 +193,9 @@ class TorchGuest:
 
     def _evaluated(self, known: Known, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = known.base
+        if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
+            with upstream.outermost():  # beneath an operation of PyTorch's, which called JAX
+                return self._evaluated(known, run, ts)
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.enable_grad():  # as in a thread of JAX's
                 return self._evaluated(known, run, ts)

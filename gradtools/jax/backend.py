@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, backend_of
+from gradtools.crossings import noted
 from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
 from gradtools.jax.stateful import checkpointed, explained, stateful
@@ -309,7 +310,12 @@ class JaxBackend:
         return True  # a trace sees into every transform
 
     def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
-        return run(leaves)  # JAX keeps no state that it could change
+        from gradtools.jax import seeing
+
+        if noted() is None or not seeing.crosses(run, leaves):
+            return run(leaves)  # JAX keeps no state that it could change
+        with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
+            return run(leaves)
 
     def gradient_graph(self, asked: Any) -> Graph:
         from gradtools.jax import passes

@@ -24,8 +24,10 @@ from jax.extend.core import Literal
 
 from gradtools.jax import operands, places, tracing
 from gradtools.jax._upstream import scopes_of
+from gradtools.jax.crossing import crossing
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.tracing import Eqn, Jaxpr
+from gradtools.seeing.crossing import opened
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
@@ -143,7 +145,12 @@ class _Reader:
             bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
             overwrites=inputs[:1] if tracing.overwrites(eqn) else (),
         )
-        return _in_places(eqn, node, values) if self._in_places else node
+        if not self._in_places:
+            return node
+        crossed = crossing(eqn)
+        if crossed is not None:
+            node = opened(node, values.found, crossed.inside, crossed.inputs)
+        return _in_places(eqn, node, values)
 
     def body_of(self, eqn: Eqn, body: Any, values: _Values, here: _Place) -> Body:
         site, own = here.site, places.is_own(body.jaxpr)

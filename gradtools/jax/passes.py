@@ -26,6 +26,7 @@ from gradtools.jax import seeing
 from gradtools.jax._upstream import scopes_of
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.trees import conj, is_inexact
+from gradtools.seeing.crossing import BRIDGED
 from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.graph import Dependence, Graph, Node, Value
 from gradtools.seeing.passes import (
@@ -301,7 +302,8 @@ class _Passes:
         if mark == CUSTOM and origin.attributes.get("name"):
             named = {**node.attributes, "rule": origin.attributes["name"]}
             node = replace(node, attributes=MappingProxyType(named))
-        return replace(node, links=None, loss=None) if mark in _RULES else node
+        told_by_rule = mark in _RULES and node.operation != BRIDGED
+        return replace(node, links=None, loss=None) if told_by_rule else node
 
     def without_stops(self, nodes: Sequence[Node]) -> tuple[list[int], list[tuple[Node, Any]]]:
         """Leaves out stops that are not the user's: inside of rules, and in later passes."""

@@ -13,12 +13,16 @@ from types import MappingProxyType
 from typing import Any
 
 from gradtools.seeing.attributes import is_number
+from gradtools.seeing.crossing import BRIDGED
 from gradtools.seeing.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
 
 Notes = Mapping[int, tuple[str, str]]  # by the id of a node
 Makers = tuple[tuple[int, int], ...]  # units, each with which of its outputs it is
-_CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
+_CALLS = (
+    *("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat"),
+    BRIDGED,
+)
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ class Measures(Operators):
           element that meet, the padding not counted; a whole power as its multiplications. A
           complex multiplication is 6, an addition 2. Comparisons, selections, casts, copies,
           integers and random bits are none. Loops count times their trips, a branch if it runs.
-          What cannot be counted (a host function, a kernel of unknown content) is named in
-          `notes`.
+          A bridged function (`gradtools.bridge`) is counted by its own framework, for its shapes.
+          What cannot be counted (a host function, a kernel of unknown content) is named in `notes`.
         - ``peak_bytes``: the most bytes alive at once of what the call made. Its results count;
           arguments, parameters and whatever else was there before do not.
         - ``saved_bytes``: the bytes kept for the backward pass when f is differentiated along all

@@ -93,8 +93,8 @@ def first_divergence(
     if dtype not in ("float64", "float32"):
         raise GradtoolsError(f"{ASKED}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
     cotangents = _Cotangents(seed)
-    mine = trace_torch(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
-    with double_precision(dtype == "float64"):
+    with double_precision(dtype == "float64"):  # PyTorch's model may hold parts in JAX
+        mine = trace_torch(torch_model, inputs, torch_kwargs, dtype, cotangents.draw)
         theirs = jax_trace(jax_model, inputs, jax_kwargs, dtype, cotangents.same)
     if mapping is None:
         mapping = match_parameters(torch_model, _nested(theirs.parameters), partial=True)

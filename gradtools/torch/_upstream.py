@@ -13,7 +13,10 @@ which there is no other way, stands at the end, with what it buys and what it co
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -210,6 +213,34 @@ is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_k
 has_kernel_for: Callable[[str, str], bool] = _c._dispatch_has_kernel_for_dispatch_key
 """Whether we stand beneath autograd, as in a `__torch_dispatch__`; whether an operator has a kernel
 of its own. Gone: the latter is `OpOverload.has_kernel_for_dispatch_key`."""
+
+
+@contextmanager
+def outermost() -> Iterator[None]:
+    """A block in which operations are dispatched as in a new thread: by autograd, seen by no mode.
+
+    Gone: a thread, which costs as much as a small call.
+    """
+    with (
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        _c._ForceDispatchKeyGuard(*_keys_of_a_thread()),
+    ):
+        yield
+
+
+@cache
+def _keys_of_a_thread() -> tuple[Any, Any]:
+    """The dispatch keys that are included and excluded where nothing has begun."""
+    found: list[Any] = []
+
+    def ask() -> None:
+        found.extend((_c._dispatch_tls_local_include_set(), _c._dispatch_tls_local_exclude_set()))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0], found[1]
 
 
 def sequence_of(node: Any) -> int:

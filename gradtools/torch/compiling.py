@@ -111,7 +111,7 @@ if not upstream.dynamo_is_loaded():
 
 # --- double backward of compiled code ----------------------------------------------------
 
-_LOST = "CompiledFunctionBackwardBackward"
+LOST = "CompiledFunctionBackwardBackward"
 _NO_DOUBLE_BACKWARD = (
     "a function compiled by torch.compile was differentiated twice from outside, and PyTorch has "
     "no compiled double backward (pytorch#91469): it loses that derivative in silence. Compile the "
@@ -123,7 +123,7 @@ _NO_DOUBLE_BACKWARD = (
 def refuse_lost(asked: str, outs: Sequence[Tensor]) -> None:
     """Raises if the graph of outs holds a compiled backward pass, which loses derivatives."""
     if upstream.DYNAMO in sys.modules and any(
-        type(node).__name__ == _LOST for node in nodes_of(outs)
+        type(node).__name__ == LOST for node in nodes_of(outs)
     ):
         raise GradtoolsError(f"{asked}: {_NO_DOUBLE_BACKWARD}")
 

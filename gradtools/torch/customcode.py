@@ -32,7 +32,7 @@ from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import value_of
-from gradtools.torch.compiling import nodes_of
+from gradtools.torch.compiling import LOST, nodes_of
 from gradtools.torch.gates import beside
 from gradtools.torch.trials import Trial, Untried, standing_in, told
 from gradtools.torch.wrappers import unwrapped
@@ -55,12 +55,14 @@ class Survey(NamedTuple):
         custom: Nodes of code that is not PyTorch's, nor gradtools' own.
         lost: Nodes of operators without a backward pass, where PyTorch only warns.
         wrong: Nodes of operations whose gradient PyTorch has wrong.
+        compiled: Backward passes of compiled code, which lose derivatives.
     """
 
     leaves: list[Tensor]
     custom: list[Any]
     lost: list[Any]
     wrong: list[Any]
+    compiled: list[Any]
 
 
 _PLAIN: set[type] = set()  # PyTorch's own nodes
@@ -68,7 +70,7 @@ _PLAIN: set[type] = set()  # PyTorch's own nodes
 
 def surveyed(outs: Sequence[Tensor]) -> Survey:
     """The graph of outs."""
-    found, plain = Survey([], [], [], []), _PLAIN
+    found, plain = Survey([], [], [], [], []), _PLAIN
     todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     seen = set(todo)
     while todo:  # as `nodes_of`, at every derivative
@@ -86,6 +88,8 @@ def surveyed(outs: Sequence[Tensor]) -> Survey:
 def _note(found: Survey, node: Any, kind: Any) -> None:
     if kind.__name__ == "AccumulateGrad":
         found.leaves.append(node.variable)
+    elif kind.__name__ == LOST:
+        found.compiled.append(node)
     elif issubclass(kind, BackwardCFunction):
         if not upstream.forward_class(kind).__module__.startswith(_OWN):
             found.custom.append(node)

@@ -210,8 +210,9 @@ def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
             outs, extras = fun(*aliases)
     finally:
         around.pop()
-    refuse_lost(asked_of(fun), outs)
     survey = surveyed(outs)
+    if survey.compiled:
+        refuse_lost(asked_of(fun), outs)
     attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(survey, aliases))
     spend(aliases, True)
     return outs, extras, aliases, attached, survey, inside
@@ -224,10 +225,13 @@ def _in_use(aliases: Sequence[Tensor]) -> Iterator[None]:
     That is not inside of inference mode, where nothing is attached.
     """
     spend(aliases, False)
-    keep = torch.is_grad_enabled()  # which leaving inference mode would switch on
+    keep, outside = torch.is_grad_enabled(), outside_of_inference()
     try:
-        with outside_of_inference(), torch.set_grad_enabled(keep):
+        if isinstance(outside, nullcontext):
             yield
+        else:
+            with outside, torch.set_grad_enabled(keep):  # which leaving inference mode switches on
+                yield
     finally:
         spend(aliases, True)
 

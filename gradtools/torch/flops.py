@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gradtools.crossings import Inside
+from gradtools.host import call_by_key
 from gradtools.seeing import measures as costs
 from gradtools.torch import _upstream as upstream
 
@@ -75,6 +77,11 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
     """The operations of one call, and the names of what no rule counts."""
     nothing = frozenset[str]()
     name = _name(func)
+    if (inside := inside_of(func, args)) is not None:
+        crossing = inside.cost()
+        if crossing is None:
+            return 0, frozenset([inside.name])
+        return math.prod(args[2]) * crossing.flops, crossing.unknown
     rule = _rules().get(name)
     if rule is not None:
         return rule(func, args, kwargs, out), nothing
@@ -86,6 +93,12 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
     if parts is not None:
         return parts.total, frozenset(parts.unknown)
     return _last_resort(func, args, kwargs, out)
+
+
+def inside_of(func: Any, args: Any) -> Inside | None:
+    """What looks into the other framework's function that an operation calls."""
+    is_ours = func.namespace == "gradtools" and func.overloadpacket.__name__ == "call_kernel"
+    return call_by_key(args[0]).kernel.inside if is_ours else None
 
 
 def _name(func: Any) -> str:

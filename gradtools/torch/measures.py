@@ -9,6 +9,7 @@ the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.flops import Flops, Watching
+from gradtools.torch.flops import Flops, Watching, inside_of
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -147,6 +148,8 @@ class LiveBytes(Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        if (inside := inside_of(func, args)) is not None and (cost := inside.cost()) is not None:
+            self.peak = max(self.peak, self.now + math.prod(args[2]) * cost.peak_bytes)
         given = {_key(x) for x in upstream.tree_leaves((args, kwargs)) if _is_plain(x)}
         for x in upstream.tree_leaves(found):
             if _is_plain(x):

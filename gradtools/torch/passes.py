@@ -24,6 +24,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
+from gradtools.host import call_by_key
+from gradtools.seeing.crossing import opened
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
     BACKWARD,
@@ -57,6 +59,7 @@ from gradtools.torch.watching import marked, recorded
 from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
+_KERNEL = "aten.call_kernel"
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
 
 
@@ -70,7 +73,7 @@ def gradient_graph(asked: Differentiated | Live) -> Graph:
             "inside a transform of torch.func, in compiled code, or while another is recorded."
         )
     try:
-        return _hooked_or_not(asked)
+        return _opened(_hooked_or_not(asked))
     except (RuntimeError, NotImplementedError) as error:
         lacking = re.search(r"derivative for (\S+) is not implemented", torch_says(error))
         if lacking is None or asked.order < SECOND:
@@ -78,7 +81,21 @@ def gradient_graph(asked: Differentiated | Live) -> Graph:
     _tell(lacking[1])
     kinds = {x.device.type for x in asked.program.leaves if isinstance(x, Tensor)}
     with Modes.now(kinds).by_other_kernels().again():
-        return _hooked_or_not(asked)
+        return _opened(_hooked_or_not(asked))
+
+
+def _opened(graph: Graph) -> Graph:
+    """The graph with what functions of another framework do inside."""
+
+    def node_of(node: Node) -> Node:
+        if node.native != _KERNEL:
+            return node
+        inside = call_by_key(node.attributes["key"]).kernel.inside
+        if inside is None:
+            return node
+        return opened(node, graph.values, inside, range(len(node.inputs)))
+
+    return replace(graph, nodes=tuple(map(node_of, graph.nodes)))
 
 
 def _tell(kernel: str) -> None:
@@ -357,10 +374,10 @@ class _PassRecorder(Watching):
         managed = mark_of_running()
         rule, own = next((known for known in self._rules if known[1]), ("", ""))
         mark = managed or own or found
-        if not self._phase:
-            return _Origin(source, self.scopes.path, mark, rule)
         running = upstream.current_node()
         of = self._origins.get(-1 if running is None else upstream.sequence_of(running), _Origin())
+        if not self._phase:  # in a derivative that f takes itself its own lines come first
+            return _Origin(source or of.source, self.scopes.path, mark, rule)
         summed = upstream.is_summed_by_autograd(running)
         inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
         if source is None or (of.source is not None and "-packages" in source.file):

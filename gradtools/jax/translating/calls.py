@@ -22,10 +22,12 @@ from jax.extend.core import Literal
 from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
 from gradtools.jax._upstream import is_of_random
+from gradtools.jax.crossing import crossing
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.translating.folding import evaluated, forwarded, pulled
 from gradtools.jax.translating.writing import Entry, Known
 from gradtools.seeing.formula.expressions import kind_of, placeholder
+from gradtools.seeing.formula.recorded import body_of
 from gradtools.seeing.graph import Body, Graph
 
 _MOST_ROUNDS = 64
@@ -519,6 +521,8 @@ def _rule(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         factor = w.scalar(w.number(entries[1]))
         if factor is not None:
             return [w("scale_gradient", w.number(entries[0]), scale=factor)]
+    if name == "gradtools_primal" and (found := _crossed(w, eqn, entries)) is not None:
+        return found
     linear = name in ("gradtools_tangent", "gradtools_cotangent")
     plain = linear or rule.name.startswith("frozen") or w.depth >= _DEEPEST
     if plain:
@@ -529,6 +533,27 @@ def _rule(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         if not w.depth:
             raise
         return _written_out(eqn, w, entries)
+
+
+def _crossed(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
+    """A call of a function of another framework: what that one writes, as one node."""
+    crossed = crossing(eqn)
+    if crossed is None or crossed.batch:
+        return None
+    numbers = [w.number(entries[i]) for i in crossed.inputs]
+    values = [w.concrete(number) for number in numbers]
+    avals = [eqn.invars[i].aval for i in crossed.inputs]
+    if any(value is None for value in values):
+        return None
+    xs = [np.asarray(value, a.dtype) for value, a in zip(values, avals, strict=True)]
+    found = crossed.inside.formula(xs)
+    if found is None:
+        return None
+    held = [
+        w.number(w.new(jnp.asarray(np.asarray(found.held[v])), found.values[v].name))
+        for v in found.captured
+    ]
+    return _added(w, eqn, "call", (*numbers, *held), {}, [body_of(found)])
 
 
 def _written_out(eqn: Any, w: Any, entries: Sequence[Entry]) -> list[Entry]:

@@ -80,10 +80,11 @@ class Writer(Builder):
     def held(self, x: Any, name: str = "") -> Entry:
         """An array that the program holds; one that is no number to differentiate is known."""
         if id(x) not in self._held:
-            self._held[id(x)] = self._captured_or_known(x, name)
+            self._held[id(x)] = self.new(x, name)
         return self._held[id(x)]
 
-    def _captured_or_known(self, x: Any, name: str) -> Entry:
+    def new(self, x: Any, name: str = "") -> Entry:
+        """An array that the program is seen to hold for the first time."""
         if is_key(x) or x.dtype == np.uint32:
             return Known(x)
         if self._inside or not (name or jnp.issubdtype(x.dtype, jnp.inexact)):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.graph import Body, Graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,13 @@ class Recorded(Graph):
         """The program with what is wanted as further inputs."""
         captured = tuple(v for v in self.captured if v not in self.wanted)
         return replace(self, inputs=(*self.inputs, *self.wanted), captured=captured)
+
+
+def body_of(recorded: Recorded) -> Body:
+    """A program as the body of a call, whose operands are its inputs and what it captured."""
+    inputs = (*recorded.inputs, *recorded.captured)
+    graph = Graph(recorded.nodes, recorded.values, inputs, recorded.outputs)
+    return Body(graph, tuple(range(len(inputs))))
 
 
 def as_recorded(graph: Graph) -> Recorded:

@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
 from gradtools.host import _BY_KEY
+from gradtools.seeing.formula.recorded import body_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
+from gradtools.torch.flops import inside_of
 from gradtools.torch.translating import memory
 from gradtools.torch.translating.memory import Memory, Shown, key_of, memory_of
 from gradtools.torch.translating.writer import Ref, Writer, like
@@ -63,6 +65,7 @@ class FormulaRecorder:
         self.quiet = 0
         self.depth = 0  # inside so many functions with rules of their own
         self.rule = ""  # the name of the innermost
+        self.crossed = 0  # how many calls of another framework's functions were written down
         self.thread = threading.get_ident()
         self.held: dict[int, Shown] = {}
         self.seen: dict[Any, Shown] = {}
@@ -278,6 +281,8 @@ class FormulaRecorder:
         self, bound: Any, outs: Sequence[Tensor], func: Any, args: Any, kwargs: Any
     ) -> list[Ref]:
         """An operation without a translation; what it counts or compares is what it was."""
+        if (found := self._across(bound, func, args)) is not None:
+            return found
         if not any(is_inexact(y) for y in outs):
             return [self.constant(y) for y in outs]
         name = self.rule if func.namespace == "gradtools" and self.rule else self.writer.native
@@ -287,6 +292,22 @@ class FormulaRecorder:
         some = [like(y) for y in outs if is_inexact(y)]
         made = iter(self.writer.node("opaque", bound.given, some, **more))
         return [next(made) if is_inexact(y) else self.constant(y) for y in outs]
+
+    def _across(self, bound: Any, func: Any, args: Any) -> list[Ref] | None:
+        """A call of a function of another framework: what that one writes, as one node."""
+        inside = inside_of(func, args)
+        if inside is None or args[2]:
+            return None
+        recorded = inside.formula([x.detach().cpu().numpy() for x in args[1]])
+        if recorded is None:
+            return None
+        self.crossed += 1
+        held = []
+        for v in recorded.captured:
+            x = torch.as_tensor(np.array(recorded.held[v]))
+            held.append(self.writer.value(like(x), recorded.values[v].name))
+            self.captured[held[-1].number] = x
+        return self.writer.node("call", [*bound.given, *held], bound.likes, [body_of(recorded)])
 
     def _bound(self, func: Any, args: Any, kwargs: Any) -> SimpleNamespace:
         """The arguments by name, with values in place of tensors."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradtools.rules import Rule
 from gradtools.seeing.graph import Body
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording.unseen import _rule_of as rule_of
@@ -86,7 +87,7 @@ class _Applied:
 
     def run(self, apply: Any, kwargs: Any) -> Any:
         recorder = self.recorder
-        before, outer = len(self.writer.values), recorder.rule
+        before, outer, calls = len(self.writer.values), recorder.rule, recorder.crossed
         recorder.depth, recorder.rule = recorder.depth + 1, self.name
         try:
             out = apply(*self.args, **kwargs)
@@ -99,11 +100,16 @@ class _Applied:
         refs = [recorder.ref(y) for y in outs]
         if self._left(refs, before):
             self._mark(apply, kwargs, outs)
-        elif tracked:
+        elif tracked and not (self._crosses() and recorder.crossed > calls):
             self._rule(outs, refs)
-        elif any(x.requires_grad for x in self.xs):
+        elif not tracked and any(x.requires_grad for x in self.xs):
             self._stop(outs, refs)
         return out
+
+    def _crosses(self) -> bool:
+        """Whether it calls another framework's function, whose derivative is that of its body."""
+        rule = getattr(self.args[0], "rule", None) if self.args else None
+        return isinstance(rule, Rule) and rule.crosses
 
     def _stop(self, outs: Sequence[Tensor], refs: Sequence[Ref]) -> None:
         for y, ref in zip(outs, refs, strict=True):

@@ -46,9 +46,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    graph = _graphs[traced] = graph_of(
-        traced.closed, names, captured=found, rules=_rules(reached)
-    )
+    graph = _graphs[traced] = graph_of(traced.closed, names, captured=found, rules=_rules(reached))
     return Recording(
         graph, host_outputs=traced.host_outputs, stand_ins=_stand_ins(traced, leaves, found)
     )
@@ -177,7 +175,7 @@ def _stand_ins(traced: Traced, leaves: Sequence[Any], found: Mapping[int, str]) 
 
 
 def captured_arrays(run: Run) -> dict[int, str]:
-    """The arrays that a function can reach besides its arguments: by id, how its author calls them."""
+    """The arrays that a function can reach besides its arguments, by id, with its names."""
     return _arrays(_reached(run))
 
 

@@ -95,7 +95,7 @@ def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
         reading = [ways[key] for key in readers.get(leaf.key, ()) if key in ways]
         first_phase = min((way[0].phase for way in reading), default=0)
         reading = [way for way in reading if way[0].phase == first_phase]
-        if not reading and leaf.kind == "captured":
+        if leaf.kind == "captured" and leaf.key not in readers:
             continue
         reading = [(way[0], way[1]) for way in reading] if _is_argument(leaf) else reading
         home, at = _home(reading) if reading else (first, 0)

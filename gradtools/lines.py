@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import CodeType, FrameType, ModuleType
 
@@ -48,6 +48,14 @@ def whose(x: CodeType | ModuleType | type) -> int:
     if str(name).partition(".")[0] in _LIBRARIES:
         return LIBRARY
     return kind_of(getattr(module or sys.modules.get(name), "__file__", None) or "")
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The globals and attributes that code names, and what its inner functions name."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from names_in(inner)
 
 
 def is_ours(file: str) -> bool:

@@ -66,3 +66,55 @@ def test_a_second_gradient_that_a_rule_stops_is_drawn_as_missing():
 def test_nothing_is_missing_where_nothing_is_lost(f):
     graph = gt.gradient_graph(f, X, order=2)
     assert all(node.operation != "missing" for node in graph.nodes)
+
+
+def stop_in_backward(saved, ct):
+    factor = jax.lax.stop_gradient(2 * saved)
+    return (factor * ct,)
+
+
+@jax.custom_vjp
+def elsewhere(x):
+    return jnp.sum(x**2)
+
+
+elsewhere.defvjp(lambda x: (jnp.sum(x**2), x), stop_in_backward)
+
+
+@gt.custom_rule
+def flat_slope(x):
+    return jnp.sum(x**2)
+
+
+def backward_of_flat_slope(x, ct):
+    return (gt.stop_gradient(2 * x) * ct,)
+
+
+flat_slope.defvjp(lambda x: (flat_slope(x), x), backward_of_flat_slope)
+
+
+@pytest.mark.parametrize("grad", [jax.grad, gt.grad])
+@pytest.mark.parametrize(
+    ("rule", "kind", "backward"),
+    [
+        (elsewhere, "stopped_in_rule", stop_in_backward),
+        (flat_slope, "rule", backward_of_flat_slope),
+    ],
+)
+def test_what_a_rule_loses_of_an_inner_derivative_is_told_with_its_name_and_its_line(
+    grad, rule, kind, backward
+):
+    other = lambda x: sinh(x).sum()  # in reach, and not read
+    f = lambda x: grad(rule)(x).sum() if x.ndim else other(x)
+    (finding,) = gt.why_zero(f, X).findings
+    assert (finding.kind, finding.operation) == (kind, rule.__name__)
+    if kind == "stopped_in_rule" or grad is gt.grad:
+        line = backward.__code__.co_firstlineno
+        assert (finding.source.line, finding.source.function) == (line, backward.__name__)
+
+
+def test_a_stop_in_the_users_own_code_beside_a_rule_is_not_the_rules():
+    f = lambda x: jax.grad(lambda x: elsewhere(x) + jax.lax.stop_gradient(x).sum())(x).sum()
+    assert all(found.kind == "stopped_in_rule" for found in gt.why_zero(f, X))
+    g = lambda x: jax.lax.stop_gradient(x).sum() + elsewhere(x)
+    assert [found.kind for found in gt.why_zero(g, X)] == ["detached"]

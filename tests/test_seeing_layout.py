@@ -319,8 +319,8 @@ canvas.firstElementChild = world;
 class Reader:
     """A reader of a graph's page: opens and closes blocks, and sees what is drawn."""
 
-    def __init__(self, graph) -> None:
-        data = re.search(r'id="graph">(.*?)</script>', graph.to_html(), re.DOTALL)[1]
+    def __init__(self, graph, fold: bool | None = None) -> None:
+        data = re.search(r'id="graph">(.*?)</script>', graph.to_html(fold=fold), re.DOTALL)[1]
         self.script = interpreter()
         self.script.eval(STUB)
         self.script.set("data", data)
@@ -364,3 +364,39 @@ def test_the_search_of_the_page_opens_what_it_finds():
     assert reader.status().startswith("1 of 1")
     assert "found" in reader.script.eval("world.innerHTML")
     assert "384×384 float32" in reader.drawn()
+
+
+def test_of_a_large_graph_the_page_draws_what_is_in_view():
+    reader = Reader(transformer(12), fold=False)
+    reader.script.eval("window.gradtools.setAll(true)")
+    picture = json.loads(
+        reader.script.eval(
+            "const whole = window.gradtools.draft();"
+            "JSON.stringify({ boxes: whole.boxes, width: whole.width, lines: whole.lines.length })"
+        )
+    )
+    far = reader.drawn()
+    count = len(picture["boxes"])
+    assert count > 400 and far.count('class="card"') == count  # all of them, and no word
+    assert "<text" not in far and "<title" not in far
+    assert far.count("<") < 6 * count  # of each box no more than its card
+    press = lambda name, times: reader.script.eval(
+        f'for (let i = 0; i < {times}; i++) document.getElementById("{name}").listeners.click();'
+    )
+    press("larger", 12)
+    assert "<text" in reader.drawn()
+    met = []
+    for _ in range(5):  # what is seen is drawn, and little besides
+        view = json.loads(reader.script.eval("JSON.stringify(window.gradtools.view())"))
+        left, upper = -view["x"] / view["scale"], -view["y"] / view["scale"]
+        right, lower = left + 1600 / view["scale"], upper + 1000 / view["scale"]
+        drawn = {int(key) for key in re.findall(r'class="box[^>]*data-key="(\d+)"', reader.drawn())}
+        inside = {b["key"] for b in picture["boxes"] if left < b["x"] < right}
+        inside &= {b["key"] for b in picture["boxes"] if upper < b["y"] < lower}
+        assert inside <= drawn and len(drawn) < count / 2
+        met.append(len(inside))
+        at = "{ pointerId: 1, clientX: 0, clientY: %d }"
+        reader.script.eval(f"canvas.listeners.pointerdown({at % 0})")
+        reader.script.eval(f"canvas.listeners.pointermove({at % -1500})")
+        reader.script.eval(f"canvas.listeners.pointerup({at % -1500})")
+    assert sum(map(bool, met)) > 2

@@ -1,5 +1,7 @@
 """The passes of a PyTorch program: modules and parameters by name, in place, effects, Functions."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -262,3 +264,21 @@ def test_a_small_block_is_open_and_an_arguments_gradient_stands_outside():
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     picture = gt.gradient_graph(layer, torch.rand(2, 3, 8)).to_svg(depth=0)
     assert "▸ TransformerEncoderLayer" in picture and "gradient of argument 0 = " in picture
+
+
+def test_gradients_of_parameters_stand_outside_of_closed_blocks():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    graph = gt.gradient_graph(layer, torch.randn(1, 3, 8))
+    text = str(graph)
+    shown = "".join(re.findall(r">([^<]*)</text>", graph.to_svg())).replace(" ", "")
+    for name, _ in layer.named_parameters():
+        assert f"→ gradient of {name} = " in text
+        assert f"gradientof{name}" in shown  # long names take two lines
+
+
+def test_a_closed_block_tells_how_many_results_it_holds():
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()) for _ in range(14)]
+    graph = gt.gradient_graph(torch.nn.Sequential(*layers), torch.randn(2, 3))
+    assert "results inside" in graph.to_text(depth=0, fold=False)

@@ -25,3 +25,21 @@ def test_nothing_healthy_is_reported(name, f, args):
     torch.manual_seed(0)
     report = gt.why_zero(f, *args)
     assert not report.findings
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sum_of_probabilities_cancels_and_does_not_underflow(seed):
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
+    for f in (
+        lambda x: torch.log_softmax(x, -1).exp().sum(),
+        lambda x: torch.softmax(x, -1).sum(),
+    ):
+        kinds = {finding.kind for finding in gt.why_zero(f, x)}
+        assert kinds <= {"cancelled"}, kinds  # a rounding error may be left of it
+    (finding,) = gt.why_zero(lambda x: torch.log_softmax(x, 0).exp().sum(), torch.zeros(2))
+    assert finding.kind == "cancelled"
+
+
+def test_a_product_that_is_too_small_underflows():
+    (finding,) = gt.why_zero(lambda x: (x * 1e-30).sum() * 1e-30, torch.ones(2))
+    assert finding.kind == "underflow"

@@ -12,6 +12,7 @@ is traced once and holds no such line: its equations are given the line of each 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -27,8 +28,12 @@ from gradtools.jax._upstream import scopes_of
 from gradtools.jax.crossing import crossing
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.tracing import Eqn, Jaxpr
+from gradtools.lines import names_in
 from gradtools.seeing.crossing import opened
+from gradtools.seeing.doctor import source_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
+from gradtools.seeing.passes import CUSTOM
+from gradtools.seeing.rule_cuts import STOPPED
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _REVERSE_ONLY = "gradtools_reverse_only"
@@ -40,6 +45,7 @@ def graph_of(
     outputs: Sequence[str] = (),
     captured: Mapping[int, str] = MappingProxyType({}),
     in_places: bool = False,
+    rules: Sequence[Any] = (),
 ) -> Graph:
     """The graph of a jaxpr.
 
@@ -50,6 +56,8 @@ def graph_of(
         captured: Names of constants that it closes over, by ``id`` of the array.
         in_places: Whether operands stand as both frameworks have them (`operands.py`), not as the
             equations have them.
+        rules: The `jax.custom_vjp` functions among which is looked for the one whose backward an
+            equation runs, as JAX keeps neither its name nor its lines.
 
     Returns:
         The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
@@ -62,7 +70,7 @@ def graph_of(
     """
     consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
     jaxpr = tracing.open_jaxpr(closed_jaxpr)
-    return _Reader(in_places).graph(jaxpr, _Place(), names, outputs, consts)[0]
+    return _Reader(in_places, rules).graph(jaxpr, _Place(), names, outputs, consts)[0]
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,8 @@ _Read = tuple[Graph, list[bool]]  # and which outputs are what is left of a zero
 class _Reader:
     """Reads jaxprs; one that is called several times from one place is read once."""
 
-    def __init__(self, in_places: bool) -> None:
-        self._in_places = in_places
+    def __init__(self, in_places: bool, rules: Sequence[Any]) -> None:
+        self._in_places, self._rules = in_places, rules
         self._known: dict[Any, tuple[Jaxpr, _Read]] = {}  # jaxprs are held: ids stay unique
         self._uncut = tracing.Flow(raw=True)
 
@@ -136,7 +144,7 @@ class _Reader:
             outputs=outputs,
             native=_native(eqn),
             attributes=_attributes(eqn),
-            source=places.source(eqn, place.site),
+            source=places.source(eqn, place.site) or _written(eqn),
             scope=here.scope,
             phase=here.phase,
             links=links,
@@ -145,6 +153,8 @@ class _Reader:
             bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
             overwrites=inputs[:1] if tracing.overwrites(eqn) else (),
         )
+        if loss == "detached" and self._rules and places.is_in_rule(eqn):
+            node = _stopped_in_rule(node, self._rules)
         if not self._in_places:
             return node
         crossed = crossing(eqn)
@@ -348,6 +358,34 @@ def _attributes(eqn: Eqn) -> Mapping[str, Any]:
     if tracing.is_ruled(eqn):
         return MappingProxyType({"name": _function(eqn)})
     return MappingProxyType(operands.attributes_of(eqn))
+
+
+def _written(eqn: Eqn) -> Source | None:
+    """The line of the last function of one of our rules: where JAX kept no line of the call."""
+    written = eqn.params["rule"].written if "rule" in eqn.params and _is_ours(eqn) else ()
+    return source_of(written[-1]) if written else None
+
+
+def _stopped_in_rule(node: Node, rules: Sequence[Any]) -> Node:
+    """A node that stops a gradient in a rule's backward, with the name and the line of that.
+
+    Of several rules it is one whose backward names the operation; of these, one that the line of
+    the call names.
+    """
+    line = node.source.text if node.source else ""
+    for fits in (
+        lambda rule: node.native in names_in(rule.bwd.__code__),
+        lambda rule: re.search(rf"\b{re.escape(_name(rule))}\b", line),
+    ):
+        rules = [rule for rule in rules if fits(rule)] or rules if len(rules) > 1 else rules
+    name = " or ".join(dict.fromkeys(map(_name, rules)))
+    source = source_of(rules[0].bwd) if len(rules) == 1 else node.source
+    attributes = MappingProxyType({**node.attributes, "name": name})
+    return replace(node, source=source, attributes=attributes, mark=CUSTOM, loss=STOPPED)
+
+
+def _name(f: Any) -> str:
+    return str(getattr(f, "__name__", "custom_vjp"))
 
 
 # --- links -------------------------------------------------------------------------------

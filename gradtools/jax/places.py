@@ -57,6 +57,19 @@ def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...
     return found.get(USER, found.get(PACKAGE)), tuple(modules)
 
 
+def is_in_rule(eqn: Any) -> bool:
+    """Whether an equation runs in the backward of a `jax.custom_vjp` whose lines JAX did not keep.
+
+    Its stack then begins at the call of the function with the rule.
+    """
+    for frame in stack_of(eqn):
+        if frame.function_name == "custom_vjp.__call__" and is_in(("jax",), frame.file_name):
+            return True
+        if kind_of(frame.file_name) == USER:
+            return False
+    return False
+
+
 def is_own(jaxpr: Any) -> bool | None:
     """Whether the function behind a jaxpr is a library's, not the user's; None if unknown."""
     where = file_of(jaxpr)

@@ -9,7 +9,7 @@ item, ends the trace: that is the finding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -25,6 +25,7 @@ from gradtools.jax import tracing
 from gradtools.jax.deciding import jaxpr_with_answers
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.places import source_of_error
+from gradtools.lines import USER, names_in, whose
 from gradtools.seeing.graph import Graph, Source
 from gradtools.seeing.recording import Recording, Refusal, Run
 
@@ -37,7 +38,8 @@ _LEAVING = (
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     """One run of a function of flat leaves, as a graph."""
-    found = captured_arrays(run)
+    reached = list(_reached(run))
+    found = _arrays(reached)
     try:
         traced = trace(run, leaves)
     except _LEAVING as error:
@@ -45,7 +47,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    graph = _graphs[traced] = graph_of(traced.closed, names, captured=found)
+    graph = _graphs[traced] = graph_of(traced.closed, names, captured=found, rules=_rules(reached))
     return Recording(
         graph, host_outputs=traced.host_outputs, stand_ins=_stand_ins(traced, leaves, found)
     )
@@ -181,24 +183,43 @@ def _stand_ins(traced: Traced, leaves: Sequence[Any], found: Mapping[int, str]) 
 
 
 def captured_arrays(run: Run) -> dict[int, str]:
-    """The arrays that a function can reach besides its arguments: by id, how its author calls them.
+    """The arrays that a function can reach besides its arguments, by id, with its names."""
+    return _arrays(_reached(run))
+
+
+def _arrays(reached: Iterable[tuple[Any, str]]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for x, name in reached:
+        if isinstance(x, jax.Array | np.ndarray):
+            found.setdefault(id(x), name)
+    return found
+
+
+def _rules(reached: Iterable[tuple[Any, str]]) -> list[Any]:
+    """The user's functions with a backward of their own, by `jax.custom_vjp`."""
+    rules = [x for x, _ in reached if isinstance(x, jax.custom_vjp)]
+    codes = [getattr(x.bwd, "__code__", None) for x in rules]
+    return [x for x, code in zip(rules, codes, strict=True) if code and whose(code) == USER]
+
+
+def _reached(run: Run) -> Iterator[tuple[Any, str]]:
+    """What a function can reach besides its arguments, and how its author calls it.
 
     Looked for in closures, in the globals that its code names, in defaults, in what it is bound
     to, and in containers and attributes of all these.
     """
     owner = getattr(run, "__self__", None)
     start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
-    found: dict[int, str] = {}
     seen: set[int] = set()
     todo = deque([(start, ""), (type(start).__call__, "")])
     while todo and len(seen) < _MOST:
         x, name = todo.popleft()
         if isinstance(x, jax.Array | np.ndarray):
-            found.setdefault(id(x), name)
+            yield x, name
         elif id(x) not in seen and not isinstance(x, _PLAIN):
             seen.add(id(x))
+            yield x, name
             todo += _held(x, name)
-    return found
 
 
 def _held(x: Any, name: str) -> Iterator[tuple[Any, str]]:
@@ -233,19 +254,12 @@ def _read_by(f: FunctionType) -> Iterator[tuple[Any, str]]:
             yield cell.cell_contents, variable
         except ValueError:  # a name that is not bound yet
             continue
-    for variable in _globals_of(f.__code__):
+    for variable in names_in(f.__code__):
         if variable in f.__globals__:
             yield f.__globals__[variable], variable
     for value in (f.__defaults__, f.__kwdefaults__, getattr(f, "__wrapped__", None)):
         if value is not None:
             yield value, "default" if isinstance(value, tuple | dict) else ""
-
-
-def _globals_of(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _globals_of(inner)
 
 
 __all__ = ["captured_arrays", "record", "trace"]

@@ -63,6 +63,10 @@ KINDS: dict[str, Kind] = {
         "its own rule carries no derivative to this input",
         "return a cotangent for this input in the rule instead of None",
     ),
+    "stopped_in_rule": Kind(
+        "the backward pass of this rule stops it, so that the derivative of its gradient is lost",
+        "take the stop_gradient out of the rule, or give its backward a rule of its own",
+    ),
     "unused": Kind(
         "nothing of the argument flows to the output",
         "use the argument, or differentiate another one",

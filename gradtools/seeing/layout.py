@@ -19,7 +19,7 @@ from gradtools.seeing.outline import Arrow, Block, Outline
 from gradtools.seeing.scene import Frame, Label, Line, Picture, Placed
 
 _SCREEN = 1800.0, 1400.0
-_NEARLY = 1.25  # screens: so large is still better than hardly anything to see
+_NEARLY = 1.75  # screens: so large is still better than hardly anything to see
 _HARDLY = 12  # boxes, where the nearly fitting view has twice as many
 _LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # boxes
 _STACK = 64 << 20  # bytes: blocks may lie a thousand deep in one another

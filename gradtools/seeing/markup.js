@@ -23,7 +23,7 @@ const markup = (() => {
     return ` tabindex="0" role="button" aria-expanded="${isOpen}" aria-label="${attribute(label)}"`;
   };
 
-  const box = (G, { key, x, y }, hands, found) => {
+  const box = (G, { key, x, y }, { hands = false, found = new Set(), far = false }) => {
     const item = G.items[key], closed = isBlock(item), phase = item.phase % 3;
     const names = ["box", `p${phase}`, closed ? "block" : "",
       closed || item.kind === "operation" ? "" : `leaf ${item.kind}`,
@@ -31,10 +31,10 @@ const markup = (() => {
     const leaf = item.kind === "input" || item.kind === "output";
     const radius = leaf ? Math.min(16, item.height / 2) : 5;
     const { width, height } = item;
-    const middle = x + width / 2, parts = [titled(item.hint)];
-    if (item.count > 1) parts.push(rect(x + 4, y + 4, width, height, 5, "behind"));
+    const middle = x + width / 2, parts = far ? [] : [titled(item.hint)];
+    if (item.count > 1 && !far) parts.push(rect(x + 4, y + 4, width, height, 5, "behind"));
     parts.push(rect(x, y, width, height, radius, "card"));
-    for (const [words, style, below, pill] of item.rows) {
+    for (const [words, style, below, pill] of far ? [] : item.rows) {
       if (pill) parts.push(rect(middle - pill / 2, y + below - 10.5, pill, 14, 7, "pill"));
       parts.push(text(middle, y + below, words, style, ' text-anchor="middle"'));
     }
@@ -97,8 +97,52 @@ const markup = (() => {
     text(x, y + 3.8, words, arrow.cut ? "alert" : "label"),
   ];
 
+  // What of a picture meets a window: its left, upper, right and lower border.
+  const within = (G, picture, [left, upper, right, lower]) => {
+    const meets = (x, y, width, height) =>
+      x <= right && x + width >= left && y <= lower && y + height >= upper;
+    const spans = (from, to, [low, high]) => from <= high && to >= low;
+    const lineMeets = ({ steps }) => {
+      let [x, y, endX, endY] = [Infinity, Infinity, -Infinity, -Infinity];
+      for (const [, numbers] of steps) {
+        for (let i = 0; i < numbers.length; i += 2) {
+          x = Math.min(x, numbers[i]); endX = Math.max(endX, numbers[i]);
+          y = Math.min(y, numbers[i + 1]); endY = Math.max(endY, numbers[i + 1]);
+        }
+      }
+      return spans(x, endX, [left, right]) && spans(y, endY, [upper, lower]);
+    };
+    return {
+      ...picture,
+      frames: picture.frames.filter((it) => meets(it.x, it.y, it.width, it.height)),
+      lines: picture.lines.filter(lineMeets),
+      boxes: picture.boxes.filter(({ key, x, y }) =>
+        meets(x, y, G.items[key].width, G.items[key].height)),
+      labels: picture.labels.filter((it) => meets(it.x, it.y - 7, it.width, 14)),
+    };
+  };
+  // A picture from so far away that no word can be read: all lines of one look are one path.
+  const farBody = (G, picture, options) => {
+    const paths = new Map();
+    for (const { steps, arrow } of picture.lines) {
+      const [edge] = look(G, arrow);
+      if (!paths.has(edge)) paths.set(edge, []);
+      paths.get(edge).push(...steps.map(([name, numbers]) => name + numbers.map(n).join(",")));
+    }
+    return [
+      ...picture.frames.map((it) =>
+        `<g class="frame p${G.items[it.key].phase % 3}" data-key="${it.key}">` +
+        `${rect(it.x, it.y, it.width, it.height, 8, "around")}</g>`),
+      ...[...paths].map(([edge, steps]) => `<path class="${edge}" d="${steps.join(" ")}"/>`),
+      ...picture.boxes.map((it) => box(G, it, options)),
+    ].join("\n");
+  };
+
   // Frames, lines, boxes and labels, what is in front last.
-  const body = (G, picture, { hands = false, found = new Set() } = {}) => {
+  const body = (G, picture, options = {}) => {
+    if (options.window) picture = within(G, picture, options.window);
+    if (options.far) return farBody(G, picture, options);
+    const { hands = false } = options;
     const frames = [...picture.frames].sort((a, b) => a.depth - b.depth);
     const isCut = (drawn) => drawn.arrow.cut ? 1 : 0;
     const lines = [...picture.lines].sort((a, b) => isCut(a) - isCut(b));
@@ -107,7 +151,7 @@ const markup = (() => {
         text(x, y, G.items[key].name, `heading h${G.items[key].phase % 3}`)),
       ...frames.map((it) => frame(G, it, hands)),
       ...lines.map((it) => line(G, it)),
-      ...picture.boxes.map((it) => box(G, it, hands, found)),
+      ...picture.boxes.map((it) => box(G, it, options)),
       ...picture.labels.flatMap(label),
     ].join("\n");
   };

@@ -1,7 +1,8 @@
 """Blocks: runs of consecutive entries of one scope, with each leaf where it is read.
 
 Parameters stand in the innermost block that holds all of their readers, arguments outside of all,
-outputs after what makes them. A block of one thing is that thing, with both names.
+outputs after the blocks that make them; of very many those of parameters stand in these. A block
+of one thing is that thing, with both names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gradtools.seeing.outline import PHASES
 _MOST_CHILDREN = 60  # more are cut into stretches
 _PART = 25  # that have at least so many
 _LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks; those of arguments always
+_LEAVES_BESIDE = 24  # so many stand beside the blocks that make them
 
 
 def nested(flat: Flat) -> list[Group]:
@@ -93,7 +95,7 @@ def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
         reading = [ways[key] for key in readers.get(leaf.key, ()) if key in ways]
         first_phase = min((way[0].phase for way in reading), default=0)
         reading = [way for way in reading if way[0].phase == first_phase]
-        if not reading and leaf.kind == "captured":
+        if leaf.kind == "captured" and leaf.key not in readers:
             continue
         reading = [(way[0], way[1]) for way in reading] if _is_argument(leaf) else reading
         home, at = _home(reading) if reading else (first, 0)
@@ -104,11 +106,25 @@ def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
         makers = [ways[key] for key, _ in unit.reads if key in ways]
         many = unit.phase and len(flat.outputs) > _LEAVES_ABOVE
         deep = makers and many and not _OF_ARGUMENT.search(unit.name)
-        home = makers[0][-2] if deep else roots[min(unit.phase, max(roots))]
-        at = _index(home, makers[0][-1]) if deep else len(home.children) - 1
+        if deep:
+            beside = len(flat.outputs) <= _LEAVES_BESIDE
+            depth = _outside(makers[0]) if beside else len(makers[0]) - 2
+            home = makers[0][depth]
+            at = _index(home, makers[0][depth + 1])
+        else:
+            home = roots[min(unit.phase, max(roots))]
+            at = len(home.children) - 1
         after.setdefault((id(home), at), []).append(unit)
     for group in [g for root in roots.values() for g in _groups(root)]:
         _insert(group, before, after)
+
+
+def _outside(way: Sequence[Any]) -> int:
+    """The depth of the group of which the way takes one part of several."""
+    depth = 0
+    while depth + 2 < len(way) and sum(isinstance(c, Group) for c in way[depth].children) == 1:
+        depth += 1
+    return depth
 
 
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")

@@ -120,9 +120,11 @@ class Block:
         """What stands below its title when it is closed."""
         alerts = {box.alert for box in self.boxes if box.alert}
         notes = sum(bool(box.note) for box in self.boxes)
+        results = sum(box.kind == "output" for box in self.boxes)
         return (
             counted(self.operations, "operation"),
             *sorted(alerts),
+            *([f"{counted(results, 'result')} inside"] if results else []),
             *([counted(notes, "difference")] if notes else []),
         )
 

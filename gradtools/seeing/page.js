@@ -4,7 +4,8 @@
 "use strict";
 (() => {
   const G = JSON.parse(document.getElementById("graph").textContent);
-  const LEGIBLE = 0.62;
+  const LEGIBLE = 0.62, FAR = 0.25; // scales: what can be read with ease, and not at all
+  const MANY = 400; // boxes: of a picture that has more, only what is in view is drawn
   const opened = new Set(G.opened);
   const item = (key) => G.items[key];
   const isBlock = (key) => item(key).children !== undefined;
@@ -18,15 +19,34 @@
     'Arrow keys move, plus and minus zoom, 0 fits all."><g></g></svg>';
   const canvas = stage.firstElementChild, world = canvas.firstElementChild;
   let picture = null, view = { x: 0, y: 0, scale: 1 }, found = new Set();
+  let painted = null; // the window that is drawn, and whether from far away
 
+  // What is seen of the picture, with so many screens around it.
+  const seen = (around) => {
+    const { x, y, scale } = view, room = canvas.getBoundingClientRect();
+    const [width, height] = [room.width / scale, room.height / scale];
+    return [-x / scale - around * width, -y / scale - around * height,
+      -x / scale + (1 + around) * width, -y / scale + (1 + around) * height];
+  };
+  const paint = () => {
+    const large = picture.boxes.length > MANY, far = large && view.scale < FAR;
+    painted = { window: large ? seen(1) : null, far };
+    world.innerHTML = markup.body(G, picture, { hands: true, found, ...painted });
+  };
+  const isPainted = () => {
+    if (!painted.window) return true;
+    const [left, upper, right, lower] = seen(0), [l, u, r, d] = painted.window;
+    return painted.far === view.scale < FAR && left >= l && upper >= u && right <= r && lower <= d;
+  };
   const show = () => {
     const { x, y, scale } = view;
     world.setAttribute("transform", `translate(${x} ${y}) scale(${scale})`);
+    if (!isPainted()) paint();
   };
   const draft = () => layout.layout(G, opened);
   const draw = () => {
     picture = draft();
-    world.innerHTML = markup.body(G, picture, { hands: true, found });
+    paint();
     world.setAttribute("data-width", picture.width);
     show();
   };
@@ -199,5 +219,5 @@
 
   draw();
   fit(LEGIBLE);
-  window.gradtools = { graph: G, opened, toggle, setAll, draft, draw, next };
+  window.gradtools = { graph: G, opened, toggle, setAll, draft, draw, next, view: () => view };
 })();

@@ -71,7 +71,7 @@ class _Reader:
         rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
         name = operations.word_of(fn)
         return Node(
-            "custom_rule" if rule else operations.neutral_of_node(fn),
+            "custom_rule" if rule else _operation(fn),
             (*before, *unknown),
             outputs,
             fn.name(),
@@ -117,7 +117,7 @@ class _Reader:
             several = found if isinstance(found, tuple | list) else (found,)
             if any(isinstance(x, Tensor) for x in several):
                 tensors += [self.tensor(x) for x in several if isinstance(x, Tensor)]
-            elif key != "_saved_tensors" and _is_plain(found):
+            elif key != "_saved_tensors" and _is_plain(found) and not _is_layout(key, found):
                 attributes[key.removeprefix(_SAVED)] = _signed(found)
         if isinstance(fn, torch.autograd.function.BackwardCFunction):
             with suppress(RuntimeError):
@@ -139,9 +139,22 @@ def _in_order(ends: list[Any]) -> Iterator[GradFn]:
             todo += [(given, False) for given, _ in fn.next_functions if given is not None]
 
 
+_WITH_SUM = ("addmm", "addmv", "baddbmm", "addbmm")  # products whose first operand is added
+
+
+def _operation(fn: GradFn) -> str:
+    word = operations.word_of(fn).lower()
+    return word if word in _WITH_SUM else operations.neutral_of_node(fn)
+
+
 def _is_plain(x: Any) -> bool:
     many = isinstance(x, tuple) and all(isinstance(n, bool | int | float) for n in x)
     return many or (isinstance(x, int | float | str) and not isinstance(x, bool))
+
+
+def _is_layout(key: str, x: Any) -> bool:
+    """Whether it says how operands lie in memory, which shapes say, or is a factor of one."""
+    return "_sym_" in key or (key in (f"{_SAVED}alpha", f"{_SAVED}beta") and x == 1)
 
 
 def _signed(x: Any) -> Any:

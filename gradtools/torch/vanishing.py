@@ -94,10 +94,11 @@ def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
         at = back.passed[node]
         path = [k for k, (to, _) in enumerate(node.next_functions) if to in leading]
         if path and not any(at.on[k] for k in path):
-            underflow = _underflows(node, at.given, path)
+            product = _product(node, at.given, path)
+            underflow = 0 < product < _least(at.given)
             empty = all(at.empty[k] for k in path)
-            sums = _sums_of_softmax(node, at.given)
-            vanished = Vanished(_named(recorder, node), underflow, tuple(path), sums, empty)
+            cancelled = product >= _least(at.given) or _sums_of_softmax(node, at.given)
+            vanished = Vanished(_named(recorder, node), underflow, tuple(path), cancelled, empty)
             found.append((made.get(node, len(made)), vanished))
     return [vanished for _, vanished in sorted(found, key=lambda pair: pair[0])]
 
@@ -307,31 +308,62 @@ def _named(recorder: Recorder, node: Any) -> Node:
 
 
 def _sums_of_softmax(node: Any, given: Cotangents) -> bool:
-    """Whether a softmax, which adds up to one, is given a cotangent that is constant along it."""
-    if not type(node).__name__.startswith(("SoftmaxBackward", "SafeSoftmaxBackward")):
+    """Whether a softmax is given a cotangent that asks for its sum alone, which is one.
+
+    Such a cotangent is constant along the axis; that of a log_softmax is proportional to the
+    softmax, but for rounding.
+    """
+    name = type(node).__name__
+    logarithm = name.startswith("LogSoftmaxBackward")
+    if not logarithm and not name.startswith(("SoftmaxBackward", "SafeSoftmaxBackward")):
         return False
     dim = upstream.saved(node, "dim")
     signed = dim - 2**64 if dim >= 2**63 else dim
-    return all(ct is None or bool((ct.amax(signed) == ct.amin(signed)).all()) for ct in given)
+    for ct in given:
+        if ct is not None:
+            weights = ct / upstream.saved(node, "result").exp() if logarithm else ct
+            high, low = weights.amax(signed), weights.amin(signed)
+            slack = 8 * torch.finfo(ct.dtype).eps * high.abs() if logarithm else 0
+            if not bool((high - low <= slack).all()):
+                return False
+    return True
 
 
 # --- underflow ---------------------------------------------------------------------------
 
 
-def _underflows(node: Any, given: Cotangents, path: Sequence[int]) -> bool:
-    """Whether it is not the factor that is zero, of those operands to which the path leads."""
+def _product(node: Any, given: Cotangents, path: Sequence[int]) -> float:
+    """How large what a node hands on would be, in numbers of any size, where the path leads.
+
+    It is zero where the factor is; below the least number of the dtype it underflows; what is
+    greater was zero by chance, as terms of it cancel, which they do but for a rounding error.
+    """
     name = type(node).__name__
     if name.startswith(("ExpBackward", "Exp2Backward")):
-        return True  # no exponential is zero
+        return _TOO_SMALL  # no exponential is zero
     if name.startswith("PowBackward0"):
-        return bool(upstream.saved(node, "self").ne(0).any())
+        return _TOO_SMALL if bool(upstream.saved(node, "self").ne(0).any()) else 0.0
     plain = lambda ct: is_inexact(ct) and ct.layout is torch.strided
     if not callable(node) or not all(ct is None or plain(ct) for ct in given):
-        return False
+        return 0.0
+    size = max(map(_size, given), default=0.0)
     with torch.no_grad():
         found = node(*[None if ct is None else _large(ct) for ct in given])
     found = found if isinstance(found, tuple) else (found,)
-    return any(_moves(found[k]) for k in path)
+    scales = [torch.finfo(ct.dtype).max ** 0.5 for ct in given if ct is not None]
+    large = max((_size(found[k]) for k in path), default=0.0)
+    if not math.isfinite(large):
+        return _TOO_SMALL
+    return max(large / max(scales) * size, _TOO_SMALL) if large else 0.0
+
+
+_TOO_SMALL = 5e-324  # for any dtype
+
+
+def _least(given: Cotangents) -> float:
+    """The least number of the dtype, with room for rounding."""
+    infos = [torch.finfo(ct.dtype) for ct in given if ct is not None]
+    return max((4 * info.smallest_normal for info in infos), default=0.0)
 
 
 def _large(ct: Tensor) -> Tensor:

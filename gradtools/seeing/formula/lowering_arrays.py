@@ -174,11 +174,15 @@ def _argsort(x: Expr, axis: int, descending: bool = False) -> Expr:
 
 
 def _sort(x: Expr, axis: int, descending: bool = False) -> list[Expr]:
+    if not x.rank:
+        return [x, algebra.number(0)]
     i = _argsort(x, axis, descending)
     return [making.take_along(x, i, axis), i]
 
 
 def _topk(x: Expr, k: int, axis: int, largest: bool = True) -> list[Expr]:
+    if not x.rank:
+        return [x, algebra.number(0)]
     i = _argsort(x, axis, largest)
     limit = [k if a == axis else n for a, n in enumerate(x.shape)]
     i = making.cut(i, [0] * x.rank, limit)
@@ -242,6 +246,8 @@ def _cumulative(name: str) -> Lowering:
 
 def _cumulative_extreme(sign: float) -> Lowering:
     def lowered(x: Expr, axis: int, reverse: bool = False) -> Expr:
+        if not x.rank:
+            return x
         signed = x if sign > 0 else algebra.negate(x)
         i = making.along("cumargmax", signed, axis, INTEGER, reverse=bool(reverse))
         return making.take_along(x, i, axis)

@@ -132,7 +132,7 @@ def _stack(w: Writer, o: Any) -> Ref:
 
 @operation("flip")
 def _flip(w: Writer, o: Any) -> Ref:
-    return w("flip", o.self, axes=tuple(a % o.self.ndim for a in o.dims))
+    return w("flip", o.self, axes=tuple(a % o.self.ndim for a in o.dims)) if o.self.ndim else o.self
 
 
 @operation("roll")
@@ -386,8 +386,8 @@ def _argsort(w: Writer, o: Any) -> Ref:
 
 @operation("topk")
 def _topk(w: Writer, o: Any) -> Any:
-    largest = None if o.largest else False
-    return w.node("topk", [o.self], o.likes, k=o.k, axis=o.dim % o.self.ndim, largest=largest)
+    largest, axis = None if o.largest else False, o.dim % max(1, o.self.ndim)
+    return w.node("topk", [o.self], o.likes, k=o.k, axis=axis, largest=largest)
 
 
 @operation("kthvalue")
@@ -401,12 +401,15 @@ def _median(w: Writer, o: Any) -> Any:
         flat = w.reshape(o.self, (o.self.size,))
         return _at_rank(w, flat, 0, (o.self.size - 1) // 2, o.likes)[:1]
     axis = o.dim % max(1, o.self.ndim)
-    return _at_rank(w, o.self, axis, (o.self.shape[axis] - 1) // 2, o.likes)
+    size = o.self.shape[axis] if o.self.ndim else 1
+    return _at_rank(w, o.self, axis, (size - 1) // 2, o.likes)
 
 
 def _at_rank(w: Writer, x: Ref, axis: int, k: int, likes: Any) -> list[Ref]:
     """The entry that stands at a place of the sorted ones, and where it stood."""
     both = _sorted(w, x, axis, [None, None], False)
+    if not x.ndim:
+        return both
     return [w.reshape(w.cut(y, axis, k, k + 1), likes[0][0]) for y in both]
 
 

@@ -1,0 +1,76 @@
+"""Formulas of operations at their odd ends: a single number, an exponent of zero, each padding.
+
+PyTorch runs and differentiates each of them, so what fails is the formula's own fault.
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gradtools.torch as gt
+
+NUMBER = torch.tensor(2.0)
+VECTOR = torch.tensor([0.5, -1.0, 2.0, 0.25])
+MATRIX = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7], [0.2, 0.9, -2.0]])
+FIRST, ZERO = torch.tensor([0]), torch.tensor(0)
+
+ALONG = {  # the only axis that a single number is given
+    "sort": lambda x: torch.sort(x)[0],
+    "topk": lambda x: torch.topk(x, 1)[0],
+    "kthvalue": lambda x: torch.kthvalue(x, 1)[0],
+    "median": lambda x: torch.median(x, 0)[0],
+    "max": lambda x: torch.max(x, 0)[0],
+    "amin": lambda x: torch.amin(x, 0),
+    "cumsum": lambda x: torch.cumsum(x, 0),
+    "cumprod": lambda x: torch.cumprod(x, 0),
+    "cummax": lambda x: torch.cummax(x, 0)[0],
+    "logcumsumexp": lambda x: torch.logcumsumexp(x, 0),
+    "softmax": lambda x: torch.softmax(x, 0),
+    "log_softmax": lambda x: torch.log_softmax(x, 0),
+    "logsumexp": lambda x: torch.logsumexp(x, 0),
+    "sum": lambda x: torch.sum(x, 0),
+    "prod": lambda x: torch.prod(x, 0),
+    "norm": lambda x: torch.linalg.vector_norm(x),
+    "flip": lambda x: torch.flip(x, (0,)),
+    "index_select": lambda x: torch.index_select(x, 0, ZERO),
+    "gather": lambda x: torch.gather(x, 0, FIRST if x.ndim else ZERO),
+    "take": lambda x: torch.take(x, ZERO),
+    "scatter_add": lambda x: torch.scatter_add(
+        x, 0, FIRST if x.ndim else ZERO, x[:1] if x.ndim else x
+    ),
+    "index_add": lambda x: torch.index_add(x, 0, ZERO, 3 * x[:1] if x.ndim else 3 * x),
+    "index_fill": lambda x: torch.index_fill(x, 0, ZERO, 1.0),
+    "ellipsis": lambda x: x[...],
+    "mask": lambda x: x[torch.tensor(True)],
+}
+PADDED = {
+    mode: lambda x, mode=mode: F.pad(x[None], (1, 1), mode=mode)
+    for mode in ("constant", "circular", "reflect", "replicate")
+}
+ODD = {
+    "copysign": lambda x: torch.copysign(x, -x.detach()),
+    **{f"cdist {p}": lambda x, p=p: torch.cdist(x, x + 1, p=p) for p in (0.0, 1.0, 2.0, math.inf)},
+    **PADDED,
+    "pad by less": lambda x: F.pad(x, (-1, 0)),
+    **{f"polygamma {n}": lambda x, n=n: torch.polygamma(n, x.abs() + 1) for n in (0, 1, 3)},
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "renorm": partial(torch.renorm, p=2, dim=0, maxnorm=1.0),
+    "frexp": lambda x: torch.frexp(x)[0],
+    "trace": torch.trace,
+    "lstsq": lambda x: torch.linalg.lstsq(x, x + 1)[0],
+    "pinv": torch.linalg.pinv,
+}
+
+
+@pytest.mark.parametrize("x", [NUMBER, VECTOR], ids=["number", "vector"])
+@pytest.mark.parametrize("name", ALONG)
+def test_an_operation_along_an_axis_has_a_formula_of_one_number_too(name, x):
+    assert gt.formula(ALONG[name], x).lines(1)  # compared with autograd before it is shown
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_arguments_are_no_fault_of_the_function(name):
+    assert gt.formula(ODD[name], MATRIX).lines(1)

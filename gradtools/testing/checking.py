@@ -25,6 +25,7 @@ from typing import Any
 import gradtools
 from gradtools.testing.devices import described, placed
 from gradtools.testing.matrix import ARGUMENTS, DTYPES, OPERATORS, TRANSFORMS, Cell, cells, programs
+from gradtools.testing.precision import described_precision, highest_precision
 
 BACKENDS = ("torch", "jax")
 _QUICK, _QUICK_MORE = 9, 3  # of every ninth program each third cell
@@ -185,6 +186,7 @@ def check(options: argparse.Namespace) -> int:
             inside.enter_context(programs_kept(inside.enter_context(TemporaryDirectory())))
         for name in here:
             inside.enter_context(placed(name, options.device))
+        inside.enter_context(highest_precision(here))
         verdicts = [_counted(i, *both) for i, both in enumerate(_progress(asked))]
         _print(options, here, verdicts)
     return 1 if any(v.failure for v in verdicts) else 0
@@ -325,7 +327,7 @@ def _record(here: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def _devices(here: Sequence[str]) -> list[str]:
     """What each framework has here, with peaks of memory, and what is absent."""
-    lines = [f"{name}: {described(name)}" for name in here]
+    lines = [f"{name}: {described(name)}; {described_precision(name)}" for name in here]
     return lines + [f"{name}: not run" for name in BACKENDS if name not in here]
 
 

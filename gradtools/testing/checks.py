@@ -26,12 +26,14 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing import numeric, tolerances
 from gradtools.testing.patterns import Pair
+from gradtools.testing.precision import at_precision
 from gradtools.testing.probe import (
     FIRST,
     MODES,
     SECOND,
     Arrays,
     Probe,
+    backend_name,
     inner,
     no_such_mode,
     size,
@@ -41,6 +43,7 @@ from gradtools.testing.probe import (
 from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, compare_arrays
 from gradtools.testing.sides import double_precision
 
+ASKED = "check_derivatives"
 NAMES = ("left", "right")
 _ENTRIES = 64  # at most so many entries of a failing leaf are differenced one by one
 
@@ -55,6 +58,7 @@ def check_derivatives(
     numeric: bool = True,
     allow_jumps: bool = False,
     seed: int = 0,
+    precision: str = "highest",
 ) -> Report:
     """Checks the derivatives that a framework computes of f, at args.
 
@@ -81,6 +85,9 @@ def check_derivatives(
             another (an edited gradient): then only the modes are held against each other.
         allow_jumps: True for an f that is meant to jump, such as a branch cut or a sawtooth.
         seed: Chooses the random directions.
+        precision: "highest" (default) keeps all bits of float32's products while it compares,
+            whatever is set: no TF32, no bfloat16. "as set" compares as training would run. A note
+            of the report says where what is set is lower.
 
     Returns:
         A `Report`: a record for each comparison. Each says in `quantity` what stands left and
@@ -107,9 +114,11 @@ def check_derivatives(
     Ridders, Accurate computation of F'(x) and F'(x)F''(x), 1982 (extrapolated differences).
     """
     check_settings(order, modes)
-    with double_precision(is_jax(backend) and wants_64_bits(args)):
-        probe = Probe("check_derivatives", f, args, backend)
+    at = at_precision(ASKED, precision, [backend_name(ASKED, backend)])
+    with double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
+        probe = Probe(ASKED, f, args, backend)
         check = Check(probe, modes, numeric, allow_jumps, seed)
+        check.report.notes += notes
         check.first_order()
         if order == 2:
             check.second_order()

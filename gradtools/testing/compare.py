@@ -18,6 +18,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing import tolerances
 from gradtools.testing.causes import explain
 from gradtools.testing.crossing import CrossCheck
+from gradtools.testing.precision import at_precision
 from gradtools.testing.report import Report
 from gradtools.testing.sides import Inputs, Side, double_precision
 
@@ -34,6 +35,7 @@ def cross_check(
     dtype: str | None = None,
     seed: int = 0,
     tolerance: float | None = None,
+    precision: str = "highest",
     conventions: str = "allow",
     raises: bool = True,
     name: str | None = None,
@@ -71,6 +73,9 @@ def cross_check(
             and buffers are cast to. None leaves them as they are.
         seed: Of the random directions.
         tolerance: A relative error for everything, in place of the table `tolerance_table()`.
+        precision: "highest" (default) keeps all bits of float32's products while it compares,
+            whatever is set: no TF32, no bfloat16. "as set" compares as training would run. A note
+            of the report says where what is set is lower.
         conventions: "allow" reports known conventions; "raise" counts them as disagreements.
         raises: False returns a report that disagrees instead of raising.
         name: The report's title.
@@ -99,10 +104,11 @@ def cross_check(
     title = name or f"cross_check of {_name(torch)} and {_name(jax)}"
     first = Side("torch", torch, dtype)
     wide = wide or (dtype is None and first.has_64_bits())
-    with double_precision(wide):
+    at = at_precision("cross_check", precision, ("torch", "jax"))
+    with double_precision(wide), at as notes:
         second = Side("jax", jax, dtype)
         check = CrossCheck(first, second, inputs, dict(kwargs or {}), mapping, seed, tolerance)
-        report = Report(title)
+        report = Report(title, notes=notes)
         check.run(order, report)
         explain(check, report, allow=conventions == "allow")
     return report.require() if raises else report

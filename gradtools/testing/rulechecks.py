@@ -20,6 +20,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.testing import numeric
 from gradtools.testing.checks import NAMES, Check, _flat, check_settings, is_jax, pattern
+from gradtools.testing.precision import at_precision
 from gradtools.testing.probe import (
     FIRST,
     Probe,
@@ -38,7 +39,13 @@ from gradtools.testing.sides import double_precision
 
 
 def check_rule(
-    rule: Any, args: Sequence[Any], backend: Any, order: int = 2, *, seed: int = 0
+    rule: Any,
+    args: Sequence[Any],
+    backend: Any,
+    order: int = 2,
+    *,
+    seed: int = 0,
+    precision: str = "highest",
 ) -> Report:
     """Checks a custom rule: its parts one by one, then the function that it makes.
 
@@ -60,6 +67,7 @@ def check_rule(
         backend: As in `check_derivatives`.
         order: 1 or 2.
         seed: Chooses the random directions.
+        precision: As in `check_derivatives`.
 
     Returns:
         A `Report`, as `check_derivatives` does.
@@ -82,8 +90,10 @@ def check_rule(
         gradtools.testing.report.AgreementError: ...bwd | finite differences of argument 0...
     """
     check_settings(order, None)
-    with double_precision(is_jax(backend) and wants_64_bits(args)):
+    at = at_precision(ASKED, precision, [backend_name(ASKED, backend)])
+    with double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
         check = RuleCheck(rule, args, backend, seed)
+        check.report.notes += notes
         check.parts(order)
         check.report.require()
         check.whole(order)

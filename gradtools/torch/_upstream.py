@@ -471,11 +471,6 @@ def device_set() -> Any:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
-def generator_of_mps() -> torch.Generator:
-    """That of Apple's devices; others have `default_generators`. Gone: hold what is public then."""
-    return torch.mps._get_default_mps_generator()
-
-
 def operator_tables(name: str) -> Any:
     """A table of PyTorch's own tests, for the sweeps over all operators. They need its packages."""
     from importlib import import_module

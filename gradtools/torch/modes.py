@@ -215,10 +215,7 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     cuda, mha = torch.backends.cuda, torch.backends.mha
     found: dict[str, Any] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "matmul precision": (
-            torch.get_float32_matmul_precision,
-            torch.set_float32_matmul_precision,
-        ),
+        **precisions(),
         "deterministic": (
             _deterministic,
             lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
@@ -230,9 +227,48 @@ def _flags() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
         "cudnn attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     }
     holders = {"cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
-    for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32"):
+    for name in ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"):
         found[name] = _attribute(holders["cudnn"], name.partition(".")[2])
     return {**found, "mkldnn.enabled": _attribute(holders["mkldnn"], "enabled")}
+
+
+@cache
+def precisions() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How each setting by which products of float32 may lose bits is read and set.
+
+    Two are older, for matrices and for cuDNN. They write the newer ones, by library and operation,
+    and so come first. An older one that the newer ones contradict cannot be read, and is None.
+    """
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    newer = {
+        "cuda.matmul": cuda.matmul,
+        **{f"cudnn.{name}": getattr(cudnn, name) for name in ("conv", "rnn")},
+        **{f"mkldnn.{name}": getattr(mkldnn, name) for name in ("matmul", "conv", "rnn")},
+    }
+    return {
+        "float32_matmul_precision": _if_readable(
+            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+        ),
+        "cudnn.allow_tf32": _if_readable(*_attribute(cudnn, "allow_tf32")),
+        **{f"{name}.fp32_precision": _newer(where) for name, where in newer.items()},
+    }
+
+
+def _if_readable(
+    get: Callable[[], Any], put: Callable[[Any], Any]
+) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    def read() -> Any:
+        try:
+            return get()
+        except RuntimeError:  # "you have used a mix of the legacy and new APIs"
+            return None
+
+    return read, lambda value: None if value is None else put(value)
+
+
+def _newer(where: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    name = "fp32_precision"
+    return lambda: getattr(where, name), lambda value: setattr(where, name, value)
 
 
 def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -30,6 +30,7 @@ from gradtools.keras_layers import is_keras
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.arrays import seed_of, split
 from gradtools.torch.compiling import skipped_by_dynamo
+from gradtools.torch.randomness import Randomness
 
 Apply = Callable[..., tuple[Any, dict[str, Tensor]]]
 
@@ -441,22 +442,12 @@ def _seeded(seed: int, devices: list[torch.device]) -> Iterator[None]:
     ``torch.manual_seed`` would also seed the devices that are not saved here.
     """
     with SEEDING:
-        generators = [torch.default_generator, *(_generator(device) for device in devices)]
-        saved = [generator.get_state() for generator in generators]
+        standing = Randomness.of([torch.device("cpu"), *devices])
         try:
-            for generator in generators:
-                generator.manual_seed(seed)
+            standing.seeded(seed).restore()
             yield
         finally:
-            for generator, state in zip(generators, saved, strict=True):
-                generator.set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    backend = torch.get_device_module(device)
-    if hasattr(backend, "default_generators"):
-        return backend.default_generators[device.index or 0]
-    return upstream.generator_of_mps()  # which has one device
+            standing.restore()
 
 
 # Keras

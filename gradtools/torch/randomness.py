@@ -34,7 +34,12 @@ class Randomness:
         if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
             return None
         devices = {torch.device("cpu"), *(x.device for x in xs)}
-        return cls({d: _state(d) for d in devices if d.type != "meta"})
+        return cls.of(d for d in devices if d.type != "meta")
+
+    @classmethod
+    def of(cls, devices: Iterable[torch.device]) -> Randomness:
+        """PyTorch's, on these devices."""
+        return cls({d: _state(d) for d in devices})
 
     @classmethod
     def everywhere(cls, kinds: Iterable[str]) -> Randomness:
@@ -44,6 +49,14 @@ class Randomness:
             count = torch.get_device_module(kind).device_count()
             devices += [torch.device(kind, i) for i in range(count)]
         return cls({d: _state(d) for d in devices}, _python_state(), _numpy_state())
+
+    def seeded(self, seed: int) -> Randomness:
+        """PyTorch's on the same devices, as a seed makes them.
+
+        By new generators, which every kind of device has: not all give out the one they draw from.
+        """
+        made = {d: torch.Generator(d).manual_seed(seed).get_state() for d in self.states}
+        return Randomness({d: (state, b"") for d, state in made.items()})
 
     def again(self) -> Randomness:
         """The same generators' states, where they stand now; itself, if nothing was drawn."""

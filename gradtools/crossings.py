@@ -63,11 +63,13 @@ class Cost:
         flops: How many operations it makes.
         peak_bytes: The most bytes alive at once of what it makes, its results too.
         unknown: The names of operations that no rule counts.
+        notes: What else there is to say.
     """
 
     flops: int
     peak_bytes: int
     unknown: frozenset[str] = frozenset()
+    notes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

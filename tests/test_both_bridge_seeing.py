@@ -184,6 +184,15 @@ def test_measure_names_a_bridged_function_that_it_cannot_count():
     assert note == "not in flops: <lambda> in PyTorch, which no rule counts"
 
 
+def test_measure_says_that_a_loop_of_unknown_length_in_the_other_framework_is_counted_once():
+    def doubled(x):
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < 100, lambda y: 2 * y, x)
+
+    f = bridge.to_torch(doubled)
+    notes = gt.measure(lambda x: f(x), torch.ones(2)).notes
+    assert "a while inside of another kind of program is counted once" in notes
+
+
 def test_a_round_trip_that_was_first_met_beneath_an_operation_of_pytorchs_has_its_gradient():
     # Beneath an operation PyTorch's autograd is off, and what JAX asked there was kept for good.
     f = bridge.to_torch(lambda a: bridge.to_jax(quadratic_in_torch)(a) * 3)

@@ -110,10 +110,7 @@ class JaxGuest:
         return None if traced is None else graph_of(traced, in_places=True)
 
     def cost(self, run: Any, specs: Sequence[Spec]) -> Cost | None:
-        """What a call costs as `jax.jit` compiles it; None where f cannot be traced.
-
-        A loop of unknown length counts once.
-        """
+        """What a call costs as `jax.jit` compiles it; None where f cannot be traced."""
         traced = self._traced(run, specs)
         if traced is None:
             return None
@@ -121,7 +118,7 @@ class JaxGuest:
         count.jaxpr(live(open_jaxpr(traced)), 1, ())
         memory = jax.jit(run).lower(*map(_struct, specs)).compile().memory_analysis()
         peak = memory.temp_size_in_bytes + memory.output_size_in_bytes if memory else 0
-        return Cost(count.flops, peak, frozenset(count.unknown))
+        return Cost(count.flops, peak, frozenset(count.unknown), frozenset(count.notes))
 
     def _traced(self, run: Any, specs: Sequence[Spec]) -> Any:
         try:

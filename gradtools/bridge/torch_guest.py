@@ -152,7 +152,7 @@ class TorchGuest:
                 run(*xs)
         except Exception:  # as for `reach`
             return None
-        return Cost(flops.total, live.peak, frozenset(flops.unknown))
+        return Cost(flops.total, live.peak, frozenset(flops.unknown), frozenset(flops.notes))
 
     def _reaching(self, y: Tensor, xs: Sequence[Tensor], at: Sequence[Tensor]) -> list[bool]:
         """Which of xs a tensor's graph pulls a cotangent back to."""

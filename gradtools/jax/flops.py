@@ -301,6 +301,7 @@ class Count:
             return
         self.flops += times * size * cost.flops
         self.unknown |= cost.unknown
+        self.notes |= cost.notes
         self.peak_inside = max(self.peak_inside, size * cost.peak_bytes)
 
 

@@ -41,12 +41,13 @@ class Flops(Watching):
     Attributes:
         total: How many so far.
         unknown: The names of those that no rule counts.
+        notes: What else a function of another framework says of what it counts.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
-        self.unknown: set[str] = set()
+        self.unknown, self.notes = set[str](), set[str]()
         self._known: dict[Any, tuple[int, frozenset[str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,6 +56,10 @@ class Flops(Watching):
         key = _key(func, args, kwargs)
         if key not in self._known:
             self._known[key] = _cost(func, args, kwargs, out)
+            if (inside := inside_of(func, args)) is not None and (
+                cost := inside.cost()
+            ) is not None:
+                self.notes |= cost.notes
         total, unknown = self._known[key]
         self.total += total
         self.unknown |= unknown

@@ -36,7 +36,7 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     _check(given)
     before = _Before.of(f, args, kwargs, given)
     with before.after_all():
-        flops, peak, unknown = _counted(before, lambda: f(*args, **kwargs))
+        flops, peak, counted = _counted(before, lambda: f(*args, **kwargs))
         saved, notes = _saved(before, f, args, kwargs)
         run = lambda: _finished(f(*args, **kwargs))
         device_peak = _device_peak(run)
@@ -50,7 +50,7 @@ def measure(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         saved_bytes=saved,
         backend="torch",
         device_peak_bytes=device_peak,
-        notes=(*costs.not_counted(unknown), *notes, *(compiled if _is_compiled(f) else ())),
+        notes=(*counted, *notes, *(compiled if _is_compiled(f) else ())),
     )
 
 
@@ -63,12 +63,12 @@ def _check(given: Sequence[Tensor]) -> None:
         )
 
 
-def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, set[str]]:
+def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
     with LiveBytes() as live, PutBack(live, before), Flops() as flops, _eager():
         found = run()
     del found
     before.restore()
-    return flops.total, live.peak, flops.unknown
+    return flops.total, live.peak, [*costs.not_counted(flops.unknown), *sorted(flops.notes)]
 
 
 def _finished(found: Any) -> Any:

@@ -216,13 +216,18 @@ _BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDiction
 
 def call_by_key(key: str) -> KernelCall:
     """The call with this key."""
-    try:
-        return _BY_KEY[key]
-    except KeyError:
+    call = call_if_kept(key)
+    if call is None:
         raise GradtoolsError(
             "host_function: a compiled program calls a host function that is gone. Keep the "
             "host function as long as what was compiled with it."
-        ) from None
+        )
+    return call
+
+
+def call_if_kept(key: str) -> KernelCall | None:
+    """The call with this key, if what made it is still held."""
+    return _BY_KEY.get(key)
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,7 @@ ALONE = {
     ("torch", "customcode.py"): "what autograd loses in silence in a Function; JAX raises there",
     ("torch", "trials.py"): "how that is found out",
     ("torch", "verifying.py"): "a second run of f against the first; in JAX there is one jaxpr",
+    ("jax", "crossing.py"): "equations that call the other framework; PyTorch has the call itself",
     ("jax", "signs.py"): "the sign of complex numbers, whose derivative PyTorch has",
     ("jax", "shardings.py"): "meshes of devices; PyTorch's are its processes'",
     ("jax", "stateful.py"): "modules of flax.nnx, split, carried and merged; PyTorch's are `state`",

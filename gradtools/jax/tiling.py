@@ -48,8 +48,7 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
     side = next((side for side in (ROWS, COLUMNS) if whole.divides(side)), None)
     if side is None:
         return whole.run()
-    entry, at = whole.entries[side], program.roles.index(side)
-    mesh = jax.typeof(xs[at]).sharding.mesh
+    entry, mesh = whole.entries[side], whole.mesh(side)
     count = getattr(program.cut, side) // shardings.devices(mesh, entry)
     part = replace(program, cut=replace(program.cut, **{side: count}))
     groups = whole.seen()
@@ -126,14 +125,16 @@ class _Sweep:
 
     def divides(self, side: str) -> bool:
         """Whether a side is sharded so that all devices have equally much, and nothing else is."""
-        at, entry = self.roles.index(side), self.entries[side]
-        if entry is None:
+        entry = self.entries[side]
+        if entry is None or any(name for x in self.xs for name in shardings.entries(x)):
             return False
-        mesh = jax.typeof(self.given[at]).sharding.mesh
-        rest = (name for x in self.xs for name in shardings.entries(x))
-        return getattr(self.program.cut, side) % shardings.devices(mesh, entry) == 0 and not any(
-            rest
-        )
+        count = shardings.devices(self.mesh(side), entry)
+        return bool(getattr(self.program.cut, side) % count == 0)
+
+    def mesh(self, side: str) -> Any:
+        """The mesh over which a side is sharded."""
+        mine = (x for x, role in zip(self.given, self.roles, strict=True) if role == side)
+        return next(jax.typeof(x).sharding.mesh for x in mine if shardings.entries(x)[0])
 
     def seen(self) -> Sequence[Group]:
         """The groups, which a tile tells."""

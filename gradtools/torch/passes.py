@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
-from gradtools.host import call_by_key
+from gradtools.host import call_if_kept
 from gradtools.seeing.crossing import opened
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
@@ -90,10 +90,10 @@ def _opened(graph: Graph) -> Graph:
     def node_of(node: Node) -> Node:
         if node.native != _KERNEL:
             return node
-        inside = call_by_key(node.attributes["key"]).kernel.inside
-        if inside is None:
+        call = call_if_kept(node.attributes["key"])  # of a rule that f made it may be gone
+        if call is None or call.kernel.inside is None:
             return node
-        return opened(node, graph.values, inside, range(len(node.inputs)))
+        return opened(node, graph.values, call.kernel.inside, range(len(node.inputs)))
 
     return replace(graph, nodes=tuple(map(node_of, graph.nodes)))
 

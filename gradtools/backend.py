@@ -288,7 +288,7 @@ class Backend(Protocol):
         ...
 
     def sharded_like(self, x: Array, other: Array) -> Array:
-        """x, over a mesh of devices as another array of its shape."""
+        """x, over a mesh of devices as another array of its shape, if that is over one."""
         ...
 
     def tile_bytes(self, fun: Any, xs: Sequence[Array], sides: Sequence[int | None]) -> int:

@@ -104,6 +104,7 @@ class Pairs(Operators):
                 f"{asked}: label_smoothing is {label_smoothing} with sigmoid=True, whose labels "
                 "are those of single pairs; leave one of them out."
             )
+        y = backend.sharded_like(y, x)
         scale, bias = (
             self._backend.cast(as_array(backend, asked, z, name, beside=x), x)
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))

@@ -70,6 +70,21 @@ for kind in (AxisType.Explicit, AxisType.Auto):
             trips = re.findall(r'known_trip_count[^0-9]*(\\d+)', program.as_text())
             assert trips == ["2"], trips
 
+both, rows, columns = P(("d", "m")), P("d"), P("m")
+LAID_OUT = [
+    (both, columns), (columns, rows), (rows, P()), (P(), rows), (P("d", "m"), P("d", "m")),
+    (rows, P(None, "m")),
+]
+for kind, ways in ((AxisType.Explicit, ("gradient", "Hessian")), (AxisType.Auto, ("gradient",))):
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit, kind))
+    with jax.set_mesh(mesh):
+        for way in ways:
+            for specs in LAID_OUT:
+                x, y = (jax.device_put(z, NamedSharding(mesh, s)) for z, s in zip((X, Y), specs))
+                for name in ("contrastive, plain", "tiled"):
+                    found = jax.jit(WAYS[way](PROGRAMS[name]))(W, x, y, CLASSES)
+                    close(found, WANTED[name, way], (kind, name, way, specs))
+
 mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 
 

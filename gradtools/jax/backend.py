@@ -250,7 +250,7 @@ class JaxBackend:
     def sharded_like(self, x: Array, other: Array) -> Array:
         from gradtools.jax import shardings
 
-        return shardings.like(x, other)
+        return shardings.like(x, other) if any(shardings.entries(other)) else x
 
     def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
         from gradtools.jax import tiling

@@ -13,7 +13,7 @@ WORKERS ?= 2
 # which the many processes that tests start would each compile again.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test test-all lint format types examples docs bench tpu cuda clean
+.PHONY: demo test test-all lint format types examples docs bench mutants tpu cuda clean
 
 demo: $(STAMP)
 	$(BIN)/gradtools demo
@@ -23,6 +23,10 @@ test: MARKED := not slow and not sweep and not ahead
 test-all: MARKED := not sweep and not ahead
 test test-all: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKED)" $(PYTEST_ARGS)
+
+# Whether the quick tests see what is wrong: half an hour or more.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py --workers $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

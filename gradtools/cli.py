@@ -97,8 +97,8 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _check(args: argparse.Namespace) -> int:
-    from gradtools.testing.checking import check
-    from gradtools.testing.sweeps.running import run
+    from gradtools.conformance.checking import check
+    from gradtools.conformance.sweeps.running import run
 
     try:
         return run(args) if args.sweep else check(args)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradtools.testing.checking import programs_kept
+from gradtools.conformance.checking import programs_kept
 from gradtools.testing.plugin import wanted_backends
 
 

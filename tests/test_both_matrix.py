@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradtools.testing.matrix import OPERATORS, cells, families
+from gradtools.conformance.matrix import OPERATORS, cells, families
+from gradtools.conformance.trial import answers
 from gradtools.testing.tolerances import tolerance
-from gradtools.testing.trial import answers
 
 pytest_plugins = ["compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")

@@ -10,7 +10,7 @@ import torch
 
 import gradtools.torch as gt
 from gradtools import cli
-from gradtools.testing.sweeps import AGREES, DIFFERS, judged, running, twins
+from gradtools.conformance.sweeps import AGREES, DIFFERS, judged, running, twins
 
 GROUPS = twins.groups(25)
 

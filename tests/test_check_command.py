@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gradtools import cli
-from gradtools.testing import checking, trial
-from gradtools.testing.matrix import OPERATORS, cells
+from gradtools.conformance import checking, trial
+from gradtools.conformance.matrix import OPERATORS, cells
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
@@ -81,7 +81,7 @@ def test_the_table_of_support_is_the_generated_one():
     _, _, rest = PAGE.read_text().partition(begin)
     table, found, _ = rest.partition(end)
     assert found, "docs/support.md has no support table between its two marks"
-    assert table.strip() == checking.support_table(), "python -m gradtools.testing.checking"
+    assert table.strip() == checking.support_table(), "python -m gradtools.conformance.checking"
 
 
 def test_the_sweep_is_held_against_its_ledger(capsys, backend_name):

@@ -7,7 +7,7 @@ import pytest
 
 import gradtools
 from gradtools import GradtoolsError, cli, inputs
-from gradtools.testing import checking
+from gradtools.conformance import checking
 
 
 def run(*args: str) -> "subprocess.CompletedProcess[str]":

@@ -6,8 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gradtools.testing.sweeps import AGREES, DIFFERS, LEFT_OUT, RAISED, Known, in_jax, jax_ledger
-from gradtools.testing.sweeps.jax_programs import (
+from gradtools.conformance.sweeps import (
+    AGREES,
+    DIFFERS,
+    LEFT_OUT,
+    RAISED,
+    Known,
+    in_jax,
+    jax_ledger,
+)
+from gradtools.conformance.sweeps.jax_programs import (
     WRITTEN_FOR,
     Case,
     any_,

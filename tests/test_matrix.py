@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from gradtools.testing.checking import forget_compiled, judged
-from gradtools.testing.matrix import (
+from gradtools.conformance.checking import forget_compiled, judged
+from gradtools.conformance.matrix import (
     ARGUMENTS,
     DTYPES,
     OPERATORS,
@@ -134,8 +134,8 @@ def test_numbers_without_axes_and_empty_arrays_meet_every_family():
 
 
 def test_every_oracle_is_used(backend_name):
-    from gradtools.testing import problem
-    from gradtools.testing.trial import trial
+    from gradtools.conformance import problem
+    from gradtools.conformance.trial import trial
 
     wanted = {problem.DIFFERENCES, problem.CALL, problem.CLOSED, problem.DOT, problem.EAGER}
     names = ("vjp", "value_and_grad", "clip_gradient", "grad")

@@ -23,12 +23,12 @@ import gradtools.chunking
 import gradtools.custom
 import gradtools.derivatives
 import gradtools.edits
+from gradtools.conformance.checking import Verdict, forget_compiled, judged
+from gradtools.conformance.matrix import Cell, cells
+from gradtools.conformance.problem import CALL, CLOSED, DIFFERENCES, EAGER
+from gradtools.conformance.reference import each_leaf
 from gradtools.errors import GradtoolsError, GradtoolsWarning
 from gradtools.testing import tolerances
-from gradtools.testing.checking import Verdict, forget_compiled, judged
-from gradtools.testing.matrix import Cell, cells
-from gradtools.testing.problem import CALL, CLOSED, DIFFERENCES, EAGER
-from gradtools.testing.reference import each_leaf
 
 pytest_plugins = ["compiled_programs"]
 pytestmark = pytest.mark.usefixtures("compiled_programs_kept")

@@ -16,7 +16,7 @@ import torch
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.testing.sweeps import (
+from gradtools.conformance.sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -27,7 +27,7 @@ from gradtools.testing.sweeps import (
     judged,
     torch_programs,
 )
-from gradtools.testing.sweeps.torch_ledger import LEDGER, REVERSE_MODE
+from gradtools.conformance.sweeps.torch_ledger import LEDGER, REVERSE_MODE
 from gradtools.torch import _upstream as upstream
 
 pytest.importorskip("expecttest", reason="PyTorch's tables of operators need expecttest")
@@ -202,7 +202,7 @@ def test_the_sweep_leaves_flags_and_random_stream_as_they_were():
 
 def test_importing_the_sweep_imports_no_framework():
     program = (
-        "import sys, gradtools.testing.sweeps.in_torch;"
+        "import sys, gradtools.conformance.sweeps.in_torch;"
         "sys.exit(any(m in sys.modules for m in ('torch', 'jax')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

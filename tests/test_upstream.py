@@ -87,7 +87,7 @@ _DECIDE = ("torch/freezing.py", "torch/passes.py")
 _WORD = (
     *("torch/refusals.py", "torch/recording/refusals.py", "torch/kernels.py", "torch/programs.py"),
     *("torch/watching.py", "jax/refusals.py", "jax/host.py", "jax/modules.py", "jax/stateful.py"),
-    *("testing/probe.py", "testing/sweeps/in_jax.py"),
+    *("testing/probe.py", "conformance/sweeps/in_jax.py"),
 )
 
 

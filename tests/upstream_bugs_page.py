@@ -19,7 +19,7 @@ import torch.autograd.forward_ad as forward_ad
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.testing.sweeps import DIFFERS, jax_ledger, torch_ledger, twins
+from gradtools.conformance.sweeps import DIFFERS, jax_ledger, torch_ledger, twins
 from gradtools.torch.upstream_bugs import (
     BUGS,
     TANGENT,
@@ -157,10 +157,10 @@ _OURS = {
 _HEAD = """# What the frameworks get wrong
 
 PyTorch's table of operators holds some 670 programs, JAX's namespaces some 500 functions. The
-sweeps of `gradtools.testing.sweeps` send each through every way of differentiating that gradtools
-has, and hold what comes out against the framework's own reverse mode, its double backward, the
-dot-product test and finite differences. This page is what they found in the frameworks. It is
-written by `python tests/upstream_bugs_page.py` from the tables in `upstream_bugs.py` and
+sweeps of `gradtools.conformance.sweeps` send each through every way of differentiating that
+gradtools has, and hold what comes out against the framework's own reverse mode, its double
+backward, the dot-product test and finite differences. This page is what they found in the
+frameworks. It is written by `python tests/upstream_bugs_page.py` from the tables in `upstream_bugs.py` and
 `wrong_gradients.py` in `gradtools/torch` and from the ledgers of the sweeps; a test runs each row,
 and fails when upstream has mended one.
 

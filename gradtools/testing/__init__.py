@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradtools.conformance.records import Scenario as Scenario
+    from gradtools.conformance.records import scenarios as scenarios
     from gradtools.testing.checks import check_derivatives as check_derivatives
     from gradtools.testing.compare import cross_check as cross_check
     from gradtools.testing.divergence import first_divergence as first_divergence
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from gradtools.testing.layouts import Layout as Layout
     from gradtools.testing.layouts import ParameterMapping as ParameterMapping
     from gradtools.testing.layouts import match_parameters as match_parameters
-    from gradtools.testing.records import Scenario as Scenario
-    from gradtools.testing.records import scenarios as scenarios
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
@@ -36,8 +36,8 @@ _HOMES = {
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",
-    "Scenario": "records",
-    "scenarios": "records",
+    "Scenario": ".conformance.records",
+    "scenarios": ".conformance.records",
     "tolerance": "tolerances",
     "tolerance_table": "tolerances",
 }
@@ -47,7 +47,7 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """Workarounds for derivatives that PyTorch has wrong, as data.
 
-Found by sweeping all of PyTorch's own table of operators (`gradtools.testing.sweeps`). A `Bug`
+Found by sweeping all of PyTorch's own table of operators (`gradtools.conformance.sweeps`). A `Bug`
 names the operation, what is wrong, upstream's issue, and what is done in its place while gradtools
 pushes a tangent: mostly the transpose of reverse mode (`transposed.py`), else a formula of plain
 operations. A custom operator is never trusted with forward mode: PyTorch drops its tangent in

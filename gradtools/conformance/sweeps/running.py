@@ -10,7 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 
 import gradtools
-from gradtools.testing.sweeps import Outcome, Verdict
+from gradtools.conformance.sweeps import Outcome, Verdict
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,8 +49,8 @@ def _told(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
 def _in_torch(whole: bool, containing: str) -> Verdict:
     import torch
 
-    from gradtools.testing.sweeps import in_torch, judged
-    from gradtools.testing.sweeps.torch_ledger import LEDGER
+    from gradtools.conformance.sweeps import in_torch, judged
+    from gradtools.conformance.sweeps.torch_ledger import LEDGER
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the arrays are tiny: threads would wait for each other
@@ -62,8 +62,8 @@ def _in_torch(whole: bool, containing: str) -> Verdict:
 
 
 def _in_jax(whole: bool, containing: str) -> Verdict:
-    from gradtools.testing.sweeps import in_jax
-    from gradtools.testing.sweeps.jax_programs import cases
+    from gradtools.conformance.sweeps import in_jax
+    from gradtools.conformance.sweeps.jax_programs import cases
 
     found = [case for case in cases() if containing in case.program]
     outcomes = (o for case in found for o in in_jax.sweep([case], whole=whole))
@@ -71,7 +71,7 @@ def _in_jax(whole: bool, containing: str) -> Verdict:
 
 
 def _twins(whole: bool, containing: str) -> Verdict:
-    from gradtools.testing.sweeps import twins
+    from gradtools.conformance.sweeps import twins
 
     found = [case for case in twins.pairs() if containing in case.program]
     outcomes = (o for case in found for o in twins.sweep([case], whole=whole))

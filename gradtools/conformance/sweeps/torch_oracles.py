@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.conformance.sweeps import AGREES, DIFFERS, LEFT_OUT
+from gradtools.conformance.sweeps.torch_programs import Program
 from gradtools.testing.numeric import Slope, one_sided, slope
-from gradtools.testing.sweeps import AGREES, DIFFERS, LEFT_OUT
-from gradtools.testing.sweeps.torch_programs import Program
 from gradtools.testing.tolerances import EPSILONS, FINITE_DIFFERENCES, real_name, tolerance
 
 Tensors = Sequence[Any]

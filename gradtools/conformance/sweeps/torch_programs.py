@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from gradtools.conformance.sweeps import LEFT_OUT, Outcome
 from gradtools.errors import GradtoolsError
-from gradtools.testing.sweeps import LEFT_OUT, Outcome
 
 TABLES = {
     "op_db": "common_methods_invocations",

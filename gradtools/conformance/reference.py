@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.conformance.records import Scenario, scenarios
 from gradtools.errors import GradtoolsError
-from gradtools.testing.records import Scenario, scenarios
 from gradtools.testing.tolerances import real_name
 
 Leaves = list[Any]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.matrix import Cell
-from gradtools.testing.reference import (
+from gradtools.conformance.matrix import Cell
+from gradtools.conformance.reference import (
     BatchReference,
     Kit,
     Leaves,

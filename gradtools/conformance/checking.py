@@ -23,8 +23,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import gradtools
+from gradtools.conformance.matrix import (
+    ARGUMENTS,
+    DTYPES,
+    OPERATORS,
+    TRANSFORMS,
+    Cell,
+    cells,
+    programs,
+)
 from gradtools.testing.devices import described, placed
-from gradtools.testing.matrix import ARGUMENTS, DTYPES, OPERATORS, TRANSFORMS, Cell, cells, programs
 from gradtools.testing.precision import described_precision, highest_precision
 
 BACKENDS = ("torch", "jax")
@@ -53,7 +61,7 @@ class Verdict:
 
 def judged(cell: Cell, backend: str) -> Verdict:
     """Runs one cell, unless it is left out."""
-    from gradtools.testing.trial import trial
+    from gradtools.conformance.trial import trial
 
     if cell.reason:
         return Verdict(backend, cell)
@@ -91,7 +99,7 @@ def support_table() -> str:
     """What is tried, as Markdown: operator by backend, with the number of cells that run.
 
     Example:
-        >>> from gradtools.testing.checking import support_table
+        >>> from gradtools.conformance.checking import support_table
         >>> support_table().splitlines()[0]
         '| operator | order | dtypes | PyTorch | not in PyTorch | JAX | not in JAX |'
     """

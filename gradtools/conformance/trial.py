@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.matrix import Cell
-from gradtools.testing.problem import (
+from gradtools.conformance.matrix import Cell
+from gradtools.conformance.problem import (
     CLOSED,
     DIFFERENCES,
     DOT,
@@ -25,7 +25,7 @@ from gradtools.testing.problem import (
     Outcome,
     Problem,
 )
-from gradtools.testing.reference import Leaves, dot, each_leaf, far, leaves_of, moved, size
+from gradtools.conformance.reference import Leaves, dot, each_leaf, far, leaves_of, moved, size
 
 Judge = Callable[[list[np.ndarray]], Iterator[Outcome]]
 _SCALE = 0.6

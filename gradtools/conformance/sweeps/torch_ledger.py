@@ -6,8 +6,8 @@ the sweep. What is simply a defect of gradtools has no line here.
 
 from __future__ import annotations
 
-from gradtools.testing.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, Known
-from gradtools.testing.sweeps.torch_programs import BY_THE_TABLE, EVERY_WAY
+from gradtools.conformance.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, Known
+from gradtools.conformance.sweeps.torch_programs import BY_THE_TABLE, EVERY_WAY
 
 REVERSE_MODE = "PyTorch's own reverse mode"
 _CASTS = ("bfloat16", "half", "float", "cfloat", "chalf")

@@ -25,14 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradtools.jax as gt
-from gradtools.errors import (
-    GradtoolsError,
-    GradtoolsWarning,
-    NotImplementedRefusal,
-    ValueRefusal,
-)
-from gradtools.seeing.graph import Dependence
-from gradtools.testing.sweeps import (
+from gradtools.conformance.sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -43,7 +36,14 @@ from gradtools.testing.sweeps import (
     jax_ledger,
     judged,
 )
-from gradtools.testing.sweeps.jax_programs import Case, cases, takes_complex, unknown
+from gradtools.conformance.sweeps.jax_programs import Case, cases, takes_complex, unknown
+from gradtools.errors import (
+    GradtoolsError,
+    GradtoolsWarning,
+    NotImplementedRefusal,
+    ValueRefusal,
+)
+from gradtools.seeing.graph import Dependence
 from gradtools.testing.tolerances import FINITE_DIFFERENCES
 
 Arrays = list[Any]

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools.testing.sweeps import (
+from gradtools.conformance.sweeps import (
     AGREES,
     DIFFERS,
     LEFT_OUT,
@@ -38,8 +38,8 @@ from gradtools.testing.sweeps import (
     Verdict,
     judged,
 )
-from gradtools.testing.sweeps.in_jax import Point, Trial, distance, refuses, said
-from gradtools.testing.sweeps.jax_programs import NAMESPACES, Case, cases, takes_complex
+from gradtools.conformance.sweeps.in_jax import Point, Trial, distance, refuses, said
+from gradtools.conformance.sweeps.jax_programs import NAMESPACES, Case, cases, takes_complex
 
 Arrays = list[Any]
 

@@ -14,11 +14,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gradtools.errors import GradtoolsError
-from gradtools.testing.sweeps import RAISED, REFUSED, Outcome
-from gradtools.testing.sweeps.torch_ledger import LEDGER
-from gradtools.testing.sweeps.torch_oracles import Judgement, Oracles
-from gradtools.testing.sweeps.torch_programs import (
+from gradtools.conformance.sweeps import RAISED, REFUSED, Outcome
+from gradtools.conformance.sweeps.torch_ledger import LEDGER
+from gradtools.conformance.sweeps.torch_oracles import Judgement, Oracles
+from gradtools.conformance.sweeps.torch_programs import (
     BEYOND,
     EVERY_WAY,
     FUNCTION,
@@ -32,7 +31,8 @@ from gradtools.testing.sweeps.torch_programs import (
     entries,
     programs,
 )
-from gradtools.testing.sweeps.torch_ways import WAYS, Way
+from gradtools.conformance.sweeps.torch_ways import WAYS, Way
+from gradtools.errors import GradtoolsError
 
 __all__ = ["LEDGER", "WAYS", "sweep", "swept"]
 

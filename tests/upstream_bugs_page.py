@@ -160,8 +160,8 @@ PyTorch's table of operators holds some 670 programs, JAX's namespaces some 500 
 sweeps of `gradtools.conformance.sweeps` send each through every way of differentiating that
 gradtools has, and hold what comes out against the framework's own reverse mode, its double
 backward, the dot-product test and finite differences. This page is what they found in the
-frameworks. It is written by `python tests/upstream_bugs_page.py` from the tables in `upstream_bugs.py` and
-`wrong_gradients.py` in `gradtools/torch` and from the ledgers of the sweeps; a test runs each row,
+frameworks. It is written by `python tests/upstream_bugs_page.py` from the tables in
+`upstream_bugs.py` and `wrong_gradients.py` in `gradtools/torch` and from the ledgers of the sweeps; a test runs each row,
 and fails when upstream has mended one.
 
 `gradtools check --sweep` runs the sweeps on your machine and versions.

@@ -161,8 +161,8 @@ sweeps of `gradtools.conformance.sweeps` send each through every way of differen
 gradtools has, and hold what comes out against the framework's own reverse mode, its double
 backward, the dot-product test and finite differences. This page is what they found in the
 frameworks. It is written by `python tests/upstream_bugs_page.py` from the tables in
-`upstream_bugs.py` and `wrong_gradients.py` in `gradtools/torch` and from the ledgers of the sweeps; a test runs each row,
-and fails when upstream has mended one.
+`upstream_bugs.py` and `wrong_gradients.py` in `gradtools/torch` and from the ledgers of the
+sweeps; a test runs each row, and fails when upstream has mended one.
 
 `gradtools check --sweep` runs the sweeps on your machine and versions.
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.toml"
 LEAST = 19 / 20  # of the mutants are to be seen
 _QUICK = "not slow and not sweep and not ahead"
-_LONGEST = 1200  # seconds: a program that a mutant keeps from ending is seen, too
+_LONGEST = 3600  # seconds: a program that a mutant keeps from ending is seen, too
 _OUTCOMES = {0: "survived", 1: "seen", 2: "seen"}  # by pytest's exit status; 2: no import
 
 
@@ -93,14 +93,14 @@ def outcome(copy: Path, tests: Iterable[str]) -> str:
     return _OUTCOMES[done.returncode]
 
 
-def trial(copies: SimpleQueue[Path], mutant: Mutant) -> tuple[Mutant, str]:
-    """A mutant with what became of it."""
+def trial(copies: SimpleQueue[Path], own: bool, mutant: Mutant) -> tuple[Mutant, str]:
+    """A mutant with what became of it; if `own`, by the tests beside it alone."""
     copy = copies.get()
     try:
         with changed(copy, mutant):
             found = outcome(copy, mutant.tests)
             where = "by its own tests"
-            if found == "survived":
+            if found == "survived" and not own:
                 found, where = outcome(copy, ()), "by others only"
     finally:
         copies.put(copy)
@@ -121,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="parts of the names of files; none is all")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--own", action="store_true", help="no other tests than those beside it")
     options = parser.parse_args()
     wanted = [
         m for m in read() if not options.words or any(word in m.file for word in options.words)
@@ -130,7 +131,7 @@ def main() -> None:
         for k in range(options.workers):
             copies.put(copied(Path(folder) / str(k)))
         with ThreadPoolExecutor(options.workers) as pool:
-            tried = pool.map(lambda m: trial(copies, m), wanted)
+            tried = pool.map(lambda m: trial(copies, options.own, m), wanted)
             for k, (mutant, found) in enumerate(tried, start=1):
                 print(f"[{k}/{len(wanted)}] {found}: {mutant}", flush=True)
                 survived += [mutant] if found == "survived" else []

@@ -37,10 +37,14 @@ class Call:
         if self.opened is not None:
             self.f, args = self.opened, self.opened.args
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
-        flat = [backend.flatten(self.args[i]) for i in argnums]
-        self.treedefs = [treedef for _, treedef in flat]
-        self.counts = [len(leaves) for leaves, _ in flat]
-        self.leaves: list[Array] = [leaf for leaves, _ in flat for leaf in leaves]
+        self.leaves: list[Array] = []
+        self.treedefs: list[Any] = []
+        self.counts: list[int] = []
+        for i in argnums:
+            leaves, treedef = backend.flatten(self.args[i])
+            self.leaves += leaves
+            self.treedefs.append(treedef)
+            self.counts.append(len(leaves))
         for k, leaf in enumerate(self.leaves):
             if not (backend.is_array(leaf) and backend.is_inexact(leaf)):
                 self.leaves[k] = differentiable_leaf(backend, asked, leaf, self.paths[k])
@@ -74,25 +78,27 @@ class Call:
         for i, tree in zip(self.argnums, self.to_trees(leaves), strict=True):
             args[i] = tree
         result = self.f(*args, **self.kwargs)
-        out, aux = self._parted(result)
+        out, aux = self._parted(result) if self.has_aux else (result, None)
         backend = self.backend
         # What is kept of the output is its tree, no array: tracers would leak, memory stay.
         self._out_is_leaf = not isinstance(out, tuple | list | dict)
         out_leaves, self._out_def = backend.flatten(out)
         self._out_count = len(out_leaves)
         aux_leaves, self._aux_def = backend.flatten(aux)
-        arrays = [self._as_output(k, x) for k, x in enumerate(out_leaves)]
-        self._inexact = [backend.is_inexact(x) for x in arrays]
-        self._aux_static = [None if backend.is_array(x) else (x,) for x in aux_leaves]
-        paired = list(zip(arrays, self._inexact, strict=True))
-        outs = [x for x, inexact in paired if inexact]
-        extras = [x for x, inexact in paired if not inexact]
-        extras += [x for x in aux_leaves if backend.is_array(x)]
+        self._inexact: list[bool] = []
+        outs: list[Array] = []
+        extras: list[Array] = []
+        for k, x in enumerate(out_leaves):
+            y = x if backend.is_array(x) else self._as_output(k, x)
+            self._inexact.append(backend.is_inexact(y))
+            (outs if self._inexact[-1] else extras).append(y)
+        self._aux_static: list[tuple[Any] | None] = []
+        for x in aux_leaves:
+            self._aux_static.append(None if backend.is_array(x) else (x,))
+            extras += [] if self._aux_static[-1] else [x]
         return outs, extras if self.opened is None else extras + self.opened.effects()
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
-        if not self.has_aux:
-            return result, None
         if not isinstance(result, tuple) or len(result) != 2:
             raise GradtoolsError(
                 f"{self.asked}: with has_aux=True f must return a pair (output, aux), got "
@@ -101,8 +107,6 @@ class Call:
         return result
 
     def _as_output(self, k: int, x: Any) -> Array:
-        if self.backend.is_array(x):
-            return x
         try:
             return self.backend.asarray(x)
         except (TypeError, ValueError, GradtoolsError) as error:
@@ -122,13 +126,11 @@ class Call:
 
     def to_trees(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """One tree for each differentiated argument, with `leaves` in place of its own."""
-        left = iter(leaves)
-        return tuple(
-            [
-                self.backend.unflatten(treedef, [next(left) for _ in range(count)])
-                for treedef, count in zip(self.treedefs, self.counts, strict=True)
-            ]
-        )
+        trees, start = [], 0
+        for treedef, count in zip(self.treedefs, self.counts, strict=True):
+            trees.append(self.backend.unflatten(treedef, leaves[start : start + count]))
+            start += count
+        return tuple(trees)
 
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """The leaves of one tree for each differentiated argument, checked against them."""

@@ -7,7 +7,9 @@ find that out; this is the policy, `disconnected_inputs`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gradtools.backend import Array, Backend, Evaluation
@@ -15,6 +17,14 @@ from gradtools.calls import Call
 from gradtools.errors import DisconnectedInputError, warn
 
 _WITH_POLICY = ("grad", "value_and_grad")  # which take disconnected_inputs
+
+
+_is_none = partial(operator.is_, None)
+
+
+def is_reached(grads: Sequence[Array | None]) -> bool:
+    """Whether every leaf has a cotangent."""
+    return not any(map(_is_none, grads))
 
 
 class Connection:
@@ -29,8 +39,6 @@ class Connection:
         """Raises or warns as `policy`, a value of `disconnected_inputs`, says."""
         if not self.found.checked:
             return self._warn_of_zeros()
-        if all(g is not None for g in self.grads):
-            return None
         lost = self._lost_leaves() if policy == "strict" else self._lost_arguments()
         if not lost:
             return None

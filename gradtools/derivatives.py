@@ -19,7 +19,7 @@ from gradtools.backend import Array, Backend, Evaluation, Fun, Operators, P, R, 
 from gradtools.batches import Batch
 from gradtools.blocks import blocks
 from gradtools.calls import Call, describe, like_function, normalized_argnums, with_article
-from gradtools.connection import Connection, refuse_cut
+from gradtools.connection import Connection, is_reached, refuse_cut
 from gradtools.errors import GradtoolsError
 
 A = TypeVar("A")
@@ -622,7 +622,7 @@ class Derivatives(Operators):
 
     def _gradient(self, call: Call, found: Evaluation, disconnected: str) -> list[Array]:
         grads = self._pulled(call, found)
-        if disconnected != "zeros":
+        if disconnected != "zeros" and not (found.checked and is_reached(grads)):
             Connection(self._backend, call, found, grads).check(disconnected)
         return self._filled(call, grads)
 

@@ -77,8 +77,7 @@ class TorchBackend:
     def is_array(self, x: Any) -> bool:
         return isinstance(x, Tensor)
 
-    def is_inexact(self, x: Array) -> bool:
-        return is_inexact(x)
+    is_inexact = staticmethod(is_inexact)
 
     def is_complex(self, x: Array) -> bool:
         return x.is_complex()

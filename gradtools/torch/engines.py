@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ from gradtools.torch.wrong_gradients import rightly
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
+_is_tracked = attrgetter("requires_grad")
 
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
@@ -110,31 +112,38 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 @skipped_by_dynamo
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
+    asked = asked_of(fun)
     outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
-        pairs = [
-            (y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None and y.requires_grad
-        ]
-        if not pairs:
+        ys: list[Tensor] = []
+        given: list[Tensor] = []
+        for y, ct in zip(outs, cts, strict=True):
+            if ct is not None and y.requires_grad:
+                ys.append(y)
+                given.append(_normal(ct) if ct.is_inference() else ct)
+        if not ys:
             return inside.filled([None] * len(aliases), outs)
-        create = torch.is_grad_enabled() and (attached or any(ct.requires_grad for _, ct in pairs))
+        create = torch.is_grad_enabled() and (attached or any(map(_is_tracked, given)))
         again = create or upstream.forward_level() >= 0
-        guard = guarded(asked_of(fun), fun, leaves, survey, aliases, again)
-        if not once and any(is_wrapped(ct) for _, ct in pairs):
-            refuse_in_batches(asked_of(fun), pairs, first_of(WRONG_IN_BATCHES, outs))
-        with explained(asked_of(fun)), _in_use(aliases), guard:
-            grads = torch.autograd.grad(
-                [y for y, _ in pairs],
+        guard = guarded(asked, fun, leaves, survey, aliases, again)
+        if not once and any(map(is_wrapped, given)):
+            refuse_in_batches(asked, ys, given, first_of(WRONG_IN_BATCHES, outs))
+        with explained(asked), _InUse(aliases), guard:
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
+                ys,
                 aliases,
-                [_normal(ct) for _, ct in pairs],
+                given,
                 retain_graph=create or not once,
                 create_graph=again,  # else tangents go wrong
                 allow_unused=True,
             )
-        grads = guarded_gradients(asked_of(fun), [y for y, _ in pairs], grads)
-        note_taken([y for y, _ in pairs], grads, leaves, aliases, create, inside)
-        return inside.filled([g if g is None or create else _free(g) for g in grads], outs)
+        if again:
+            grads = guarded_gradients(asked, ys, grads)
+        note_taken(ys, grads, leaves, aliases, create, inside)
+        if not create:
+            grads = [g if g is None else _free(g) for g in grads]
+        return inside.filled(grads, outs)
 
     def where_lost(i: int) -> list[str]:
         from gradtools.torch.seeing import where_lost
@@ -158,7 +167,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     outs, extras, aliases, attached, survey, inside = evaluated
     tracked = [y for y in outs if y.requires_grad]
     guard = guarded(asked_of(fun), fun, leaves, survey, aliases, True)
-    with outside_of_inference(), torch.enable_grad(), _in_use(aliases), guard:
+    with outside_of_inference(), torch.enable_grad(), _InUse(aliases), guard:
         # Any will do: the pullback is linear. At zero that of logcumsumexp gives NaN.
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         pulled = (
@@ -179,7 +188,7 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             create = torch.is_grad_enabled() and (
                 attached or any(t.requires_grad for _, t in moved)
             )
-            with explained(asked_of(fun)), _in_use(aliases):
+            with explained(asked_of(fun)), _InUse(aliases):
                 found = torch.autograd.grad(
                     [p for p, _ in moved],
                     dummies,
@@ -201,39 +210,45 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
     """f at aliases of the leaves, once, with a graph, and what is known of that."""
     keep = torch.is_grad_enabled()
-    aliases = [_alias(x, keep) for x in leaves]
     around = being_evaluated()
-    inside = begun(aliases, around)
-    around.append(inside)
-    try:
-        with outside_of_inference(), torch.enable_grad():
-            outs, extras = fun(*aliases)
-    finally:
-        around.pop()
+    with outside_of_inference():
+        aliases = [_alias(x, keep) for x in leaves]
+        inside = begun(aliases, around)
+        around.append(inside)
+        try:
+            with torch.enable_grad():
+                outs, extras = fun(*aliases)
+        finally:
+            around.pop()
     survey = surveyed(outs)
     if survey.compiled:
         refuse_lost(asked_of(fun), outs)
-    attached = keep and (any(x.requires_grad for x in leaves) or _reaches_other(survey, aliases))
+    attached = keep and (any(map(_is_tracked, leaves)) or _reaches_other(survey, aliases))
     spend(aliases, True)
     return outs, extras, aliases, attached, survey, inside
 
 
-@contextmanager
-def _in_use(aliases: Sequence[Tensor]) -> Iterator[None]:
+class _InUse:
     """While a pullback runs: a checkpoint computes again what then must be attached as before.
 
     That is not inside of inference mode, where nothing is attached.
     """
-    spend(aliases, False)
-    keep, outside = torch.is_grad_enabled(), outside_of_inference()
-    try:
-        if isinstance(outside, nullcontext):
-            yield
-        else:
-            with outside, torch.set_grad_enabled(keep):  # which leaving inference mode switches on
-                yield
-    finally:
-        spend(aliases, True)
+
+    __slots__ = ("aliases", "outside")
+
+    def __init__(self, aliases: Sequence[Tensor]) -> None:
+        self.aliases = aliases
+
+    def __enter__(self) -> None:
+        keep, self.outside = torch.is_grad_enabled(), outside_of_inference()
+        self.outside.__enter__()
+        if torch.is_grad_enabled() != keep:  # leaving inference mode switches it on
+            torch.set_grad_enabled(keep)
+        spend(self.aliases, False)
+
+    def __exit__(self, *raised: Any) -> None:
+        spend(self.aliases, True)
+        self.outside.__exit__(*raised)
 
 
 def _normal(x: Tensor) -> Tensor:
@@ -249,16 +264,17 @@ def _alias(x: Tensor, keep: bool) -> Tensor:
 
     The tangent of a dual number stays, which `detach` alone would drop in silence.
     """
-    with outside_of_inference():
-        if x.is_inference():
-            return x.clone().requires_grad_()
-        alias = x.view_as(x) if keep and x.requires_grad else _detached(x)
+    if x.is_inference():
+        return x.clone().requires_grad_()
+    alias = x.view_as(x) if keep and x.requires_grad else _detached(x)
     return alias if alias.requires_grad else alias.requires_grad_()
 
 
 def _detached(x: Tensor) -> Tensor:
     """x cut from its graph; its tangent, if it is a dual number, stays."""
-    primal, tangent = _unpacked(x)
+    if upstream.forward_level() < 0:
+        return detached(x, DERIVATIVE)
+    primal, tangent = forward_ad.unpack_dual(x)
     if tangent is None:
         return detached(x, DERIVATIVE)
     primal, tangent = detached(primal, DERIVATIVE), detached(tangent, DERIVATIVE)
@@ -276,8 +292,9 @@ def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _reaches_other(survey: Survey, aliases: Sequence[Tensor]) -> bool:
     """Whether the graph holds a leaf that is not an alias of ours."""
-    own = {id(a) for a in aliases}
-    return any(id(leaf) not in own and not is_spent(leaf) for leaf in survey.leaves)
+    own = set(map(id, aliases))
+    others = [leaf for leaf in survey.leaves if id(leaf) not in own]
+    return not all(map(is_spent, others))
 
 
 # --- forward mode ------------------------------------------------------------------------
@@ -409,7 +426,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             torch.zeros_like(y) if ct is None else ct for ct, y in zip(cts, outs, strict=True)
         )
         if any(wrong):
-            refuse_in_batches(asked_of(fun), list(zip(outs, filled, strict=True)), wrong[0])
+            refuse_in_batches(asked_of(fun), outs, filled, wrong[0])
         # A view, because what a rule hands back as it was may be a wrapper of a level that ended.
         with explained(asked_of(fun)), rightly(mended) if mended else nullcontext():
             grads = [g.view_as(g) for g in pull(filled)]

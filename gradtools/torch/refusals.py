@@ -6,8 +6,7 @@ alone; that the error is PyTorch's, by what raised it. What the user raises goes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,20 +19,25 @@ def torch_says(error: BaseException) -> str:
     return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
 
 
-@contextmanager
-def explained(asked: str) -> Iterator[None]:
+class explained:
     """PyTorch's refusals, in words that say what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_compiling():
-            raise
+
+    __slots__ = ("asked",)
+
+    def __init__(self, asked: str) -> None:
+        self.asked = asked
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, RuntimeError) or is_compiling():
+            return
         text = torch_says(error)
         mend = next((mend for part, mend in _MENDS.items() if part in text), None)
-        if mend is None:
-            raise
-        said = f"{asked}: {mend} PyTorch says{place_of(error)}: {error}"
-        raise refusal(error, said) from error
+        if mend is not None:
+            said = f"{self.asked}: {mend} PyTorch says{place_of(error)}: {error}"
+            raise refusal(error, said) from error
 
 
 _NO_FORWARD_MODE = (

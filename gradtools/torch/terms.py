@@ -68,10 +68,10 @@ def guarded_tangents(asked: str, primals: list[Tensor], pushed: list[Tensor]) ->
 
 
 def refuse_in_batches(
-    asked: str, pairs: Sequence[tuple[Tensor, Tensor]], wrong: str | None
+    asked: str, ys: Sequence[Tensor], cts: Sequence[Tensor], wrong: str | None
 ) -> None:
     """Raises if vmap maps cotangents, but not their outputs, which hold one of these operations."""
-    if wrong and any(_is_mapped(ct) and not _is_mapped(y) for y, ct in pairs):
+    if wrong and any(_is_mapped(ct) and not _is_mapped(y) for y, ct in zip(ys, cts, strict=True)):
         raise GradtoolsError(
             f"{asked}: f holds {wrong}, whose backward pass PyTorch computes wrongly where vmap "
             "maps the cotangent alone (no upstream report was found). Pass chunk_size=1, which is "

@@ -77,6 +77,8 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
         return _CONTAINERS.closed(treedef, leaves)
     if treedef is _LEAF:
         return leaves[0]
+    if treedef is _NONE:
+        return None
     if treedef is _NO_KEYWORDS:
         return {}
     if len(treedef.present) < 8 and treedef is _TUPLES[len(treedef.present)]:

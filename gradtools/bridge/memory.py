@@ -157,8 +157,7 @@ def tensor_of_numpy(x: np.ndarray, spec: Spec) -> Tensor:
 
 def numpy_of_tensor(t: Tensor) -> np.ndarray:
     """The tensor's memory as NumPy has it, bfloat16 as float32."""
-    t = t.detach().cpu().resolve_conj().resolve_neg()
-    return (t.float() if t.dtype is torch.bfloat16 else t).numpy()
+    return (t.float() if t.dtype is torch.bfloat16 else t).numpy(force=True)
 
 
 def array_of_numpy(x: np.ndarray, spec: Spec) -> jax.Array:

@@ -31,8 +31,11 @@ class Inside(Protocol):
         """Its operations, as the other framework records them; None where it cannot."""
         ...
 
-    def formula(self, xs: Sequence[np.ndarray]) -> Recorded | None:
-        """One run at these arrays in the formula's vocabulary; None where it cannot."""
+    def formula(self, xs: Sequence[np.ndarray], batch: Sequence[int]) -> Recorded | None:
+        """One run at these arrays in the formula's vocabulary; None where it cannot.
+
+        batch: The sizes of the axes of batches in front of each array, which may have 1 there.
+        """
         ...
 
     def cost(self) -> Cost | None:

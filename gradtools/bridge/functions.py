@@ -172,11 +172,15 @@ class Foreign:
         """The function of batches, `shared` as `_shared` says; kept, for it may be compiled."""
         found = self._mapped.get(shared)
         if found is None:
-            run = self.run
-            for level in reversed(range(depth)):
-                run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
-            found = _kept(self._mapped, shared, self.guest.entry(run))
+            found = _kept(self._mapped, shared, self.guest.entry(self.over(shared, depth)))
         return found
+
+    def over(self, shared: Any, depth: int) -> Run:
+        """The same, each time anew."""
+        run = self.run
+        for level in reversed(range(depth)):
+            run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
+        return run
 
     def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
         found = self._derived.get((which, masks))
@@ -269,13 +273,16 @@ class Known:
     def _graph(self) -> Graph | None:
         return self.of.guest.graph(self.of.run, self.ins)
 
-    def formula(self, xs: Sequence[np.ndarray]) -> Recorded | None:
+    def formula(self, xs: Sequence[np.ndarray], batch: Sequence[int]) -> Recorded | None:
         """One run of the function in the formula's vocabulary; none of a derivative."""
         guest = self.of.guest
         if self.base is not self or not guest.backend.watchable():
             return None
         moving = tuple([i for i, s in enumerate(self.ins) if _is_inexact(s)])
-        run = lambda *arrays: self.of.run(*arrays)
+        full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs]
+        shared = _shared(full, len(batch))
+        mapped = self.of.over(shared, len(batch))
+        run = lambda *arrays: mapped(*_without_copies(arrays, shared))
         program = Program(
             guest.backend, "formula", run, list(map(guest.gt.asarray, xs)), {}, moving
         )
@@ -327,7 +334,7 @@ class Known:
             return [np.empty((*sizes, *s.shape), guest.carrier(s)) for s in self.outs]
         self._note(arrays, depth)
         shared = _shared(arrays, depth)
-        arrays = tuple([a[_first(s)] for a, s in zip(arrays, shared, strict=True)])
+        arrays = _without_copies(arrays, shared)
         run = self.of.mapped(tuple(map(tuple, shared)), depth)
         return guest.called_on_host(self, run, arrays, depth)
 
@@ -341,8 +348,12 @@ def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
     return found
 
 
-def _first(shared: Sequence[bool]) -> tuple[Any, ...]:
-    return (*[0 if s else slice(None) for s in shared], ...)  # an array, not a number
+def _without_copies(arrays: Sequence[Array], shared: Sequence[Sequence[bool]]) -> list[Array]:
+    """The arrays without the axes over which they are the same."""
+    return [
+        a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a  # no number
+        for a, of in zip(arrays, shared, strict=True)
+    ]
 
 
 def _at(xs: Sequence[Array], at: Sequence[Array], moving: Mask) -> list[Array]:

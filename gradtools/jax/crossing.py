@@ -1,14 +1,24 @@
-"""Equations that call a function of another framework, and do no more."""
+"""Equations that call a function of another framework, whose arguments they may lay out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
 from gradtools.crossings import Crossed
 from gradtools.jax import flops
+
+_LAYS_OUT = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
+
+
+def called_inside(eqn: Any) -> Iterator[Any]:
+    """The bodies from a rule's call down to that of the function, each with a call at its end."""
+    while eqn.primitive.name != "gradtools_kernel":
+        (body,) = flops.bodies(eqn)
+        yield body
+        eqn = body.jaxpr.eqns[-1]
 
 
 def crossing(eqn: Any) -> Crossed | None:
@@ -19,9 +29,13 @@ def crossing(eqn: Any) -> Crossed | None:
             return None
         (body,) = flops.bodies(eqn)
         jaxpr, known = body.jaxpr, dict(zip(body.jaxpr.invars, places, strict=True))
-        if len(jaxpr.eqns) != 1 or jaxpr.outvars != jaxpr.eqns[0].outvars:
+        *before, eqn = jaxpr.eqns
+        for each in before:  # under vmap
+            if each.primitive.name not in _LAYS_OUT or each.invars[0] not in known:
+                return None
+            known[each.outvars[0]] = known[each.invars[0]]
+        if jaxpr.outvars != eqn.outvars:
             return None
-        (eqn,) = jaxpr.eqns
         if any(isinstance(a, Literal) or a not in known for a in eqn.invars):
             return None
         places = [known[a] for a in eqn.invars]

@@ -17,7 +17,7 @@ import torch
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
-from gradtools.torch.recording.recorder import tensors_in
+from gradtools.torch.wrappers import tensors_in
 
 Tensor = torch.Tensor
 

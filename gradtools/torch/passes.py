@@ -49,14 +49,13 @@ from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
 from gradtools.torch.operands import Call
 from gradtools.torch.recording import operations
+from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
-from gradtools.torch.recording.recorder import tensors_in
-from gradtools.torch.recording.unseen import _rule_of as rule_of
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
 _KERNEL = "aten.call_kernel"
@@ -395,7 +394,7 @@ class _PassRecorder(Watching):
             beneath = getattr(super(_FUNCTIONS, cls), _APPLY)
             if threading.get_ident() != thread:
                 return beneath(*args, **kwargs)
-            self._rules.append(rule_of(cls, args))
+            self._rules.append(name_and_mark(cls, args))
             try:
                 out = beneath(*args, **kwargs)
                 self._note_origin(out)

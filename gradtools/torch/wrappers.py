@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,18 @@ def unwrapped(x: Tensor) -> Tensor:
     while is_wrapped(x):
         x = upstream.get_unwrapped(x)
     return x
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for item in x:
+            yield from tensors_in(item)
+    elif isinstance(x, dict):
+        for item in x.values():
+            yield from tensors_in(item)
 
 
 def alive(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
 from gradtools.jax._upstream import is_of_random
-from gradtools.jax.crossing import crossing
+from gradtools.jax.crossing import called_inside, crossing
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.translating.folding import evaluated, forwarded, pulled
 from gradtools.jax.translating.writing import Entry, Known
@@ -538,15 +538,19 @@ def _rule(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
 def _crossed(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
     """A call of a function of another framework: what that one writes, as one node."""
     crossed = crossing(eqn)
-    if crossed is None or crossed.batch:
+    if crossed is None:
         return None
-    numbers = [w.number(entries[i]) for i in crossed.inputs]
+    for body in called_inside(eqn):
+        *before, eqn = body.jaxpr.eqns
+        laid_out = body.jaxpr.replace(eqns=before, outvars=eqn.invars)
+        entries = w.run(laid_out, [w.held(c) for c in body.consts], entries)
+    numbers = [w.number(entry) for entry in entries]
     values = [w.concrete(number) for number in numbers]
-    avals = [eqn.invars[i].aval for i in crossed.inputs]
+    avals = [v.aval for v in eqn.invars]
     if any(value is None for value in values):
         return None
     xs = [np.asarray(value, a.dtype) for value, a in zip(values, avals, strict=True)]
-    found = crossed.inside.formula(xs)
+    found = crossed.inside.formula(xs, crossed.batch)
     if found is None:
         return None
     held = [

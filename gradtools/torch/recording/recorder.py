@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -21,14 +22,16 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.seeing.graph import Dependence, Graph, Links, Node
 from gradtools.seeing.recording import Refusal
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.marks import CHUNK, reason_of_detach
-from gradtools.torch.recording import operations
+from gradtools.torch.recording import functions, operations
 from gradtools.torch.recording.kept import Kept
 from gradtools.torch.recording.links import links_of
 from gradtools.torch.recording.numbering import Numbering, base_of, version_of
 from gradtools.torch.recording.places import Scopes, line_of_error, place
 from gradtools.torch.recording.refusals import refusal_of
 from gradtools.torch.recording.tags import fingerprint, hosts_in, plain_hosts, tagged, tags_in
+from gradtools.torch.wrappers import tensors_in
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
@@ -140,6 +143,9 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.quiet or _reads_only(fun):
             return fun(*args, **kwargs)
+        if fun is upstream.custom_function_call:
+            kind, *args = args
+            return self.ruled(kind, partial(fun, kind), args, kwargs)
         call = self.entering(fun, args, kwargs)
         with self.silent():  # what it calls in turn belongs to it
             self.kept.before(call)
@@ -158,6 +164,20 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self.quiet = before
+
+    def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a torch.autograd.Function, which is one link whatever it does inside."""
+        call = self.entering(kind, (*args, *functions.captured_by(args)), kwargs)
+        call.raw, (call.name, call.mark) = "apply", functions.name_and_mark(kind, args)
+        with self.silent():
+            try:
+                out = apply(*args, **kwargs)
+            except Exception as error:
+                self.note_refusal(call, error)
+                raise
+            call.unruled = functions.unruled(kind, call, out)
+            self.write(call, out)
+            return out
 
     def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
         """What a call is given."""
@@ -377,18 +397,6 @@ def _reads_only(fun: Any) -> bool:
         of = fun.__self__.__name__
         return of not in _TENSORS_OF if name == "__get__" else of not in ("data", "requires_grad")
     return name in _READS
-
-
-def tensors_in(x: Any) -> Iterator[Tensor]:
-    """The tensors among arguments or results."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple):
-        for item in x:
-            yield from tensors_in(item)
-    elif isinstance(x, dict):
-        for item in x.values():
-            yield from tensors_in(item)
 
 
 def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:

@@ -28,7 +28,7 @@ from gradtools.torch.flops import inside_of
 from gradtools.torch.translating import memory
 from gradtools.torch.translating.memory import Memory, Shown, key_of, memory_of
 from gradtools.torch.translating.writer import Ref, Writer, like
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
 Translation = Callable[[Writer, Any], Any]
@@ -296,9 +296,9 @@ class FormulaRecorder:
     def _across(self, bound: Any, func: Any, args: Any) -> list[Ref] | None:
         """A call of a function of another framework: what that one writes, as one node."""
         inside = inside_of(func, args)
-        if inside is None or args[2]:
+        if inside is None:
             return None
-        recorded = inside.formula([x.detach().cpu().numpy() for x in args[1]])
+        recorded = inside.formula([x.detach().cpu().numpy() for x in args[1]], args[2])
         if recorded is None:
             return None
         self.crossed += 1
@@ -441,21 +441,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)
-
-
-def _has_inexact(args: Any) -> bool:
-    return any(is_inexact(x) for x in tensors_in(args))
-
-
-def tensors_in(x: Any) -> Iterator[Tensor]:
-    """The tensors in an argument or a result."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple):
-        for item in x:
-            yield from tensors_in(item)
-    elif isinstance(x, dict):
-        yield from tensors_in(list(x.values()))
 
 
 def refs_in(x: Any) -> Iterator[Ref]:

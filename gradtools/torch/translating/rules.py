@@ -23,10 +23,10 @@ import torch
 from gradtools.rules import Rule
 from gradtools.seeing.graph import Body
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.recording.unseen import _rule_of as rule_of
-from gradtools.torch.translating.recorder import Computing, FormulaRecorder, tensors_in
+from gradtools.torch.recording.functions import name_and_mark
+from gradtools.torch.translating.recorder import Computing, FormulaRecorder
 from gradtools.torch.translating.writer import Ref, like
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
 _DEEPEST = 2  # a formula is of second order at most
@@ -81,7 +81,7 @@ class _Applied:
     def __init__(self, recorder: FormulaRecorder, kind: Any, args: Sequence[Any]) -> None:
         self.recorder, self.writer = recorder, recorder.writer
         self.kind, self.args = kind, args
-        self.name = rule_of(kind, args)[0]
+        self.name = name_and_mark(kind, args)[0]
         self.xs = [x for x in tensors_in(list(args)) if is_inexact(x)]
         self.given = [recorder.ref(x) for x in self.xs]
 

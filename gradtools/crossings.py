@@ -27,6 +27,11 @@ class Inside(Protocol):
         """The function's name, and whose it is."""
         ...
 
+    @property
+    def fun(self) -> Any:
+        """What its author wrote, or of what this is a derivative."""
+        ...
+
     def graph(self) -> Graph | None:
         """Its operations, as the other framework records them; None where it cannot."""
         ...

@@ -143,10 +143,11 @@ class Kernel:
     @property
     def line(self) -> str:
         """Where it was defined, as messages say it; nothing of a builtin."""
-        code = getattr(_python(self.fun), "__code__", None)
+        code = getattr(_python(self.inside.fun if self.inside else self.fun), "__code__", None)
         if code is None:
             return ""
-        return f" The kernel is at {code.co_filename}:{code.co_firstlineno}."
+        what = "function" if self.inside else "kernel"
+        return f" The {what} is at {code.co_filename}:{code.co_firstlineno}."
 
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """The kernel's call with arguments like these, and the arrays among them, in order.
@@ -387,7 +388,9 @@ class KernelCall:
 
     def error(self, text: str) -> GradtoolsError:
         """An error that names the kernel, and the line at which it was defined."""
-        return GradtoolsError(f"host function {self.kernel.name!r}: {text}{self.kernel.line}")
+        kernel = self.kernel
+        who = f"bridged {kernel.inside.name}" if kernel.inside else f"host function {kernel.name!r}"
+        return GradtoolsError(f"{who}: {text}{kernel.line}")
 
     def no_derivative(self) -> GradtoolsError:
         """What is raised where a derivative is asked for and no rule knows it."""

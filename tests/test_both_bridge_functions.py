@@ -1,13 +1,16 @@
 """The scenario matrix of functions through the bridge, against the native function."""
 
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools import DisconnectedInputError, bridge
+from gradtools import DisconnectedInputError, GradtoolsError, GradtoolsWarning, bridge
 from gradtools.testing import scenarios
 from gradtools.testing.tolerances import real_name, tolerance
 
@@ -162,3 +165,39 @@ def test_each_example_of_a_batch_reaches_what_one_does():
     x = jax.numpy.ones((4, 3))
     with pytest.raises(DisconnectedInputError, match="argument 1"):
         gj.grad(lambda a, b: jax.vmap(f)(a, b).sum(), (0, 1))(x, x)
+
+
+def test_jax_export_is_refused_at_the_authors_line():
+    f = bridge.to_jax(torch.sin)
+    plain = bridge.to_jax(lambda t: torch.sin(t))
+    line = rf"bridged .* in PyTorch: jax\.export cannot keep .* at {re.escape(__file__)}:\d+\.$"
+    for slope in (lambda x: plain(x), jax.grad(lambda x: plain(x).sum())):
+        with pytest.raises(GradtoolsError, match=line):
+            jax.export.export(jax.jit(slope))(jnp.ones(3))
+    with pytest.raises(GradtoolsError, match=r"bridged sin in PyTorch: jax\.export"):
+        jax.export.export(jax.jit(lambda x: f(x)))(jnp.ones(3))
+
+
+def test_torch_export_warns_that_the_derivative_is_lost():
+    f = bridge.to_torch(lambda x: jnp.sin(x))
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return f(x)
+
+    with pytest.warns(GradtoolsWarning, match=r"torch\.export: the program holds the values"):
+        program = torch.export.export(Model(), (torch.ones(3, requires_grad=True),)).module()
+    np.testing.assert_allclose(
+        program(torch.zeros(3) + 0.5).detach(), np.sin(np.full(3, 0.5)), rtol=1e-6
+    )
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace")
+def test_a_bridged_function_and_a_rule_are_traced_by_torchscript():
+    f = bridge.to_torch(lambda x: (jnp.sin(x), x.sum()))
+    rule = gt.custom_rule(lambda x: torch.sin(x))
+    rule.defvjp(lambda x: (rule(x), x), lambda x, c: c * torch.cos(x))
+    x = torch.linspace(0, 1, 3)
+    for each in (lambda x: f(x)[0], lambda x: rule(x)):
+        traced = torch.jit.trace(each, torch.ones(3))
+        torch.testing.assert_close(traced(x), torch.sin(x))

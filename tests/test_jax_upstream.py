@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import jax
+import jax.extend.core
 import jax.extend.source_info_util as source_info
+import jax.interpreters.mlir
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,3 +83,19 @@ def test_a_dlpack_capsule_becomes_an_array_in_its_memory():
     y = take(x.__dlpack__())
     assert y.unsafe_buffer_pointer() == x.ctypes.data and y.dtype == x.dtype and y.shape == x.shape
     np.testing.assert_array_equal(y, x)
+
+
+def test_an_export_is_known_by_its_lowering():
+    seen = []
+    primitive = jax.extend.core.Primitive("asks")
+    primitive.def_abstract_eval(lambda x: x)
+
+    def lower(ctx, x):
+        seen.append(upstream.is_exporting(ctx))
+        return [x]
+
+    jax.interpreters.mlir.register_lowering(primitive, lower)
+    asks = jax.jit(lambda x: primitive.bind(x))
+    asks.lower(1.0)
+    jax.export.export(asks)(1.0)
+    assert seen == [False, True]

@@ -265,6 +265,11 @@ class Known:
         """The function's name, and whose it is."""
         return f"{self.of.name} in {self.of.guest.title}"
 
+    @property
+    def fun(self) -> Any:
+        """What its author wrote."""
+        return self.of.base.fun
+
     def graph(self) -> Graph | None:
         """The function's operations, as the guest records them."""
         return self._graph
@@ -490,7 +495,9 @@ class Flat:
         """The structure of what comes out where arrays like these go in."""
         shapes = _shapes(xs)
         if shapes not in self.structures:
-            self.outs(self.foreign.known(xs).ins)
+            ins = self.foreign.known(xs).ins
+            self.outs(ins)
+            shapes = _shapes(ins)
         return self.structures[shapes]
 
     def outs(self, specs: Sequence[Spec]) -> list[Spec]:

@@ -75,8 +75,10 @@ class JaxGuest:
             ) from None
 
     def specs_of(self, name: str, xs: Sequence[Tensor]) -> tuple[Spec, ...]:
-        """What tensors look like."""
-        return tuple([Spec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in xs])
+        """What tensors look like. torch.jit.trace has tensors for sizes, which are fixed here."""
+        shapes = [tuple([int(n) if isinstance(n, Tensor) else n for n in x.shape]) for x in xs]
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in xs]
+        return tuple(map(Spec, shapes, dtypes))
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
         """Whether all are tensors with values, of which nothing keeps track."""

@@ -68,6 +68,12 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
         return ""
 
 
+def is_exporting(ctx: Any) -> bool:
+    """Whether a lowering is `jax.export`'s. Gone: JAX's words, of serialized host_callbacks."""
+    parameters = getattr(ctx.module_context, "lowering_parameters", None)
+    return bool(getattr(parameters, "for_export", False))
+
+
 # --- what a maintainer of JAX would refuse ------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from gradtools.errors import said_by
 from gradtools.host import Kernel, KernelCall, Results, Shape, Spec
 from gradtools.jax import shardings
+from gradtools.jax._upstream import is_exporting
 from gradtools.jax.arrays import X64
 from gradtools.jax.lifetimes import MortalPrimitive, mortal
 from gradtools.jax.tracing import within_a_trace
@@ -186,6 +187,11 @@ _LOWERED = mlir.lower_fun(_staged, multiple_results=True)
 
 
 def _lower(ctx: Any, *xs: Any, call: KernelCall, **params: Any) -> Any:
+    if is_exporting(ctx):
+        raise call.error(
+            "jax.export cannot keep a call back into this process. Export what is before it and "
+            "what is behind it, and call it in between; or write it in JAX."
+        )
     try:
         return _LOWERED(ctx, *xs, call=call, **params)
     except ValueError as error:

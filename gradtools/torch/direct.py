@@ -126,6 +126,8 @@ class DirectCalls:
             return NotImplemented
         key = tuple([(x.shape, x.dtype, x.device) for x in args])
         signature = self.signatures.get(key) or self._signature(key, args)
+        if signature is None:
+            return NotImplemented
         if not tracked or not torch.is_grad_enabled():
             return self._value(signature, args, tracked)
         if not (signature.ready or signature.is_ready()) or not self.closed.untracked():
@@ -139,7 +141,9 @@ class DirectCalls:
             return out
         return _tree(signature, out)
 
-    def _signature(self, key: Any, args: tuple[Any, ...]) -> _Signature:
+    def _signature(self, key: Any, args: tuple[Any, ...]) -> _Signature | None:
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return None  # where sizes are tensors
         of, backend = self.of, self.of._backend
         shaped = of._shape((), backend.sketch(args)[1], (True,) * len(args), ())
         who = "fwd" if of.bwd is not None else "the forward rule"

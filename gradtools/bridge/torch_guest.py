@@ -129,29 +129,24 @@ class TorchGuest:
 
     def reach(self, run: Any, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
         """Which input reaches which output, by fake tensors; None where f does not take them."""
-        try:
-            with self._faked(specs) as xs:
-                at = [x.requires_grad_() for x in xs if self.is_inexact(x)]
-                return [self._reaching(y, xs, at) for y in run(*[x.clone() for x in xs])]
-        except Exception:  # whatever it meets there: its values alone can tell then
-            return None
+        with self._faked(specs) as xs:
+            at = [x.requires_grad_() for x in xs if self.is_inexact(x)]
+            ys = _taken(run, [x.clone() for x in xs])
+            return None if ys is None else [self._reaching(y, xs, at) for y in ys]
 
     def graph(self, run: Any, specs: Sequence[Spec]) -> Graph | None:
         """The operations, recorded with fake tensors; None where f does not take them."""
-        try:
-            with self._faked(specs) as xs:
-                program = Program(self.backend, "gradient_graph", lambda *xs: run(*xs), xs, {})
-                return self.backend.gradient_graph(Differentiated(program, FORWARD))
-        except Exception:  # as for `reach`
-            return None
+        with self._faked(specs) as xs:
+            if _taken(run, [x.clone() for x in xs]) is None:
+                return None
+            program = Program(self.backend, "gradient_graph", lambda *xs: run(*xs), xs, {})
+            return self.backend.gradient_graph(Differentiated(program, FORWARD))
 
     def cost(self, run: Any, specs: Sequence[Spec]) -> Cost | None:
         """What a call costs, counted with fake tensors; None where f does not take them."""
-        try:
-            with self._faked(specs) as xs, LiveBytes() as live, Flops() as flops:
-                run(*xs)
-        except Exception:  # as for `reach`
-            return None
+        with self._faked(specs) as xs, LiveBytes() as live, Flops() as flops:
+            if _taken(run, xs) is None:
+                return None
         return Cost(flops.total, live.peak, frozenset(flops.unknown), frozenset(flops.notes))
 
     def _reaching(self, y: Tensor, xs: Sequence[Tensor], at: Sequence[Tensor]) -> list[bool]:
@@ -267,6 +262,14 @@ class TorchGuest:
         ]
         base.written = tuple([i for i, w in enumerate(written) if w])
         base.seen = True
+
+
+def _taken(run: Any, xs: Sequence[Tensor]) -> list[Tensor] | None:
+    """What a function makes of fake tensors; None where it does not take them."""
+    try:
+        return list(run(*xs))
+    except Exception:  # whatever the author's code meets there, where numbers are missing
+        return None
 
 
 def _spec(y: Tensor) -> Spec:

@@ -114,7 +114,7 @@ class Kernel:
             array, and not once for each example.
         name: What messages call it.
         raw: Whether it takes arrays in any layout, an axis of stride 0 for one over which they are
-            the same, and returns arrays that nobody writes, which then are not copied.
+            the same, and returns a list of arrays that nobody writes, which then are not copied.
         inside: Of a function of another framework: what looks into it.
     """
 
@@ -352,7 +352,9 @@ class KernelCall:
     def _called(self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()) -> list[Any]:
         """What the kernel returns, as a flat list, held to what was expected."""
         tree = self.kernel.fun(*(xs if self.flat else self._arguments(xs)))
-        if expected.alone and type(tree) is np.ndarray:
+        if self.kernel.raw:
+            ys = tree
+        elif expected.alone and type(tree) is np.ndarray:
             ys, tree = [tree], None  # held once
         else:
             ys, tree = self._leaves(tree, expected.treedef), None

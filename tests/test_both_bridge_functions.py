@@ -201,3 +201,31 @@ def test_a_bridged_function_and_a_rule_are_traced_by_torchscript():
     for each in (lambda x: f(x)[0], lambda x: rule(x)):
         traced = torch.jit.trace(each, torch.ones(3))
         torch.testing.assert_close(traced(x), torch.sin(x))
+
+
+def test_containers_that_the_host_does_not_know_become_tuples_or_are_refused():
+    f = bridge.to_jax(lambda t: {"most": torch.max(t, 0), "sorted": [torch.sort(t, 0)]})
+    x = jnp.asarray([[1.0, 5.0], [4.0, 2.0]])
+    for run in (f, jax.jit(lambda x: f(x))):
+        found = run(x)
+        assert type(found["most"]) is tuple
+        np.testing.assert_array_equal(found["most"][0], [4.0, 5.0])
+        np.testing.assert_array_equal(found["sorted"][0][1], [[0, 1], [1, 0]])
+    slope = jax.grad(lambda x: f(x)["most"][0].sum())(x)
+    np.testing.assert_array_equal(slope, [[0.0, 1.0], [1.0, 0.0]])
+
+    @jax.tree_util.register_pytree_node_class
+    class Pair:
+        def __init__(self, *parts):
+            self.parts = parts
+
+        def tree_flatten(self):
+            return self.parts, None
+
+        @classmethod
+        def tree_unflatten(cls, _, parts):
+            return cls(*parts)
+
+    g = bridge.to_torch(lambda x: Pair(x, 2 * x))
+    with pytest.raises(GradtoolsError, match=r"to_torch: .*Pair, which is no pytree in PyTorch"):
+        g(torch.ones(2))

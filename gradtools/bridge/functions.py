@@ -484,6 +484,16 @@ class Flat:
         marks = [np.zeros(()) for _ in range(count)]
         leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
         places = {id(mark): i for i, mark in enumerate(marks)}
+        while unknown := [x for x in leaves if id(x) not in places]:  # containers of the guest's
+            other = next((x for x in unknown if not isinstance(x, tuple)), None)
+            if other is not None:
+                raise GradtoolsError(
+                    f"{self.guest.operator}: {self.of.__name__} returned a "
+                    f"{type(other).__module__}.{type(other).__qualname__}, which is no pytree in "
+                    f"{self.guest.host_title}. Return a tuple, a list or a dict."
+                )
+            plain = [x if id(x) in places else tuple(x) for x in leaves]
+            leaves, structure = self.host.flatten(self.host.unflatten(structure, plain))
         return treedef, structure, [places[id(x)] for x in leaves]
 
     def primal(self, *xs: Array) -> list[Array]:

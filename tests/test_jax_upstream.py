@@ -99,3 +99,20 @@ def test_an_export_is_known_by_its_lowering():
     asks.lower(1.0)
     jax.export.export(asks)(1.0)
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize("name", ["transfers_refused", "_transfers_refused_slowly"])
+def test_transfers_are_refused_in_the_block_and_as_before_behind_it(name):
+    refused, x = getattr(upstream, name), jnp.arange(3.0)
+    assert upstream.transfers_refused is upstream._TransfersRefused
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        with pytest.raises(KeyError), refused():
+            raise KeyError
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+            jax.device_put(np.ones(3))
+    assert jax.device_put(np.ones(3)).sum() == 3
+    with refused():
+        for transfer in (lambda: jax.device_put(np.ones(3)), lambda: jnp.asarray(np.ones(3))):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+                transfer()
+    assert jnp.asarray(np.ones(3)).sum() == x.sum()

@@ -2,9 +2,9 @@
 
 `jax._src` is used nowhere: what is needed stands in `jax.extend` and `jax.interpreters`. What is
 left are fields of records (an equation's source, a jaxpr's origin) that only pictures, formulas
-and messages read, one name of a method, and what takes a DLPack capsule. All were seen with JAX
-0.10.2; each entry says what to do when it is gone. `tests/test_jax_upstream.py` holds that each
-still does what is relied on.
+and messages read, one name of a method, what takes a DLPack capsule, and what guards transfers.
+All were seen with JAX 0.10.2; each entry says what to do when it is gone.
+`tests/test_jax_upstream.py` holds that each still does what is relied on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
@@ -113,6 +114,51 @@ def is_batch_statistic(eqn: Any) -> bool:
     return "BatchNorm.__call__.<locals>._stats" in names or any(
         pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
     )
+
+
+class _TransfersRefused:
+    """Inside, this thread may move no array: what `jax.transfer_guard_*` set, set at once.
+
+    Three of these take ten times as long, which is a third of what a small callback takes. Gone:
+    these three.
+    """
+
+    __slots__ = ("before", "state")
+
+    def __enter__(self) -> None:
+        room = sys.modules["jaxlib._jax"].guard_lib
+        state = self.state = room.thread_local_state()
+        self.before = state.host_to_device, state.device_to_device, state.device_to_host
+        refused = room.TransferGuardLevel.DISALLOW_EXPLICIT
+        state.host_to_device = state.device_to_device = state.device_to_host = refused
+
+    def __exit__(self, *raised: Any) -> None:
+        state = self.state
+        state.host_to_device, state.device_to_device, state.device_to_host = self.before
+
+
+@contextmanager
+def _transfers_refused_slowly() -> Iterator[None]:
+    """The same by what JAX documents."""
+    refused = "disallow_explicit"
+    with (
+        jax.transfer_guard_host_to_device(refused),
+        jax.transfer_guard_device_to_device(refused),
+        jax.transfer_guard_device_to_host(refused),
+    ):
+        yield
+
+
+def _has_guards() -> bool:
+    """Whether that is there."""
+    try:
+        with _TransfersRefused():
+            return True
+    except (AttributeError, KeyError, TypeError):
+        return False
+
+
+transfers_refused = _TransfersRefused if _has_guards() else _transfers_refused_slowly
 
 
 @cache

@@ -14,7 +14,6 @@ neither execute nor transfer anything.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from gradtools.errors import said_by
 from gradtools.host import Kernel, KernelCall, Results, Shape, Spec
 from gradtools.jax import shardings
-from gradtools.jax._upstream import is_exporting
+from gradtools.jax._upstream import is_exporting, transfers_refused
 from gradtools.jax.arrays import X64
 from gradtools.jax.lifetimes import MortalPrimitive, mortal
 from gradtools.jax.tracing import within_a_trace
@@ -80,35 +79,10 @@ def _run(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[An
     return [y.astype(jnp.dtype(s.dtype), copy=False) for y, s in pairs]
 
 
-_REFUSED = "disallow_explicit"
-
-
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.guards: list[
-            Any
-        ] = []  # those of this thread that are not in use: to make them takes long
-
-
-_here = _Here()
-
-
-def _guards() -> tuple[Any, ...]:
-    # one by one, for jax.transfer_guard takes twice as long as these
-    return (
-        jax.no_execution(True),
-        jax.transfer_guard_host_to_device(_REFUSED),
-        jax.transfer_guard_device_to_device(_REFUSED),
-        jax.transfer_guard_device_to_host(_REFUSED),
-    )
-
-
 def _without_jax(call: KernelCall, *args: Any) -> list[Any]:
     """`call.run(*args)`, where JAX may neither execute nor transfer anything."""
-    guards = _here.guards.pop() if _here.guards else _guards()
-    execution, to_device, between, to_host = guards
     try:
-        with execution, to_device, between, to_host:
+        with jax.no_execution(True), transfers_refused():
             return call.run(*args)
     except RuntimeError as error:
         text = said_by("jax", error)
@@ -118,8 +92,6 @@ def _without_jax(call: KernelCall, *args: Any) -> list[Any]:
             "it calls JAX, which a host kernel must not: in a compiled program the call would "
             "wait for ever. Compute it with NumPy, or outside the kernel."
         ) from error
-    finally:
-        _here.guards.append(guards)
 
 
 def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -31,6 +32,7 @@ from gradtools.torch.transposing import EAGER, running, transposing
 from gradtools.torch.wrappers import filled, is_inexact, is_wrapped, like
 
 Tensor = torch.Tensor
+_is_tracked = attrgetter("requires_grad")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 
@@ -411,16 +413,16 @@ def _backward(signature: _Signature, ctx: Any, cts: tuple[Any, ...]) -> Any:
 
 def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     """The value, by one evaluation of the forward rule; None where it has to go another way."""
-    shaped, plain = signature.shaped, tuple([x.detach() for x in xs])
+    shaped, plain = signature.shaped, tuple(map(Tensor.detach, xs))
     if signature.attach is None and not _may_record(signature, plain):
         signature.records = False
         return None
-    tracked = [x for x in xs if x.requires_grad]
-    versions = [upstream.version_of(x) for x in tracked]
-    dxs = tuple([torch.sub(x, p) for x, p in zip(xs, plain, strict=True)])
+    tracked = list(filter(_is_tracked, xs))
+    versions = list(map(upstream.version_of, tracked))
+    dxs = tuple(map(torch.sub, xs, plain))
     with transposing(shaped.rule, EAGER):
         found = shaped.of.jvp(plain, dxs)
-    if versions != [upstream.version_of(x) for x in tracked]:
+    if versions != list(map(upstream.version_of, tracked)):
         raise rules.written_error(shaped.rule)
     y, dy = found if type(found) is tuple and len(found) == 2 else (None, None)
     if not _are_alike(y, dy):

@@ -155,11 +155,12 @@ class transposing:
         self.rule, self.own = rule, _Transposition(rule.source or rule, level)
 
     def __enter__(self) -> _Transposition:
-        running().append(self.own)
+        self.stack = running()
+        self.stack.append(self.own)
         return self.own
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        running().pop()
+        self.stack.pop()
         if self.own.by_code and isinstance(error, GradtoolsError):
             name = self.rule.name
             raise GradtoolsError(

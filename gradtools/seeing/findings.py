@@ -191,6 +191,8 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
+NOISE = "what is left is rounding noise"  # the detail of what cancels but for it
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -228,3 +230,8 @@ class Finding:
     def numerical(self) -> bool:
         """Whether the gradient is zero at these values alone."""
         return KINDS[self.kind].numerical
+
+    @property
+    def noise(self) -> bool:
+        """Whether the gradient is not zero, but a rounding error."""
+        return self.detail == NOISE

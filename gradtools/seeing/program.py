@@ -93,6 +93,11 @@ class Program:
         asked = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
         return [k for k in asked if self.backend.is_inexact(self.leaves[k])]
 
+    def asked_by_argument(self) -> list[list[str]]:
+        """The names of the leaves that are asked about, of each argument."""
+        owners = {k: self._owners[k] for k in self.wrt}
+        return [[self.names[k] for k, i in owners.items() if i == n] for n in self.argnums]
+
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of what f returns for these leaves of its arguments."""
         args = [self._tree(*taken, leaves) for taken in self._trees]

@@ -146,7 +146,7 @@ class Seeing(Operators):
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
         findings, notes = apart(findings, program.asked_by_argument())
-        lost = {finding.argument for finding in findings if finding.whole}
+        lost = {found.argument for found in findings if found.whole and not found.noise}
         asked = [k for k in program.wrt if program.names[k] in lost]
         tried = asked if recording.refusal is None else []
         found = moved(self._backend, program, tried)

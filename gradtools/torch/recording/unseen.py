@@ -16,6 +16,7 @@ import torch
 
 from gradtools.rules import Rule, captured
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.customcode import Called
 from gradtools.torch.marks import RULE, function_of_ours
 from gradtools.torch.recording.recorder import RecordedCall, Recorder, tensors_in
 
@@ -77,7 +78,17 @@ def _ruled(recorder: Recorder, kind: Any, original: Any, args: Any, kwargs: Any)
             raise
         call.unruled = _unruled(kind, call, out)
         recorder.write(call, out)
+        nodes = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
+        if nodes and not kwargs and _is_foreign(kind, call) and function_of_ours(kind) is None:
+            recorder.note_rule(call, Called(nodes[0], kind, original, args))
         return out
+
+
+def _is_foreign(kind: Any, call: RecordedCall) -> bool:
+    """Whether a function's own rule is the user's, outside of transforms."""
+    own = function_of_ours(kind) not in (None, RULE)
+    foreign = not own and call.mark not in _AGAIN and not kind.__module__.startswith("torch.")
+    return foreign and upstream.peek_interpreter_stack() is None
 
 
 def _captured(args: Any) -> list[Tensor]:
@@ -110,12 +121,9 @@ def _rule_of(kind: Any, args: Any) -> tuple[str, str]:
 
 def _unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
     """The inputs to which a function's own backward pass gives None: it is asked once."""
-    own = function_of_ours(kind) not in (None, RULE)
-    if own or call.mark in _AGAIN or kind.__module__.startswith("torch."):
-        return set()
     outs = [y for y in tensors_in(out) if y.requires_grad and y.grad_fn is not None]
     asked = [k for k, t in enumerate(call.tracked) if t]
-    if not outs or not asked or upstream.peek_interpreter_stack() is not None:
+    if not outs or not asked or not _is_foreign(kind, call):
         return set()
     try:
         with torch.enable_grad():

@@ -199,7 +199,7 @@ PICTURES = (
         "The rule saves its input `a`. Backward reads it: a dashed edge. And since `a` "
         "is an input, double backward finds its way back to it: the second gradient of x is "
         "there, 2 g v. The argument was alive anyway: the forward pass keeps {kept} bytes anew.",
-        Square.apply,
+        lambda x: Square.apply(x),
         (X,),
         2,
     ),
@@ -208,7 +208,7 @@ PICTURES = (
         "Exp: an output is saved",
         "An output is as good as an input: `b` is saved, and its graph leads to x through the rule "
         "itself. Kept anew are {kept} bytes, the output's.",
-        Exp.apply,
+        lambda x: Exp.apply(x),
         (X,),
         2,
     ),
@@ -219,7 +219,7 @@ PICTURES = (
         "to x, so that what backward makes of them is a constant to double backward. PyTorch gives "
         "None for the second gradient of x and says nothing; the picture crosses the two values "
         "where backward reads them, says how to mend it, and draws the gradient as `missing`.",
-        SinhLost.apply,
+        lambda x: SinhLost.apply(x),
         (X,),
         2,
     ),
@@ -239,7 +239,7 @@ PICTURES = (
         "Backward is a rule of its own, with its own derivative, as it has to be where backward is "
         "a kernel of C or NumPy. Each node carries the name of its rule: `Cube` in the first pass, "
         "`CubeBackward` in the two others.",
-        Cube.apply,
+        lambda x: Cube.apply(x),
         (X,),
         2,
     ),

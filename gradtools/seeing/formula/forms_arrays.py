@@ -261,8 +261,9 @@ def _along_set(w: Writer, x: Expr) -> Written:
     return _at("set_at", w.whole(x.args[1]), [w.whole(x.args[0]), w.whole(x.args[2])])
 
 
-def _window(name: str, arrays: int) -> Callable[[Writer, Expr], Written]:
+def _window(name: str, arrays: int, note: str) -> Callable[[Writer, Expr], Written]:
     def form(w: Writer, x: Expr) -> Written:
+        w.note(note)
         where = join([w.whole(s) for s in x.args[arrays:]], ", ", ", ", SUM)
         return _at(name, where, [w.whole(a) for a in x.args[:arrays]])
 
@@ -360,9 +361,11 @@ ARRAY_FORMS: dict[str, Callable[[Writer, Expr], Written]] = {
     "take_along": _take_along,
     "put_along": _put_along,
     "along_set": _along_set,
-    "dynamic_slice": _window("window", 1),
-    "dynamic_pad": _window("into", 1),
-    "dynamic_update": _window("set_at", 2),
+    "dynamic_slice": _window("window", 1, "window[i](x): the part of x that starts at i"),
+    "dynamic_pad": _window("into", 1, "into[i](u): zeros with u in the window that starts at i"),
+    "dynamic_update": _window(
+        "set_at", 2, "set_at[i](x, u): x with u in the window that starts at i"
+    ),
     "flip": lambda w, x: function(
         "flip", [w.whole(x.args[0])], w.axis_names(x, x["axes"]) if x.rank > 1 else ""
     ),

@@ -6,6 +6,7 @@ import numpy as np
 
 from gradtools.seeing.formula.algebra import (
     array,
+    constant_of,
     full,
     product,
 )
@@ -18,6 +19,11 @@ def cut(x: Expr, start, limit, stride=None) -> Expr:
     shape = tuple(-(-(b - a) // s) for a, b, s in zip(start, limit, stride, strict=True))
     if shape == x.shape and not any(start):
         return x
+    seen = _seen_through(x, start, limit)
+    if seen is not None:
+        inner, offset = seen
+        moved = ([n - k for n, k in zip(of, offset, strict=True)] for of in (start, limit))
+        return cut(inner, *moved, stride)
     return expr("slice", (x,), shape, x.kind, start=tuple(start), limit=tuple(limit), stride=stride)
 
 
@@ -99,17 +105,54 @@ def along_set(x: Expr, i: Expr, u: Expr, axis: int) -> Expr:
 
 def dynamic_slice(x: Expr, starts, sizes) -> Expr:
     """A window that starts at integers."""
+    known = _fixed(starts, sizes, x.shape)
+    if known is not None:
+        return cut(x, known, [a + n for a, n in zip(known, sizes, strict=True)])
     return expr("dynamic_slice", (x, *starts), sizes, x.kind)
 
 
 def dynamic_pad(u: Expr, starts, shape) -> Expr:
     """Zeros, with u in the window that starts at integers."""
+    known = _fixed(starts, u.shape, shape)
+    if known is not None:
+        high = [n - a - k for n, a, k in zip(shape, known, u.shape, strict=True)]
+        return pad(u, known, high)
     return expr("dynamic_pad", (u, *starts), shape, u.kind)
 
 
 def dynamic_update(x: Expr, u: Expr, starts) -> Expr:
-    """X with u in the window."""
-    return expr("dynamic_update", (x, u, *starts), x.shape, widest(x.kind, u.kind))
+    """X with u in the window; what is overwritten as a whole is not read."""
+    kind = widest(x.kind, u.kind)
+    if u.shape == x.shape and u.kind == kind:
+        return u
+    before = x.args[0] if x.op == "dynamic_update" else x
+    same = before is not x and x.args[1].shape == u.shape and x.args[2:] == tuple(starts)
+    return expr("dynamic_update", (before if same else x, u, *starts), x.shape, kind)
+
+
+def _seen_through(x: Expr, start, limit) -> tuple[Expr, list[int]] | None:
+    """Of what a slice of an update shows: the update alone, or nothing of it; and where it began."""
+    if x.op != "dynamic_update":
+        return None
+    base, u, *starts = x.args
+    low = _fixed(starts, u.shape, x.shape)
+    if low is None:
+        return None
+    axes = list(zip(start, limit, low, u.shape, strict=True))
+    if all(a >= p and b <= p + n for a, b, p, n in axes) and u.kind == x.kind:
+        return u, low
+    if any(b <= p or a >= p + n for a, b, p, n in axes) and base.kind == x.kind:
+        return base, [0] * x.rank
+    return None
+
+
+def _fixed(starts, sizes, shape) -> list[int] | None:
+    """Where a window starts whose place is known; it is moved inside, as JAX does."""
+    known = [constant_of(start) for start in starts]
+    if any(value is None for value in known):
+        return None
+    places = zip(known, sizes, shape, strict=True)
+    return [min(max(int(value), 0), n - size) for value, size, n in places]
 
 
 def reduced(name: str, x: Expr, axes, kind: str | None = None, **attributes) -> Expr:

@@ -22,8 +22,8 @@ def cut(x: Expr, start, limit, stride=None) -> Expr:
     seen = _seen_through(x, start, limit)
     if seen is not None:
         inner, offset = seen
-        moved = ([n - k for n, k in zip(of, offset, strict=True)] for of in (start, limit))
-        return cut(inner, *moved, stride)
+        start, limit = ([n - k for n, k in zip(of, offset, strict=True)] for of in (start, limit))
+        return cut(inner, start, limit, stride)
     return expr("slice", (x,), shape, x.kind, start=tuple(start), limit=tuple(limit), stride=stride)
 
 
@@ -131,7 +131,7 @@ def dynamic_update(x: Expr, u: Expr, starts) -> Expr:
 
 
 def _seen_through(x: Expr, start, limit) -> tuple[Expr, list[int]] | None:
-    """Of what a slice of an update shows: the update alone, or nothing of it; and where it began."""
+    """What of an update a slice shows, the update alone or nothing of it; and where it begins."""
     if x.op != "dynamic_update":
         return None
     base, u, *starts = x.args

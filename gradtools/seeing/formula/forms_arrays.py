@@ -284,6 +284,20 @@ def _triangle(w: Writer, x: Expr) -> Written:
     return function(name, [w.whole(x.args[0])], str(x["offset"]) if x["offset"] else "")
 
 
+def _half(w: Writer, x: Expr) -> Written:
+    w.note("half(X): the lower triangle of X with half of its diagonal (Murray 2016, for Cholesky)")
+    return function("half", [w.whole(x.args[0])])
+
+
+def _gaps(w: Writer, x: Expr) -> Written:
+    w.note("gaps(X; λ): Xᵢⱼ / (λⱼ - λᵢ), and 0 on the diagonal (Giles 2008, for eigenvectors)")
+    inner, values = (w.whole(a) for a in x.args)
+    return Written(
+        f"gaps({inner.text}; {values.text})",
+        rf"\operatorname{{gaps}}\left({inner.latex}; {values.latex}\right)",
+    )
+
+
 def _array(w: Writer, x: Expr) -> Written:
     return Written("c", "c")
 
@@ -389,6 +403,8 @@ ARRAY_FORMS: dict[str, Callable[[Writer, Expr], Written]] = {
     "sum_pool": _pool("sumpool", "sumpool: the sum of each window"),
     "sum_unpool": _pool("sumpoolᵀ", "sumpoolᵀ: its adjoint"),
     "triangle": _triangle,
+    "half": _half,
+    "gaps": _gaps,
     "det": lambda w, x: function("det", [w.whole(x.args[0])]),
     "logabsdet": _log_determinant,
     "sign_det": lambda w, x: function("sgn det", [w.whole(x.args[0])]),

@@ -8,6 +8,7 @@ from gradtools.seeing.formula.algebra import (
     array,
     constant_of,
     full,
+    is_zero,
     product,
 )
 from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, expr, several, widest
@@ -195,6 +196,16 @@ def variance(x: Expr, axes, correction: float = 0.0) -> Expr:
 def triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
     """The upper or lower triangle of the last two axes."""
     return expr("triangle", (x,), x.shape, x.kind, upper=upper, offset=offset)
+
+
+def half(x: Expr) -> Expr:
+    """The lower triangle of the last two axes, with half of the diagonal."""
+    return expr("half", (x,), x.shape, x.kind)
+
+
+def gaps(x: Expr, w: Expr) -> Expr:
+    """The quotients x_ij / (w_j - w_i) off the diagonal of the last two axes, 0 on it."""
+    return x if is_zero(x) else expr("gaps", (x, w), x.shape, x.kind)
 
 
 def inverse(a: Expr) -> Expr:

@@ -133,9 +133,22 @@ class Writer:
             return
         for a in x.args:
             if a.op == "einsum" and constant_of(a) is None and a not in self.names:
-                _, _, labels = display_factors(a, self.names, False, self.defined)
-                if not {l for names in labels for l in names} >= set(range(x.rank)):
-                    raise NeedsIndices
+                self._must_cover(a, x.rank)
+
+    def _must_cover(self, x: Expr, rank: int) -> None:
+        _, _, labels = display_factors(x, self.names, False, self.defined)
+        if not {l for names in labels for l in names} >= set(range(rank)):
+            raise NeedsIndices
+
+    def matrix(self, x: Expr) -> Written:
+        """An array that is read as a whole, of which no axis may be left to be guessed.
+
+        Raises:
+            NeedsIndices: It is repeated along an axis.
+        """
+        if x.op == "einsum" and x not in self.names:
+            self._must_cover(x, x.rank)
+        return self.whole(x)
 
     # Functions of each place.
 

@@ -358,3 +358,20 @@ def test_the_kernel_of_an_lstm_counts_as_its_steps(options):
     assert not found.notes
     with torch.backends.mkldnn.flags(enabled=False):
         assert found.flops == gt.measure(lambda x: lstm(x)[0].sum(), x).flops
+
+
+@pytest.mark.parametrize("sizes", [(5, 2, 3, 4), (7, 3, 5, 2), (1, 3, 5, 2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
+def test_the_backward_kernel_of_an_lstm_counts_as_its_steps(options, sizes):
+    steps, batch, wide, state = sizes
+    lstm = torch.nn.LSTM(wide, state, **options)
+
+    def gradients(*given):
+        x, h, c = (t.clone().requires_grad_() for t in given)
+        return torch.autograd.grad(lstm(x, (h, c))[0].sum(), [x, h, c, *lstm.parameters()])
+
+    given = torch.randn(steps, batch, wide), *torch.randn(2, 1, batch, state)
+    found = gt.measure(gradients, *given)
+    assert not found.notes
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert found.flops == gt.measure(gradients, *given).flops

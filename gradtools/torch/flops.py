@@ -427,6 +427,21 @@ def _lstm_layer(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return products + biases + gates + rows * state * 9
 
 
+def _lstm_layer_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """All gradients of one direction of one layer on the CPU, as its steps would compute them.
+
+    Each product gives two; the weights of the state and both states add up over the steps, the
+    biases over all rows. An entry of the state takes 21 operations through the cell and its gates.
+    """
+    x, of_input, of_state = args[:3]
+    (steps, batch), (wide, state) = x.shape[:2], of_state.shape
+    gates = steps * batch * wide
+    products = 2 * sum(costs.product(gates, w.shape[1], False) for w in (of_input, of_state))
+    biases = 2 * (gates - wide) if args[17] else 0
+    added = (steps - 1) * (of_state.numel() + 2 * batch * state)
+    return products + biases + added + 21 * steps * batch * state
+
+
 def _fourier(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     x, real = args[0], _name(func) != "_fft_c2c"
     lengths = [max(x.shape[d], out.shape[d]) for d in args[1]]
@@ -485,6 +500,7 @@ def _rules() -> dict[str, Rule]:
         rules[f"_scaled_dot_product_{kernel}"] = _attention
         rules[f"_scaled_dot_product_{kernel}_backward"] = _attention_back
     rules["mkldnn_rnn_layer"] = _lstm_layer
+    rules["mkldnn_rnn_layer_backward"] = _lstm_layer_back
     rules |= dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), _fourier)
     rules["linalg_cholesky_ex"] = rules["cholesky"] = _by_matrix(costs.cholesky)
     rules["linalg_lu_factor_ex"] = _by_matrix(costs.lu)

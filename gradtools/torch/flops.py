@@ -90,7 +90,8 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
     rule = _rules().get(name)
     if rule is not None:
         return rule(func, args, kwargs, out), nothing
-    if name in _FREE or func.is_view or not any(map(_is_inexact, upstream.tree_leaves(out))):
+    free = name in _FREE or func.is_view or torch.Tag.inplace_view in func.tags
+    if free or not any(map(_is_inexact, upstream.tree_leaves(out))):
         return (0, frozenset([str(func)])) if _is_foreign(func) else (0, nothing)
     if name.startswith("_foreach_"):
         return _of_each(name.removeprefix("_foreach_"), args, out)
@@ -235,6 +236,8 @@ _FREE = {
         "hardtanh_backward",
     ),
     *("permute_copy", "kthvalue", "mode", "_pack_padded_sequence", "triu_indices", "tril_indices"),
+    *("nanmedian", "randint", "randint_like", "_unique", "_unique2", "unique_consecutive"),
+    *("unique_dim", "as_strided_scatter", "resize_as", "lu_unpack"),
     *(
         "_unsafe_masked_index",
         "_unsafe_index",
@@ -491,7 +494,7 @@ def _rules() -> dict[str, Rule]:
         f"{name}_backward": _pooled_back
         for name in (*pools, "max_pool2d_with_indices", "max_pool3d_with_indices")
     }
-    rules |= dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _put)
+    rules |= dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl", "put"), _put)
     rules |= dict.fromkeys(("scatter_add", "scatter_reduce", "index_add"), _added_at(3))
     rules["embedding_dense_backward"] = _added_at(0)
     kernels = ("flash_attention", "flash_attention_for_cpu", "efficient_attention")

@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md: ten programs, each drawn and told in a few sentences.
+"""The pictures of docs/gallery.md: ten programs and two in JAX, drawn and told in a few sentences.
 
 `python tests/gallery.py` writes the page and its pictures anew; a test compares, and computes each
 graph, operation by operation, beside PyTorch's own derivatives.
@@ -301,14 +301,22 @@ What PyTorch runs for ten programs, as [`gradient_graph`](graphs.md) draws it: f
 backward in orange, backward of the backward in violet. Dashed edges are values that a later pass
 reads; red is lost. The programs stand in tests/gallery.py, which writes this page. A test computes
 each graph from its operations, operands and constants alone and compares every result with
-PyTorch's own, and the bytes that are kept with `measure`.
+PyTorch's own, and the bytes that are kept with `measure`. The last two pictures are what JAX
+traces; of these the marks, the gradients' names and the bytes are compared.
 """
+
+
+def pictures() -> tuple[Any, ...]:
+    """All of them, in the page's order."""
+    import gallery_jax
+
+    return (*PICTURES, *gallery_jax.PICTURES)
 
 
 def page() -> str:
     """The text of the page."""
     parts = [HEAD]
-    for picture in PICTURES:
+    for picture in pictures():
         graph = picture.graph()
         words = picture.words.format(
             kept=f"{sum(graph.kept.values()):,}", operations=len(graph.nodes)
@@ -330,5 +338,5 @@ def _wrapped(words: str) -> str:
 if __name__ == "__main__":
     PICTURES_AT.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page())
-    for each in PICTURES:
+    for each in pictures():
         (PICTURES_AT / f"{each.name}.svg").write_text(each.graph().to_svg())

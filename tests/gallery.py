@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md: ten programs, each drawn and told in a few sentences.
+"""The pictures of docs/gallery.md: ten programs and two in JAX, drawn and told in a few sentences.
 
 `python tests/gallery.py` writes the page and its pictures anew; a test compares, and computes each
 graph, operation by operation, beside PyTorch's own derivatives.
@@ -199,7 +199,7 @@ PICTURES = (
         "The rule saves its input `a`. Backward reads it: a dashed edge. And since `a` "
         "is an input, double backward finds its way back to it: the second gradient of x is "
         "there, 2 g v. The argument was alive anyway: the forward pass keeps {kept} bytes anew.",
-        Square.apply,
+        lambda x: Square.apply(x),
         (X,),
         2,
     ),
@@ -208,7 +208,7 @@ PICTURES = (
         "Exp: an output is saved",
         "An output is as good as an input: `b` is saved, and its graph leads to x through the rule "
         "itself. Kept anew are {kept} bytes, the output's.",
-        Exp.apply,
+        lambda x: Exp.apply(x),
         (X,),
         2,
     ),
@@ -219,7 +219,7 @@ PICTURES = (
         "to x, so that what backward makes of them is a constant to double backward. PyTorch gives "
         "None for the second gradient of x and says nothing; the picture crosses the two values "
         "where backward reads them, says how to mend it, and draws the gradient as `missing`.",
-        SinhLost.apply,
+        lambda x: SinhLost.apply(x),
         (X,),
         2,
     ),
@@ -239,7 +239,7 @@ PICTURES = (
         "Backward is a rule of its own, with its own derivative, as it has to be where backward is "
         "a kernel of C or NumPy. Each node carries the name of its rule: `Cube` in the first pass, "
         "`CubeBackward` in the two others.",
-        Cube.apply,
+        lambda x: Cube.apply(x),
         (X,),
         2,
     ),
@@ -301,14 +301,22 @@ What PyTorch runs for ten programs, as [`gradient_graph`](graphs.md) draws it: f
 backward in orange, backward of the backward in violet. Dashed edges are values that a later pass
 reads; red is lost. The programs stand in tests/gallery.py, which writes this page. A test computes
 each graph from its operations, operands and constants alone and compares every result with
-PyTorch's own, and the bytes that are kept with `measure`.
+PyTorch's own, and the bytes that are kept with `measure`. The last two pictures are what JAX
+traces; of these the marks, the gradients' names and the bytes are compared.
 """
+
+
+def pictures() -> tuple[Any, ...]:
+    """All of them, in the page's order."""
+    import gallery_jax
+
+    return (*PICTURES, *gallery_jax.PICTURES)
 
 
 def page() -> str:
     """The text of the page."""
     parts = [HEAD]
-    for picture in PICTURES:
+    for picture in pictures():
         graph = picture.graph()
         words = picture.words.format(
             kept=f"{sum(graph.kept.values()):,}", operations=len(graph.nodes)
@@ -330,5 +338,5 @@ def _wrapped(words: str) -> str:
 if __name__ == "__main__":
     PICTURES_AT.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page())
-    for each in PICTURES:
+    for each in pictures():
         (PICTURES_AT / f"{each.name}.svg").write_text(each.graph().to_svg())

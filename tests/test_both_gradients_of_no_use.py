@@ -53,7 +53,102 @@ def test_a_gradient_of_no_use_is_told_with_its_line(gt, f, kind):
         assert "a gradient is missing" not in str(report)
 
 
+def rows(gt, *shape):
+    return gt.asarray(np.random.default_rng(1).normal(size=shape).astype(np.float32))
+
+
+def softmax(gt, x):
+    return gt.xp.exp(x) / gt.xp.sum(gt.xp.exp(x), axis=-1, keepdims=True)
+
+
+def normalised(gt, x):
+    spread = gt.xp.sqrt(gt.xp.mean((x - gt.xp.mean(x, axis=0)) ** 2, axis=0) + 1e-5)
+    return (x - gt.xp.mean(x, axis=0)) / spread
+
+
+def of_probabilities(gt, x):
+    e = gt.xp.exp(rows(gt, 64, 8) * x)
+    p = e / gt.xp.sum(e)  # <- here
+    return gt.xp.sum(p)
+
+
+def equal_rewards(gt, x):
+    p = gt.xp.exp(3 * x) / gt.xp.sum(gt.xp.exp(3 * x))  # <- here
+    return gt.xp.sum(0.7 * p)
+
+
+def shifted_scores(gt, x):
+    scores = rows(gt, 5, 8) + x[:1]  # <- here
+    return gt.xp.mean(gt.xp.log(softmax(gt, scores))[:, 1])
+
+
+def bias_before_a_normalisation(gt, x):
+    y = rows(gt, 16, 8) + x  # <- here
+    return gt.xp.sum(gt.xp.tanh(normalised(gt, y)) * rows(gt, 16, 8))
+
+
+def bias_of_keys(gt, x):
+    keys = rows(gt, 5, 8) + x  # <- here
+    scores = gt.xp.sum(rows(gt, 6, 1, 8) * keys, axis=-1)
+    return gt.xp.sum(softmax(gt, scores) * gt.xp.sin(rows(gt, 6, 5)))
+
+
+def sigmoids_of_both_signs(gt, x):
+    y = 1 / (1 + gt.xp.exp(-x)) + 1 / (1 + gt.xp.exp(x))  # <- here
+    return gt.xp.sum(y)
+
+
+def length_of_a_unit_vector(gt, x):
+    unit = x / gt.xp.sqrt(gt.xp.sum(x**2))  # <- here
+    return gt.xp.sum(unit**2)
+
+
+NOISE = [
+    of_probabilities,
+    equal_rewards,
+    shifted_scores,
+    bias_before_a_normalisation,
+    bias_of_keys,
+    sigmoids_of_both_signs,
+    length_of_a_unit_vector,
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("f", NOISE, ids=lambda f: f.__name__)
+def test_a_gradient_that_is_rounding_noise_is_told_as_what_cancels(gt, f, dtype):
+    lines, first = inspect.getsourcelines(f)
+    at = next(first + k for k, line in enumerate(lines) if MARK in line)
+    told = 0
+    for seed in range(4):
+        x = gt.asarray(np.random.default_rng(seed).normal(size=8).astype(dtype))
+        report = gt.why_zero(lambda x: f(gt, x), x)
+        assert {found.kind for found in report} == {"cancelled"}
+        assert at in {found.source.line for found in report}
+        told += "what is left is rounding noise" in str(report)
+        assert "a gradient is missing" not in str(report)
+    assert told  # by chance it is zero for some
+
+
+def test_a_parameter_without_effect_among_others_is_a_note(gt):
+    f = lambda p: gt.xp.sum(gt.xp.tanh(normalised(gt, rows(gt, 16, 8) @ p["w"] + p["b"])) ** 3)
+    report = gt.why_zero(f, {"w": rows(gt, 8, 3), "b": rows(gt, 3)})
+    assert not report
+    ((text, names),) = report.notes
+    assert names == ("argument 0['b']",) and "rounding noise" in text and __file__[-20:] in text
+
+
+def hilbert(gt, n):
+    return gt.asarray(1 / (1 + np.add.outer(np.arange(n), np.arange(n))).astype(np.float32))
+
+
 HEALTHY = {
+    "a Hilbert matrix": lambda gt, x: gt.xp.sum((hilbert(gt, 2) @ (x - 1)) ** 2),
+    "a deep network": lambda gt, x: gt.xp.sum(_deep(gt, x)),
+    "a difference of what is near": lambda gt, x: gt.xp.sum((x + 1.001) ** 3 - (x + 1) ** 3),
+    "almost a softmax's sum": lambda gt, x: gt.xp.sum(
+        softmax(gt, x) * gt.asarray(np.float32([1, 1.001]))
+    ),
     "small because the output is small": lambda gt, x: gt.xp.sum(1e-30 * x),
     "a root behind where, inside and outside": lambda gt, x: gt.xp.sum(
         gt.xp.where(x > 0, gt.xp.sqrt(gt.xp.where(x > 0, x, gt.xp.ones_like(x))), 0 * x)
@@ -70,6 +165,12 @@ HEALTHY = {
 def test_an_ordinary_gradient_is_no_finding(gt, name):
     report = gt.why_zero(lambda x: HEALTHY[name](gt, x), gt.asarray(X))
     assert not report, str(report)
+
+
+def _deep(gt, x):
+    for _ in range(60):
+        x = x + 0.1 * gt.xp.tanh(rows(gt, 2, 2) @ x)
+    return x
 
 
 def values(gt, w, s):

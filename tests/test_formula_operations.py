@@ -1,5 +1,7 @@
 """Every operation of the formula's vocabulary: its value, its adjoint, the adjoint of that."""
 
+import re
+
 import numpy as np
 import pytest
 from formula_table import CASES, ELSEWHERE, cplx, definite, real
@@ -8,6 +10,7 @@ from gradtools import GradtoolsError
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.formula import derive
 from gradtools.seeing.formula.operations import OPERATIONS
+from gradtools.seeing.formula.recognised import DEFINITIONS
 
 RNG = np.random.default_rng(3)
 STEPS = (1e-3, 3e-4)
@@ -129,6 +132,34 @@ def test_the_adjoint_and_its_adjoint_are_those_of_finite_differences(case):
     if formula.order == 2 and gs:
         check_second_order(formula, xs, gs)
     assert str(formula) and formula.latex() and not formula.marked
+
+
+NAMES = {  # of each definition, as a line has it
+    "softplus": r"softplus\(",
+    "sigmoid": r"sigmoid\(",
+    "relu": r"relu\(",
+    "normal_cdf": r"Φ\(",
+    "normal_density": r"φ\(",
+    "softmax": r"(?<!log )softmax[^ (]*\(",
+    "log_softmax": r"log softmax[^ (]*\(",
+    "logsumexp": r"logsumexp[^ (]*\(",
+    "variance": r"\bvar[^ (]*\(",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_name_in_a_formula_and_no_other_is_defined_below_it(case):
+    is_moving = case.order and any(is_inexact(x) for x in case.operands)
+    formula = derive(graph_of(case), order=2 if is_moving else 1)
+    lines = "\n".join(line for k in range(formula.order + 1) for line in formula.lines(k))
+    named = {name for name, pattern in NAMES.items() if re.search(pattern, lines)}
+    below = str(formula).partition("\nwhere\n")[2]
+    assert {name for name, told in DEFINITIONS.items() if told.text in below} == named
+    assert {name for name, told in DEFINITIONS.items() if told.latex in formula.latex()} == named
+
+
+def test_every_definition_is_met():
+    assert set(NAMES) == set(DEFINITIONS)
 
 
 def test_every_operation_of_the_vocabulary_is_checked():

@@ -43,7 +43,7 @@ def test_the_work_of_writing_grows_as_the_number_of_blocks():
     (few, _), (many, text) = calls_to_write(3), calls_to_write(12)
     assert few > 10_000
     assert many < 4.5 * few
-    assert text.count("softmax") == 12
+    assert text.count("softmax") == 12 + 1  # which is its definition
 
 
 def calls_to_write(blocks: int) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """The programs of gradients as graphs, in both backends: passes, names, residuals, marks, cuts."""
 
+import html
 import importlib
 
 import numpy as np
@@ -325,7 +326,25 @@ def test_what_is_kept_is_what_measure_counts(gt, name):
 
 def test_an_argument_that_is_read_again_is_alive_anyway(gt, x):
     text = str(gt.gradient_graph(lambda x: x * x, x))
-    assert "a = argument 0" in text and "kept: alive anyway" in text and " B" not in text
+    assert "a = x " in text and "kept: alive anyway" in text and " B" not in text
+
+
+def by_keyword(params, x, *rest, scale):
+    return (params["w"] * x * rest[0]).sum() * scale
+
+
+def test_arguments_have_the_names_of_their_parameters(gt, x):
+    named = gt.gradient_graph(by_keyword, {"w": x}, x, x, scale=x, order=2)
+    text, picture = str(named), html.unescape(named.to_svg())
+    for name in ("params['w']", "x", "rest[0]", "scale"):
+        assert f" = {name} " in text and f" = {name}<" in picture
+    for shown in ("→ gradient of params['w'] = ", " = cotangent of gradient of params['w'] "):
+        assert shown in text
+    assert "argument" not in text + picture
+    assert named.values[named.inputs[0]].name == "argument 0['w']"  # by which graphs are compared
+    others = gt.gradient_graph(lambda p, a, *more, scale: by_keyword(p, a, *more, scale=scale),
+                               {"w": x}, x, x, scale=x, order=2)  # fmt: skip
+    assert not gt.graph_diff(named, others)
 
 
 # --- forms, and the two frameworks beside each other -------------------------------------

@@ -64,12 +64,12 @@ def test_the_text_shows_a_pass_for_each_order(program, capsys, order, passes):
 def test_one_order_is_the_default_along_the_first_argument(program, capsys):
     assert graph() == 0
     out = capsys.readouterr().out
-    assert "gradient of argument 0" in out and "gradient of argument 1" not in out
+    assert "gradient of w" in out and "gradient of x" not in out
 
 
 def test_wrt_chooses_the_arguments(program, capsys):
     assert graph("--wrt", "0,1") == 0
-    assert "gradient of argument 1" in capsys.readouterr().out
+    assert "gradient of x" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -221,3 +221,11 @@ def test_factorisations_and_transforms_are_counted():
     assert flops(jnp.fft.fft, draw(16).astype(jnp.complex64)) == 5 * 16 * 4
     named = gt.measure(lambda a: jnp.linalg.eigh(a)[0], a).notes
     assert "eigh" in named[0]
+
+
+@pytest.mark.parametrize(
+    "f", [jnp.unstack, lambda x: jax.lax.approx_max_k(x, 2)[0]], ids=["unstack", "k"]
+)
+def test_what_costs_nothing_is_not_noted_as_uncounted(f):
+    found = gt.measure(f, jnp.eye(3))
+    assert (found.flops, found.notes) == (0, ())

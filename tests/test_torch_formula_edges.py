@@ -74,3 +74,52 @@ def test_an_operation_along_an_axis_has_a_formula_of_one_number_too(name, x):
 @pytest.mark.parametrize("name", ODD)
 def test_odd_arguments_are_no_fault_of_the_function(name):
     assert gt.formula(ODD[name], MATRIX).lines(1)
+
+
+# --- what is written in place, and read again --------------------------------------------
+
+
+def test_gates_that_a_cell_writes_in_place_read_as_by_hand():
+    torch.manual_seed(0)
+    found = gt.formula(torch.nn.GRUCell(3, 4), torch.randn(2, 3), torch.randn(2, 4))
+    assert found.lines(0) == [
+        "Z₁ = input weight_ihᵀ + bias_ih",
+        "Z₂ = hx weight_hhᵀ + bias_hh",
+        "S₁ = sigmoid(Z₁[:, :4] + Z₂[:, :4])",
+        "H = tanh(Z₁[:, 8:] + S₁ ⊙ Z₂[:, 8:])",
+        "S₂ = sigmoid(Z₁[:, 4:8] + Z₂[:, 4:8])",
+        "Y = S₂ ⊙ (hx - H) + H",
+    ]
+    assert "set_at" not in str(found) and "window" not in str(found)
+
+
+def _halves(x):
+    y = x.clone()
+    y[:3] *= 2
+    y[3:] = y[:3] + 1
+    return (y[3:] * y[:3]).sum()
+
+
+def _overlapping(x):
+    y = x.sin()
+    y[1:4] *= x[:3]
+    y[2:5] += 1
+    return (y[:3] * y[3:]).sum()
+
+
+def _over_again(x):
+    y = x.clone()
+    y[1:3] = x[:2] ** 2
+    y[1:3] = y[1:3].exp()
+    return y[1:].prod()
+
+
+@pytest.mark.parametrize(
+    ("f", "updates"),
+    [(_halves, 0), (_overlapping, 2), (_over_again, 1)],
+    ids=["halves", "overlapping", "over again"],
+)
+def test_a_window_of_an_update_is_what_was_written(f, updates):
+    found = gt.formula(f, torch.linspace(0.2, 1.3, 6, dtype=torch.float64))
+    assert "\n".join(found.lines(0)).count("set_at") == updates
+    assert found.check is not None and found.check.error < 1e-8

@@ -263,7 +263,13 @@ def test_a_small_block_is_open_and_an_arguments_gradient_stands_outside():
     assert "▸" not in gt.gradient_graph(Block(), torch.rand(2, 2, 4, 4)).to_svg()
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     picture = gt.gradient_graph(layer, torch.rand(2, 3, 8)).to_svg(depth=0)
-    assert "▸ TransformerEncoderLayer" in picture and "gradient of argument 0 = " in picture
+    assert "▸ TransformerEncoderLayer" in picture and "gradient of src = " in picture
+
+
+def test_a_modules_leaves_have_the_names_of_its_attributes():
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    graph = gt.gradient_graph(lambda model, x: model(x).sum(), layer, torch.ones(2))
+    assert "gradient of model.0.weight = " in str(graph)
 
 
 def test_gradients_of_parameters_stand_outside_of_closed_blocks():

@@ -358,3 +358,38 @@ def test_the_kernel_of_an_lstm_counts_as_its_steps(options):
     assert not found.notes
     with torch.backends.mkldnn.flags(enabled=False):
         assert found.flops == gt.measure(lambda x: lstm(x)[0].sum(), x).flops
+
+
+@pytest.mark.parametrize("sizes", [(5, 2, 3, 4), (7, 3, 5, 2), (1, 3, 5, 2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
+def test_the_backward_kernel_of_an_lstm_counts_as_its_steps(options, sizes):
+    steps, batch, wide, state = sizes
+    lstm = torch.nn.LSTM(wide, state, **options)
+
+    def gradients(*given):
+        x, h, c = (t.clone().requires_grad_() for t in given)
+        return torch.autograd.grad(lstm(x, (h, c))[0].sum(), [x, h, c, *lstm.parameters()])
+
+    given = torch.randn(steps, batch, wide), *torch.randn(2, 1, batch, state)
+    found = gt.measure(gradients, *given)
+    assert not found.notes
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert found.flops == gt.measure(gradients, *given).flops
+
+
+FREE = {
+    "views in place": lambda x: x.clone().transpose_(0, 1).unsqueeze_(0).squeeze_(0).t_(),
+    "median": torch.nanmedian,
+    "random integers": lambda x: torch.randint_like(x, 5),
+    "unique": lambda x: torch.unique(x),
+    "unique rows": lambda x: torch.unique(x, dim=0),
+    "runs": lambda x: torch.unique_consecutive(x),
+    "put": lambda x: x.put(torch.tensor([0, 3]), x[0, :2]),
+    "scattered": lambda x: x.as_strided_scatter(x[0], (3,), (1,)),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_costs_nothing_is_not_noted_as_uncounted(name):
+    found = gt.measure(FREE[name], torch.eye(3))
+    assert (found.flops, found.notes) == (0, ())

@@ -608,6 +608,140 @@ def rule_that_is_marked(x):
     return _Marked.apply(x).sum()  # <- here
 
 
+class _Sinh(torch.autograd.Function):
+    """Keeps values that it computes inside, to which no graph leads."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.up, ctx.down = x.exp(), (-x).exp()
+        return (ctx.up - ctx.down) / 2
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * (ctx.up + ctx.down) / 2
+
+
+class _SinhSaved(_Sinh):
+    """The same, saved as if they were inputs or outputs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        up, down = x.exp(), (-x).exp()
+        ctx.save_for_backward(up, down)
+        return (up - down) / 2
+
+    @staticmethod
+    def backward(ctx, ct):
+        up, down = ctx.saved_tensors
+        return ct * (up + down) / 2
+
+
+class _SinhOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sinh()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, ct):
+        return ct * ctx.saved_tensors[0].cosh()
+
+
+class _SinhByNumpy(_SinhOnce):
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * torch.from_numpy(np.cosh(ctx.saved_tensors[0].detach().numpy()))
+
+
+class _SinhRight(torch.autograd.Function):
+    """The same with what backward reads saved as outputs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        up, down = x.exp(), (-x).exp()
+        ctx.save_for_backward(up, down)
+        return (up - down) / 2, up, down
+
+    @staticmethod
+    def backward(ctx, ct, ct_up, ct_down):
+        up, down = ctx.saved_tensors
+        return ct * (up + down) / 2 + ct_up * up - ct_down * down
+
+
+class _Steps(torch.autograd.Function):
+    """A rule whose gradient is constant loses nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct
+
+
+@lost("inside_rule")
+def derivative_of_a_rule_with_intermediates(x):
+    y = _Sinh.apply(x)  # <- here
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return (g**2).sum()
+
+
+@lost("inside_rule")
+def derivative_of_a_rule_that_saves_intermediates(x):
+    y = _SinhSaved.apply(x)  # <- here
+    (g,) = torch.autograd.grad(y.sum(), [x], None, None, True)
+    return (g**2).sum()
+
+
+@lost("inside_rule")
+def derivative_of_a_rule_of_one_derivative(x):
+    y = _SinhOnce.apply(2 * x)  # <- here
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return (g**2).sum()
+
+
+@lost("inside_rule")
+def derivative_of_a_rule_by_numpy(x):
+    y = _SinhByNumpy.apply(x)  # <- here
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return (g**2).sum()
+
+
+@lost("inside_rule")
+def backward_through_a_rule_with_intermediates(x):
+    y = _Sinh.apply(x).sum()  # <- here
+    y.backward(create_graph=True)
+    return (x.grad**2).sum()
+
+
+@lost("inside_rule", whole=False)
+def one_term_of_a_derivative_through_a_rule(x):
+    y = _Sinh.apply(x)  # <- here
+    (g,) = torch.autograd.grad((x * y).sum(), x, create_graph=True)
+    return (g**2).sum()
+
+
+@healthy()
+def derivative_of_a_rule_that_saves_outputs(x):
+    (g,) = torch.autograd.grad(_SinhRight.apply(x)[0].sum(), x, create_graph=True)
+    return (g**2).sum()
+
+
+@healthy()
+def derivative_beside_a_rule(x):
+    y = _Sinh.apply(W @ x)
+    (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    return (y**2).sum() + (g**2).sum()
+
+
+@healthy()
+def derivative_of_a_straight_through_rule(x):
+    (g,) = torch.autograd.grad((_Steps.apply(x) * x).sum(), x, create_graph=True)
+    return (g**2).sum()
+
+
 # --- the argument itself -----------------------------------------------------------------
 
 

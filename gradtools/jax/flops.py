@@ -359,7 +359,7 @@ _FREE = {
     *("convert_element_type", "reduce_precision", "bitcast_convert_type", "stop_gradient", "split"),
     *("real", "imag", "complex", "conj", "sort", "top_k", "expand_dims", "empty"),
     *("device_put", "optimization_barrier", "pvary", "pcast", "sharding_constraint", "reshard"),
-    *("layout_constraint", "name", "debug_callback", "tile"),
+    *("layout_constraint", "name", "debug_callback", "tile", "unstack", "approx_top_k"),
     *("broadcast", "rng_bit_generator", "random_unwrap", "random_wrap", "unvary", "axis_index"),
 }
 

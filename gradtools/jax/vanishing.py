@@ -8,11 +8,13 @@ back over it, step by step. What becomes zero goes no further::
 A step whose results have a cotangent, and which hands none to an operand, is where the gradient
 vanishes. A value that is handed several which add up to zero is where it cancels; told is the
 step at which the paths from that value come together again.
+
+What is rounding noise counts as zero (`seeing/extremes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,6 +63,7 @@ class _Returned:
             their results, and the operands.
         sums: The values whose cotangents add up to zero, with the steps that handed them on.
         extremes: For each leaf whose gradient is NaN or too faint, where it became so.
+        noise: What counts as zero, being rounding noise.
     """
 
     steps: Sequence[Step]
@@ -68,6 +71,22 @@ class _Returned:
     stops: dict[int, tuple[dict[int, Any], list[int]]] = field(default_factory=dict)
     sums: list[tuple[Moving, list[int]]] = field(default_factory=list)
     extremes: dict[int, list[Vanished] | None] = field(default_factory=dict)
+    noise: _Noise = field(default_factory=lambda: _Noise())
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """Cotangents that are rounding noise.
+
+    Attributes:
+        leaves: The leaves, one bit each.
+        values: The values, by number.
+        handed: What steps hand on: the step's position, and its operand's.
+    """
+
+    leaves: int = 0
+    values: Set[int] = frozenset()
+    handed: Set[tuple[int, int]] = frozenset()
 
 
 def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
@@ -77,10 +96,12 @@ def _returned(traced: Traced, leaves: Sequence[Any]) -> _Returned:
     try:
         outs = tape.run(closed, graph, args)
         found = _Returned(tape.steps)
-        back = _Back(found, [y for y in outs if is_inexact(y.array)])
-        grads = back.gradients(args)
+        ys = [y for y in outs if is_inexact(y.array)]
+        grads = _Back(found, ys).gradients(args)
         found.reached |= sum(args[k].leaves for k in grads)
-        found.extremes = _extremes(found, args, outs, grads)
+        if noise := _noise(tape.steps, ys, args, grads):
+            found = _without_noise(found, ys, [args[k] for k in noise])
+        found.extremes = _extremes(found, args, ys, {k: grads[k] for k in grads.keys() - noise})
         if _holds_references(closed):  # what goes through one is on no tape
             found.reached |= _reached_at_once(closed, leaves)
         else:
@@ -106,9 +127,13 @@ class _Back:
     """The cotangents of a tape, from the last step to the first."""
 
     def __init__(
-        self, found: _Returned, outs: Sequence[Moving], sizes: _Sizes | None = None
+        self,
+        found: _Returned,
+        outs: Sequence[Moving],
+        kept: _Kept | None = None,
+        draw: int | None = None,
     ) -> None:
-        self._found, self._sizes = found, sizes
+        self._found, self._kept, self._draw = found, kept, draw
         self._cts: dict[int, Any] = {}
         self._from: dict[int, list[int]] = {}
         for y, seed in zip(outs, _seeds([y.array for y in outs]), strict=True):
@@ -124,22 +149,31 @@ class _Back:
 
     def _back(self, at: int, step: Step) -> None:
         cts = {k: self._taken(y) for k, y in step.results.items()}
-        given = {k: ct for k, ct in cts.items() if ct is not None}
+        given = {k: self._shaken(ct, at, k) for k, ct in cts.items() if ct is not None}
         if not given:
             return
         wanted = list(step.operands)
         stopped = []
         pulled = self._pulled(step, given, wanted)
-        if self._sizes is not None:
-            sized = {i: _size(ct) for i, ct in zip(wanted, pulled, strict=True) if ct is not None}
-            self._sizes[at] = max(map(_size, given.values())), sized
+        if self._kept is not None:
+            pairs = zip(wanted, pulled, strict=True)
+            self._kept[at] = given, {i: ct for i, ct in pairs if ct is not None}
+        noise = self._found.noise.handed
         for i, ct in zip(wanted, pulled, strict=True):
-            if ct is None or _any(ct):
+            if ct is None or ((at, i) not in noise and _any(ct)):
                 self._add(step.operands[i], ct, at)
             else:
                 stopped.append(i)
         if stopped and not step.packs:
             self._found.stops[at] = given, stopped
+
+    def _shaken(self, ct: Any, at: int, k: int) -> Any:
+        """A cotangent, with rounding errors if asked for."""
+        if self._draw is None:
+            return ct
+        info = jnp.finfo(ct.dtype)
+        uniform = np.random.default_rng((self._draw, at, k)).uniform(-1.0, 1.0, ct.shape)
+        return extremes.shaken(ct, uniform.astype(info.dtype), float(info.eps)).astype(ct.dtype)
 
     def _pulled(self, step: Step, given: dict[int, Any], wanted: list[int]) -> list[Any]:
         """None for each operand of what leaves JAX inside, which is told already."""
@@ -161,20 +195,63 @@ class _Back:
     def _taken(self, x: Moving) -> Any:
         """The whole cotangent of a value; None if it is zero."""
         ct, readers = self._cts.pop(x.number, None), self._from.get(x.number, [])
-        if len(readers) > 1 and not _any(ct):
+        if len(readers) > 1 and (x.number in self._found.noise.values or not _any(ct)):
             self._found.sums.append((x, readers))
             return None
         return ct
 
 
-_Sizes = dict[int, tuple[float, dict[int, float]]]  # of a step: given, and handed on by operand
+_Kept = dict[int, tuple[dict[int, Any], dict[int, Any]]]  # of a step: given, and handed on
+
+
+# --- rounding noise ----------------------------------------------------------------------
+
+
+def _noise(
+    steps: Sequence[Step], outs: Sequence[Moving], args: Sequence[Moving], grads: Mapping[int, Any]
+) -> set[int]:
+    """The leaves, by position, whose gradients are rounding noise."""
+    left = set(grads)
+    for draw in range(extremes.DRAWS):
+        if left:
+            again = _Back(_Returned(steps), outs, draw=draw).gradients(args)
+            left = {k for k in left if _is_noise(grads[k], again.get(k))}
+    return left
+
+
+def _without_noise(found: _Returned, outs: Sequence[Moving], leaves: Sequence[Moving]) -> _Returned:
+    """The same, where noise counts as zero."""
+    steps, plain, other = found.steps, _Kept(), _Kept()
+    _Back(_Returned(steps), outs, plain)
+    _Back(_Returned(steps), outs, other, draw=0)
+    values, handed = {x.number for x in leaves}, set()
+    for at in plain.keys() & other.keys():
+        (given, on), (given_again, on_again) = plain[at], other[at]
+        same = steps[at].results.items()
+        values |= {x.number for k, x in same if _is_noise(given.get(k), given_again.get(k))}
+        handed |= {(at, i) for i, ct in on.items() if _is_noise(ct, on_again.get(i))}
+    lost = sum(x.leaves for x in leaves)
+    noise = _Noise(lost, values, handed)
+    again = _Returned(steps, found.reached & ~lost, noise=noise)
+    _Back(again, outs).gradients(leaves)
+    return again
+
+
+def _is_noise(ct: Any, other: Any) -> bool:
+    """Whether a cotangent differs by its own size from that of a shaken backward pass."""
+    if ct is None:
+        return False
+    change = ct if other is None else other - ct
+    return extremes.is_noise(_size(ct), _size(change), float(jnp.finfo(ct.dtype).eps))
+
+
+# --- NaN, and what is too faint ----------------------------------------------------------
 
 
 def _extremes(
-    found: _Returned, args: Sequence[Moving], outs: Sequence[Moving], grads: Mapping[int, Any]
+    found: _Returned, args: Sequence[Moving], ys: Sequence[Moving], grads: Mapping[int, Any]
 ) -> dict[int, list[Vanished] | None]:
     """Where the gradients became NaN or too faint that are so."""
-    ys = [y for y in outs if is_inexact(y.array)]
     output = max((_size(y.array) for y in ys), default=0.0)
     eps = {k: float(jnp.finfo(ct.dtype).eps) for k, ct in grads.items()}
     kinds = {
@@ -184,17 +261,19 @@ def _extremes(
     odd = {k: kind for k, kind in kinds.items() if kind}
     if not odd:
         return {}
-    sizes: _Sizes = {}
-    _Back(_Returned(found.steps), ys, sizes)
+    kept = _Kept()
+    _Back(_Returned(found.steps), ys, kept)
     told: dict[int, list[Vanished] | None] = {}
     for k, kind in odd.items():
         handed = []
-        for at in sorted(sizes):
-            given, on = sizes[at]
-            mine = [s for i, s in on.items() if found.steps[at].operands[i].leaves >> k & 1]
+        for at in sorted(kept):
+            given, on = kept[at]
+            operands = found.steps[at].operands
+            mine = [_size(ct) for i, ct in on.items() if operands[i].leaves >> k & 1]
             if mine and not found.steps[at].packs:
-                handed.append(extremes.Handed(found.steps[at].node, given, float(np.max(mine))))
-        told[k] = extremes.places(kind, handed, eps[k])
+                sizes = max(map(_size, given.values())), float(np.max(mine))
+                handed.append(extremes.Handed(found.steps[at].node, *sizes))
+        told[k] = extremes.places(kind, handed)
     return told
 
 
@@ -233,7 +312,9 @@ def _stopped(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
         given = {k: ct for k, ct in cts.items() if step.results[k].leaves & leaf}
         stopped = [i for i in operands if step.operands[i].leaves & leaf]
         if given and stopped:
-            yield at, _at(step, given, stopped)
+            noise = any((at, i) in found.noise.handed for i in stopped)
+            cancels = Vanished(step.node, operands=tuple(stopped), cancelled=True)
+            yield at, _at(step, given, stopped) if not noise else _noted(found, leaf, cancels)
 
 
 def _at(step: Step, given: dict[int, Any], stopped: list[int]) -> Vanished:
@@ -241,8 +322,12 @@ def _at(step: Step, given: dict[int, Any], stopped: list[int]) -> Vanished:
         return Vanished(replace(step.node, loss="rule"))
     if all(not step.operands[i].array.size for i in stopped):
         return Vanished(step.node, operands=tuple(stopped), empty=True)
-    sized = {k: ct / jnp.max(jnp.abs(ct)) for k, ct in given.items()}
-    return Vanished(step.node, any(map(_any, step.pulled(sized, stopped))), tuple(stopped))
+    sizes = {k: jnp.max(jnp.abs(ct)) for k, ct in given.items()}
+    sized = {k: ct / sizes[k] for k, ct in given.items()}
+    factor = max(map(_size, step.pulled(sized, stopped)))
+    least = max(4 * float(jnp.finfo(ct.dtype).tiny) for ct in given.values())
+    cancels = factor * max(map(float, sizes.values())) >= least  # but for a rounding error
+    return Vanished(step.node, factor > 0 and not cancels, tuple(stopped), cancels)
 
 
 def _is_always_zero(step: Step, given: dict[int, Any], stopped: list[int]) -> bool:
@@ -270,7 +355,12 @@ def _cancelled(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
             flows = [(_numbers(step.operands), _numbers(step.results)) for step in found.steps]
             at = joined(flows, readers)
             if at is not None:
-                yield at, Vanished(found.steps[at].node, cancelled=True)
+                yield at, _noted(found, leaf, Vanished(found.steps[at].node, cancelled=True))
+
+
+def _noted(found: _Returned, leaf: int, cancels: Vanished) -> Vanished:
+    """What cancels on a leaf's path, and whether noise is left of it."""
+    return replace(cancels, noise=bool(found.noise.leaves & leaf))
 
 
 def _numbers(xs: Mapping[int, Moving]) -> list[int]:

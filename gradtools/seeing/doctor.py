@@ -12,7 +12,7 @@ The kinds of loss, with their reasons and mends, stand in `findings.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.crossings import noting
-from gradtools.seeing.findings import KINDS, Finding
+from gradtools.seeing.findings import KINDS, NOISE, Finding
 from gradtools.seeing.flow import (
     Loss,
     backward,
@@ -205,11 +205,40 @@ def from_values(name: str, vanished: Sequence[Vanished]) -> list[Finding]:
                 _called(found.node),
                 found.node.source,
                 found.node.scope,
+                detail=NOISE if found.noise else "",
             )
             for found in vanished
             if found.node.loss != "zero_derivative"  # that is told already
         ]
     )
+
+
+def apart(
+    findings: Sequence[Finding], groups: Iterable[Sequence[str]]
+) -> tuple[list[Finding], list[tuple[str, list[str]]]]:
+    """The findings, and as notes those of leaves that have no effect among others that have one.
+
+    A bias before a normalisation, or that of attention's keys, is in many a healthy model.
+    """
+    found: dict[str, list[Finding]] = {}
+    for finding in findings:
+        found.setdefault(finding.argument, []).append(finding)
+    noted: dict[str, list[str]] = {}
+    for names in groups:
+        if all(name in found for name in names):
+            continue
+        for name in names:
+            if name in found and all(finding.noise for finding in found[name]):
+                place = found[name][0].source
+                text = f"{_NO_EFFECT}, at {place}" if place else _NO_EFFECT
+                noted.setdefault(text, []).append(name)
+    told = {name for names in noted.values() for name in names}
+    return [f for f in findings if f.argument not in told], list(noted.items())
+
+
+_NO_EFFECT = (
+    "what reaches it adds up to zero but for rounding noise, as at a bias before a normalisation"
+)
 
 
 def _numerical_kind(found: Vanished) -> str:

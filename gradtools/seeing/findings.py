@@ -63,6 +63,12 @@ KINDS: dict[str, Kind] = {
         "its own rule carries no derivative to this input",
         "return a cotangent for this input in the rule instead of None",
     ),
+    "inside_rule": Kind(
+        "its backward pass reads what no graph connects to this input (a value computed inside of "
+        "forward, or detached), so that the derivative of its gradient is lost",
+        "save it as an output: return it from forward, save_for_backward it there, and add its "
+        "cotangent's term in backward; or save the inputs and compute it again in backward",
+    ),
     "stopped_in_rule": Kind(
         "the backward pass of this rule stops it, so that the derivative of its gradient is lost",
         "take the stop_gradient out of the rule, or give its backward a rule of its own",
@@ -191,6 +197,8 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
+NOISE = "what is left is rounding noise"  # the detail of what cancels but for it
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -228,3 +236,8 @@ class Finding:
     def numerical(self) -> bool:
         """Whether the gradient is zero at these values alone."""
         return KINDS[self.kind].numerical
+
+    @property
+    def noise(self) -> bool:
+        """Whether the gradient is not zero, but a rounding error."""
+        return self.detail == NOISE

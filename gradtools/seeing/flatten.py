@@ -113,7 +113,9 @@ class Flat:
 
     def _leaf(self, kind: str, graph: Graph, value: int, name: str) -> Unit:
         known = graph.values[value]
-        return self._unit(kind, 0, value=known, name=known.name or name or "constant")
+        return self._unit(
+            kind, 0, value=known, name=known.spoken or known.name or name or "constant"
+        )
 
     def _entries(
         self,
@@ -273,7 +275,8 @@ class Flat:
             makers = made.get(value, ())
             phase = max((self.units[maker].phase for maker, _ in makers), default=0)
             known = graph.values[value]
-            unit = self._unit("output", phase, value=known, name=known.name or f"output {i}")
+            name = known.spoken or known.name or f"output {i}"
+            unit = self._unit("output", phase, value=known, name=name)
             unit.operands.append(Operand(makers))
             for maker, _ in makers:
                 number = self._number(graph, value, numbers)

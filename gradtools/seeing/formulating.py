@@ -9,7 +9,7 @@ done in float64 and complex128 where f runs in them, else in f's own precision.
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 from gradtools.backend import Backend, Operators, P
 from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import Program, spoken
 
 if TYPE_CHECKING:  # half of what gradtools would import, of which most programs need nothing
     from gradtools.seeing.formula import Formula
@@ -156,29 +156,9 @@ _AT_AN_EDGE = (
 
 
 def _leaf_names(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """The paths of the leaves, with f's own names of its parameters."""
-    called = _parameter_names(f)
-    if not called and not any("argument 1" in name for name in names):
-        called = {"0": "x"}
-    return [_renamed(name, called) for name in names]
-
-
-def _renamed(name: str, called: dict[str, str]) -> str:
-    """The path ``argument 0['w']`` as ``params['w']``, ``argument 'x'`` as ``x``."""
-    owner, _, rest = name.removeprefix("argument ").partition("[")
-    owner = called.get(owner, owner.strip("'"))
-    owner = f"x{owner}" if owner.isdigit() else owner
-    return owner + (f"[{rest}" if rest else "")
-
-
-def _parameter_names(f: Callable[..., Any]) -> dict[str, str]:
-    """What f calls the argument at each position, where it can be known."""
-    try:
-        parameters = inspect.signature(getattr(f, "forward", f)).parameters.values()
-    except (TypeError, ValueError):  # a built-in function that does not say
-        return {}
-    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return {str(k): name for k, name in enumerate(plain)}
+    """The paths of the leaves, with f's own names of its parameters; x where it has none."""
+    alone = not any("argument 1" in name for name in names)
+    return [re.sub(r"^argument (\d+)", "x" if alone else r"x\1", n) for n in spoken(f, names)]
 
 
 # --- the formula and its comparison ------------------------------------------------------

@@ -64,12 +64,15 @@ class Value:
         dtype: Its dtype's name.
         name: The path of an input's or output's leaf, the name of a captured parameter, or empty.
         base: The number of the value whose memory it shows: of a view another than its own.
+        spoken: The same name in the words of who wrote the function, as texts and pictures have it:
+            "params['w']" for "argument 0['w']"; empty where it is no other.
     """
 
     shape: tuple[int, ...]
     dtype: str
     name: str = ""
     base: int | None = None
+    spoken: str = ""
 
     @property
     def is_inexact(self) -> bool:

@@ -10,7 +10,7 @@ from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing import difference
 from gradtools.seeing.difference import GraphDifference
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.passes import SECOND, Differentiated, Live
+from gradtools.seeing.passes import SECOND, Differentiated, Live, with_spoken_names
 from gradtools.seeing.program import Program
 
 _ORDERS = range(SECOND + 1)
@@ -57,7 +57,8 @@ class Graphing(Operators):
 
         Returns:
             A `Graph`. Inputs and outputs have names: "argument 0['w']", "cotangent of output",
-            "gradient of argument 0['w']". A leaf that no derivative reaches has no gradient.
+            "gradient of argument 0['w']"; texts and pictures say "params['w']", as f names its
+            parameter. A leaf that no derivative reaches has no gradient.
             ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` and ``save()``
             show it; a notebook draws it by itself.
 
@@ -92,7 +93,8 @@ class Graphing(Operators):
             return self._backend.gradient_graph(Live(outputs))
         program = Program(self._backend, "gradient_graph", f, args, kwargs, wrt)
         try:
-            return self._backend.gradient_graph(Differentiated(program, order))
+            graph = self._backend.gradient_graph(Differentiated(program, order))
+            return with_spoken_names(graph, program.spoken)
         except GradtoolsError:
             raise
         except Exception as error:

@@ -105,7 +105,7 @@ def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
     for unit in flat.outputs:
         makers = [ways[key] for key, _ in unit.reads if key in ways]
         many = unit.phase and len(flat.outputs) > _LEAVES_ABOVE
-        deep = makers and many and not _OF_ARGUMENT.search(unit.name)
+        deep = makers and many and not _OF_ARGUMENT.search(_path(unit))
         if deep:
             beside = len(flat.outputs) <= _LEAVES_BESIDE
             depth = _outside(makers[0]) if beside else len(makers[0]) - 2
@@ -132,7 +132,11 @@ _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 def _is_argument(leaf: Unit) -> bool:
     """Whether it is an argument by itself, no leaf of a larger one: it stands outside of blocks."""
-    return leaf.kind == "input" and not re.search(r"[\[.]", leaf.name)
+    return leaf.kind == "input" and not re.search(r"[\[.]", _path(leaf))
+
+
+def _path(unit: Unit) -> str:
+    return unit.value.name if unit.value is not None else ""
 
 
 def _insert(

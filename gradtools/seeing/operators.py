@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from gradtools.backend import Operators, P, R
 from gradtools.calls import like_function
 from gradtools.errors import GradtoolsError, place_of, warn
-from gradtools.seeing.doctor import diagnosed, differentiated, moved, unreached
+from gradtools.seeing.doctor import apart, diagnosed, differentiated, moved, unreached
 from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.program import Program
 from gradtools.seeing.recording import Recording
@@ -138,19 +138,21 @@ class Seeing(Operators):
             (*found.findings, *more.findings),
             (*found.arguments, *more.names),
             found.depends,
-            tuple((text, tuple(names)) for text, names in more.notes),
+            (*found.notes, *_noted(more.notes)),
         )
 
     def _of_arguments(self, f: Any, args: Any, kwargs: Any, wrt: Any) -> Report:
         program = Program(self._backend, "why_zero", f, args, kwargs, wrt)
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
-        lost = {finding.argument for finding in findings if finding.whole}
+        findings, notes = apart(findings, program.asked_by_argument())
+        lost = {found.argument for found in findings if found.whole and not found.noise}
         asked = [k for k in program.wrt if program.names[k] in lost]
         tried = asked if recording.refusal is None else []
         found = moved(self._backend, program, tried)
         depends = {program.names[k]: found.get(k) for k in asked}
-        return Report(tuple(findings), tuple(program.names[k] for k in program.wrt), depends)
+        names = tuple(program.names[k] for k in program.wrt)
+        return Report(tuple(findings), names, depends, _noted(notes))
 
     def _has_floats(self, args: Any) -> bool:
         leaves = [x for arg in args for x in self._backend.flatten(arg)[0]]
@@ -260,3 +262,7 @@ class Seeing(Operators):
                 f"{program.asked}: f raised {said}{place_of(error)}. It must run at the arguments "
                 "at which it is looked at."
             ) from error
+
+
+def _noted(notes: Sequence[tuple[str, Sequence[str]]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((text, tuple(names)) for text, names in notes)

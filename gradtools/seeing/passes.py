@@ -9,13 +9,14 @@ g = Jᴴc. Backward of the backward takes a cotangent v for each g and gives the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradtools.seeing.graph import Graph, Node
 
 if TYPE_CHECKING:
+    from gradtools.seeing.graph import Value
     from gradtools.seeing.program import Program
 
 FORWARD, BACKWARD, SECOND = range(3)
@@ -62,6 +63,13 @@ def second_gradient_of(name: str) -> str:
     return f"second gradient of {name}"
 
 
+_ROLES = tuple(
+    inner(outer)
+    for inner in (cotangent_of, gradient_of, second_gradient_of)
+    for outer in (gradient_of(""), "")
+)
+
+
 def with_named_outputs(graph: Graph, names: Sequence[str]) -> Graph:
     """The graph with its outputs named; what has a name already leaves by an identity.
 
@@ -76,6 +84,17 @@ def with_named_outputs(graph: Graph, names: Sequence[str]) -> Graph:
         values[value] = replace(values[value], name=name)
         outputs.append(value)
     return replace(graph, nodes=tuple(nodes), values=values, outputs=tuple(outputs))
+
+
+def with_spoken_names(graph: Graph, spoken: Mapping[str, str]) -> Graph:
+    """The graph with what texts and pictures call the leaves and what belongs to them."""
+
+    def told(value: Value) -> Value:
+        role = next((r for r in _ROLES if value.name.startswith(r)), "")
+        name = spoken.get(value.name.removeprefix(role))
+        return replace(value, spoken=role + name) if name else value
+
+    return replace(graph, values={v: told(value) for v, value in graph.values.items()})
 
 
 def _phase_of(output: str) -> int:

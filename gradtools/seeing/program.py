@@ -7,6 +7,8 @@ What the user passed is checked here.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +53,7 @@ class Program:
         opened = None
         if self.argnums:
             opened = backend.opened(asked, self._called, args, kwargs, self.argnums)
+        self._models = {i for i in self.argnums if backend.is_model(args[i])} if opened else set()
         if opened is not None:
             self._called, args = opened, opened.args
         self.out_names: list[str] = []
@@ -93,6 +96,11 @@ class Program:
         asked = [k for k, owner in enumerate(self._owners) if owner in self.argnums]
         return [k for k in asked if self.backend.is_inexact(self.leaves[k])]
 
+    def asked_by_argument(self) -> list[list[str]]:
+        """The names of the leaves that are asked about, of each argument."""
+        owners = {k: self._owners[k] for k in self.wrt}
+        return [[self.names[k] for k, i in owners.items() if i == n] for n in self.argnums]
+
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of what f returns for these leaves of its arguments."""
         args = [self._tree(*taken, leaves) for taken in self._trees]
@@ -113,6 +121,47 @@ class Program:
                 )
         return outs
 
+    @property
+    def spoken(self) -> dict[str, str]:
+        """What each leaf is called by who wrote f: ``params['w']`` for ``argument 0['w']``."""
+        called = spoken(self.f, self.names)
+        for k, i in enumerate(self._owners):
+            if i in self._models:  # a module's own names are its attributes'
+                called[k] = re.sub(r"\['([^']*)'\]", r".\1", called[k], count=1)
+        return dict(zip(self.names, called, strict=True))
+
     def _tree(self, treedef: Any, places: Sequence[Any], leaves: Sequence[Any]) -> Any:
         found = [leaf if k is None else leaves[k] for k, leaf in places]
         return self.backend.unflatten(treedef, found)
+
+
+def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """The paths of leaves with f's own names of its parameters, where these can be known.
+
+    ``argument 0['w']`` is ``params['w']``, ``argument 'x'`` is ``x``.
+    """
+    called = _parameter_name(f)
+
+    def renamed(name: str) -> str:
+        found = re.fullmatch(r"argument (?:(\d+)|'(.*?)')((?:[\[.].*)?)", name)
+        owner = found and (found[2] or called(int(found[1])))
+        return f"{owner}{found[3]}" if found and owner else name
+
+    return [*map(renamed, names)]
+
+
+def _parameter_name(f: Callable[..., Any]) -> Callable[[int], str]:
+    """What f calls the argument at a position; empty where that cannot be known."""
+    try:
+        parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
+    except (TypeError, ValueError):  # a built-in function that does not say
+        parameters = []
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+
+    def called(k: int) -> str:
+        if k < len(plain):
+            return plain[k]
+        return f"{rest}[{k - len(plain)}]" if rest else ""
+
+    return called

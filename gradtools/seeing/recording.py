@@ -75,6 +75,7 @@ class Vanished:
         underflow: Whether the factor is not zero, but the product is.
         operands: The positions of its operands that got nothing; none where they are not known.
         cancelled: Whether what comes over several paths, which meet here, adds up to zero.
+        noise: Whether that is a rounding error and not zero.
         empty: Whether what it handed nothing to has no entries: an index selected nothing.
         kind: "not_finite" or "faint" of a cotangent that became so, and not zero.
     """
@@ -83,5 +84,6 @@ class Vanished:
     underflow: bool = False
     operands: tuple[int, ...] = ()
     cancelled: bool = False
+    noise: bool = False
     empty: bool = False
     kind: str = ""

@@ -121,7 +121,10 @@ class Report:
         for finding in findings:
             lines += ["", *_lines(finding, paint)]
         said = _VERDICTS.get(verdict)
-        lost = [f for f in findings if f.whole and f.kind not in ("not_finite", "faint")]
+        left = lambda f: f.noise or f.kind in ("not_finite", "faint")
+        lost = [f for f in findings if f.whole and not left(f)]
+        if verdict:  # zero at these values is no contradiction to a change elsewhere
+            lost = [f for f in lost if not f.numerical]
         if said and lost:
             lines += ["", f"  {said}"]
         return "\n".join(lines)

@@ -14,6 +14,7 @@ from typing import Any
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.doctor import (
+    apart,
     from_losses,
     from_values,
     of_modules_in_use,
@@ -115,6 +116,8 @@ def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -
     run = _Run.of(backend, loop, held, record)
     found = Diagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
     run.look(found, values)
+    found.findings, noted = apart(found.findings, [found.names])
+    found.notes += noted
     _optimised(backend, loop, run, found)
     return found
 

@@ -411,6 +411,35 @@ class _Gating(NamedTuple):
             _ask(self.asked, self.key, which, partial(self.tried, forward))
 
 
+@dataclass(frozen=True)
+class Called:
+    """A call of a torch.autograd.Function, of which is asked later what its gradient loses.
+
+    Attributes:
+        node: Its node in autograd's graph.
+        kind: The class.
+        apply: What calls it.
+        args: What it was given.
+    """
+
+    node: Any
+    kind: Any
+    apply: Any
+    args: Args
+
+    def loses(self, outs: Sequence[Tensor], leaf: Tensor) -> bool:
+        """Whether the gradient of outs at a leaf loses here how it depends on the call's inputs."""
+        if self.node not in _graph(outs) or _node_of(leaf) not in _upstream([self.node]):
+            return False
+        key = _Key(self.kind, tuple(self.node.needs_input_grad))
+        if key.fine(False):
+            return False
+        try:
+            return "inputs" in _noted(Trial.of(self.apply, self.args), key, False)
+        except Untried:  # nobody is blamed for what cannot be seen
+            return False
+
+
 @contextmanager
 def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
     """Inside, a function runs whose graph is differentiated again: its custom code gets gates.

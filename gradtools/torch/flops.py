@@ -90,7 +90,8 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
     rule = _rules().get(name)
     if rule is not None:
         return rule(func, args, kwargs, out), nothing
-    if name in _FREE or func.is_view or not any(map(_is_inexact, upstream.tree_leaves(out))):
+    free = name in _FREE or func.is_view or torch.Tag.inplace_view in func.tags
+    if free or not any(map(_is_inexact, upstream.tree_leaves(out))):
         return (0, frozenset([str(func)])) if _is_foreign(func) else (0, nothing)
     if name.startswith("_foreach_"):
         return _of_each(name.removeprefix("_foreach_"), args, out)
@@ -235,6 +236,8 @@ _FREE = {
         "hardtanh_backward",
     ),
     *("permute_copy", "kthvalue", "mode", "_pack_padded_sequence", "triu_indices", "tril_indices"),
+    *("nanmedian", "randint", "randint_like", "_unique", "_unique2", "unique_consecutive"),
+    *("unique_dim", "as_strided_scatter", "resize_as", "lu_unpack"),
     *(
         "_unsafe_masked_index",
         "_unsafe_index",
@@ -427,6 +430,21 @@ def _lstm_layer(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return products + biases + gates + rows * state * 9
 
 
+def _lstm_layer_back(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """All gradients of one direction of one layer on the CPU, as its steps would compute them.
+
+    Each product gives two; the weights of the state and both states add up over the steps, the
+    biases over all rows. An entry of the state takes 21 operations through the cell and its gates.
+    """
+    x, of_input, of_state = args[:3]
+    (steps, batch), (wide, state) = x.shape[:2], of_state.shape
+    gates = steps * batch * wide
+    products = 2 * sum(costs.product(gates, w.shape[1], False) for w in (of_input, of_state))
+    biases = 2 * (gates - wide) if args[17] else 0
+    added = (steps - 1) * (of_state.numel() + 2 * batch * state)
+    return products + biases + added + 21 * steps * batch * state
+
+
 def _fourier(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     x, real = args[0], _name(func) != "_fft_c2c"
     lengths = [max(x.shape[d], out.shape[d]) for d in args[1]]
@@ -476,7 +494,7 @@ def _rules() -> dict[str, Rule]:
         f"{name}_backward": _pooled_back
         for name in (*pools, "max_pool2d_with_indices", "max_pool3d_with_indices")
     }
-    rules |= dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _put)
+    rules |= dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl", "put"), _put)
     rules |= dict.fromkeys(("scatter_add", "scatter_reduce", "index_add"), _added_at(3))
     rules["embedding_dense_backward"] = _added_at(0)
     kernels = ("flash_attention", "flash_attention_for_cpu", "efficient_attention")
@@ -485,6 +503,7 @@ def _rules() -> dict[str, Rule]:
         rules[f"_scaled_dot_product_{kernel}"] = _attention
         rules[f"_scaled_dot_product_{kernel}_backward"] = _attention_back
     rules["mkldnn_rnn_layer"] = _lstm_layer
+    rules["mkldnn_rnn_layer_backward"] = _lstm_layer_back
     rules |= dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), _fourier)
     rules["linalg_cholesky_ex"] = rules["cholesky"] = _by_matrix(costs.cholesky)
     rules["linalg_lu_factor_ex"] = _by_matrix(costs.lu)

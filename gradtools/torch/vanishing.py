@@ -5,6 +5,8 @@ of autograd watched that leads to the leaf: one that is given a cotangent that i
 gives on nothing but zeros, is where it vanishes. Whether the factor is zero or only the product
 is too small is told by giving the same node a cotangent of far greater size. Where nodes hand on
 several that add up to zero, it cancels: told is the call at which their paths come together.
+
+What is rounding noise counts as zero (`seeing/extremes.py`).
 """
 
 from __future__ import annotations
@@ -75,13 +77,19 @@ def _of_all(run: Run, leaves: Sequence[Any], held: Sequence[Tensor]) -> list[lis
         zero = [k for k in zero if found[k] is not None]
         pairs = zip(asked, grads, strict=True)
         moving = {k: grad for k, grad in pairs if grad is not None and found[k] is None}
-        found = _with_extremes(seen.recorder, outs, xs, moving, found)
-        if zero:
-            with _watched(outs) as passed:
-                _gradients(outs, [xs[k] for k in zero])
+        noise = _noise(outs, xs, moving)
+        sound = {k: grad for k, grad in moving.items() if k not in noise}
+        found = _with_extremes(seen.recorder, outs, xs, sound, found)
+        if lost := sorted([*zero, *noise]):
+            wanted = [xs[k] for k in lost]
+            with _watched(outs, keep=bool(noise)) as passed:
+                _gradients(outs, wanted)
+            if noise:
+                passed = _without_noise(outs, wanted, passed)
             back = _Back.of(outs, passed)
-            for k in zero:
-                found[k] = _stops(seen.recorder, back, xs[k])
+            for k in lost:
+                stops = _stops(seen.recorder, back, xs[k])
+                found[k] = [replace(v, noise=v.cancelled and k in noise) for v in stops]
         return found
 
 
@@ -97,8 +105,12 @@ def _stops(recorder: Recorder, back: _Back, leaf: Tensor) -> list[Vanished]:
             product = _product(node, at.given, path)
             underflow = 0 < product < _least(at.given)
             empty = all(at.empty[k] for k in path)
-            cancelled = product >= _least(at.given) or _sums_of_softmax(node, at.given)
-            vanished = Vanished(_named(recorder, node), underflow, tuple(path), cancelled, empty)
+            noise = any(at.noise[k] for k in path)
+            sums = noise or _sums_of_softmax(node, at.given)
+            cancelled = sums or product >= _least(at.given)
+            vanished = Vanished(
+                _named(recorder, node), underflow, tuple(path), cancelled, empty=empty
+            )
             found.append((made.get(node, len(made)), vanished))
     return [vanished for _, vanished in sorted(found, key=lambda pair: pair[0])]
 
@@ -116,6 +128,76 @@ def _cancelled(
             if at is not None:
                 found.append((at, Vanished(recorder.nodes[at], cancelled=True)))
     return found
+
+
+# --- rounding noise ----------------------------------------------------------------------
+
+
+def _noise(outs: Sequence[Tensor], xs: Sequence[Any], grads: Mapping[int, Tensor]) -> set[int]:
+    """The leaves whose gradients are rounding noise."""
+    left = dict(grads)
+    for draw in range(extremes.DRAWS):
+        if left:
+            with _shaken(outs, draw):
+                again = _gradients(outs, [xs[k] for k in left])
+            pairs = zip(left.items(), again, strict=True)
+            left = {k: grad for (k, grad), other in pairs if _is_noise(grad, other)}
+    return set(left)
+
+
+def _without_noise(
+    outs: Sequence[Tensor], leaves: Sequence[Tensor], passed: Mapping[Any, _Passed]
+) -> dict[Any, _Passed]:
+    """What passed the nodes, where noise counts as zero."""
+    found = dict(passed)
+
+    def watch(node: Any) -> Callable[[Any, Any], None]:
+        def note(given_on: Any, given: Any) -> None:
+            at = passed[node]
+            noise = [*map(_is_noise, at.handed, given_on)]
+            on = [moves and not lost for moves, lost in zip(at.on, noise, strict=True)]
+            pairs = zip(at.moves, at.given, given, strict=True)
+            moves = [moves and not _is_noise(ct, other) for moves, ct, other in pairs]
+            found[node] = replace(at, moves=moves, on=on, noise=noise)
+
+        return note
+
+    with _shaken(outs, 0), _hooked(outs, watch):
+        _gradients(outs, leaves)
+    return found
+
+
+def _is_noise(ct: Any, other: Any) -> bool:
+    """Whether a cotangent differs by its own size from that of a shaken backward pass."""
+    if not (_is_plain(ct) and _is_plain(other)) or ct.is_meta:
+        return False
+    return extremes.is_noise(_size(ct), _size(other - ct), torch.finfo(ct.dtype).eps)
+
+
+def _is_plain(ct: Any) -> bool:
+    return isinstance(ct, Tensor) and is_inexact(ct) and ct.layout is torch.strided
+
+
+@contextmanager
+def _shaken(outs: Sequence[Tensor], draw: int) -> Iterator[None]:
+    """Inside, each node of autograd is given its cotangents with rounding errors."""
+    generator = torch.Generator().manual_seed(draw)
+
+    def one(ct: Any) -> Any:
+        if not _is_plain(ct):
+            return ct
+        info = torch.finfo(ct.dtype)
+        uniform = torch.rand(ct.shape, generator=generator, dtype=ct.real.dtype, device="cpu")
+        return extremes.shaken(ct, 2 * uniform.to(ct.device) - 1, info.eps)
+
+    shake = lambda given: tuple(map(one, given))
+    nodes = [node for node in nodes_of(outs) if node.next_functions]
+    handles = [node.register_prehook(shake) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 # --- NaN, and what is too faint ----------------------------------------------------------
@@ -159,7 +241,7 @@ def _with_extremes(
             on = [size for (to, _), size in edges if to in leading]
             if on:
                 handed.append(extremes.Handed(_named(recorder, node), given, _greatest(on)))
-        told[k] = extremes.places(kind, handed, torch.finfo(grads[k].dtype).eps)
+        told[k] = extremes.places(kind, handed)
     return told
 
 
@@ -229,13 +311,15 @@ class _Back:
 class _Passed:
     """What a node of autograd was given, which of that and of what it gave on is not zero or empty.
 
-    The cotangents are kept where some of it became zero.
+    The cotangents are kept where some of it became zero, or all of them if asked for.
     """
 
     given: Cotangents
+    handed: Cotangents
     moves: list[bool]
     on: list[bool]
     empty: list[bool]
+    noise: Sequence[bool]
 
 
 def _cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
@@ -255,16 +339,17 @@ def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Ten
 
 
 @contextmanager
-def _watched(outs: Sequence[Tensor]) -> Iterator[dict[Any, _Passed]]:
-    """Collects what passes the nodes of autograd."""
+def _watched(outs: Sequence[Tensor], keep: bool) -> Iterator[dict[Any, _Passed]]:
+    """Collects what passes the nodes of autograd, keeping all cotangents if asked for."""
     found: dict[Any, _Passed] = {}
 
     def watch(node: Any) -> Callable[[Any, Any], None]:
         def note(given_on: Any, given: Any) -> None:
             on, moves = [_moves(ct) for ct in given_on], [_moves(ct) for ct in given]
-            kept = given if any(moves) and not all(on) else ()
+            kept = given if keep or (any(moves) and not all(on)) else ()
             empty = [isinstance(ct, Tensor) and not ct.numel() for ct in given_on]
-            found[node] = _Passed(kept, moves, on, empty)
+            handed = given_on if keep else ()
+            found[node] = _Passed(kept, handed, moves, on, empty, [False] * len(on))
 
         return note
 

@@ -18,7 +18,7 @@ _LETTERS = "ijklmnprsuvaeh"  # those that exist as small letters in Unicode
 _SAME = {
     *("add", "softmax", "log_softmax", "standardize", "cumsum", "cumprod", "logcumsumexp"),
     *("flip", "roll", "triangle", "argsort", "cumargmax", "index_set", "dynamic_update"),
-    *("fourier", "cholesky", "expm"),
+    *("fourier", "cholesky", "expm", "half", "gaps"),
 }
 
 

@@ -261,8 +261,9 @@ def _along_set(w: Writer, x: Expr) -> Written:
     return _at("set_at", w.whole(x.args[1]), [w.whole(x.args[0]), w.whole(x.args[2])])
 
 
-def _window(name: str, arrays: int) -> Callable[[Writer, Expr], Written]:
+def _window(name: str, arrays: int, note: str) -> Callable[[Writer, Expr], Written]:
     def form(w: Writer, x: Expr) -> Written:
+        w.note(note)
         where = join([w.whole(s) for s in x.args[arrays:]], ", ", ", ", SUM)
         return _at(name, where, [w.whole(a) for a in x.args[:arrays]])
 
@@ -281,6 +282,20 @@ def _reshape(w: Writer, x: Expr) -> Written:
 def _triangle(w: Writer, x: Expr) -> Written:
     name = "triu" if x["upper"] else "tril"
     return function(name, [w.whole(x.args[0])], str(x["offset"]) if x["offset"] else "")
+
+
+def _half(w: Writer, x: Expr) -> Written:
+    w.note("half(X): the lower triangle of X with half of its diagonal (Murray 2016, for Cholesky)")
+    return function("half", [w.whole(x.args[0])])
+
+
+def _gaps(w: Writer, x: Expr) -> Written:
+    w.note("gaps(X; λ): Xᵢⱼ / (λⱼ - λᵢ), and 0 on the diagonal (Giles 2008, for eigenvectors)")
+    inner, values = (w.whole(a) for a in x.args)
+    return Written(
+        f"gaps({inner.text}; {values.text})",
+        rf"\operatorname{{gaps}}\left({inner.latex}; {values.latex}\right)",
+    )
 
 
 def _array(w: Writer, x: Expr) -> Written:
@@ -360,9 +375,11 @@ ARRAY_FORMS: dict[str, Callable[[Writer, Expr], Written]] = {
     "take_along": _take_along,
     "put_along": _put_along,
     "along_set": _along_set,
-    "dynamic_slice": _window("window", 1),
-    "dynamic_pad": _window("into", 1),
-    "dynamic_update": _window("set_at", 2),
+    "dynamic_slice": _window("window", 1, "window[i](x): the part of x that starts at i"),
+    "dynamic_pad": _window("into", 1, "into[i](u): zeros with u in the window that starts at i"),
+    "dynamic_update": _window(
+        "set_at", 2, "set_at[i](x, u): x with u in the window that starts at i"
+    ),
     "flip": lambda w, x: function(
         "flip", [w.whole(x.args[0])], w.axis_names(x, x["axes"]) if x.rank > 1 else ""
     ),
@@ -386,6 +403,8 @@ ARRAY_FORMS: dict[str, Callable[[Writer, Expr], Written]] = {
     "sum_pool": _pool("sumpool", "sumpool: the sum of each window"),
     "sum_unpool": _pool("sumpoolᵀ", "sumpoolᵀ: its adjoint"),
     "triangle": _triangle,
+    "half": _half,
+    "gaps": _gaps,
     "det": lambda w, x: function("det", [w.whole(x.args[0])]),
     "logabsdet": _log_determinant,
     "sign_det": lambda w, x: function("sgn det", [w.whole(x.args[0])]),

@@ -25,6 +25,7 @@ from gradtools.seeing.formula.expressions import Expr, order, placeholder, subst
 from gradtools.seeing.formula.lowering import Lowered, lower
 from gradtools.seeing.formula.naming import leaf_names
 from gradtools.seeing.formula.pairs import Pair, find_pairs, pair, together
+from gradtools.seeing.formula.recognised import DEFINITIONS
 from gradtools.seeing.formula.recognition import recognise
 from gradtools.seeing.formula.reverse import adjoint
 from gradtools.seeing.formula.statements import Line, Section, Statements, everything
@@ -123,6 +124,7 @@ class Formula:
         for section in self._written():
             lines += [section.title.text, *_aligned_text(section.lines), ""]
         lines += ["where", *(f"  {w.text}" for w in self._legend())]
+        lines += [f"  {name.text}" for name in self._recognised()]
         lines += [f"  {note}" for note in self._statements.writer.notes]
         lines += [f"  ⚠ {name}, no translation" for name in self.marked]
         lines += [str(self.check)] if self.check is not None else []
@@ -144,13 +146,16 @@ class Formula:
         return [line.strip() for line in _aligned_text(parts[section].lines)]
 
     def latex(self) -> str:
-        """The formula in LaTeX: one ``aligned`` for each part."""
+        """The formula in LaTeX: one ``aligned`` for each part, and one for the names in it."""
         blocks = []
         for section in self._written():
             rows = [_latex_row(line) for line in section.lines]
             body = " \\\\\n".join(rows)
             title = rf"&{section.title.latex}"
             blocks.append("\\begin{aligned}\n" + title + " \\\\\n" + body + "\n\\end{aligned}")
+        if names := self._recognised():
+            body = " \\\\\n".join(rf"&{name.latex}" for name in names)
+            blocks.append("\\begin{aligned}\n" + body + "\n\\end{aligned}")
         return "\n\\\\[1em]\n".join(blocks)
 
     def _repr_latex_(self) -> str:
@@ -170,6 +175,12 @@ class Formula:
             self._statements = self._derived.statements()
             self._sections = list(self._statements.sections)
         return self._sections
+
+    def _recognised(self) -> list[Written]:
+        """What the names stand for that the program does not use itself."""
+        self._written()
+        used = self._statements.writer.recognised
+        return [definition for name, definition in DEFINITIONS.items() if name in used]
 
     def _legend(self) -> list[Written]:
         return self._derived.legend(self._statements)

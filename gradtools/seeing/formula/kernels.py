@@ -236,6 +236,18 @@ def cholesky(y, a):
     return np.linalg.cholesky(hermitian(a))
 
 
+def half(y, x):
+    """The lower triangle with half of the diagonal."""
+    return np.tril(x) - x * np.eye(x.shape[-1]) / 2
+
+
+def gaps(y, x, w):
+    """Off the diagonal x_ij / (w_j - w_i)."""
+    eye = np.eye(w.shape[-1])
+    distance = w[..., None, :] - w[..., :, None]
+    return x * (1 - eye) / (distance + eye)
+
+
 def expm(a):
     """The matrix exponential: a Taylor series of the scaled matrix, squared back."""
     size = np.abs(a).sum(-1).max() if a.size else 0.0

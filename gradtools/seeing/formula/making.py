@@ -6,7 +6,9 @@ import numpy as np
 
 from gradtools.seeing.formula.algebra import (
     array,
+    constant_of,
     full,
+    is_zero,
     product,
 )
 from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, expr, several, widest
@@ -18,6 +20,11 @@ def cut(x: Expr, start, limit, stride=None) -> Expr:
     shape = tuple(-(-(b - a) // s) for a, b, s in zip(start, limit, stride, strict=True))
     if shape == x.shape and not any(start):
         return x
+    seen = _seen_through(x, start, limit)
+    if seen is not None:
+        inner, offset = seen
+        start, limit = ([n - k for n, k in zip(of, offset, strict=True)] for of in (start, limit))
+        return cut(inner, start, limit, stride)
     return expr("slice", (x,), shape, x.kind, start=tuple(start), limit=tuple(limit), stride=stride)
 
 
@@ -99,17 +106,54 @@ def along_set(x: Expr, i: Expr, u: Expr, axis: int) -> Expr:
 
 def dynamic_slice(x: Expr, starts, sizes) -> Expr:
     """A window that starts at integers."""
+    known = _fixed(starts, sizes, x.shape)
+    if known is not None:
+        return cut(x, known, [a + n for a, n in zip(known, sizes, strict=True)])
     return expr("dynamic_slice", (x, *starts), sizes, x.kind)
 
 
 def dynamic_pad(u: Expr, starts, shape) -> Expr:
     """Zeros, with u in the window that starts at integers."""
+    known = _fixed(starts, u.shape, shape)
+    if known is not None:
+        high = [n - a - k for n, a, k in zip(shape, known, u.shape, strict=True)]
+        return pad(u, known, high)
     return expr("dynamic_pad", (u, *starts), shape, u.kind)
 
 
 def dynamic_update(x: Expr, u: Expr, starts) -> Expr:
-    """X with u in the window."""
-    return expr("dynamic_update", (x, u, *starts), x.shape, widest(x.kind, u.kind))
+    """X with u in the window; what is overwritten as a whole is not read."""
+    kind = widest(x.kind, u.kind)
+    if u.shape == x.shape and u.kind == kind:
+        return u
+    before = x.args[0] if x.op == "dynamic_update" else x
+    same = before is not x and x.args[1].shape == u.shape and x.args[2:] == tuple(starts)
+    return expr("dynamic_update", (before if same else x, u, *starts), x.shape, kind)
+
+
+def _seen_through(x: Expr, start, limit) -> tuple[Expr, list[int]] | None:
+    """What of an update a slice shows, the update alone or nothing of it; and where it begins."""
+    if x.op != "dynamic_update":
+        return None
+    base, u, *starts = x.args
+    low = _fixed(starts, u.shape, x.shape)
+    if low is None:
+        return None
+    axes = list(zip(start, limit, low, u.shape, strict=True))
+    if all(a >= p and b <= p + n for a, b, p, n in axes) and u.kind == x.kind:
+        return u, low
+    if any(b <= p or a >= p + n for a, b, p, n in axes) and base.kind == x.kind:
+        return base, [0] * x.rank
+    return None
+
+
+def _fixed(starts, sizes, shape) -> list[int] | None:
+    """Where a window starts whose place is known; it is moved inside, as JAX does."""
+    known = [constant_of(start) for start in starts]
+    if any(value is None for value in known):
+        return None
+    places = zip(known, sizes, shape, strict=True)
+    return [min(max(int(value), 0), n - size) for value, size, n in places]
 
 
 def reduced(name: str, x: Expr, axes, kind: str | None = None, **attributes) -> Expr:
@@ -152,6 +196,16 @@ def variance(x: Expr, axes, correction: float = 0.0) -> Expr:
 def triangle(x: Expr, upper: bool, offset: int = 0) -> Expr:
     """The upper or lower triangle of the last two axes."""
     return expr("triangle", (x,), x.shape, x.kind, upper=upper, offset=offset)
+
+
+def half(x: Expr) -> Expr:
+    """The lower triangle of the last two axes, with half of the diagonal."""
+    return expr("half", (x,), x.shape, x.kind)
+
+
+def gaps(x: Expr, w: Expr) -> Expr:
+    """The quotients x_ij / (w_j - w_i) off the diagonal of the last two axes, 0 on it."""
+    return x if is_zero(x) else expr("gaps", (x, w), x.shape, x.kind)
 
 
 def inverse(a: Expr) -> Expr:

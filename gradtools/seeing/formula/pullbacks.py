@@ -16,10 +16,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.algebra import (
     add,
     adjoint_matrix,
-    array,
     conj,
     divide,
-    full,
     imag,
     is_zero,
     matmul,
@@ -51,6 +49,8 @@ from gradtools.seeing.formula.making import (
     diagonal_matrix,
     dynamic_slice,
     dynamic_update,
+    gaps,
+    half,
     index,
     index_set,
     inverse,
@@ -348,13 +348,6 @@ def sign_det_pullback(y, g, a):
     return [_weighted(turn, adjoint_matrix(inverse(a)))]
 
 
-def _half_diagonal(x: Expr) -> Expr:
-    """The lower triangle with half of the diagonal."""
-    n = x.shape[-1]
-    weights = np.tril(np.ones((n, n))) - np.eye(n) / 2
-    return times(x, array(weights))
-
-
 def hermitian(x: Expr) -> Expr:
     """(x + x^H) / 2."""
     return scale(0.5, plus(x, adjoint_matrix(x)))
@@ -362,7 +355,7 @@ def hermitian(x: Expr) -> Expr:
 
 def cholesky_pullback(y, g, a):
     """L^-H (half of the lower triangle of L^H g, made Hermitian) L^-1."""
-    inner = _half_diagonal(matmul(adjoint_matrix(y), g))
+    inner = half(matmul(adjoint_matrix(y), g))
     left = solve(adjoint_matrix(y), hermitian(inner))
     return [adjoint_matrix(solve(adjoint_matrix(y), adjoint_matrix(left)))]
 
@@ -380,22 +373,18 @@ def expm_pullback(y, g, a):
     return [cut(expr("expm", (block,), block.shape, block.kind), start, limit)]
 
 
-def off_diagonal_inverse(values: Expr) -> Expr:
-    """1 / (values_j - values_i) off the diagonal, 0 on it."""
-    shape = (*values.shape, values.shape[-1])
-    eye = np.eye(shape[-1])
-    row = spread(values, [values.rank - 1], shape)
-    column = spread(values, [values.rank], shape)
-    distance = plus(subtract(row, column), array(eye))
-    return times(power(distance, -1), subtract(full(1.0, eye.shape), array(eye)))
+def gaps_pullback(y, g, x, w):
+    """x: the same of g; w: what its columns lack of its rows, of z = Re(y* g) / (w_j - w_i)."""
+    z = gaps(real(times(conj(y), g)), w)
+    return [gaps(g, w), subtract(total(z, [z.rank - 1]), total(z, [z.rank - 2]))]
 
 
 def eigh_pullback(outputs, cotangents, a):
     """V (diag w_bar + (V^H V_bar) / (w_j - w_i)) V^H, made Hermitian."""
     (w, v), (dw, dv) = outputs, cotangents
     h = adjoint_matrix(v)
-    inner = plus(diagonal_matrix(dw), times(off_diagonal_inverse(w), matmul(h, dv)))
-    return [hermitian(matmul(matmul(v, inner), h))]
+    parts = diagonal_matrix(dw), gaps(matmul(h, dv), w)
+    return [hermitian(add([matmul(matmul(v, part), h) for part in parts]))]
 
 
 def _skew(x):
@@ -411,13 +400,12 @@ def svd_pullback(outputs, cotangents, a):
             "(their phases are free); use the singular values alone, or eigh of A^H A"
         )
     vh = adjoint_matrix(v)
-    gaps = off_diagonal_inverse(power(s, 2))
+    squares = power(s, 2)
     row = spread(s, [s.rank - 1], (*s.shape, s.shape[-1]))
     column = spread(s, [s.rank], (*s.shape, s.shape[-1]))
-    left = times(gaps, _skew(matmul(adjoint_matrix(u), du)), row)
-    right = times(column, gaps, _skew(matmul(vh, dv)))
-    inner = plus(diagonal_matrix(ds), left, right)
-    found = [matmul(matmul(u, inner), vh)]
+    left = times(gaps(_skew(matmul(adjoint_matrix(u), du)), squares), row)
+    right = times(column, gaps(_skew(matmul(vh, dv)), squares))
+    found = [matmul(matmul(u, part), vh) for part in (diagonal_matrix(ds), left, right)]
     inverse_s = diagonal_matrix(power(s, -1))
     if a.shape[-2] > a.shape[-1]:
         found.append(matmul(matmul(_reject(u, du), inverse_s), vh))
@@ -435,7 +423,7 @@ def qr_pullback(outputs, cotangents, a):
     """(Q_bar + Q (h + h^H)) R^-H, h the lower half of R R_bar^H - Q_bar^H Q."""
     (q, r), (dq, dr) = outputs, cotangents
     m = subtract(matmul(r, adjoint_matrix(dr)), matmul(adjoint_matrix(dq), q))
-    lower = _half_diagonal(m)
+    lower = half(m)
     inner = plus(dq, matmul(q, plus(lower, adjoint_matrix(lower))))
     return [adjoint_matrix(solve(r, adjoint_matrix(inner)))]
 

@@ -72,6 +72,7 @@ class Statements:
         self.writer = Writer(self.axes)
         self.writer.names.update(leaves)
         self.values = everything([x for s in sections for x, _ in s.roots])
+        self._matrices = {x.args[0] for x in self.values if x.op in ("half", "gaps")}
         self.axes.forbid(w.text for w in leaves.values() if len(w.text) == 1)
         self.axes.forbid("tsrq")
         self.axes.learn(self.values)
@@ -204,7 +205,7 @@ class Statements:
             if x in names or (_is_plain(x) and not inside):
                 continue
             try:
-                too_long = len(self.writer.whole(x).text) > _LONG and not _is_plain(x)
+                too_long = len(self._whole(x).text) > _LONG and not _is_plain(x)
             except NeedsIndices:
                 too_long = inside or (not _is_wrapper(x) and self._is_long_entry(x))
                 if inside:
@@ -212,6 +213,9 @@ class Statements:
                     continue
             if too_long and not _is_wrapper(x):
                 names[x] = self._new(self._base(x))
+
+    def _whole(self, x: Expr) -> Written:
+        return self.writer.matrix(x) if x in self._matrices else self.writer.whole(x)
 
     def _is_long_entry(self, x: Expr) -> bool:
         return len(self.writer.entry(x, self.axes.unique(x)).text) > _LONG
@@ -397,7 +401,7 @@ class Statements:
     def _line(self, x: Expr, written: Written, depth: int = 0) -> Line:
         own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
         try:
-            return Line(written, self.writer.whole(x), depth)
+            return Line(written, self._whole(x), depth)
         except NeedsIndices:
             letters = self.axes.unique(x)
             left = ts.subscript(written, "".join(letters))

@@ -58,6 +58,7 @@ class Writer:
         names: What is written by a name.
         defined: What has been said already, by name.
         notes: What the reader must know about the signs that were used.
+        recognised: The operations that were written by a name.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -65,6 +66,7 @@ class Writer:
         self.names: dict[Expr, Written] = {}
         self.defined = Defined()
         self.notes: dict[str, None] = {}
+        self.recognised: set[str] = set()
         self._as_mean: set[Expr] = set()
 
     def define(self, x: Expr) -> None:
@@ -101,8 +103,12 @@ class Writer:
             self._must_align(x)
             return self._function(x, [self.whole(a) for a in x.args], x.rank > 1)
         if x.op in ARRAY_FORMS:
+            self._note_name(x)
             return ARRAY_FORMS[x.op](self, x)
         return function(x.op, [self.whole(a) for a in x.args])
+
+    def _note_name(self, x: Expr) -> None:
+        self.recognised.add("variance" if x.op == "deviation" else x.op)
 
     def sum_of(self, terms: list[Written]) -> Written:
         """A sum; the terms without a minus come first."""
@@ -127,13 +133,27 @@ class Writer:
             return
         for a in x.args:
             if a.op == "einsum" and constant_of(a) is None and a not in self.names:
-                _, _, labels = display_factors(a, self.names, False, self.defined)
-                if not {l for names in labels for l in names} >= set(range(x.rank)):
-                    raise NeedsIndices
+                self._must_cover(a, x.rank)
+
+    def _must_cover(self, x: Expr, rank: int) -> None:
+        _, _, labels = display_factors(x, self.names, False, self.defined)
+        if not {l for names in labels for l in names} >= set(range(rank)):
+            raise NeedsIndices
+
+    def matrix(self, x: Expr) -> Written:
+        """An array that is read as a whole, of which no axis may be left to be guessed.
+
+        Raises:
+            NeedsIndices: It is repeated along an axis.
+        """
+        if x.op == "einsum" and x not in self.names:
+            self._must_cover(x, x.rank)
+        return self.whole(x)
 
     # Functions of each place.
 
     def _function(self, x: Expr, args: list[Written], matrix: bool) -> Written:
+        self._note_name(x)
         if x.op in ELEMENTWISE_FORMS:
             return ELEMENTWISE_FORMS[x.op](x, args, matrix)
         return function(x.op, args)

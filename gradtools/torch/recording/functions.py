@@ -45,17 +45,20 @@ def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
     return name, _MARKS.get(name, "custom rule")
 
 
+def is_foreign(kind: Any, call: RecordedCall) -> bool:
+    """Whether a function's own rule is the user's."""
+    own = function_of_ours(kind) not in (None, RULE)
+    return not own and call.mark not in _AGAIN and not kind.__module__.startswith("torch.")
+
+
 def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
     """The inputs to which a function's own backward pass gives None: it is asked once."""
-    own = function_of_ours(kind) not in (None, RULE)
-    if own or call.mark in _AGAIN or kind.__module__.startswith("torch."):
-        return set()
     stack = upstream.get_interpreter_stack() or ()
     if any(level.key() != upstream.TransformType.Vmap for level in stack):
         return set()  # a level that differentiates has a graph of its own
     outs = [y for y in map(unwrapped, tensors_in(out)) if y.requires_grad and y.grad_fn is not None]
     asked = [k for k, t in enumerate(call.tracked) if t]
-    if not outs or not asked:
+    if not outs or not asked or not is_foreign(kind, call):
         return set()
     try:
         with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():

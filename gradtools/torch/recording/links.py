@@ -121,7 +121,7 @@ def _rounds(call: RecordedCall) -> bool:
 
 def _is_gradient(call: RecordedCall) -> bool:
     """Whether it takes a derivative that has one: the loss itself is not what that depends on."""
-    return call.raw == "grad" and bool(call.kwargs.get("create_graph"))
+    return call.raw in ("grad", "backward") and bool(call.kwargs.get("create_graph"))
 
 
 def _reason(call: RecordedCall, inexact: bool, link: Dependence) -> str:

@@ -22,8 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.seeing.graph import Dependence, Graph, Links, Node
 from gradtools.seeing.recording import Refusal
+from gradtools.seeing.rule_cuts import LOSS
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.marks import CHUNK, reason_of_detach
+from gradtools.torch.compiling import leaves_of
+from gradtools.torch.customcode import Called
+from gradtools.torch.marks import CHUNK, function_of_ours, reason_of_detach
 from gradtools.torch.recording import functions, operations
 from gradtools.torch.recording.kept import Kept
 from gradtools.torch.recording.links import links_of
@@ -136,6 +139,7 @@ class Recorder(TorchFunctionMode):
         self._end, self._replace = end, replace
         self.quiet = False
         self._gradients: Numbers = []  # what stands in `.grad` after each backward pass
+        self._rules: list[tuple[int, Numbers, Called]] = []  # the node, the inputs, the call
 
     # --- the mode
 
@@ -177,6 +181,8 @@ class Recorder(TorchFunctionMode):
                 raise
             call.unruled = functions.unruled(kind, call, out)
             self.write(call, out)
+            if functions.is_foreign(kind, call) and not (kwargs or function_of_ours(kind)):
+                self._note_rule(call, kind, apply, args, out)
             return out
 
     def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
@@ -214,6 +220,8 @@ class Recorder(TorchFunctionMode):
             return self._branches(call, out)
         if call.raw == "__array_wrap__":
             self._wraps(call, out)
+        elif call.raw in ("grad", "backward") and call.kwargs.get("create_graph"):
+            self._differentiates(call, out)
         elif call.raw == "backward":
             self._goes_back(call)
         else:
@@ -307,6 +315,50 @@ class Recorder(TorchFunctionMode):
         links = ((_CUT,) * len(call.numbers),)
         self.add("stop", call.name, call.numbers, [value], links, "detached")
         self._gradients.append(value)
+
+    # --- derivatives that have a graph
+
+    def _note_rule(self, call: RecordedCall, kind: Any, apply: Any, args: Any, out: Any) -> None:
+        """Keeps the call that was written last, of a function with its own rule."""
+        nodes = [y.grad_fn for y in tensors_in(out) if y.grad_fn is not None]
+        if nodes and upstream.peek_interpreter_stack() is None:
+            called = Called(nodes[0], kind, apply, args)
+            self._rules.append((len(self.nodes) - 1, call.numbers, called))
+
+    def _differentiates(self, call: RecordedCall, out: Any) -> None:
+        """A derivative inside f, with what custom code loses of its own derivative."""
+        outs = list(tensors_in(call.args[:1]))
+        if call.raw == "grad":
+            pairs = list(zip(call.args[1], out, strict=True))
+        else:
+            leaves = call.kwargs.get("inputs") or leaves_of(outs)
+            pairs = [(x, x.grad) for x in leaves]
+        self.write(call, [g for _, g in pairs])
+        for x, g in pairs:
+            if g is not None:
+                self._add_missing(g, [rule for rule in self._rules if rule[2].loses(outs, x)])
+
+    def _add_missing(self, gradient: Tensor, rules: Sequence[tuple[int, Numbers, Called]]) -> None:
+        """Adds to a gradient the terms that rules lose: data flows there, no derivative does."""
+        terms = []
+        for at, inputs, _ in rules:
+            terms.append(self.numbering.new(gradient))
+            links = ((_CUT,) * len(inputs),)
+            self.nodes.append(
+                replace(
+                    self.nodes[at],
+                    operation="missing",
+                    inputs=tuple(inputs),
+                    outputs=(terms[-1],),
+                    links=links,
+                    loss=LOSS,
+                )
+            )
+        if terms:
+            whole = [self.numbering.of(gradient), *terms]
+            number = self.numbering.new(gradient)
+            self.add("add", "grad", whole, [number], ((_FULL,) * len(whole),))
+            self.numbering.hold(gradient, number)
 
     # --- what leaves, and what comes back
 

@@ -1,0 +1,83 @@
+"""Two programs of the gallery in JAX: what differs from PyTorch's, and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import gradtools.jax as gt
+
+
+@jax.custom_vjp
+def sinh(x: Any) -> Any:
+    """With a rule that saves what it computes inside."""
+    return (jnp.exp(x) - jnp.exp(-x)) / 2
+
+
+def _forward(x: Any) -> Any:
+    up, down = jnp.exp(x), jnp.exp(-x)
+    return (up - down) / 2, (up, down)
+
+
+def _backward(saved: Any, g: Any) -> Any:
+    up, down = saved
+    return (g * (up + down) / 2,)
+
+
+sinh.defvjp(_forward, _backward)
+
+
+def penalty(params: Any, x: Any) -> Any:
+    """How far the slope of a critic is from one."""
+    critic = lambda x: (jnp.tanh(x @ params["w"]) @ params["v"]).sum()
+    slope = jax.grad(critic)(x)
+    return ((jnp.sqrt((slope**2).sum(1)) - 1) ** 2).mean()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A program to be drawn, as in `gallery.py`."""
+
+    name: str
+    title: str
+    words: str
+    f: Callable[..., Any]
+    args: tuple[Any, ...]
+    order: int = 1
+
+    def graph(self) -> Any:
+        """What JAX traces."""
+        wrt = tuple(range(len(self.args)))
+        return gt.gradient_graph(self.f, *self.args, order=self.order, wrt=wrt)
+
+
+_even = partial(jnp.linspace, dtype=jnp.float32)
+_X = _even(-1.0, 1.0, 6).reshape(3, 2)
+_PARAMS = {"w": _even(-0.5, 0.9, 8).reshape(2, 4), "v": _even(0.2, 1.0, 4)}
+
+PICTURES = (
+    Picture(
+        "jax_sinh",
+        "In JAX: sinh with its intermediates saved",
+        "The program whose second gradient PyTorch loses, written with `jax.custom_vjp`. JAX "
+        "differentiates the rule's forward function too, so what it saves leads back to x: nothing "
+        "is crossed, and the second gradient of x is there.",
+        sinh,
+        (jnp.asarray([0.5, -1.0, 2.0], jnp.float32),),
+        2,
+    ),
+    Picture(
+        "jax_wgan_gp",
+        "In JAX: the gradient penalty",
+        "`jax.grad` inside of the loss is traced into the forward pass, {operations} operations in "
+        "all, and the outer backward goes through it like through any other part. Kept anew are "
+        "{kept} bytes.",
+        penalty,
+        (_PARAMS, _X),
+    ),
+)

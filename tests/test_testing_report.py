@@ -19,7 +19,10 @@ from gradtools.testing import AgreementError, Report, tolerance, tolerance_table
 from gradtools.testing.report import CONVENTION, compare_arrays
 from gradtools.testing.tolerances import TOLERANCES, coarser
 
-MODULES = ("tolerances", "report", "compare", "records", "kinks", "factors")
+MODULES = (
+    *(f"testing.{name}" for name in ("tolerances", "report", "compare", "kinks", "factors")),
+    "conformance.records",
+)
 
 
 def compared(first, second, **options):
@@ -211,8 +214,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_run(name):
-    if name in ("compare", "kinks"):
+    if name in ("testing.compare", "testing.kinks"):
         pytest.importorskip("torch")
         pytest.importorskip("jax")
-    found = doctest.testmod(importlib.import_module(f"gradtools.testing.{name}"))
+    found = doctest.testmod(importlib.import_module(f"gradtools.{name}"))
     assert found.attempted > 0 and found.failed == 0

@@ -99,6 +99,24 @@ def test_effects_of_f_are_undone(graded):
     assert net.weight.grad is grad and x.grad is None and torch.equal(x, X)
 
 
+@pytest.mark.parametrize("name", ["why_zero", "formula", "gradient_graph", "measure"])
+@pytest.mark.parametrize("result", ["constant", "noise"])
+def test_parameters_that_f_writes_are_put_back_by_every_run(name, result):
+    w, p = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    held = torch.zeros(3, dtype=torch.float64)
+
+    def f(x):
+        with torch.no_grad():
+            w.mul_(1.5)
+            held.add_(1.0)
+            p.data.add_(2.0)
+        y = torch.softmax(x * w * p, 0).sum()
+        return y if result == "noise" else 0 * y + held.sum()
+
+    getattr(gt, name)(f, X)
+    assert [t.tolist() for t in (w, p, held)] == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+
+
 def test_effects_of_f_are_undone_when_it_raises():
     net = _Busy(raises=True)
     before = _state(net)

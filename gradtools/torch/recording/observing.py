@@ -14,17 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.recording import Refusal, Run
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
+from gradtools.torch.recording import operations
+from gradtools.torch.recording.numbering import storage_of
 from gradtools.torch.recording.recorder import Recorder, Replace
 from gradtools.torch.recording.unseen import watching
 from gradtools.torch.state import Snapshot
 from gradtools.torch.watching import recorded
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.wrappers import is_inexact, tensors_in, unwrapped
 
 Tensor = torch.Tensor
 _ONE = threading.RLock()  # what is watched while a run is recorded belongs to the process
@@ -146,10 +149,38 @@ def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Snapshot]:
     with _ONE:
         start = Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)])
         try:
-            with _eagerly():
+            with _eagerly(), _Unwritten(start):
                 yield start
         finally:
             start.restore()
+
+
+class _Unwritten(TorchFunctionMode):
+    """Inside, what f holds is kept before a call writes to it, and put back at the end.
+
+    A snapshot holds the contents of no parameter.
+    """
+
+    def __init__(self, start: Snapshot) -> None:
+        super().__init__()
+        held = [x for x, _ in start.reached.watched if storage_of(x) is not None]
+        self._held = {storage_of(x): x.untyped_storage() for x in held}
+        self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if operations.changes_in_place(getattr(fun, "__name__", ""), kwargs):
+            for x in map(unwrapped, tensors_in((args, kwargs))):
+                storage = self._held.pop(storage_of(x), None)
+                if storage is not None:
+                    with upstream.disable_current_modes():
+                        self._kept.append((storage, storage.clone()))
+        return fun(*args, **kwargs)
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for storage, contents in self._kept:
+            storage.copy_(contents)
 
 
 def _roots(run: Run) -> list[Any]:

@@ -233,6 +233,14 @@ def test_a_row_without_any_column_is_minus_infinity_or_zero_and_has_no_derivativ
 # --- what it stands in -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("named", [(0, 1), (-3, -2), ("x", "y"), (-3, "y")])
+def test_arguments_are_named_by_position_from_either_end_or_by_name(gt, named):
+    x, y, w = arrays(gt, (5, 4), (4, 4), ())
+    f = partial(scores, gt.xp)
+    run = gt.tiled(lambda x, y, w: f(x, y, w), "sum", TILE, rows=named[0], columns=named[1])
+    close(gt, run(x, y, w), gt.xp.sum(f(x, y, w), axis=1))
+
+
 def test_masks_by_index_are_arguments(gt):
     q, k = arrays(gt, (7, 3), (7, 3))
     i = gt.asarray(np.arange(7))

@@ -2,6 +2,7 @@
 
 import copy
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -265,3 +266,12 @@ def test_what_a_guest_refuses_is_refused_with_its_own_words():
     near(jax.grad(clip)(jnp.ones(1)), np.ones(1))
     with pytest.raises(GradtoolsError, match="reverse rule only"):
         jax.jvp(clip, (jnp.ones(1),), (jnp.ones(1),))
+
+
+def test_a_refused_evaluation_draws_no_key():
+    model = eqx.nn.MLP(4, 2, 3, 1, key=KEY)
+    module = bridge.to_torch(model).eval()
+    state = torch.get_rng_state()
+    with pytest.raises(GradtoolsError, match="was given a"):
+        module(jnp.ones(4))
+    assert torch.equal(state, torch.get_rng_state())

@@ -31,7 +31,7 @@ WAITS = {  # of a call that is not the first
     "frozen: second order": 5,
     # These look at the numbers.
     "dependence": 1,
-    "why_zero": 6,
+    "why_zero": 8,
     "gradient_graph": 1,
     "gradient_graph: twice": 1,
     "graph_diff": 2,

@@ -163,7 +163,8 @@ class _Unwritten(TorchFunctionMode):
 
     def __init__(self, start: Snapshot) -> None:
         super().__init__()
-        held = [x for x, _ in start.reached.watched if storage_of(x) is not None]
+        watched = [unwrapped(x) for x, _ in start.reached.watched]
+        held = [x for x in watched if storage_of(x) is not None]
         self._held = {storage_of(x): x.untyped_storage() for x in held}
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 

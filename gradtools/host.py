@@ -354,6 +354,9 @@ class KernelCall:
         tree = self.kernel.fun(*(xs if self.flat else self._arguments(xs)))
         if self.kernel.raw:
             ys = tree
+            if len(ys) != len(expected.specs):
+                count = len(expected.specs)
+                raise self.error(f"it returned {len(ys)} arrays, expected {count}, those of out.")
         elif expected.alone and type(tree) is np.ndarray:
             ys, tree = [tree], None  # held once
         else:

@@ -229,3 +229,21 @@ def test_containers_that_the_host_does_not_know_become_tuples_or_are_refused():
     g = bridge.to_torch(lambda x: Pair(x, 2 * x))
     with pytest.raises(GradtoolsError, match=r"to_torch: .*Pair, which is no pytree in PyTorch"):
         g(torch.ones(2))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_number_of_results_that_out_does_not_say_is_refused(count):
+    one, made = gj.Spec(3, "float32"), (lambda x: x) if count == 1 else (lambda x: (x, x))
+    told = (one, one) if count == 1 else one
+    words = f"it returned {count} arrays, expected {3 - count}, those of out"
+    with pytest.raises(Exception, match=words):
+        jax.block_until_ready(jax.jit(bridge.to_jax(made, out=told))(jnp.ones(3, jnp.float32)))
+    with pytest.raises(GradtoolsError, match=words):
+        torch.func.vmap(bridge.to_torch(made, out=told))(torch.ones(1, 3))
+
+
+def test_a_bridged_function_without_results_is_looked_into():
+    f = bridge.to_jax(lambda t: ())
+    looked_at = lambda x: (f(x), (x**2).sum())[1]
+    for look in (gj.gradient_graph, gj.measure, gj.why_zero, gj.formula):
+        look(looked_at, jnp.ones(3))

@@ -29,6 +29,8 @@ def crossing(eqn: Any) -> Crossed | None:
             return None
         (body,) = flops.bodies(eqn)
         jaxpr, known = body.jaxpr, dict(zip(body.jaxpr.invars, places, strict=True))
+        if not jaxpr.eqns:  # of a function without results
+            return None
         *before, eqn = jaxpr.eqns
         for each in before:  # under vmap
             if each.primitive.name not in _LAYS_OUT or each.invars[0] not in known:

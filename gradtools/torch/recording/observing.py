@@ -166,22 +166,35 @@ class _Unwritten(TorchFunctionMode):
         watched = [unwrapped(x) for x, _ in start.reached.watched]
         held = [x for x in watched if storage_of(x) is not None]
         self._held = {storage_of(x): x.untyped_storage() for x in held}
+        self._known = frozenset(self._held)
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._assigned: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if operations.changes_in_place(getattr(fun, "__name__", ""), kwargs):
-            for x in map(unwrapped, tensors_in((args, kwargs))):
-                storage = self._held.pop(storage_of(x), None)
-                if storage is not None:
-                    with upstream.disable_current_modes():
-                        self._kept.append((storage, storage.clone()))
+        kwargs, name = kwargs or {}, getattr(fun, "__name__", "")
+        if name in _HANDS_OUT or operations.changes_in_place(name, kwargs):
+            with upstream.disable_current_modes():
+                for x in map(unwrapped, tensors_in((args, kwargs))):
+                    self._keep(x, assigned=name == "__set__" and x is args[0])
         return fun(*args, **kwargs)
+
+    def _keep(self, x: Tensor, assigned: bool) -> None:
+        key = storage_of(x)
+        if assigned and key in self._known:  # x.data = ...: x has other memory then
+            self._assigned.append((x, x.data))
+        storage = self._held.pop(key, None)
+        if storage is not None:
+            self._kept.append((storage, storage.clone()))
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
+        for x, data in reversed(self._assigned):
+            x.data = data
         for storage, contents in self._kept:
             storage.copy_(contents)
+
+
+_HANDS_OUT = ("numpy", "__array__", "__dlpack__", "untyped_storage")  # memory that may be written
 
 
 def _roots(run: Run) -> list[Any]:

@@ -25,7 +25,7 @@ from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.graph import Dependence
 from gradtools.seeing.program import Program
 from gradtools.torch.backend import TorchBackend
-from gradtools.torch.recording import refusals
+from gradtools.torch.recording import observing, refusals
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
@@ -142,6 +142,21 @@ def test_parameters_that_f_writes_are_put_back_by_every_run(write, name, raises,
     with pytest.raises((ValueError, GradtoolsError)) if raises else nullcontext():
         getattr(gt, name)(f, x)
     assert w.tolist() == w.grad.tolist() == [1.0] * 3 and w.data_ptr() == memory
+
+
+@pytest.mark.parametrize("name", ["why_zero", "formula", "gradient_graph", "measure"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_parameters_are_copied_only_if_f_writes_them(name, writes, monkeypatch):
+    w, kept, as_bytes = nn.Parameter(torch.ones(3)), set(), observing._bytes
+    monkeypatch.setattr(observing, "_bytes", lambda s: kept.add(s.data_ptr()) or as_bytes(s))
+
+    def f(x):
+        if writes:
+            _by_operation(w)
+        return torch.softmax(x * w, 0).sum()
+
+    getattr(gt, name)(f, torch.ones(3))
+    assert (w.data_ptr() in kept) == (writes and name != "measure")
 
 
 def test_effects_of_f_are_undone_when_it_raises():

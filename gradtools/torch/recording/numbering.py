@@ -200,7 +200,8 @@ def storage_of(x: Tensor) -> int | None:
     """What two tensors have in common if they share memory; None where that is not known."""
     if x.layout is not torch.strided or x.device.type == "meta":
         return None
-    return id(x.untyped_storage())
+    with upstream.DisableTorchFunction():  # a mode around may take it for memory handed out
+        return id(x.untyped_storage())
 
 
 _EXACT = 1 << 16  # entries up to which overlap is decided entry by entry

@@ -165,9 +165,10 @@ class _Unwritten(TorchFunctionMode):
         super().__init__()
         watched = [unwrapped(x) for x, _ in start.reached.watched]
         held = [x for x in watched if storage_of(x) is not None]
-        self._held = {storage_of(x): x.untyped_storage() for x in held}
+        with upstream.DisableTorchFunction():  # it is no write of a run around this one
+            self._held = {storage_of(x): x.untyped_storage() for x in held}
         self._known = frozenset(self._held)
-        self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
         self._assigned: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,14 +185,20 @@ class _Unwritten(TorchFunctionMode):
             self._assigned.append((x, x.data))
         storage = self._held.pop(key, None)
         if storage is not None:
-            self._kept.append((storage, storage.clone()))
+            contents = _bytes(storage)
+            self._kept.append((contents, contents.clone()))
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         for x, data in reversed(self._assigned):
             x.data = data
-        for storage, contents in self._kept:
-            storage.copy_(contents)
+        for contents, kept in self._kept:
+            contents.copy_(kept)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
 
 
 _HANDS_OUT = ("numpy", "__array__", "__dlpack__", "untyped_storage")  # memory that may be written

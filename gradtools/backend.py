@@ -2,8 +2,11 @@
 
 Everything above is written once, on flat lists of arrays. A function handed to the waist, `fun`,
 takes the differentiated leaves and returns two lists, `(outs, extras)`: the arrays that are
-differentiated, and those that are only handed through. A third backend is one more folder with
-this Protocol in it.
+differentiated, and those that are only handed through.
+
+A backend gives the abstract members: arrays and pytrees, the vjp of a function and a function with
+a pullback of its own. All else has a default in terms of these, or is refused by its name. What is
+better in a framework's own way, its wing says. `docs/adding_a_backend.md` walks through one.
 
 Gradtools' complex convention holds on this side: a pullback is J^H v. Where a framework's own
 convention is another, its wing converts.
@@ -11,16 +14,23 @@ convention is another, its wing converts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Options
+    from gradtools.chunking import Chunks, Options
     from gradtools.host import Kernel, KernelCall, Results
-    from gradtools.rules import Rule
     from gradtools.seeing.graph import Graph
     from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import Program
@@ -34,6 +44,7 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=Any)  # so bound, a lambda's own parameter may be anything for a checker
 Fun = Callable[..., tuple[list[Array], list[Array]]]
+_PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)  # who takes a pullback's
 
 
 @dataclass(frozen=True)
@@ -76,64 +87,103 @@ class Staged:
     cut: Callable[[], list[int]] = list
 
 
-class Backend(Protocol):
-    """What a wing provides."""
+# --- what a backend must give ------------------------------------------------------------------
 
-    name: str
-    hvp_mode: str  # what mode="auto" means for hvp and hessian
+
+class Arrays(ABC):
+    """Arrays and pytrees: the abstract members, and the others in terms of `xp`."""
+
+    name: str  # the module whose `_api` is made of it; of a wing, what follows "gradtools."
 
     @property
+    @abstractmethod
     def xp(self) -> Any:
-        """The array-API namespace."""
-
-    @property
-    def accumulation(self) -> Any:
-        """The wing's room for what writes."""
+        """A namespace of functions of arrays, by the names of the array-API standard."""
 
     # Pytrees. None is an empty tree.
+    @abstractmethod
     def flatten(self, tree: Any) -> tuple[list[Any], Any]: ...
+    @abstractmethod
     def unflatten(self, treedef: Any, leaves: Sequence[Any]) -> Any: ...
+    @abstractmethod
     def leaf_paths(self, tree: Any) -> list[str]: ...
+
     def sketch(self, tree: Any) -> tuple[list[Any], Any]:
         """The leaves, and the structure as something hashable, in compiled code a constant."""
+        return self.flatten(tree)
 
-    def from_sketch(self, structure: Any) -> Any: ...
-    def sketch_of(self, treedef: Any) -> Any: ...
-    def draw(self, structure: Any, leaves: Sequence[Any]) -> Any: ...
+    def from_sketch(self, structure: Any) -> Any:
+        return structure
+
+    def sketch_of(self, treedef: Any) -> Any:
+        return treedef
+
+    def draw(self, structure: Any, leaves: Sequence[Any]) -> Any:
+        return self.unflatten(structure, leaves)
 
     # Arrays.
+    @abstractmethod
     def is_array(self, x: Any) -> bool: ...
-    def is_inexact(self, x: Array) -> bool: ...
-    def is_complex(self, x: Array) -> bool: ...
-    def dtype_name(self, x: Array) -> str: ...
+    @abstractmethod
     def asarray(self, x: Any, beside: Array | None = None) -> Array:
         """beside: Where to make it, other than by default; JAX's new arrays go with any."""
-        ...
+
+    @abstractmethod
+    def to_numpy(self, x: Array) -> Any: ...
+    @abstractmethod
+    def stop_gradient(self, x: Array) -> Array: ...
+
+    def dtype_name(self, x: Array) -> str:
+        return str(x.dtype)
+
+    def is_inexact(self, x: Array) -> bool:
+        return self.dtype_name(x).startswith(("float", "bfloat", "complex"))
+
+    def is_complex(self, x: Array) -> bool:
+        return self.dtype_name(x).startswith("complex")
 
     def as_leaf(self, x: Any) -> Any:
         """An argument of a rule that is no array, as an array where it is to be one."""
-        ...
+        return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
 
-    def cast(self, x: Any, like: Array | str) -> Array: ...
-    def real_scalar(self, x: Any, like: Array) -> Array: ...
-    def zeros_like(self, x: Array) -> Array: ...
+    def cast(self, x: Any, like: Array | str) -> Array:
+        return self.asarray(x).astype(like if isinstance(like, str) else like.dtype)
+
+    def real_scalar(self, x: Any, like: Array) -> Array:
+        return self.asarray(x).real.astype(np.finfo(self.dtype_name(like)).dtype)
+
+    def zeros_like(self, x: Array) -> Array:
+        return self.xp.zeros_like(x)
+
     def look(self, x: Array) -> Any:
         """What x looks like: shape, dtype, and what else its type says; no array."""
+        return tuple(x.shape), x.dtype
 
     def zeros(self, look: Any, beside: Array) -> Array:
         """Zeros that look so, on the device of the array beside them."""
+        return self.xp.zeros(look[0], dtype=look[1])
 
     def ones_like(self, x: Array) -> Array:
         """Ones with x's shape, dtype and device."""
-        ...
+        return self.xp.ones_like(x)
 
-    def unit_basis(self, x: Array) -> Array: ...
-    def is_known_zero(self, x: Array) -> bool: ...
+    def unit_basis(self, x: Array) -> Array:
+        return self.xp.eye(x.size, dtype=x.dtype).reshape((x.size, *x.shape))
+
+    def is_known_zero(self, x: Array) -> bool:
+        return False
+
     def is_symbolic_zero(self, x: Any) -> bool:
         """Whether x is the framework's own object for a zero, with a shape and a dtype."""
-        ...
+        return False
 
-    # Derivatives.
+
+class Differentiation(Arrays):
+    """One abstract member, the vjp; forward mode and what a rule's maps need follow from it."""
+
+    hvp_mode = "reverse_over_reverse"  # what mode="auto" means for hvp and hessian
+
+    @abstractmethod
     def vjp(
         self, fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool
     ) -> Evaluation:
@@ -142,11 +192,14 @@ class Backend(Protocol):
         groups: Sizes of the groups of leaves of which it is asked whether they reach the output.
         once: The pullback is called once, and may free what it needs.
         """
-        ...
 
     def jvp(
         self, fun: Fun, leaves: list[Array], tangents: list[Array]
-    ) -> tuple[list[Array], list[Array], list[Array]]: ...
+    ) -> tuple[list[Array], list[Array], list[Array]]:
+        """`(outs, extras, pushed)`."""
+        outs, extras, push = self.linearize(fun, leaves)
+        return outs, extras, push(tangents)
+
     def jvps(
         self, fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
@@ -155,76 +208,70 @@ class Backend(Protocol):
         Where a kernel has no forward mode, the framework's own alternative takes its place, and
         that is said once. No graph is kept.
         """
-        ...
+        outs, extras, push = self.linearize(fun, leaves)
+        return outs, extras, [push(tangents) for tangents in many]
 
     def linearize(
         self, fun: Fun, leaves: list[Array]
-    ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]: ...
-    def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
-        """A shorter way through the commonest calls of a custom rule, where there is one.
+    ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
+        """`(outs, extras, pushforward)`: by default the transpose of the pullback."""
+        asked = getattr(fun, "asked", "jvp")
+        token = _PUSHING.set(asked)
+        try:
+            found = self.vjp(fun, leaves, groups=None, once=False)
+        finally:
+            _PUSHING.reset(token)
 
-        It takes the positional arguments, and gives NotImplemented for what is not of these.
-        """
-        ...
+        def pulled(*cts: Array) -> tuple[list[Array], list[Array]]:
+            return self.filled(found.pullback(cts), leaves), []
 
-    def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        """Runs fun on what looks like xs, without computing; not at all where that is unsafe."""
-        ...
+        zeros = [self.zeros_like(y) for y in found.outs]
+        again = self.vjp(pulled, zeros, groups=None, once=False)
+        return (
+            found.outs,
+            found.extras,
+            lambda tangents: self.filled(again.pullback(tangents), zeros),
+        )
 
-    def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
-        """A `Call` and its outputs as a pullback remembers them: without traced arrays."""
-        ...
+    def filled(self, values: Sequence[Array | None], likes: Sequence[Array]) -> list[Array]:
+        """The values, with zeros for None."""
+        pairs = zip(values, likes, strict=True)
+        return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
-    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        """`run(native, *args)` as a function of args; a pytree where functions can be."""
-        ...
-
-    def stage(self, fun: Fun, leaves: list[Array]) -> Staged: ...
-    def constant(self, x: Array, message: str, *sources: Any) -> Array: ...
-    def compiling(self) -> bool: ...
-    def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]: ...
-    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]: ...
-    def transpose(
-        self,
-        rule: Rule,
-        which: str,
-        linear: Any,
-        at: list[Array],
-        examples: list[Array],
-        values: list[Array],
-    ) -> list[Array]: ...
     def pull(self, fun: Any, xs: Sequence[Array], cts: Any) -> list[Array]:
         """The pullback at xs of `cts` (None: zero), or of what they give at fun's outputs."""
-        ...
+        found = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
+        return self.filled(found.pullback(cts(found.outs) if callable(cts) else cts), xs)
 
-    def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]: ...
+    def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]:
+        return self.value_and_push(fun, xs, dxs)[1]
+
     def value_and_push(
         self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]
     ) -> tuple[list[Array], list[Array]]:
         """The outputs and their tangents, of one evaluation."""
-        ...
+        outs, _, pushed = self.jvp(lambda *a: (list(fun(*a)), []), list(xs), list(dxs))
+        return outs, pushed
 
-    def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]: ...
-    def stop_gradient(self, x: Array) -> Array: ...
-    def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any: ...
-    def call_kernel(self, call: KernelCall, xs: Sequence[Array]) -> list[Array]:
-        """The results of a host kernel, inside the framework's program; without a derivative."""
-        ...
+    def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
+        """`fun(*xs)`, which may raise for a derivative that is missing."""
+        return fun(*xs)
 
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Array]] | None:
-        """The same where nothing but arrays with values go in, and nothing follows what is done.
+    def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
+        return Staged(fun)
 
-        None where anything does: a trace, a transform, a mode, autograd.
-        """
-        ...
+    def constant(self, x: Array, message: str, *sources: Any) -> Array:
+        """x, which raises with the message if it is differentiated."""
+        return x
 
-    def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]: ...
-    def refuse_to_compile(self, reason: str) -> None: ...
+    def outliving(self, call: Any, outs: Sequence[Array]) -> tuple[Any, Sequence[Any]]:
+        """A `Call` and its outputs as a pullback remembers them: without traced arrays."""
+        return call, outs
 
-    # The framework's own transforms.
-    def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]: ...
-    def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]: ...
-    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]: ...
+    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
+        """`run(native, *args)` as a function of args; a pytree where functions can be."""
+        return partial(run, native)
+
     def opened(
         self,
         asked: str,
@@ -238,36 +285,245 @@ class Backend(Protocol):
         Its `args` take the arguments' place, and it f's; `effects()` are arrays that a call hands
         out besides f's results, and `settle(extras)` writes them to the caller's modules.
         """
+        return None
 
     def part_of(self, tree: Any) -> Any:
         """The tree with the part that is differentiated in the place of each module."""
+        return tree
 
-    def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-        """`make(f)`, and where f is a module of the framework a module that calls it."""
-        ...
+    def map_batches(self, f: Any, batch: list[Array], chunk_size: int | None) -> list[Array]:
+        """f at each row of the batch, its outputs stacked."""
+        rows = [f(*example) for example in zip(*batch, strict=True)]
+        return [self.xp.stack(column) for column in zip(*rows, strict=True)]
 
-    # Chunks.
-    def run_chunks(self, chunks: Any) -> tuple[list[Array], list[Array]]:
-        """The joined output leaves of a `chunking.Chunks`, differentiable, and the last carry."""
-        ...
 
-    def sum_chunks(self, chunks: Any) -> list[Array]:
-        """The sums over chunks of the output leaves, each chunk's graph as it is."""
-        ...
+class Rules(Differentiation):
+    """Rules, values with a derivative of their own: `with_pullback`, or `apply_rule` itself."""
+
+    def with_pullback(
+        self,
+        fun: Callable[..., list[Array]],
+        pullback: Callable[[Sequence[Array], Sequence[Array], Entries], Entries],
+        xs: Sequence[Array],
+    ) -> list[Array]:
+        """`fun(*xs)`, whose derivative is `pullback(xs, ys, cotangents)`, at any order.
+
+        Entries of cotangents and of what comes back may be None, a zero. The pullback is made of
+        differentiable operations on xs and ys.
+        """
+        raise NotImplementedError
+
+    def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
+        """The rule's outputs, differentiated by it. What it saves is computed again."""
+        asked = _PUSHING.get()
+        if rule.reverse_only and asked is not None:
+            raise GradtoolsError(reverse_only_text(asked, rule.name))
+        return self.with_pullback(rule.primal, partial(self._pulled, rule), xs)
+
+    def _pulled(self, rule: Rule, xs: Entries, ys: Entries, cts: Entries) -> Entries:
+        found = rule.reading(xs, list(ys)) if rule.linearize is None else rule.at(*xs)
+        saved = [[*xs, *ys, *found.extras][i] for i in found.saves]
+        given = found.cotangent
+        if given is not None:
+            return given(saved, self.filled(cts, ys) if rule.fills("cotangent") else cts)
+        assert found.tangent is not None
+        push, moving = found.tangent, [self.is_inexact(x) for x in xs]
+        zeros = [self.zeros_like(x) for x, m in zip(xs, moving, strict=True) if m]
+
+        def pushed(*dxs: Array) -> list[Array]:
+            return self.filled(push(saved, spread(dxs, moving)), ys)
+
+        return spread(self.pull(pushed, zeros, cts), moving)
+
+    def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
+        return self.apply_rule(by_key(key), *xs)
+
+    def transpose(
+        self,
+        rule: Rule,
+        which: str,
+        linear: Any,
+        at: list[Array],
+        examples: list[Array],
+        values: list[Array],
+    ) -> list[Array]:
+        """The transpose of `vs -> linear(at, *vs)`, of vectors like the examples, at values."""
+        return self.pull(lambda *vs: linear(at, *vs), examples, values)
+
+
+class Programs(Rules):
+    """What a framework does with whole programs: compilers, modules, vmap. By default nothing."""
+
+    def compiling(self) -> bool:
+        return False
+
+    def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
+        """A shorter way through the commonest calls of a custom rule, where there is one.
+
+        It takes the positional arguments, and gives NotImplemented for what is not of these.
+        """
+        return None
+
+    def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
+        """Runs fun on what looks like xs, without computing; not at all where that is unsafe."""
+
+    def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """fun, whose result the framework's compiler takes for a constant."""
+        return fun
+
+    def refuse_to_compile(self, reason: str) -> None:
+        """Has the framework's compiler leave this call to Python."""
 
     def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`fun(*args, **kwargs)`, that the framework's compiler does not look into."""
-        ...
+        return fun(*args, **kwargs)
+
+    def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
+        return self._lacks("compile")
+
+    def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
+        return self._lacks("vmap")
+
+    def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
+        """`make(f)`, and where f is a module of the framework a module that calls it."""
+        return make(f)
+
+    def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
+        return f(args)
+
+    def call_kernel(self, call: KernelCall, xs: Sequence[Array]) -> list[Array]:
+        """The results of a host kernel, inside the framework's program; without a derivative."""
+        return self._lacks("host_function")
+
+    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Array]] | None:
+        """The same where nothing but arrays with values go in, and nothing follows what is done.
+
+        None where anything does: a trace, a transform, a mode, autograd.
+        """
+        return None
+
+    def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
+        return self._lacks("gather")
+
+    def functionalize(
+        self, module: Any, *, variables: Any, train: bool | None, rng_names: tuple[str, ...]
+    ) -> tuple[Callable[..., Any], Any, Any]:
+        return self._lacks("functionalize")
+
+    def key(self, seed: int) -> Array:
+        return self._lacks("key")
+
+    def split(self, key: Array, n: int = 2) -> Array:
+        return self._lacks("split")
+
+    def fold_in(self, key: Array, index: Any) -> Array:
+        """The key of one of many, by an index that may be traced."""
+        return self._lacks("key_argnums")
+
+    @property
+    def accumulation(self) -> Any:
+        """The wing's room for what writes gradients."""
+        return self._lacks("accumulate_gradients")
+
+    def as_number(self, x: Any) -> Any:
+        """A Python number where x holds a known one, x itself where it is traced, else None."""
+        return self.to_numpy(x).item() if self.is_array(x) and tuple(x.shape) == () else x
+
+    def _lacks(self, asked: str) -> Any:
+        raise GradtoolsError(f"{asked}: the backend {self.name!r} does not provide it.")
+
+
+class Recomputation(Programs):
+    """Chunks and frozen functions: by default a loop, each chunk computed again; f as it is."""
+
+    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
+        """f, which is computed again where its derivative is taken."""
+
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            leaves, treedef = self.flatten((args, kwargs))
+            moving = [self.is_array(x) and self.is_inexact(x) for x in leaves]
+            out_def: list[Any] = []
+
+            def fun(*xs: Array) -> list[Array]:
+                new = iter(xs)
+                full = [next(new) if m else x for x, m in zip(leaves, moving, strict=True)]
+                args, kwargs = self.unflatten(treedef, full)
+                out, out_def[:] = (found := self.flatten(f(*args, **kwargs)))[0], found[1:]
+                return out
+
+            outs = self._again(fun, [x for x, m in zip(leaves, moving, strict=True) if m])
+            return self.unflatten(out_def[0], outs)
+
+        return checkpointed
+
+    def _again(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> list[Array]:
+        return self.with_pullback(fun, lambda xs, ys, cts: self.pull(fun, xs, cts), xs)
+
+    def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
+        """The joined output leaves, differentiable, and the last carry."""
+        rows, carry = [], chunks.carry
+        for i, pieces in enumerate(self._pieces(chunks)):
+            row, carry = self._chunk(chunks, i, pieces, carry)
+            rows.append(row)
+        if chunks.axes is None:
+            return [x for row in rows for x in row], carry
+        columns = zip(zip(*rows, strict=True), chunks.axes, strict=True)
+        joined = [self.xp.concatenate(column, axis=axis) for column, axis in columns]
+        if chunks.cut.interleaved:
+            order = np.argsort([row for rows in chunks.cut.rows for row in rows])
+            pairs = zip(joined, chunks.axes, strict=True)
+            joined = [y[(slice(None),) * (axis % y.ndim) + (order,)] for y, axis in pairs]
+        return joined, carry
+
+    def _chunk(
+        self, chunks: Chunks, i: int, pieces: list[Array], carry: list[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        after: list[Array] = []
+        shared = chunks.shared
+        tracked = [self.is_array(x) and self.is_inexact(x) for x in shared]
+
+        def fun(*xs: Array) -> list[Array]:
+            new = iter(xs[len(pieces) :])
+            full = [next(new) if m else x for x, m in zip(shared, tracked, strict=True)]
+            outs, after[:] = chunks.call(i, i, list(xs[: len(pieces)]), full, carry)
+            return outs
+
+        given = [x for x, m in zip(shared, tracked, strict=True) if m]
+        return self._again(fun, [*pieces, *given]), list(after)
+
+    def sum_chunks(self, chunks: Chunks) -> list[Array]:
+        """The sums over chunks of the output leaves, each chunk's graph as it is."""
+        found = [
+            chunks.call(i, i, pieces, chunks.shared, [])[0]
+            for i, pieces in enumerate(self._pieces(chunks))
+        ]
+        return [sum(column[1:], column[0]) for column in zip(*found, strict=True)]
+
+    def _pieces(self, chunks: Chunks) -> list[list[Array]]:
+        """Each chunk's part of every array that is split, then its part of lists."""
+        part = lambda x, axis, r: x[
+            (slice(None),) * (axis % x.ndim) + (slice(r.start, r.stop, r.step),)
+        ]
+        return [
+            [*[part(x, axis, rows) for x, axis in chunks.splits], *lists]
+            for rows, lists in zip(chunks.cut.rows, chunks.lists, strict=True)
+        ]
 
     def frozen_uses(self, budget: int | None) -> Any:
         """What the uses of one frozen function share."""
-        ...
+        return None
 
-    def run_frozen(self, whole: Any, uses: Any) -> list[Array]:
+    def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
         """The output leaves of one use, a `chunking.Chunks` of one chunk that shares all."""
-        ...
+        return whole.call(0, 0, [], whole.shared, [])[0]
 
-    # Tiles.
+    def is_replaying(self) -> bool:
+        return False
+
+
+class Tiles(Recomputation):
+    """Reductions over all pairs of rows."""
+
     def explicit(
         self, asked: str, fun: Any, own: Sequence[Any], xs: Sequence[Array], sides: Sequence[Any]
     ) -> tuple[Callable[[list[Array]], Any], list[Array]]:
@@ -277,32 +533,31 @@ class Backend(Protocol):
         own: The user's other functions, which must close over no array of a running trace.
         sides: The length of each array's first axis (None: as it is), for each kind of tile.
         """
-        ...
+        return fun, []
 
     def sweep(self, sweep: Sweep, xs: Sequence[Array]) -> list[list[Array]]:
         """The merged states of all tiles, group by group; blocks of rows and columns joined."""
-        ...
+        return self._lacks("tiled")
 
     def fold(self, step: Any, state: list[Array], xs: Sequence[Array], count: int) -> list[Array]:
         """`state = step(state, block)` over so many blocks of the arrays' first axis."""
-        ...
+        return self._lacks("linear_cross_entropy")
 
     def sharded_like(self, x: Array, other: Array) -> Array:
         """x, over a mesh of devices as another array of its shape, if that is over one."""
-        ...
+        return x
 
     def tile_bytes(self, fun: Any, xs: Sequence[Array], sides: Sequence[int | None]) -> int:
         """The peak of `fun` at arrays like xs, with another length of the first axis or None."""
-        ...
+        return self._lacks("tiled")
 
-    def is_replaying(self) -> bool: ...
-    def gather(self, x: Any, axis_name: Any, group: Any) -> Any: ...
-    def compile(self, f: Any, **options: Any) -> Callable[..., Any]: ...
 
-    # Seeing.
+class Seeing(Tiles):
+    """What looks at a run of a program: by default it is refused."""
+
     def record(self, run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         """One run of a function of flat leaves, as a graph. Its effects are undone."""
-        ...
+        return self._lacks("why_zero")
 
     def vanishing(
         self, run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
@@ -311,23 +566,27 @@ class Backend(Protocol):
 
         The cotangents of the inexact outputs are random, that of a single number is one.
         """
-        ...
+        return self._lacks("why_zero")
 
     def repeatable(self, asked: str, f: Any) -> Any:
         """f, which leaves the modules that it holds as they are, where the wing sees to that."""
+        return f
 
     def is_model(self, x: Any) -> bool:
         """Whether x is a module of a library."""
-        ...
+        return False
 
     def model_of(self, f: Any) -> Any:
         """The model that f is, or holds if the wing looks for one; None if there is none."""
+        return None
 
     def held(self, asked: str, model: Any) -> list[Held]:
         """The arrays of a model, or of a tree of models and arrays."""
+        return self._lacks(asked)
 
     def optimised(self, asked: str, optimizer: Any, model: Any, held: Sequence[Held]) -> Optimised:
         """What an optimiser changes."""
+        return self._lacks(asked)
 
     def lifted(
         self, asked: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
@@ -336,18 +595,19 @@ class Backend(Protocol):
 
         None where the wing tells by a recording what is read.
         """
+        return None
 
     def watchable(self) -> bool:
         """Whether `record` may be called here: not inside a transform that it cannot see into."""
-        ...
+        return True
 
     def rerun(self, run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
-        ...
+        return run(leaves)
 
     def gradient_graph(self, asked: Differentiated | Live) -> Graph:
         """The passes of a program as one graph, its effects undone; or what is held of results."""
-        ...
+        return self._lacks("gradient_graph")
 
     def formula_graph(self, program: Program) -> Graph:
         """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
@@ -355,29 +615,46 @@ class Backend(Protocol):
         ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
         has no word in the vocabulary keeps its native name. Its effects are undone.
         """
-        ...
+        return self._lacks("formula")
 
     def trying(self, program: Program, wide: bool) -> AbstractContextManager[Any]:
         """Inside, f may run as if it had never run: what it changes is undone at the end.
 
         wide: Arrays of 64 bits may be made, and what f holds is read in float64 and complex128.
         """
-        ...
+        return self._lacks("formula")
 
     def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What one call costs, a `seeing.measures.Measurement`. Its effects are undone."""
-        ...
+        return self._lacks("measure")
 
-    # Models and writing.
-    def functionalize(
-        self, module: Any, *, variables: Any, train: bool | None, rng_names: tuple[str, ...]
-    ) -> tuple[Callable[..., Any], Any, Any]: ...
-    def to_numpy(self, x: Array) -> Any: ...
-    def key(self, seed: int) -> Array: ...
-    def split(self, key: Array, n: int = 2) -> Array: ...
-    def fold_in(self, key: Array, index: Any) -> Array:
-        """The key of one of many, by an index that may be traced."""
-        ...
+
+class Backend(Seeing):
+    """All that a wing may provide."""
+
+    never_changes = True  # for a walk over what a function holds
+
+    def __reduce__(self) -> Any:
+        return backend_of, (self.name,)
+
+
+class Lazily:
+    """A member of a wing that one of its rooms holds, which is imported when it is first asked for.
+
+    So an import of gradtools stays light.
+    """
+
+    def __init__(self, room: str, name: str | None = None) -> None:
+        self.room, self.name = room, name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.member = name
+
+    def __get__(self, backend: Any, owner: type) -> Any:
+        if backend is None:
+            return self
+        found = getattr(import_module(self.room), self.name or self.member)
+        return backend.__dict__.setdefault(self.member, found)
 
 
 class Operators:
@@ -397,9 +674,13 @@ class Operators:
 
 def _room_of(name: str, room: str) -> Any:
     """The public operators of a wing that one room holds."""
-    return import_module(f"gradtools.{name}")._api.room(room)
+    return _home(name)._api.room(room)
 
 
 def backend_of(name: str) -> Any:
     """A wing's backend."""
-    return import_module(f"gradtools.{name}")._api._backend
+    return _home(name)._api._backend
+
+
+def _home(name: str) -> Any:
+    return import_module(f"gradtools.{name}" if name in ("torch", "jax") else name)

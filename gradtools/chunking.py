@@ -741,7 +741,7 @@ class _Microbatches:
         """Raises if the weights are known to sum to zero; where they are traced, NaN comes out."""
         if self.weigh is None and self.weights is None:
             return
-        number = self.backend.accumulation.as_number(total)
+        number = self.backend.as_number(total)
         if isinstance(number, (int, float)) and number == 0:
             raise GradtoolsError(
                 "microbatched: the weights sum to 0, so there is no mean. Give weights with a sum "

@@ -209,6 +209,14 @@ class Rule:
         )
 
 
+def reverse_only_text(asked: str, name: str) -> str:
+    """Why a rule with a reverse rule that is not linear cannot be entered."""
+    return (
+        f"{asked}: f holds {name}, which has a reverse rule only, so forward mode cannot enter it. "
+        "Use vjp or grad, or for second derivatives mode='reverse_over_reverse'."
+    )
+
+
 def closes_over(
     rule: Rule, wanted: Callable[[Any], bool], array: type, attributes: bool = True
 ) -> bool:

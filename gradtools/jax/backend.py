@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.backend import Array, backend_of
+from gradtools.backend import Array, Backend, Lazily
 from gradtools.crossings import noted
 from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
 from gradtools.jax.stateful import checkpointed, explained, stateful
 from gradtools.jax.trees import LinearMap, is_inexact
-from gradtools.rules import Rule, by_key
+from gradtools.rules import Rule
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Chunks, Options
+    from gradtools.chunking import Options
     from gradtools.host import Kernel
-    from gradtools.seeing.graph import Graph
-    from gradtools.seeing.program import Program
 
 
-class JaxBackend:
+class JaxBackend(Backend):
     """What `gradtools.backend.Backend` asks, by JAX.
 
     The engines and the rules come with it; a member that imports a room is one of those that most
@@ -43,21 +40,13 @@ class JaxBackend:
 
         return accumulate
 
-    def __reduce__(self) -> Any:
-        return backend_of, (self.name,)
+    as_number = Lazily("gradtools.jax.accumulate")
 
     # --- pytrees
 
     flatten = staticmethod(trees.flatten)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
-    sketch = staticmethod(trees.flatten)
-
-    def from_sketch(self, structure: Any) -> Any:
-        return structure
-
-    sketch_of = from_sketch
-    draw = unflatten
 
     # --- arrays
 
@@ -70,9 +59,6 @@ class JaxBackend:
 
     def is_complex(self, x: Array) -> bool:
         return jnp.issubdtype(x.dtype, jnp.complexfloating)
-
-    def dtype_name(self, x: Array) -> str:
-        return str(x.dtype)
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
@@ -122,9 +108,6 @@ class JaxBackend:
     jvps = staticmethod(engines.jvps)
     linearize = staticmethod(engines.linearize)
 
-    def direct_calls(self, of: Any) -> None:
-        return None
-
     def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
         jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
@@ -134,15 +117,6 @@ class JaxBackend:
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
         return LinearMap(run, native)
-
-    def constant(self, x: Array, message: str, *sources: Any) -> Array:
-        return x
-
-    def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
-        return apply_rule(by_key(key), *xs)
-
-    def compiling(self) -> bool:
-        return False  # jit traces Python as it is
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
@@ -169,22 +143,13 @@ class JaxBackend:
                 vmap_method="sequential",
             )
 
-    def call_kernel(self, call: Any, xs: Sequence[Array]) -> list[Array]:
-        from gradtools.jax import host
-
-        return host.call_kernel(call, xs)
+    call_kernel = Lazily("gradtools.jax.host")
 
     @cached_property
     def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
         from gradtools.jax import host
 
         return partial(host.call_now, self)
-
-    def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        return fun  # jit runs Python as it is
-
-    def refuse_to_compile(self, reason: str) -> None:
-        pass  # jit traces everything
 
     # --- the framework's own transforms
 
@@ -197,25 +162,10 @@ class JaxBackend:
     def repeatable(self, asked: str, f: Any) -> Any:
         return stateful(asked, f, ()) or f
 
-    def model_of(self, f: Any) -> Any:
-        from gradtools.jax import training
-
-        return training.model_of(f)
-
-    def held(self, asked: str, model: Any) -> Any:
-        from gradtools.jax import training
-
-        return training.held(asked, model)
-
-    def optimised(self, asked: str, optimizer: Any, model: Any, held: Any) -> Any:
-        from gradtools.jax import training
-
-        return training.optimised(asked, optimizer, model, held)
-
-    def lifted(self, asked: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> Any:
-        from gradtools.jax import training
-
-        return training.lifted(asked, f, args, kwargs, arrays)
+    model_of = Lazily("gradtools.jax.training")
+    held = Lazily("gradtools.jax.training")
+    optimised = Lazily("gradtools.jax.training")
+    lifted = Lazily("gradtools.jax.training")
 
     def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
         return jax.vmap(f, in_axes, out_axes)
@@ -232,82 +182,30 @@ class JaxBackend:
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 
-    def explicit(self, *args: Any, **kwargs: Any) -> Any:
-        from gradtools.jax import tiling
-
-        return tiling.explicit(*args, **kwargs)
-
-    def sweep(self, *args: Any, **kwargs: Any) -> Any:
-        from gradtools.jax import tiling
-
-        return tiling.sweep(*args, **kwargs)
-
-    def fold(self, *args: Any, **kwargs: Any) -> Any:
-        from gradtools.jax import tiling
-
-        return tiling.fold(*args, **kwargs)
+    explicit = Lazily("gradtools.jax.tiling")
+    sweep = Lazily("gradtools.jax.tiling")
+    fold = Lazily("gradtools.jax.tiling")
 
     def sharded_like(self, x: Array, other: Array) -> Array:
         from gradtools.jax import shardings
 
         return shardings.like(x, other) if any(shardings.entries(other)) else x
 
-    def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
-        from gradtools.jax import tiling
+    tile_bytes = Lazily("gradtools.jax.tiling")
+    run_chunks = Lazily("gradtools.jax.chunking")
+    sum_chunks = Lazily("gradtools.jax.chunking")
 
-        return tiling.tile_bytes(*args, **kwargs)
-
-    def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
-        from gradtools.jax import chunking
-
-        return chunking.run_chunks(chunks)
-
-    def sum_chunks(self, chunks: Chunks) -> list[Array]:
-        from gradtools.jax import chunking
-
-        return chunking.sum_chunks(chunks)
-
-    @cached_property
-    def is_replaying(self) -> Callable[[], bool]:
-        from gradtools.jax import chunking
-
-        return chunking.is_replaying
-
-    def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
-        from gradtools.jax import gathering
-
-        return gathering.gather(x, axis_name, group)
-
-    def frozen_uses(self, budget: int | None) -> Any:
-        from gradtools.jax import freezing
-
-        return freezing.frozen_uses(budget)
-
-    def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
-        from gradtools.jax import freezing
-
-        return freezing.run_frozen(whole, uses)
-
-    def uncompiled(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)  # jit traces everything
+    gather = Lazily("gradtools.jax.gathering")
+    frozen_uses = Lazily("gradtools.jax.freezing")
+    run_frozen = Lazily("gradtools.jax.freezing")
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)
 
     # --- seeing
 
-    def record(self, run: Any, leaves: Sequence[Any], names: Sequence[str]) -> Any:
-        from gradtools.jax import seeing
-
-        return seeing.record(run, leaves, names)
-
-    def vanishing(self, *args: Any) -> Any:
-        from gradtools.jax import vanishing
-
-        return vanishing.vanishing(*args)
-
-    def watchable(self) -> bool:
-        return True  # a trace sees into every transform
+    record = Lazily("gradtools.jax.seeing")
+    vanishing = Lazily("gradtools.jax.vanishing")
 
     def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
         from gradtools.jax import seeing
@@ -317,34 +215,11 @@ class JaxBackend:
         with jax.disable_jit():  # callbacks of compiled code run where nobody notes them
             return run(leaves)
 
-    def gradient_graph(self, asked: Any) -> Graph:
-        from gradtools.jax import passes
-
-        return passes.gradient_graph(asked)
-
-    @staticmethod
-    def formula_graph(program: Program) -> Graph:
-        """One run in the vocabulary of the formula."""
-        from gradtools.jax import vocabulary
-
-        return vocabulary.formula_graph(program)
-
-    @staticmethod
-    def trying(program: Program, wide: bool) -> AbstractContextManager[Any]:
-        """Around attempts at a formula."""
-        from gradtools.jax import vocabulary
-
-        return vocabulary.trying(program, wide)
-
-    def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        from gradtools.jax import measures
-
-        return measures.measure(f, args, kwargs)
-
-    def functionalize(self, module: Any, **options: Any) -> Any:
-        from gradtools.jax import modules
-
-        return modules.functionalize(module, **options)
+    gradient_graph = Lazily("gradtools.jax.passes")
+    formula_graph = Lazily("gradtools.jax.vocabulary")
+    trying = Lazily("gradtools.jax.vocabulary")
+    measure = Lazily("gradtools.jax.measures")
+    functionalize = Lazily("gradtools.jax.modules")
 
 
 def _numpy(tree: Any) -> Any:

@@ -105,11 +105,6 @@ def _add_step(step: _Step, carry: Any, inputs: Any) -> tuple[Any, None]:
     return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), None
 
 
-def is_replaying() -> bool:
-    """Never: what is computed again is not traced again, so no Python runs in it."""
-    return False
-
-
 # --- runs
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradtools.backend import Array, Fun, Staged, backend_of
+from gradtools.backend import Array, Backend, Lazily
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import arrays, engines, parts, trees, wrapping
@@ -21,11 +20,9 @@ from gradtools.torch.transposing import pull, push, value_and_push
 from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Chunks, Options
+    from gradtools.chunking import Options
     from gradtools.host import Kernel
     from gradtools.rules import Rule
-    from gradtools.seeing.graph import Graph
-    from gradtools.seeing.program import Program
 
 Tensor = torch.Tensor
 
@@ -37,17 +34,14 @@ _REAL = {
 }
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """What `gradtools.backend.Backend` asks, by PyTorch.
 
     The engines and the rules come with it; a member that imports a room is one of those that most
     programs never ask for, so that an import of gradtools stays light.
     """
 
-    never_changes = True  # for a walk over what a function holds
-
     name = "torch"
-    hvp_mode = "reverse_over_reverse"
 
     @property
     def xp(self) -> Any:
@@ -59,8 +53,7 @@ class TorchBackend:
 
         return accumulate
 
-    def __reduce__(self) -> Any:
-        return backend_of, (self.name,)
+    as_number = Lazily("gradtools.torch.accumulate")
 
     # --- pytrees
 
@@ -114,9 +107,6 @@ class TorchBackend:
     def zeros_like(self, x: Array) -> Array:
         return torch.zeros_like(x, requires_grad=False)
 
-    def look(self, x: Array) -> Any:
-        return tuple(x.shape), x.dtype
-
     def zeros(self, look: Any, beside: Array) -> Array:
         return torch.zeros(look[0], dtype=look[1], device=beside.device)
 
@@ -127,42 +117,21 @@ class TorchBackend:
         eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
         return eye.reshape(x.numel(), *x.shape)
 
-    def is_known_zero(self, x: Array) -> bool:
-        return False
-
-    def is_symbolic_zero(self, x: Any) -> bool:
-        return False
-
     # --- derivatives
-
-    def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
-        return Staged(fun)
 
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    def jvps(self, fun: Fun, leaves: list[Array], many: Any) -> Any:
-        from gradtools.torch import kernels
-
-        return kernels.jvps(fun, leaves, many)
+    jvps = Lazily("gradtools.torch.kernels")
 
     linearize = staticmethod(engines.linearize)
 
-    def sketch_values(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        from gradtools.torch import checking
-
-        return checking.sketch_values(fun, *xs)
+    sketch_values = Lazily("gradtools.torch.checking")
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.direct import DirectCalls
 
         return DirectCalls(of) if DirectCalls.fit(of) else None
-
-    def outliving(self, call: Any, outs: Any) -> tuple[Any, Any]:
-        return call, outs
-
-    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        return partial(run, native)
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]
@@ -181,9 +150,6 @@ class TorchBackend:
     pull = staticmethod(pull)
     push = staticmethod(push)
     value_and_push = staticmethod(value_and_push)
-
-    def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
-        return fun(*xs)
 
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()
@@ -209,10 +175,7 @@ class TorchBackend:
 
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 
-    def call_kernel(self, call: Any, xs: Sequence[Array]) -> list[Array]:
-        from gradtools.torch import host
-
-        return host.call_kernel(call, xs)
+    call_kernel = Lazily("gradtools.torch.host")
 
     @cached_property
     def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
@@ -253,27 +216,14 @@ class TorchBackend:
     opened = staticmethod(parts.opened)
     part_of = staticmethod(parts.part_of)
 
-    def repeatable(self, asked: str, f: Any) -> Any:
-        return f  # a recorded run is put back
-
     def is_model(self, x: Any) -> bool:
         return isinstance(x, torch.nn.Module)
 
     def model_of(self, f: Any) -> Any:
         return f if self.is_model(f) else None
 
-    def held(self, asked: str, model: Any) -> Any:
-        from gradtools.torch import training
-
-        return training.held(asked, model)
-
-    def optimised(self, asked: str, optimizer: Any, model: Any, held: Any) -> Any:
-        from gradtools.torch import training
-
-        return training.optimised(asked, optimizer, model, held)
-
-    def lifted(self, asked: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> Any:
-        return None
+    held = Lazily("gradtools.torch.training")
+    optimised = Lazily("gradtools.torch.training")
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return compiled(f, **options)
@@ -282,108 +232,27 @@ class TorchBackend:
 
     uncompiled = staticmethod(uncompiled)
 
-    def explicit(self, asked: str, fun: Any, own: Any, xs: Any, sides: Any) -> Any:
-        return fun, []  # what it closes over is looked at where it runs
-
-    def sweep(self, *args: Any, **kwargs: Any) -> Any:
-        from gradtools.torch import tiling
-
-        return tiling.sweep(*args, **kwargs)
-
-    def fold(self, *args: Any, **kwargs: Any) -> Any:
-        from gradtools.torch import tiling
-
-        return tiling.fold(*args, **kwargs)
-
-    def sharded_like(self, x: Tensor, other: Tensor) -> Tensor:
-        return x  # a DTensor tells each operation what to do
-
-    def tile_bytes(self, *args: Any, **kwargs: Any) -> int:
-        from gradtools.torch import tiling
-
-        return tiling.tile_bytes(*args, **kwargs)
-
-    def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
-        from gradtools.torch import chunking
-
-        return chunking.run_chunks(chunks)
-
-    def sum_chunks(self, chunks: Chunks) -> list[Array]:
-        from gradtools.torch import chunking
-
-        return chunking.sum_chunks(chunks)
-
-    @cached_property
-    def is_replaying(self) -> Callable[[], bool]:
-        from gradtools.torch import watching
-
-        return watching.asks_is_replaying
-
-    def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
-        from gradtools.torch import gathering
-
-        return gathering.gather(x, axis_name, group)
-
-    def frozen_uses(self, budget: int | None) -> Any:
-        from gradtools.torch import freezing
-
-        return freezing.Uses(budget)
-
-    def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
-        from gradtools.torch import freezing
-
-        return freezing.run_frozen(whole, uses)
+    sweep = Lazily("gradtools.torch.tiling")
+    fold = Lazily("gradtools.torch.tiling")
+    tile_bytes = Lazily("gradtools.torch.tiling")
+    run_chunks = Lazily("gradtools.torch.chunking")
+    sum_chunks = Lazily("gradtools.torch.chunking")
+    is_replaying = Lazily("gradtools.torch.watching", "asks_is_replaying")
+    gather = Lazily("gradtools.torch.gathering")
+    frozen_uses = Lazily("gradtools.torch.freezing", "Uses")
+    run_frozen = Lazily("gradtools.torch.freezing")
 
     # --- seeing
 
-    def record(self, run: Any, leaves: Sequence[Any], names: Sequence[str]) -> Any:
-        from gradtools.torch import seeing
-
-        return seeing.record(run, leaves, names)
-
-    def vanishing(self, *args: Any) -> Any:
-        from gradtools.torch import vanishing
-
-        return vanishing.vanishing(*args)
-
-    def watchable(self) -> bool:
-        from gradtools.torch import seeing
-
-        return seeing.watchable()
-
-    def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
-        from gradtools.torch import seeing
-
-        return seeing.rerun(run, leaves)
-
-    def gradient_graph(self, asked: Any) -> Graph:
-        from gradtools.torch import passes
-
-        return passes.gradient_graph(asked)
-
-    @staticmethod
-    def formula_graph(program: Program) -> Graph:
-        """One run in the vocabulary of the formula."""
-        from gradtools.torch import vocabulary
-
-        return vocabulary.formula_graph(program)
-
-    @staticmethod
-    def trying(program: Program, wide: bool) -> AbstractContextManager[Any]:
-        """Around attempts at a formula."""
-        from gradtools.torch import vocabulary
-
-        return vocabulary.trying(program, wide)
-
-    def measure(self, f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        from gradtools.torch import measures
-
-        return measures.measure(f, args, kwargs)
-
-    def functionalize(self, module: Any, **options: Any) -> Any:
-        from gradtools.torch import modules
-
-        return modules.functionalize(module, **options)
+    record = Lazily("gradtools.torch.seeing")
+    vanishing = Lazily("gradtools.torch.vanishing")
+    watchable = Lazily("gradtools.torch.seeing")
+    rerun = Lazily("gradtools.torch.seeing")
+    gradient_graph = Lazily("gradtools.torch.passes")
+    formula_graph = Lazily("gradtools.torch.vocabulary")
+    trying = Lazily("gradtools.torch.vocabulary")
+    measure = Lazily("gradtools.torch.measures")
+    functionalize = Lazily("gradtools.torch.modules")
 
 
 def _checkpointed(

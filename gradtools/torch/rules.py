@@ -27,7 +27,16 @@ import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError, warn
-from gradtools.rules import KEYS, Linearized, Rule, batched, by_key, closes_over, spread
+from gradtools.rules import (
+    KEYS,
+    Linearized,
+    Rule,
+    batched,
+    by_key,
+    closes_over,
+    reverse_only_text,
+    spread,
+)
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import Question, hold_linear, hold_zero
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
@@ -54,11 +63,7 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
     # Dynamo does not say of an input whether it is differentiated; there it counts as if it were.
     if rule.reverse_only and _pushing() and any(is_compiling() or x.requires_grad for x in xs):
-        raise GradtoolsError(
-            f"{_pushing()[-1]}: f holds {rule.name}, which has a reverse rule only, so forward "
-            "mode cannot enter it. Use vjp or grad, or for second derivatives "
-            "mode='reverse_over_reverse'."
-        )
+        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
     if is_compiling():
         return list(_apply_by_key(rule.key, *xs))
     return list(_apply(rule, xs))

@@ -162,15 +162,12 @@ def _rest_of_jax() -> dict[str, Any]:
     import jax
     from jax._src.core import trace_state_clean  # what is public tells only two states apart
 
-    from gradtools.jax import chunking
-
     flags = {
         f"jax.config.{name}": getattr(jax.config, name, None) for name in sorted(jax.config.values)
     }
     return {
         **flags,
         "JAX is tracing nothing": trace_state_clean(),
-        "gradtools: replaying, in JAX": chunking.is_replaying(),
     }
 
 

@@ -6,11 +6,13 @@ PyTorch runs and differentiates each of them, so what fails is the formula's own
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import gradtools.torch as gt
+from gradtools import GradtoolsError
 
 NUMBER = torch.tensor(2.0)
 VECTOR = torch.tensor([0.5, -1.0, 2.0, 0.25])
@@ -123,3 +125,79 @@ def test_a_window_of_an_update_is_what_was_written(f, updates):
     found = gt.formula(f, torch.linspace(0.2, 1.3, 6, dtype=torch.float64))
     assert "\n".join(found.lines(0)).count("set_at") == updates
     assert found.check is not None and found.check.error < 1e-8
+
+
+# --- where f is defined, and in which numbers ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "x"),
+    [
+        (torch.asin, np.linspace(-0.99, 0.99, 40)),
+        (torch.atanh, np.linspace(-0.999, 0.999, 40)),
+        (torch.erfinv, np.linspace(-0.99, 0.99, 40)),
+        (lambda p: F.binary_cross_entropy(p, torch.ones_like(p)), np.linspace(0.01, 0.999, 40)),
+    ],
+    ids=["asin", "atanh", "erfinv", "binary_cross_entropy"],
+)
+def test_a_function_of_few_numbers_is_compared_as_near_as_it_is_defined(f, x):
+    assert "3 random points" in str(gt.formula(f, torch.tensor(x)))
+
+
+def test_where_nothing_nearby_is_defined_the_arguments_alone_are_compared():
+    def f(x):
+        if not torch.equal(x.detach(), torch.ones(3)):
+            raise ValueError("another x")
+        return (x**2).sum()
+
+    said = str(gt.formula(f, torch.ones(3)))
+    assert "nearby f is not defined" in said and "compared at the given arguments alone" in said
+
+
+@pytest.mark.parametrize(
+    ("f", "line"),
+    [
+        (lambda x: x.to(torch.complex128).sqrt(), "  y = √(x + 0i)"),
+        (lambda x: torch.log(x + 0j), "  y = log(x + 0i)"),
+        (lambda x: x.cfloat() * 2, "  y = 2 x + 0i"),
+        (lambda x: torch.fft.fft(x.to(torch.complex128)), "  y = ℱ(x)"),
+        (lambda x: (x + 0j).abs(), "  y = |x|"),
+        (lambda x: x.to(torch.complex128) * (1 + 2j), "  y = (1 + 2i) x"),
+    ],
+)
+def test_real_numbers_as_complex_ones_are_told_where_it_matters(f, line):
+    assert line in str(gt.formula(f, torch.tensor([0.3, 1.7, -2.5]))).splitlines()
+
+
+def test_what_is_drawn_from_a_distribution_of_the_values_is_compared_at_these_alone():
+    said = str(gt.formula(lambda m: torch.distributions.Normal(m, 1.0).sample() * m, torch.ones(3)))
+    assert "nearby f draws other numbers" in said
+
+
+def test_an_operation_that_writes_and_returns_something_else_is_read():
+    mean, var = torch.zeros(2), torch.ones(2)
+    f = lambda x: torch.ops.aten._native_batch_norm_legit(x, None, None, mean, var, True, 0.1, 0)[0]
+    assert "standardize" in str(gt.formula(f, torch.randn(3, 2, 4)))
+
+
+class _OneWay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, ct):
+        raise NotImplementedError("there is no way back")
+
+
+def test_a_missing_derivative_of_the_framework_is_no_fault_of_the_formula():
+    said = r"f runs, and automatic differentiation of it does not \(.*there is no way back"
+    with pytest.raises(GradtoolsError, match=said):
+        gt.formula(_OneWay.apply, torch.ones(3))
+
+
+def test_a_sparse_tensor_is_refused_in_words():
+    with pytest.raises(
+        GradtoolsError, match=r"f makes a sparse_coo tensor \(.*\); a formula is of"
+    ):
+        gt.formula(lambda x: x.to_sparse(), torch.ones(3))

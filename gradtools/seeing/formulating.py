@@ -118,7 +118,10 @@ def _in_own_precision(program: Program, names: Sequence[str], order: int) -> For
     except GradtoolsError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+        what = _told(error)
+        missing = _missing(program)
+        if missing:
+            raise GradtoolsError(_NO_DERIVATIVE.format(missing)) from error
         if _runs(program):
             raise GradtoolsError(
                 f"formula: f runs, but its formula could not be made ({what}). If the framework "
@@ -128,6 +131,39 @@ def _in_own_precision(program: Program, names: Sequence[str], order: int) -> For
             f"formula: f raised {what}. It must run, and be differentiated, at the arguments at "
             "which it is looked at."
         ) from error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+
+
+_NO_DERIVATIVE = (
+    "formula: f runs, and automatic differentiation of it does not ({}), so there is nothing to "
+    "hold a formula against."
+)
+
+
+def _missing(program: Program) -> str:
+    """What the framework raises when it differentiates f, which runs; empty if it does."""
+    if not _runs(program):
+        return ""
+    backend = program.backend
+    leaves = list(program.leaves)
+
+    def outputs(*xs: Any) -> tuple[list[Any], list[Any]]:
+        for k, x in zip(program.wrt, xs, strict=True):
+            leaves[k] = x
+        ys = [backend.asarray(y) for y in program.run(leaves)]
+        return [y for y in ys if backend.is_inexact(y)], []
+
+    try:
+        with backend.trying(program, wide=False):
+            xs = [program.leaves[k] for k in program.wrt]
+            found = backend.vjp(outputs, xs, groups=None, once=False)
+            found.pullback([backend.ones_like(y) for y in found.outs])
+    except Exception as error:
+        return _told(error)
+    return ""
 
 
 def _runs(program: Program) -> bool:
@@ -146,6 +182,12 @@ class _Differs(GradtoolsError):
 _AS_RECORDED = (
     "written as f computes it, for with names such as softplus the values differ at the arguments:"
 )
+_OTHER_PROGRAM = (
+    "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
+)
+_OTHER_DRAWS = "nearby f draws other numbers, for what it draws from depends on the values"
+_NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
+_STEPS = (0.1, 0.01, 0.001)  # to the random points, relative to the given arguments
 _AT_AN_EDGE = (
     "but not at the given arguments, which stand at a tie, at an edge or where a number is no "
     "longer finite:"
@@ -236,14 +278,18 @@ class _Case:
             derived: Makes the formula, with the names of what is recognised or as it was recorded.
             held: The captured values.
         """
-        from gradtools.seeing.formula import Differs
+        from gradtools.seeing.formula import Differs, Outside
 
         formula = derived(True)
         try:
             found = self._at_random(formula, held)
+        except Outside:
+            return self._of_one_run(formula, held, _NO_NEIGHBOURS)
         except GradtoolsError as error:
             if self._changes(formula.near(self.given)):
-                return self._of_one_run(formula, held)
+                return self._of_one_run(formula, held, _OTHER_PROGRAM)
+            if formula.draws:
+                return self._of_one_run(formula, held, _OTHER_DRAWS)
             as_recorded = self._as_recorded(derived, held)
             if as_recorded is None or not isinstance(error, Differs):
                 raise _Differs(str(error)) from error
@@ -260,42 +306,50 @@ class _Case:
     def _at_random(
         self, formula: Formula, held: dict[int, np.ndarray], finite: bool = True
     ) -> Formula:
-        sample = formula.near(self.given)
-        points = lambda rng: self._rounded(sample(rng))
-        return self._checked(formula, held, _POINTS, points, finite)
+        """At points near the given arguments, and as near as f's domain asks for."""
+        from gradtools.seeing.formula import Outside
+
+        def at(step: float) -> Formula:
+            sample = formula.near(self.given, step)
+            points = lambda rng: self._rounded(sample(rng))
+            return self._checked(formula, held, points, finite)
+
+        for step in _STEPS[:-1]:
+            try:
+                return at(step)
+            except Outside:
+                continue
+        return at(_STEPS[-1])
 
     def _at_given(
         self, formula: Formula, held: dict[int, np.ndarray], finite: bool = False
     ) -> Formula:
         here = lambda rng: self._rounded((self.given, *formula.point(rng)[1:]))
-        return self._checked(formula, held, 1, here, finite)
+        return self._checked(formula, held, here, finite, at_given=True)
 
     def _checked(
         self,
         formula: Formula,
         held: dict[int, np.ndarray],
-        points: int,
         sample: Callable[[np.random.Generator], Any],
-        finite: bool = True,
+        finite: bool,
+        at_given: bool = False,
     ) -> Formula:
         return formula.verified(
-            _Reference(self, formula),
-            points=points,
+            _Reference(self, formula, not at_given),
+            points=1 if at_given else _POINTS,
             tolerance=self._tolerance(formula.order),
             sample=sample,
             captured=held,
             finite=finite,
         )
 
-    def _of_one_run(self, formula: Formula, held: dict[int, np.ndarray]) -> Formula:
+    def _of_one_run(self, formula: Formula, held: dict[int, np.ndarray], why: str) -> Formula:
         try:
             found = self._at_given(formula, held, finite=True)
         except GradtoolsError as error:
             raise _Differs(str(error)) from error
-        return found.noted(
-            "nearby f runs another program (a branch, a mask or a number that is taken from the "
-            "values); compared at the given arguments alone, for which it holds"
-        )
+        return found.noted(f"{why}; compared at the given arguments alone, for which it holds")
 
     def _as_recorded(
         self, derived: Callable[[bool], Formula], held: dict[int, np.ndarray]
@@ -400,9 +454,13 @@ def _single(x: np.ndarray) -> np.ndarray:
 
 
 class _Reference:
-    """The framework's own numbers, in the form that `Formula.verified` compares."""
+    """The framework's own numbers, in the form that `Formula.verified` compares.
 
-    def __init__(self, case: _Case, formula: Formula) -> None:
+    is_near: Whether the points are others than the given arguments, at which f may raise.
+    """
+
+    def __init__(self, case: _Case, formula: Formula, is_near: bool) -> None:
+        self._is_near = is_near
         self._case, self._backend, self._order = case, case.backend, formula.order
         opened = case.recorded.opened
         self._active = [
@@ -413,6 +471,20 @@ class _Reference:
         self._inexact = [opened.values[v].is_inexact for v in opened.outputs]
 
     def __call__(
+        self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
+    ) -> tuple[list[Any], ...]:
+        from gradtools.seeing.formula import Outside
+
+        try:
+            return self._computed(inputs, cotangents, directions)
+        except GradtoolsError:
+            raise
+        except Exception as error:  # at the given arguments f itself runs
+            what = _told(error)
+            kind = Outside if self._is_near else GradtoolsError
+            raise kind(_NO_DERIVATIVE.format(what)) from error
+
+    def _computed(
         self, inputs: list[Any], cotangents: list[Any], directions: list[Any]
     ) -> tuple[list[Any], ...]:
         case = self._case
@@ -439,6 +511,8 @@ class _Reference:
         ys = [self._backend.asarray(y, beside) for y in run(leaves)]
         pairs = list(zip(ys, self._inexact, strict=True))
         return [y for y, inexact in pairs if inexact], [y for y, inexact in pairs if not inexact]
+
+    _outputs.asked = "formula"  # type: ignore[attr-defined]
 
     def _second(self, xs: list[Any], cts: list[Any], us: list[Any]) -> list[Any]:
         """The derivatives of <u, gradients> by the inputs and by the cotangents."""

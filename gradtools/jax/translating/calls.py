@@ -88,6 +88,9 @@ def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         found = _draw(w, eqn, jaxpr, entries) or _word(w, eqn, jaxpr, entries)
         if found is not None:
             return found
+    ruled = own and eqn.primitive.name == "custom_jvp_call"
+    if ruled and tracing.uses_primitive(jaxpr, lambda e: e.primitive.name in _UNDERIVABLE):
+        return list(w.marked(eqn, _name(eqn, jaxpr), [w.number(e) for e in entries]))
     if _has_rule(eqn, jaxpr, own) and w.depth < _DEEPEST:
         return custom_rule(w, eqn, entries, _name(eqn, jaxpr), _of_rule(eqn), again=True)
     return w.run(jaxpr, [w.held(c) for c in consts], entries)
@@ -114,6 +117,9 @@ def _has_rule(eqn: Any, jaxpr: Any, own: bool) -> bool:
     if not tracing.is_ruled(eqn) or is_chunk(jaxpr):
         return False
     return not (own and eqn.primitive.name == "custom_jvp_call")
+
+
+_UNDERIVABLE = ("while", "bitcast_convert_type", "zeta")  # what JAX's code with a rule may hold
 
 
 def _name(eqn: Any, jaxpr: Any) -> str:

@@ -77,26 +77,41 @@ def function_of(eqn: Any) -> Callable[..., list[np.ndarray]]:
 
 
 def pullback_of(eqn: Any) -> Callable[..., list[np.ndarray]]:
-    """The cotangents of its operands, of these and the results' cotangents."""
-    wide, pull, count = bool(jax.config.read("jax_enable_x64")), pulled(eqn), len(eqn.invars)
+    """The cotangents of its operands, of these and the results' cotangents.
+
+    NaN for an operand to which JAX has no derivative, where it has one to others.
+    """
+    wide, count = bool(jax.config.read("jax_enable_x64")), len(eqn.invars)
 
     def run(*values: Any) -> list[np.ndarray]:
         with jax.enable_x64(wide):
             xs, cts = _like(eqn.invars, values[:count]), _like(eqn.outvars, values[count:])
-            return [np.asarray(x) for x in pull(xs, cts)]
+            try:
+                return [np.asarray(x) for x in pulled(eqn)(xs, cts)]
+            except (NotImplementedError, ValueError):
+                return [_pulled_alone(eqn, k, xs, cts) for k in range(count)]
 
     return run
+
+
+def _pulled_alone(eqn: Any, k: int, xs: Sequence[Any], cts: Sequence[Any]) -> np.ndarray:
+    try:
+        return np.asarray(pulled(eqn, (k,))(xs, cts)[k])
+    except (NotImplementedError, ValueError):
+        return np.full(xs[k].shape, np.nan)
 
 
 def _like(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     return [jnp.asarray(x, a.aval.dtype) for x, a in zip(values, atoms, strict=True)]
 
 
-def pulled(eqn: Any) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
-    """What JAX pulls back through an equation, in gradtools' convention."""
+def pulled(
+    eqn: Any, wrt: Sequence[int] | None = None
+) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """What JAX pulls back through an equation (to some operands), in gradtools' convention."""
 
     def pull(xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-        active, back, _ = _differentiated(eqn, xs)
+        active, back, _ = _differentiated(eqn, xs, wrt)
         moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
         place = dict(zip(active, back([conj(cts[k]) for k in moving]), strict=True))
         return [conj(place[k]) if k in place else jnp.zeros(x.shape) for k, x in enumerate(xs)]
@@ -109,9 +124,12 @@ def forwarded(eqn: Any) -> Callable[[Sequence[Any]], list[Any]]:
     return lambda xs: _differentiated(eqn, xs)[2]
 
 
-def _differentiated(eqn: Any, xs: Sequence[Any]) -> tuple[list[int], Any, list[Any]]:
+def _differentiated(
+    eqn: Any, xs: Sequence[Any], wrt: Sequence[int] | None = None
+) -> tuple[list[int], Any, list[Any]]:
     """The operands that are differentiated, JAX's pullback along them, and the results."""
-    active = [k for k, atom in enumerate(eqn.invars) if is_inexact(atom)]
+    asked = range(len(xs)) if wrt is None else wrt
+    active = [k for k in asked if is_inexact(eqn.invars[k])]
     moving = [k for k, var in enumerate(eqn.outvars) if is_inexact(var)]
 
     def fun(*some: Any) -> tuple[list[Any], list[Any]]:

@@ -18,9 +18,10 @@ of the vocabulary needs a line in `operations.py` and a lowering; a new primitiv
 
 from gradtools.seeing.formula.comparing import Agreement as Agreement
 from gradtools.seeing.formula.comparing import Differs as Differs
+from gradtools.seeing.formula.comparing import Outside as Outside
 from gradtools.seeing.formula.formula import Check as Check
 from gradtools.seeing.formula.formula import Formula as Formula
 from gradtools.seeing.formula.formula import Values as Values
 from gradtools.seeing.formula.formula import derive as derive
 
-__all__ = ["Agreement", "Check", "Differs", "Formula", "Values", "derive"]
+__all__ = ["Agreement", "Check", "Differs", "Formula", "Outside", "Values", "derive"]

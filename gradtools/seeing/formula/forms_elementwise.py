@@ -21,6 +21,7 @@ from gradtools.seeing.formula.typesetting import (
     join,
     number,
     over,
+    summed,
     superscript,
 )
 
@@ -111,6 +112,11 @@ def _named(text: str, latex: str = "") -> _Form:
     return lambda x, args, matrix: function(text, args, latex=latex)
 
 
+def _cast(x: Expr, args: list[Written], matrix: bool) -> Written:
+    """Real numbers as complex ones are told: √x and √(x + 0i) differ below zero."""
+    return summed([args[0], Written("0i", "0i")]) if x.is_complex else args[0]
+
+
 ELEMENTWISE_FORMS: dict[str, _Form] = {
     "power": _power,
     "pow": _pow,
@@ -132,7 +138,7 @@ ELEMENTWISE_FORMS: dict[str, _Form] = {
     "arctan2": _named("atan2"),
     "maximum": _named("max", r"\max"),
     "minimum": _named("min", r"\min"),
-    "cast": lambda x, args, matrix: args[0],
+    "cast": _cast,
     "scale_gradient": lambda x, args, matrix: args[0],
     "logical_and": _logical("∧", r"\land"),
     "logical_or": _logical("∨", r"\lor"),

@@ -71,6 +71,7 @@ class Formula:
         directions: At order 2, the names of the cotangents of the inputs' cotangents.
         gradients: The names of the inputs' cotangents.
         second: At order 2, the names of what the last section lists.
+        draws: The names of the random draws.
         order: 1, or 2 with the double backward.
         marked: The native names of operations without a translation; empty if there are none.
         check: The comparison with automatic differentiation, or None before there was one.
@@ -85,6 +86,7 @@ class Formula:
         names = derived.names
         self.inputs = tuple(names[p].text for p in derived.lowered.program.inputs)
         self.outputs = tuple(w.text for w in derived.output_names)
+        self.draws = tuple(names[p].text for p in derived.lowered.draws)
         self.cotangents = tuple(names[p].text for p in derived.cotangents)
         self.directions = tuple(names[p].text for p in derived.directions)
         self.gradients = tuple(w.text for w in derived.gradient_names)
@@ -243,7 +245,7 @@ class Formula:
 
         Raises:
             Differs: They differ; it says where, with both values.
-            GradtoolsError: The values are finite at none of the points.
+            Outside: The values are finite at none of the points.
         """
         if not self.computable:
             return self
@@ -309,13 +311,16 @@ class Formula:
         plain = [(arrays(xs), arrays(gs), arrays(us)) for xs, gs, us in chosen]
         return compare(self, derivation, plain, tolerance, captured, convert)
 
-    def near(self, inputs: Sequence[Any]) -> Callable[[np.random.Generator], tuple]:
+    def near(
+        self, inputs: Sequence[Any], step: float = 0.1
+    ) -> Callable[[np.random.Generator], tuple]:
         """A ``sample`` that draws its inputs near these, with their signs.
 
         Args:
             inputs: One array for each input, such as those that the program was recorded with.
+            step: The relative size of the steps away from them.
         """
-        return near(inputs, self)
+        return near(inputs, self, step)
 
     def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
         """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""

@@ -30,7 +30,7 @@ from gradtools.seeing.formula.algebra import (
     subtract,
     times,
 )
-from gradtools.seeing.formula.expressions import BOOLEAN, INTEGER, REAL, Expr, widest
+from gradtools.seeing.formula.expressions import BOOLEAN, COMPLEX, INTEGER, REAL, Expr, widest
 
 Derivative = Callable[..., Sequence[Expr | None]]
 
@@ -90,7 +90,8 @@ def negation(c: Expr) -> Expr:
 
 
 def _sigmoid(x):
-    return np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), 1 - 1 / (1 + np.exp(-np.abs(x))))
+    e = np.exp(-np.abs(x))  # far from zero the smaller of both sides keeps its digits
+    return np.where(x >= 0, 1.0, e) / (1 + e)
 
 
 def _any_sigmoid(x):
@@ -180,7 +181,9 @@ def _compare(a, b, relation):
 def _cast(x, to):
     if to == BOOLEAN:
         return x != 0
-    return np.trunc(x).astype(np.int64) if to == INTEGER else np.asarray(x, float)
+    if to == INTEGER:
+        return np.trunc(x).astype(np.int64)
+    return np.asarray(x, complex if to == COMPLEX else float)
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -241,7 +244,7 @@ FUNCTIONS: dict[str, Function] = {
     "trunc": Function(np.trunc),
     "stop": Function(lambda x: x),
     "scale_gradient": Function(lambda x, scale: x, pullback=lambda y, g, x: [scale(y["scale"], g)]),
-    "cast": Function(_cast),
+    "cast": Function(_cast, pullback=lambda y, g, x: [g if y.is_complex else None]),
     "compare": Function(_compare, kind=BOOLEAN),
     "is_finite": Function(np.isfinite, kind=BOOLEAN),
     "is_nan": Function(np.isnan, kind=BOOLEAN),

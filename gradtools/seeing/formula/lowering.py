@@ -13,9 +13,10 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control
-from gradtools.seeing.formula.expressions import Expr, Program, kind_of, placeholder
+from gradtools.seeing.formula.algebra import constant_of
+from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, Program, kind_of, placeholder
 from gradtools.seeing.formula.lowering_arrays import ARRAYS
-from gradtools.seeing.formula.lowering_elementwise import ELEMENTWISE
+from gradtools.seeing.formula.lowering_elementwise import ELEMENTWISE, apply_cast
 from gradtools.seeing.formula.lowering_layers import LAYERS
 from gradtools.seeing.formula.lowering_linalg import LINALG
 from gradtools.seeing.formula.operations import OPERATIONS
@@ -61,7 +62,10 @@ def lower(graph: Graph, names: Mapping[int, str] | None = None) -> Lowered:
             call(v, f"c{k}"), value.shape, kind_of(value.dtype), role="captured"
         )
     known = {**lowered.captured, **dict(zip(graph.inputs, inputs, strict=True))}
-    outputs = _walk(graph, known, lowered)
+    outputs = [
+        apply_cast(y, REAL) if graph.values[v].is_inexact and not y.is_inexact else y
+        for v, y in zip(graph.outputs, _walk(graph, known, lowered), strict=True)
+    ]
     lowered.program = Program(tuple(inputs), tuple(outputs))
     return lowered
 
@@ -106,6 +110,8 @@ def _lower_node(node: Node, graph: Graph, args: list[Expr], lowered: Lowered) ->
         return _marked(node, expected, args, lowered)
     if node.operation in OPERATIONS and node.operation != "opaque":
         _check_attributes(node)
+    if node.operation in _LINEAR:
+        args = [x.args[0] if x.op == "cast" and x.is_complex else x for x in args]
     if node.operation in _WITH_BODIES:
         results = _WITH_BODIES[node.operation](node, args, lowered)
     elif node.operation == "random":
@@ -116,7 +122,36 @@ def _lower_node(node: Node, graph: Graph, args: list[Expr], lowered: Lowered) ->
         return _marked(node, expected, args, lowered)
     results = list(results) if isinstance(results, (list, tuple)) else [results]
     _check(node, results, expected, args)
-    return results
+    return [
+        apply_cast(r, COMPLEX) if kind_of(v.dtype) == COMPLEX and not _is_plain(r) else r
+        for r, v in zip(results, expected, strict=True)
+    ]
+
+
+def _is_plain(x: Expr) -> bool:
+    """Whether x is complex already, or a number, of which any kind is written alike."""
+    return x.is_complex or x.op == "number" or constant_of(x) is not None
+
+
+_LINEAR = {  # what does the same to real numbers as to the complex ones that they are
+    *("add", "subtract", "multiply", "negate", "einsum", "matmul", "outer", "sum", "mean", "trace"),
+    *("reshape", "transpose", "broadcast", "concatenate", "stack", "split", "slice", "pad", "flip"),
+    *(
+        "fft",
+        "ifft",
+        "cumsum",
+        "triangle",
+        "roll",
+        "diagonal",
+        "diagonal_matrix",
+        "index",
+        "real",
+        "imag",
+        "conj",
+        "abs",
+        "identity",
+    ),
+}
 
 
 def _check(node: Node, results: list[Expr], expected: list[Value], args: list[Expr]) -> None:

@@ -263,8 +263,10 @@ def _cross(a: Expr, b: Expr, axis: int) -> Expr:
 
 
 def _trace(x: Expr) -> Expr:
-    batch = tuple(range(x.rank - 2))
-    return product([x], [(*batch, "d", "d")], batch, x.shape[:-2])
+    batch, least = x.shape[:-2], min(x.shape[-2:])
+    axes = tuple(range(len(batch)))
+    square = making.cut(x, [0] * x.rank, [*batch, least, least])
+    return product([square], [(*axes, "d", "d")], axes, batch)
 
 
 ARRAYS: dict[str, Lowering] = {

@@ -56,7 +56,7 @@ def _cast(x: Expr, dtype: Any) -> Expr:
 
 
 def apply_cast(x: Expr, kind: str) -> Expr:
-    """To integers or booleans."""
+    """To integers or booleans; to complex numbers, which is written as nothing."""
     return algebra.elementwise("cast", [x], kind, to=kind)
 
 

@@ -28,10 +28,10 @@ def polygamma(order: int, x: np.ndarray) -> np.ndarray:
 
 
 def _polygamma(order: int, x: float) -> float:
+    if x <= 0 and x == math.floor(x):
+        return math.nan
     if x <= 0 and order == 0:
         return _polygamma(0, 1 - x) - math.pi / math.tan(math.pi * x)
-    if x <= 0:
-        return math.nan
     below = 0.0
     while x < _FAR:
         below += 1 / x ** (order + 1)

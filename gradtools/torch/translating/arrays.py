@@ -187,8 +187,10 @@ def _padded_by_index(mode: str) -> Translation:
         x, count = o.self, len(o.padding) // 2
         for k in range(count):
             axis = x.ndim - 1 - k
+            low, high = o.padding[2 * k], o.padding[2 * k + 1]  # less than zero: cut off
             places = np.arange(x.shape[axis])
-            at = np.pad(places, (o.padding[2 * k], o.padding[2 * k + 1]), mode=mode)  # type: ignore[call-overload]
+            at = np.pad(places, (max(0, low), max(0, high)), mode=mode)  # type: ignore[call-overload]
+            at = at[max(0, -low) : len(at) - max(0, -high)]
             x = _taken(w, x, axis, w.constant(at))
         return x
 

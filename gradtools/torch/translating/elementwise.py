@@ -124,6 +124,14 @@ def _pow(w: Writer, o: Any) -> Ref:
     return w("power", w.ref(o.self), w.ref(o.exponent))
 
 
+@operation("round")
+def _round(w: Writer, o: Any) -> Ref:
+    decimals = getattr(o, "decimals", 0)
+    if not decimals:
+        return w("round", o.self)
+    return w.div(w("round", w.mul(o.self, 10.0**decimals)), 10.0**decimals)
+
+
 @operation("fmod")
 def _fmod(w: Writer, o: Any) -> Ref:
     return w.sub(o.self, w.mul(o.other, w("trunc", w.div(o.self, o.other))))
@@ -262,7 +270,8 @@ def _copied(w: Writer, o: Any) -> Ref:
     if "src" in given or "value" in given:
         x = w.ref(given.get("src", given.get("value")))
     else:
-        x = o.self if w.native in ("aten._to_copy", "aten.to") else w.constant(0.0)
+        own = ("aten._to_copy", "aten.to", "aten.expand_copy")
+        x = o.self if w.native in own else w.constant(0.0)
     return w.cast(w.broadcast(x, shape), dtype)
 
 
@@ -279,6 +288,15 @@ def _softplus(w: Writer, o: Any) -> Ref:
 @operation("leaky_relu")
 def _leaky_relu(w: Writer, o: Any) -> Ref:
     return w("leaky_relu", o.self, slope=float(o.negative_slope))
+
+
+@operation("rrelu_with_noise", "rrelu_with_noise_functional")
+def _rrelu(w: Writer, o: Any) -> Ref | None:
+    """Training draws the slopes below zero, which are what they were."""
+    if not o.training:
+        return w("leaky_relu", o.self, slope=float(o.lower + o.upper) / 2)
+    slopes = o.writes[0] if o.writes else o.outs[1]
+    return w.mul(o.self, o.recorder.constant(slopes))
 
 
 @operation("elu")

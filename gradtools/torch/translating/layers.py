@@ -141,7 +141,7 @@ def _solve_triangular(w: Writer, o: Any) -> Ref:
 def _old_triangular(w: Writer, o: Any) -> Any:
     flags: dict[str, Any] = {"lower": not o.upper, "unit": o.unitriangular or None}
     flags["transpose"] = True if o.transpose else None
-    return [w("triangular_solve", o.A, o.self, shape=o.likes[0][0], **flags), None]
+    return [w("triangular_solve", o.A, o.self, shape=o.likes[0][0], **flags), o.A]
 
 
 @operation("cholesky_solve", "_cholesky_solve_helper")
@@ -380,7 +380,8 @@ def _group_norm(w: Writer, o: Any) -> Any:
 @operation("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 @operation("_batch_norm_with_update", "_native_batch_norm_legit_no_training")
 def _batch_norm(w: Writer, o: Any) -> Any:
-    training = bool(getattr(o, "training", getattr(o, "train", False)))
+    training = getattr(o, "training", None)
+    training = w.native == "aten._batch_norm_with_update" if training is None else bool(training)
     given = _affine(w, o, [o.input.shape[1]])
     if not training:
         given += [o.running_mean, o.running_var]
@@ -405,9 +406,19 @@ def _rms_norm(w: Writer, o: Any) -> Any:
 # --- softmax, losses, attention ----------------------------------------------------------
 
 
-@operation("_softmax", "_safe_softmax", "softmax")
+@operation("_softmax", "softmax")
 def _softmax(w: Writer, o: Any) -> Ref:
     return w("softmax", o.self, axis=o.dim % max(1, o.self.ndim))
+
+
+@operation("_safe_softmax")
+def _safe_softmax(w: Writer, o: Any) -> Ref:
+    """Zero where all is masked."""
+    axis = o.dim % max(1, o.self.ndim)
+    masked = w.compare(w.reduce("max", o.self, [axis], True), "==", -np.inf)
+    masked = w.broadcast(masked, o.self.shape)
+    found = w("softmax", w.where(masked, 0.0, o.self), axis=axis)
+    return w.where(masked, 0.0, found)
 
 
 @operation("_log_softmax", "log_softmax")

@@ -83,7 +83,9 @@ def origin_of(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 _TENSOR: Any = Tensor
-_WIDER = dict.fromkeys((Tensor.half, Tensor.float, Tensor.bfloat16), Tensor.double)
+_WIDER: dict[Any, Any] = dict.fromkeys((Tensor.half, Tensor.float, Tensor.bfloat16), Tensor.double)
+_COMPLEX: Any = Tensor  # of whose casts PyTorch's stubs know nothing
+_WIDER |= dict.fromkeys((_COMPLEX.chalf, _COMPLEX.cfloat), _COMPLEX.cdouble)
 _ASKS = frozenset({_TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__})
 
 

@@ -212,13 +212,21 @@ class FormulaRecorder:
             if parts is not None:
                 return parts[0]
         out = func(*args, **kwargs)
-        outs = writes if writes else list(tensors_in(out))
+        made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
+        for y in made:
+            if y.layout is not torch.strided:
+                layout = str(y.layout).removeprefix("torch.")
+                raise GradtoolsError(
+                    f"formula: f makes a {layout} tensor ({name}); a formula is of dense ones. "
+                    "Give f dense arguments, or leave to_sparse out."
+                )
+        outs = made or writes
         self.writer.native = f"aten.{name}"
         bound.likes = [like(y) for y in outs]
-        bound.outs, bound.recorder = outs, self
+        bound.outs, bound.writes, bound.recorder = outs, writes, self
         bound.again = lambda *given: func(*given, *args[len(given) :], **kwargs)
         if name not in DRAWN and all(x.number in self.fixed for x in bound.given):
-            self._note(outs, [self.constant(y) for y in outs], bool(writes))
+            self._note(outs, [self.constant(y) for y in outs], not made)
             return out
         found = None if translation is None else translation(self.writer, bound)
         if found is None and translation is not None and not writes:
@@ -228,7 +236,9 @@ class FormulaRecorder:
         if found is None:
             found = self._unknown(bound, outs, func, args, kwargs)
         refs = list(found) if isinstance(found, list | tuple) else [found]
-        self._note(outs, refs[: len(outs)], bool(writes))
+        self._note(outs, refs[: len(outs)], not made)
+        if made:  # what else is written into, such as running statistics, is what it became
+            self._note(writes, [self.constant(x) for x in writes], written=True)
         return out
 
     def _in_parts(self, func: Any, args: Any, kwargs: Any, again: Any) -> tuple[Any] | None:
@@ -357,11 +367,12 @@ class Computing:
         self.func, self.args, self.kwargs = func, tuple(args), dict(kwargs)
         self.kept = [_BY_KEY.get(a) for a in args if isinstance(a, str)]  # a kernel's call
         self.xs = list(tensors_in([self.args, self.kwargs]))
+        self.tracked = [x.requires_grad for x in self.xs]
 
     def _run(self, values: Sequence[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs that are tracked, and outputs."""
         made = [torch.tensor(v).to(x.dtype) for v, x in zip(values, self.xs, strict=True)]
-        xs = [x.requires_grad_(is_inexact(x)) for x in made]
+        xs = [x.requires_grad_(tracked) for x, tracked in zip(made, self.tracked, strict=True)]
         left = iter(xs)
         swapped = lambda a: next(left) if isinstance(a, Tensor) else a
         args, kwargs = pytree.tree_map(swapped, (self.args, self.kwargs))

@@ -205,6 +205,8 @@ class Writer:
         axes = axes_of(x, axes)
         left = [(1 if a in axes else n) for a, n in enumerate(x.shape) if keep or a not in axes]
         dtype = "bool" if operation in ("any", "all") else None
+        if x.kind == 3 and operation in ("norm", "variance", "deviation"):
+            dtype = "float64"
         return self(operation, x, shape=left, dtype=dtype, axes=axes, keep=keep or None, **more)
 
     def total(self, x: Ref, axes: Any = None, keep: bool = False) -> Ref:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.extend.core
 import jax.extend.source_info_util as source_info
@@ -13,6 +16,26 @@ import pytest
 import gradtools.jax as gt
 from gradtools.jax import _upstream as upstream
 from gradtools.jax import marks
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ClosedJaxpr", "Jaxpr", "Literal", "Primitive", "get_opaque_trace_state"]
+    + ["set_current_trace", "take_current_trace"],
+)
+def test_what_is_taken_from_its_private_place_is_what_is_public(name):
+    assert getattr(upstream, name) is getattr(jax.extend.core, name)
+
+
+def test_the_public_place_still_comes_with_pallas():
+    """Once it does not, the private one is no longer needed."""
+    run = "import sys, jax.extend.core; sys.exit('jax._src.pallas' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", run], check=False).returncode == 0
+
+
+def test_importing_the_wing_does_not_load_pallas():
+    run = "import sys, gradtools.jax as gt; gt.grad; sys.exit('jax._src.pallas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", run], check=False).returncode == 0
 
 
 def _made_here(x):

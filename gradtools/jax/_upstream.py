@@ -1,6 +1,8 @@
 """Everything that this wing relies on and JAX does not document: the one room that may.
 
-`jax._src` is used nowhere: what is needed stands in `jax.extend` and `jax.interpreters`. What is
+`jax._src` is used for one thing that is public elsewhere: the classes of a jaxpr. Their public
+place, `jax.extend.core`, comes with all of Pallas, which was half of the time that
+`import gradtools.jax` took; a test holds that they are the same objects. What is
 left are fields of records (an equation's source, a jaxpr's origin) that only pictures, formulas
 and messages read, one name of a method, what takes a DLPack capsule, and what guards transfers.
 All were seen with JAX 0.10.2; each entry says what to do when it is gone.
@@ -20,8 +22,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import core as _core
+from jax._src.core import Jaxpr as Jaxpr
+from jax._src.core import Literal as Literal
+from jax._src.core import Primitive as Primitive
+from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
+from jax._src.core import set_current_trace as set_current_trace
+from jax._src.core import take_current_trace as take_current_trace
 
 from gradtools.lines import is_in
+
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
 
 
 def stack_of(eqn: Any) -> Sequence[Any]:

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 
 from gradtools.accumulate import Entry, Trees, paired
 from gradtools.errors import GradtoolsError
 from gradtools.jax import trees
+from gradtools.jax._upstream import get_opaque_trace_state
 from gradtools.jax.parts import part_of
 
 TREES = Trees(trees.flatten, trees.unflatten, trees.leaf_paths)

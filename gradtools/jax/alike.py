@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.extend.core
 import numpy as np
 
+from gradtools.jax._upstream import ClosedJaxpr, Jaxpr, Literal
 from gradtools.jax.tracing import open_jaxpr
 
-_PROGRAMS = (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr)
+_PROGRAMS = (Jaxpr, ClosedJaxpr)
 _NO_CODE = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, and yet data
 _KEPT = 128  # programs
 
@@ -80,12 +80,8 @@ def _alike(a: Any, b: Any) -> bool:
         return len(us) == len(vs) and all(map(same, us, vs))
 
     def same(u: Any, v: Any) -> bool:
-        if isinstance(u, jax.extend.core.Literal):
-            return (
-                isinstance(v, jax.extend.core.Literal)
-                and u.aval == v.aval
-                and _bits(u.val) == _bits(v.val)
-            )
+        if isinstance(u, Literal):
+            return isinstance(v, Literal) and u.aval == v.aval and _bits(u.val) == _bits(v.val)
         return names.get(u) is v
 
     return (

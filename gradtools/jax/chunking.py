@@ -18,7 +18,6 @@ from itertools import groupby
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 

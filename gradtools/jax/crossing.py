@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
 from gradtools.crossings import Crossed
 from gradtools.jax import flops
+from gradtools.jax._upstream import Literal
 
 _LAYS_OUT = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import set_current_trace, take_current_trace
 
 from gradtools.jax import tracing
-from gradtools.jax._upstream import Tracer, called_by_jax
+from gradtools.jax._upstream import Tracer, called_by_jax, set_current_trace, take_current_trace
 
 Answers = list[Any]
 

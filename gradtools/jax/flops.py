@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
+from gradtools.jax._upstream import Literal
 from gradtools.jax.lifetimes import LIFE, remembered
 from gradtools.seeing import measures as costs
 

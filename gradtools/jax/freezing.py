@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError, is_of, warn
+from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.arrays import asarray
 from gradtools.jax.refusals import explained
 from gradtools.jax.rules import apply_rule, transpose
@@ -87,7 +87,7 @@ class _Traced:
         closed = jax.make_jaxpr(fun)(*xs)
         # NumPy's arrays are the caller's, who may write to them before the second derivative
         consts = [np.array(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
-        self.fun, self.closed = fun, jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
+        self.fun, self.closed = fun, ClosedJaxpr(closed.jaxpr, consts)
         self.avals = [_strong(aval) for aval in self.closed.in_avals]
 
     def __call__(self, *xs: Array) -> list[Array]:

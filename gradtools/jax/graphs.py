@@ -21,10 +21,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from gradtools.jax import operands, places, tracing
-from gradtools.jax._upstream import scopes_of
+from gradtools.jax._upstream import Literal, scopes_of
 from gradtools.jax.crossing import crossing
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.tracing import Eqn, Jaxpr

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from gradtools.jax import tracing
+from gradtools.jax._upstream import Literal
 from gradtools.jax.trees import is_inexact
 
 Mask = Sequence[bool]

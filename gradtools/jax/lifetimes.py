@@ -15,7 +15,8 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import Primitive
+
+from gradtools.jax._upstream import Primitive
 
 T = TypeVar("T")
 LIFE = "life"

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from gradtools.errors import GradtoolsError
+from gradtools.jax._upstream import Literal
 from gradtools.jax.flops import bodies, counted, is_call, live
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing import measures as costs

@@ -19,11 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import seeing
-from gradtools.jax._upstream import scopes_of
+from gradtools.jax._upstream import Literal, scopes_of
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.crossing import BRIDGED

@@ -37,13 +37,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.jet import jet_rules
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError, NotImplementedRefusal, is_of, refusal, warn
 from gradtools.jax import homogeneous, shardings, tracing
+from gradtools.jax._upstream import Primitive
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
 from gradtools.jax.trees import conj, is_inexact, zeros_of
 from gradtools.linearity import is_linear

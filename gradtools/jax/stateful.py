@@ -21,13 +21,13 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, said_by
 from gradtools.jax import tracing
+from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.alike import derived
 
 _NEW_REFS = ("new_ref", "ref", "mutable_array", "empty_ref")
@@ -100,7 +100,7 @@ def owning(closed: Any) -> Any:
 
     They are the caller's, who may write to them before the backward pass.
     """
-    return jax.extend.core.ClosedJaxpr(closed.jaxpr, [_own(c) for c in closed.consts])
+    return ClosedJaxpr(closed.jaxpr, [_own(c) for c in closed.consts])
 
 
 def _own(x: Any) -> Any:

@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from gradtools.jax import tracing
+from gradtools.jax._upstream import Literal
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.flow import links_of
 from gradtools.seeing.graph import Dependence, Graph, Links, Node

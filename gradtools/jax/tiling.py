@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import shardings
+from gradtools.jax._upstream import Literal
 from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
 from gradtools.jax.rules import varying, varying_alike

@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, get_opaque_trace_state
 
 from gradtools.host import Spec
 from gradtools.jax import _upstream as upstream
+from gradtools.jax._upstream import Literal, get_opaque_trace_state
 from gradtools.jax.lifetimes import LIFE
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides

@@ -22,9 +22,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from gradtools.jax import seeing, tracing
+from gradtools.jax._upstream import Literal
 from gradtools.jax.translating import calls
 from gradtools.jax.translating.folding import folded, is_foldable
 from gradtools.jax.translating.indexing import INDEXING

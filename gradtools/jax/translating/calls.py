@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from gradtools.errors import MissingRuleError
 from gradtools.jax import places, tracing
-from gradtools.jax._upstream import is_of_random
+from gradtools.jax._upstream import Literal, is_of_random
 from gradtools.jax.crossing import called_inside, crossing
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.translating.folding import evaluated, forwarded, pulled

@@ -47,7 +47,7 @@ Fun = Callable[..., tuple[list[Array], list[Array]]]
 _PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)  # who takes a pullback's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
     """One evaluation of a function, and its derivative there.
 
@@ -70,7 +70,7 @@ class Evaluation:
     where_lost: Callable[[int], list[str]] = lambda i: []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Staged:
     """A function that was looked at before it runs, where the framework can do that.
 

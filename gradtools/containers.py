@@ -84,7 +84,7 @@ class OpenedTree:
         return f"{self.treedef} with {named}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Containers:
     """A framework's pytrees, with those containers opened.
 

@@ -46,7 +46,7 @@ class Look:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Contract:
     """What one rule is held to.
 
@@ -160,7 +160,7 @@ _OF = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Primal:
     """An argument as `fwd` sees it with `symbolic_zeros=True`.
 

@@ -80,7 +80,7 @@ class Cost:
     notes: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Crossing:
     """One call.
 

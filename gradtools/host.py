@@ -19,13 +19,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradtools.containers import whole
-from gradtools.crossings import Inside
 from gradtools.errors import GradtoolsError
+
+if TYPE_CHECKING:
+    from gradtools.crossings import Inside
 
 Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, Backend, Lazily
-from gradtools.crossings import noted
 from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
 from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
 from gradtools.jax.stateful import checkpointed, explained, stateful
@@ -208,6 +207,7 @@ class JaxBackend(Backend):
     vanishing = Lazily("gradtools.jax.vanishing")
 
     def rerun(self, run: Any, leaves: Sequence[Any]) -> Sequence[Any]:
+        from gradtools.crossings import noted
         from gradtools.jax import seeing
 
         if noted() is None or not seeing.crosses(run, leaves):

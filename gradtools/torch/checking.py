@@ -32,7 +32,7 @@ Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 _LINEAR: weakref.WeakSet[Rule] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Question:
     """One map of a rule, to be asked about.
 

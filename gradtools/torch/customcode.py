@@ -309,7 +309,7 @@ def refuse_lossy(asked: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey)
         _Gating(asked, key, partial(_tried, fun, leaves, key), ()).ask("inputs")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Guard:
     """What is needed to ask about the custom code in the graph of one evaluation.
 
@@ -411,7 +411,7 @@ class _Gating(NamedTuple):
             _ask(self.asked, self.key, which, partial(self.tried, forward))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Called:
     """A call of a torch.autograd.Function, of which is asked later what its gradient loses.
 

@@ -73,7 +73,7 @@ class _Loud(Exception):
     """The derivative of a gradient raises: it is not lost in silence."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trial:
     """One call of a class, as a map g of its differentiated arguments xs and of cotangents cts.
 

@@ -89,7 +89,7 @@ def like(x: Tensor) -> Any:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Inside:
     """What a wrapper subclass is made of, by PyTorch's protocol of `__tensor_flatten__`."""
 

@@ -25,7 +25,7 @@ GRADIENT = "gradient"
 GRADIENT_AGAIN = "derivative of the gradient"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class WrongGradient:
     """A gradient that PyTorch has wrong.
 

@@ -480,9 +480,14 @@ class _Reference:
         except GradtoolsError:
             raise
         except Exception as error:  # at the given arguments f itself runs
-            what = _told(error)
-            kind = Outside if self._is_near else GradtoolsError
-            raise kind(_NO_DERIVATIVE.format(what)) from error
+            if not self._is_near:
+                raise GradtoolsError(_NO_DERIVATIVE.format(_told(error))) from error
+        try:  # once more: what failed by chance is no edge of where f is defined
+            return self._computed(inputs, cotangents, directions)
+        except GradtoolsError:
+            raise
+        except Exception as error:
+            raise Outside(_NO_DERIVATIVE.format(_told(error))) from error
 
     def _computed(
         self, inputs: list[Any], cotangents: list[Any], directions: list[Any]

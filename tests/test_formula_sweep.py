@@ -27,7 +27,6 @@ OWN_DOING = (
     "a formula is of dense ones",
 )
 FAULTS = {  # gradtools'; by name, which may hold wildcards, and what is wrong
-    "torch nn.functional.hardsigmoid": "PyTorch's backward kernel has 1/6 in float32",
     "torch nn.functional.linear_cross_entropy.chunked_none": "its backward pass writes into out=",
     "torch linalg.pinv.singular": "the formula of the pseudoinverse is that of full rank",
     "jax lax.scatter 1": "of two writers to one place both get the cotangent",

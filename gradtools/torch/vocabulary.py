@@ -79,6 +79,7 @@ def _recorded(program: Program, recorder: FormulaRecorder) -> Recorded:
         held={v: x.detach() for v, x in captured.items()},
         wanted=wanted,
         run=_with_others(program, [captured[v] for v in wanted]),
+        narrow=recorder.narrow,
     )
 
 

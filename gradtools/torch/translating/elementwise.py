@@ -328,12 +328,13 @@ def _mish(w: Writer, o: Any) -> Ref:
 
 @operation("hardsigmoid")
 def _hardsigmoid(w: Writer, o: Any) -> Ref:
+    o.recorder.narrow = "float32"  # PyTorch's backward kernel has 1/6 in float32
     return w.div(w("clip", w.add(o.self, 3.0), low=0.0, high=6.0), 6.0)
 
 
 @operation("hardswish")
 def _hardswish(w: Writer, o: Any) -> Ref:
-    return w.mul(o.self, _hardsigmoid(w, o))
+    return w.mul(o.self, w.div(w("clip", w.add(o.self, 3.0), low=0.0, high=6.0), 6.0))
 
 
 @operation("softshrink")

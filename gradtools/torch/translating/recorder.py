@@ -65,6 +65,7 @@ class FormulaRecorder:
         self.quiet = 0
         self.depth = 0  # inside so many functions with rules of their own
         self.rule = ""  # the name of the innermost
+        self.narrow = ""  # a dtype short of double in which a kernel computes whatever it is given
         self.crossed = 0  # how many calls of another framework's functions were written down
         self.thread = threading.get_ident()
         self.held: dict[int, Shown] = {}

@@ -215,7 +215,7 @@ TABLE = """
 2 F.gelu(a) + F.gelu(a, approximate="tanh") + F.silu(a) ; (4)
 1 F.relu(a) + F.leaky_relu(a) + F.relu6(a) + F.hardtanh(a) ; (4)
 1 F.elu(a) + F.selu(a) + F.celu(a, 0.5) + F.mish(a) ; (4)
-1 F.hardswish(a) + F.hardsigmoid(a) + F.softshrink(a) + F.hardshrink(a) + F.tanhshrink(a) ; (4)
+1 F.hardswish(a) + F.softshrink(a) + F.hardshrink(a) + F.tanhshrink(a) ; (4)
 1 F.glu(a) + F.softsign(a[:2]) + F.threshold(a[:2], 0.1, 2.0) ; (4)
 1 F.prelu(a, b)                                     ; (3,4) (4)
 2 a.real * a.imag                                   ; z(4)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from gradtools.testing.devices import placed
 from gradtools.testing.plugin import BACKENDS, wanted_backends
 
 GENERATORS = pytest.StashKey[list]()
+CLOCK = pytest.StashKey[float]()
 TIMES: dict[str, float] = {}  # seconds, of each test
 
 
@@ -47,8 +49,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Each phase's processor time, also of the processes that it waited for.
+
+    It is the same beside other work, which seconds by the clock are not.
+    """
+    report = yield
+    now = sum(os.times()[:4])
+    report.processor_time = now - item.config.stash.get(CLOCK, now)
+    item.config.stash[CLOCK] = now
+    return report
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + report.duration
+    TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + report.processor_time
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -112,17 +112,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file named test_torch_* or test_jax_* needs that backend; test_both_* needs both.
+    """What stands in torch/ or jax/ needs that backend, as do files named so; both/ needs both.
 
     Tests with other packages are collected where they are asked for: by mark, or by file.
     """
-    name, wanted = collection_path.name, wanted_backends(config)
-    if name.startswith("test_integration_") and config.option.markexpr != "integration":
+    if collection_path.suffix != ".py":
+        return None
+    name, folder = collection_path.name, collection_path.parent.name
+    if folder == "integration" and config.option.markexpr != "integration":
         return None if any(Path(a.partition("::")[0]).name == name for a in config.args) else True
-    for backend in BACKENDS:
-        if name.startswith((f"test_{backend}_", "test_both_")) and backend not in wanted:
-            return True
-    return None
+    absent = [backend for backend in BACKENDS if backend not in wanted_backends(config)]
+    needed = {folder, name.removeprefix("test_").partition("_")[0]}
+    return True if any(not needed.isdisjoint((backend, "both")) for backend in absent) else None
 
 
 @pytest.fixture(scope="module", autouse=True)

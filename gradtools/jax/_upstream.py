@@ -6,7 +6,7 @@ place, `jax.extend.core`, comes with all of Pallas, which was half of the time t
 left are fields of records (an equation's source, a jaxpr's origin) that only pictures, formulas
 and messages read, one name of a method, what takes a DLPack capsule, and what guards transfers.
 All were seen with JAX 0.10.2; each entry says what to do when it is gone.
-`tests/test_jax_upstream.py` holds that each still does what is relied on.
+`tests/jax/test_upstream.py` holds that each still does what is relied on.
 """
 
 from __future__ import annotations

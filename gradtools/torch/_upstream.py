@@ -1,9 +1,9 @@
 """Every private name of PyTorch that this wing relies on, and why: the one room that may.
 
-All other files go through here, which `tests/test_upstream.py` reads from their source; tests in
-`tests/test_torch_upstream.py` hold that each name still does what is relied on, and that no public
-way has come. Each entry says what it is for, and what to do when it is gone. All were seen with
-PyTorch 2.13; where there is an upstream issue it is named. What is merely another name costs
+All other files go through here, which `tests/house/test_upstream.py` reads from their source; tests
+in `tests/torch/test_upstream.py` hold that each name still does what is relied on, and that no
+public way has come. Each entry says what it is for, and what to do when it is gone. All were seen
+with PyTorch 2.13; where there is an upstream issue it is named. What is merely another name costs
 nothing; a function here costs a call, so what is asked at every operation is a name.
 
 Nothing public was found in 2.13 for any of them. What a maintainer of PyTorch would refuse, and for

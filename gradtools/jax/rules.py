@@ -182,7 +182,8 @@ _IS_TRACED = (
 
 def _evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:
     """The outputs and extras where all inputs are known, and the maps: nothing is traced."""
-    given, found = given if rule.symbolic else None, []
+    given = given if rule.symbolic else None
+    found: list[Linearized] = []
 
     def evaluate(*xs: Any) -> list[Any]:
         made = _maps_at(rule, xs, given)
@@ -281,7 +282,7 @@ def _looks(xs: Sequence[Any]) -> Any:
 
 def _hold_tangent(contract: Contract, rule: Rule, xs: Sequence[Any], given: Mask | None) -> bool:
     """Returns False where it cannot be told yet, for a kernel has no numbers."""
-    full_like, places = _likes(xs), []
+    full_like, places = _likes(xs), list[int]()
 
     def push(xs: Any, dxs: Any) -> list[Any]:
         assert rule.joint is not None
@@ -419,7 +420,7 @@ def _plain_maps(rule: Rule, xs: Sequence[Any], ys: Sequence[Any]) -> Rule:
     looks = tuple(jax.typeof(x) for x in (*xs, *ys))
 
     def make() -> Rule:
-        made = _native(rule, rule.reading(xs, ys), xs)
+        made = _native(rule, rule.reading(xs, list(ys)), xs)
         return rule.linearized(replace(made, ys=[], extras=[]), rule.primal)
 
     return remembered(rule, ("maps", looks), make)
@@ -694,7 +695,7 @@ def _without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) ->
     return jax.core.eval_jaxpr(closed.jaxpr.replace(eqns=kept[::-1]), closed.consts, *operands)
 
 
-def _define(name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]) -> Primitive:
+def _define(name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]) -> MortalPrimitive:
     primitive = MortalPrimitive(name, "rule")
     primitive.def_impl(mortal(run))
     primitive.def_abstract_eval(mortal(abstract))
@@ -1255,6 +1256,7 @@ def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
         return edited(*operands), operands
 
     def bwd(operands: Any, cts: Any) -> Any:
+        assert rule.cotangent is not None
         with _promoting(rule):
             found = rule.cotangent(rule.saved(operands, []), [conj(ct) for ct in cts])
         return tuple(

@@ -452,7 +452,7 @@ class _CutOutside(Flow):
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """As there, and inside of these equations any flow."""
-        return (self.uncut if self.made(eqn) else super()).step(eqn, bits)
+        return self.uncut.step(eqn, bits) if self.made(eqn) else super().step(eqn, bits)
 
 
 class Inside:

@@ -60,7 +60,8 @@ class _Signature:
     def __post_init__(self) -> None:
         self.count = len(self.looks)
         self.fwd: Any = self.shaped.of.fwd
-        self.bwd = self.shaped.of.bwd
+        self.bwd: Any = self.shaped.of.bwd
+        self.jvp: Any = self.shaped.of.jvp
         self.apply = _apply_of(self)
         self.attach: Any = None
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
@@ -69,7 +70,7 @@ class _Signature:
         self.plan: _Plan | None = None  # of the last forward pass, and mostly of the next
         # The maps of kernels, to be differentiated again, are evaluated at the arguments; a forward
         # rule reads these as well.
-        times = 0 if self.shaped.refined is None else 1 if self.shaped.of.jvp is None else 2
+        times = 0 if self.shaped.refined is None else 1 if self.jvp is None else 2
         self.again = tuple(range(self.count)) * times
         if self.shaped.contract.check == "never":
             self.ready = True
@@ -286,7 +287,7 @@ class _Plan:
 def _tree(signature: _Signature, out: Any) -> Any:
     """What f returns, of the Function's outputs."""
     outs = (out,) if type(out) is Tensor else out
-    node = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
+    node: Any = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
     if node is None:  # integers, of which no node tells
         return signature.shaped.backend.unflatten(signature.out_def(), outs)
     if node.plan.single:
@@ -421,12 +422,12 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     versions = list(map(upstream.version_of, tracked))
     dxs = tuple(map(torch.sub, xs, plain))
     with transposing(shaped.rule, EAGER):
-        found = shaped.of.jvp(plain, dxs)
+        found = signature.jvp(plain, dxs)
     if versions != list(map(upstream.version_of, tracked)):
         raise rules.written_error(shaped.rule)
-    y, dy = found if type(found) is tuple and len(found) == 2 else (None, None)
-    if not _are_alike(y, dy):
+    if type(found) is not tuple or len(found) != 2 or not _are_alike(*found):
         return None
+    y, dy = found
     if y.requires_grad:
         raise rules.closed_over_error(shaped.rule)
     if not dy.requires_grad:
@@ -445,7 +446,8 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
 @cache
 def _held_by_a_graph() -> int:
     """How often Python counts a leaf that a graph alone holds; asked where gradients are on."""
-    (node, _), *_ = get_gradient_edge(torch.empty(1, requires_grad=True).sin()).node.next_functions
+    sine = get_gradient_edge(torch.empty(1, requires_grad=True).sin()).node
+    node: Any = sine.next_functions[0][0]
     return sys.getrefcount(node.variable)
 
 

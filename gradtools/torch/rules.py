@@ -393,6 +393,7 @@ class _ReverseOnly(torch.autograd.Function):
     @staticmethod
     def forward(point: Point, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
+        assert point.found is not None
         if point.own or upstream.forward_level() >= 0:
             # The tangent of an output that is a view would have to be one too.
             out = [_cloned(y) if upstream.is_view(y) else y for y in _own(out, xs)]
@@ -651,7 +652,7 @@ def _extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[A
         return [None] * len(likes)
     pullback, mask = _extras_vjp(ctx, xs, wanted)
     nothing = tuple([zeros(*like) for like in likes if like])
-    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)
+    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)[:2]
     moving = [dx for dx, m in zip(dxs, mask, strict=True) if m]
     pairs = zip(pulled, moving, strict=True)
     dense = [torch.zeros_like(p) if dx is None else dx for p, dx in pairs]

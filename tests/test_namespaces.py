@@ -141,6 +141,8 @@ ALONE = {
     ("torch", "zeros.py"): "products with symbolic zeros; XLA takes them out itself",
     ("torch", "stopping.py"): "gradients switched off in forward mode; JAX has no such switch",
     ("torch", "programs.py"): "chunks as nodes of autograd's graph; JAX differentiates a scan",
+    ("torch", "replay.py"): "f run again, chunk by chunk; JAX differentiates a scan",
+    ("torch", "pieces.py"): "chunks as tensors of graphs of their own; JAX's loop slices",
     ("torch", "watching.py"): "what may go wrong when f runs again; JAX's functions are pure",
     ("torch", "gates.py"): "results that refuse a derivative along some tensors",
     ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",

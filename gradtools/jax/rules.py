@@ -695,7 +695,9 @@ def _without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) ->
     return jax.core.eval_jaxpr(closed.jaxpr.replace(eqns=kept[::-1]), closed.consts, *operands)
 
 
-def _define(name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]) -> MortalPrimitive:
+def _define(
+    name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]
+) -> MortalPrimitive:
     primitive = MortalPrimitive(name, "rule")
     primitive.def_impl(mortal(run))
     primitive.def_abstract_eval(mortal(abstract))

@@ -18,7 +18,9 @@ from gradtools.chunking import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.programs import Forward, Rows, flattened, node_of, pieces_of, untracked
+from gradtools.torch.pieces import Rows, flattened, pieces_of, untracked
+from gradtools.torch.programs import node_of
+from gradtools.torch.replay import Forward
 from gradtools.torch.summing import Sums
 from gradtools.torch.watching import is_plain, is_replaying, marked
 from gradtools.torch.wrappers import is_dual, unwrapped

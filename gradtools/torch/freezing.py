@@ -37,20 +37,10 @@ from gradtools.torch.gates import gated
 from gradtools.torch.marks import CHUNK, detached
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
-from gradtools.torch.programs import (
-    Backward,
-    Entries,
-    Forward,
-    Pushed,
-    Rows,
-    _primal,
-    alias_of,
-    flattened,
-    node_of,
-    outputs_of,
-    pulled_back,
-)
+from gradtools.torch.pieces import Entries, Rows, alias_of, flattened, primal_of
+from gradtools.torch.programs import Backward, Pushed, node_of, outputs_of, pulled_back
 from gradtools.torch.refusals import torch_says
+from gradtools.torch.replay import Forward
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
 from gradtools.torch.summing import Sums
@@ -463,7 +453,7 @@ def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
     total, a, b = 0.0, 0.0, 0.0
     for x, y in zip(xs, ys, strict=True):
         if x is not None and y is not None:
-            x, y = (_primal(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
+            x, y = (primal_of(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
             x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
             x, y = x.reshape(-1).detach(), y.reshape(-1).detach()
             total, a, b = total + float(x @ y), a + float(x @ x), b + float(y @ y)

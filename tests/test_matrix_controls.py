@@ -355,15 +355,15 @@ def transposed_rule(patch, gt):
         patch.setattr(rules, "transposed", lambda *args: minus(whole(*args)))
         patch.setattr(direct, "_recorded", lambda *args: None)  # all go the long way
         return
-    import gradtools.jax.rules as rules
+    import gradtools.jax.linearizing as linearizing
 
-    hoist = rules.hoist  # of the transposed rule
+    hoist = linearizing.hoist  # of the transposed rule
 
     def wrong(fun, *examples):
         run, consts = hoist(fun, *examples)
         return lambda *args: minus(run(*args)), consts
 
-    patch.setattr(rules, "hoist", wrong)
+    patch.setattr(linearizing, "hoist", wrong)
 
 
 @mutant("microbatched counts the last chunk as a whole one", "microbatched", oracle=CALL)

@@ -12,8 +12,9 @@ import numpy as np
 
 from gradtools.backend import Array, Backend, Lazily
 from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
-from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
+from gradtools.jax.rules import apply_rule, attempt
 from gradtools.jax.stateful import checkpointed, explained, stateful
+from gradtools.jax.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule
 

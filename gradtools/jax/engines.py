@@ -21,8 +21,8 @@ from gradtools.calls import Call
 from gradtools.connection import refuse_cut
 from gradtools.jax import signs, tracing
 from gradtools.jax._upstream import scopes_of
+from gradtools.jax.primitives import reverse_only_p
 from gradtools.jax.refusals import explained
-from gradtools.jax.rules import reverse_only_p
 from gradtools.jax.trees import LinearMap, conj, zeros_of
 
 _SCOPE = "gradtools_derivative"

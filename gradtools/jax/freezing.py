@@ -25,8 +25,9 @@ from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.arrays import asarray
 from gradtools.jax.refusals import explained
-from gradtools.jax.rules import apply_rule, transpose
+from gradtools.jax.rules import apply_rule
 from gradtools.jax.stateful import stateful
+from gradtools.jax.transposing import transpose
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import Linearized, Rule, spread
 

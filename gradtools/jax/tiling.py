@@ -20,7 +20,7 @@ from gradtools.jax import shardings
 from gradtools.jax._upstream import Literal
 from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
-from gradtools.jax.rules import varying, varying_alike
+from gradtools.jax.manual_axes import varying, varying_alike
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
 from gradtools.tiled import COLUMNS, ROWS, SHARED, Group, Sweep, added

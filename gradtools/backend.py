@@ -29,14 +29,14 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Chunks, Options
+    from gradtools.chunks import Chunks, Options
     from gradtools.host import Kernel, KernelCall, Results
     from gradtools.seeing.graph import Graph
     from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import Program
     from gradtools.seeing.recording import Recording, Run, Vanished
     from gradtools.seeing.training import Held, Optimised
-    from gradtools.tiled import Sweep
+    from gradtools.tiles import Sweep
 
 Array = Any
 P = ParamSpec("P")
@@ -514,7 +514,7 @@ class Recomputation(Programs):
         return None
 
     def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
-        """The output leaves of one use, a `chunking.Chunks` of one chunk that shares all."""
+        """The output leaves of one use, a `chunks.Chunks` of one chunk that shares all."""
         return whole.call(0, 0, [], whole.shared, [])[0]
 
     def is_replaying(self) -> bool:

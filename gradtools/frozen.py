@@ -22,7 +22,7 @@ from typing import Any
 from gradtools.backend import F, Operators
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
-from gradtools.chunking import SUMMED, Chunks, Cut, Options
+from gradtools.chunks import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
 
 _ONE = Cut(1, 1)  # a use is one chunk

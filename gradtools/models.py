@@ -19,7 +19,7 @@ from gradtools.arguments import arguments
 from gradtools.backend import Backend, F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
-from gradtools.chunking import Options
+from gradtools.chunks import Options
 from gradtools.errors import GradtoolsError
 
 Array = Any

@@ -20,9 +20,9 @@ import pytest
 import gradtools.accumulate
 import gradtools.batches
 import gradtools.chunking
-import gradtools.custom
 import gradtools.derivatives
 import gradtools.edits
+import gradtools.shaped
 from gradtools.conformance.checking import Verdict, forget_compiled, judged
 from gradtools.conformance.matrix import Cell, cells
 from gradtools.conformance.problem import CALL, CLOSED, DIFFERENCES, EAGER
@@ -326,12 +326,12 @@ def no_surrogate(patch, gt):
 
 @mutant("a residual is of an earlier point", "custom_rule", "host_function")
 def stale_residual(patch, gt):
-    whole = gradtools.custom.Residuals.restored
+    whole = gradtools.shaped.Residuals.restored
 
     def stale(self, backend, saved):
         return each_leaf(lambda x: 0.9 * x, whole(self, backend, saved))
 
-    patch.setattr(gradtools.custom.Residuals, "restored", stale)
+    patch.setattr(gradtools.shaped.Residuals, "restored", stale)
     if gt._api._backend.name == "torch":  # plain eager calls go another way
         import gradtools.torch.direct as direct
 

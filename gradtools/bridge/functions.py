@@ -24,13 +24,15 @@ import numpy as np
 
 from gradtools.connection import refuse_cut
 from gradtools.crossings import Cost, Crossing, noted, noting
-from gradtools.custom import CustomRule, Parameters, Shaped
+from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Rule, spread
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.program import Program
+from gradtools.shaped import Shaped
+from gradtools.signatures import Parameters
 
 Array = Any
 Mask = tuple[bool, ...]

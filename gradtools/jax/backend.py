@@ -19,7 +19,7 @@ from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Options
+    from gradtools.chunks import Options
     from gradtools.host import Kernel
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.chunking import Chunks, Cut, progress_bar
+from gradtools.chunks import Chunks, Cut, progress_bar
 from gradtools.errors import GradtoolsError, warn
 from gradtools.jax import shardings, tracing
 from gradtools.jax._upstream import is_batch_statistic

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.chunking import Chunks
+from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.arrays import asarray

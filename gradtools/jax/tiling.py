@@ -23,7 +23,7 @@ from gradtools.jax.chunking import promoted
 from gradtools.jax.manual_axes import varying, varying_alike
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
-from gradtools.tiled import COLUMNS, ROWS, SHARED, Group, Sweep, added
+from gradtools.tiles import COLUMNS, ROWS, SHARED, Group, Sweep, added
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group, empty where a group has another side

@@ -20,7 +20,7 @@ from gradtools.torch.transposing import pull, push, value_and_push
 from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Options
+    from gradtools.chunks import Options
     from gradtools.host import Kernel
     from gradtools.rules import Rule
 

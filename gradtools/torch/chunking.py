@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradtools.batches import Batch
-from gradtools.chunking import SUMMED, Chunks, Cut, Options
+from gradtools.chunks import SUMMED, Chunks, Cut, Options
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python

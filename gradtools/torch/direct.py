@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from gradtools.custom import CustomRule, Residuals, Shaped
+from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Linearized
+from gradtools.shaped import Residuals, Shaped
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import rules
 from gradtools.torch.checking import Question, hold_linear

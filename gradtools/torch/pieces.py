@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from gradtools.chunking import Chunks
+from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.marks import CHUNK, data_of, detached

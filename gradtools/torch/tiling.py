@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gradtools.chunking import progress_bar
+from gradtools.chunks import progress_bar
 from gradtools.errors import GradtoolsError
-from gradtools.tiled import COLUMNS, ROWS, SHARED, Group, Sweep
+from gradtools.tiles import COLUMNS, ROWS, SHARED, Group, Sweep
 from gradtools.torch.measures import LiveBytes
 from gradtools.torch.randomness import Randomness
 

@@ -24,7 +24,7 @@ from gradtools.arguments import Argument, arguments, takes
 from gradtools.backend import Array, Backend, F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import as_array, describe, is_numeric, like_function, normalized_argnums
-from gradtools.chunks import SUMMED, Chunks, Cut, Options
+from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition
 from gradtools.derivatives import Derivatives
 from gradtools.errors import GradtoolsError
 
@@ -131,10 +131,10 @@ class Chunking(Operators):
         Source: Gao, Zhang, Han, Callan, Scaling deep contrastive learning batch size under memory
         limited setup, 2021; recomputation after Griewank and Walther, Algorithm 799: revolve, 2000.
         """
-        options = Options(retain, memory_budget, verify, bool(progress))
+        options = ChunkOptions(retain, memory_budget, verify, bool(progress))
         options.check(f, chunk_size)
         if outputs is not None:
-            Options().check(outputs, 1, "chunked", "outputs")
+            ChunkOptions().check(outputs, 1, "chunked", "outputs")
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         rest = chunk_size, axes, argnums, interleaved, options
         return self._backend.like_module(f, partial(self._chunked_of, outputs, rest))
@@ -163,7 +163,7 @@ class Chunking(Operators):
         for i in (*keys, *carried):
             given[i] = Argument(i, args[i])
         batch = Batch(self._backend, "chunked", given, lists=True)
-        cut = Cut(batch.size, chunk_size, interleaved)
+        cut = Partition(batch.size, chunk_size, interleaved)
         chunks = Chunks(self._backend, f, batch, axes[1], keys, carried, cut, options)
         outs, carry = self._backend.run_chunks(chunks)
         return chunks.result(outs, carry)
@@ -216,7 +216,7 @@ class Chunking(Operators):
             >>> float(value), float(g)
             (3.0, 3.0)
         """
-        Options(verify=verify).check(f, chunk_size, "microbatched")
+        ChunkOptions(verify=verify).check(f, chunk_size, "microbatched")
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
                 f"microbatched: reduction is {reduction!r}; expected 'mean' or 'sum'."
@@ -361,8 +361,8 @@ class _Microbatches:
             count = sum(isinstance(a.key, int) for a in given)
             given.insert(count, Argument(count, self.weights, 0, named=True))
         batch = Batch(self.backend, "microbatched", given, lists=True)
-        cut = Cut(batch.size, chunk_size)
-        return Chunks(self.backend, terms, batch, SUMMED, (), (), cut, Options(0))
+        cut = Partition(batch.size, chunk_size)
+        return Chunks(self.backend, terms, batch, SUMMED, (), (), cut, ChunkOptions(0))
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
         """The weight of one chunk, of which these are the arguments."""

@@ -20,7 +20,7 @@ _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
 
 
 @dataclass(frozen=True)
-class Options:
+class ChunkOptions:
     """How the chunks are to run.
 
     latest: What a wing knows of the latest call of the same function.
@@ -55,7 +55,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """Where a batch is cut."""
 
     size: int
@@ -102,8 +102,8 @@ class Chunks:
     out_axes: Any
     keys: tuple[int, ...]
     carried: tuple[int, ...]
-    cut: Cut
-    options: Options
+    cut: Partition
+    options: ChunkOptions
     axes: list[int] | None = field(default=None, init=False)
     size_now: int = field(default=0, init=False)  # of the chunk that is called
 

@@ -14,7 +14,7 @@ from gradtools.backend import Array, Backend
 from gradtools.calls import as_array
 from gradtools.reductions import Reduction, wide
 from gradtools.rules import Linearized, Rule
-from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, Cut, Group, added
+from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, MergeGroup, TileGrid, added
 
 if TYPE_CHECKING:
     from gradtools.tiled import TiledCall
@@ -73,7 +73,7 @@ class SumOverTiles:
     h: Callable[[Arrays], Arrays]
     roles: tuple[str, ...]
     sides: Sequence[str] | str
-    cut: Cut
+    cut: TileGrid
     name: str = "tiled"
     dtypes: list[str] = field(default_factory=list)
 
@@ -92,8 +92,8 @@ class SumOverTiles:
         self.dtypes[:] = [backend.dtype_name(x) for x in found]
         return [[wide(backend, x)] for x in found]
 
-    def _groups(self) -> list[Group]:
-        return [Group(self._side(i), added) for i in range(len(self.dtypes))]
+    def _groups(self) -> list[MergeGroup]:
+        return [MergeGroup(self._side(i), added) for i in range(len(self.dtypes))]
 
     def _side(self, i: int) -> str:
         return self.sides if isinstance(self.sides, str) else self.sides[i]
@@ -170,9 +170,9 @@ class Reduced:
     def _tile(self, xs: Arrays) -> list[Arrays]:
         return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs), xs)]
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[MergeGroup]:
         pairs = zip(self.call.kinds, self.call.sides, strict=True)
-        return [Group(side, kind.merge, kind.states) for kind, side in pairs]
+        return [MergeGroup(side, kind.merge, kind.states) for kind, side in pairs]
 
     def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
         """Each reduction with its part of f's output at a tile."""
@@ -266,7 +266,7 @@ def fold_columns(call: TiledCall, xs: Arrays) -> Any:
 
     def of_tile(tile: Arrays) -> Arrays:
         rows, columns = call.shape_of(tile)
-        one = Cut(rows, columns, rows, columns)
+        one = TileGrid(rows, columns, rows, columns)
         return SumOverTiles(call, first, tuple(call.roles), ROWS, one).apply(tile)
 
     def step(xs: Arrays, state: Arrays, columns: Arrays) -> Arrays:
@@ -290,6 +290,6 @@ def fold_columns(call: TiledCall, xs: Arrays) -> Any:
 
     at = [i for i, role in enumerate(call.roles) if role == COLUMNS]
     roles = tuple(SHARED if role == COLUMNS else role for role in call.roles)
-    rows = Cut(cut.rows, 1, cut.most_rows, 1)
+    rows = TileGrid(cut.rows, 1, cut.most_rows, 1)
     leaves = SumOverTiles(call, of_rows, roles, ROWS, rows).apply(xs)
     return backend.unflatten(out[0], leaves)

@@ -54,7 +54,7 @@ from gradtools.tile_rules import (
     reduced_second,
     replaced_at,
 )
-from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, Cut, Sweep
+from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, Sweep, TileGrid
 
 Names = int | str | Sequence[int | str]
 _TILE = (512, 512)  # rows and columns, where nothing else is said
@@ -132,23 +132,23 @@ class Tiling(Operators):
                 f"tiled: f is {with_article(type(f).__name__)}; expected a function of a tile of "
                 "rows and a tile of columns."
             )
-        options = Options(
+        options = TileOptions(
             "tiled", reduce, over, _sizes("tiled", tile_size), memory_budget, progress
         )
         options.check()
         sides = _names("rows", rows), _names("columns", columns)
         return like_function("tiled_", f, partial(self._tiled, f, options, sides))
 
-    def _tiled(self, f: Any, options: Options, sides: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _tiled(self, f: Any, options: TileOptions, sides: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self._backend.uncompiled(self._run_tiled, f, options, sides, args, kwargs)
 
-    def _run_tiled(self, f: Any, options: Options, sides: Any, args: Any, kwargs: Any) -> Any:
+    def _run_tiled(self, f: Any, options: TileOptions, sides: Any, args: Any, kwargs: Any) -> Any:
         call, xs = TiledCall.of(self._backend, options, f, sides, args, kwargs)
         return fold_columns(call, xs) if options.own else call.reduced(xs)
 
 
 @dataclass(frozen=True)
-class Options:
+class TileOptions:
     """What a user of `tiled` chose."""
 
     asked: str
@@ -213,7 +213,7 @@ class TiledCall:
     How f's output is reduced is known once f has seen a tile.
     """
 
-    def __init__(self, backend: Backend, options: Options, f: Any) -> None:
+    def __init__(self, backend: Backend, options: TileOptions, f: Any) -> None:
         self.backend, self.options, self.asked, self.f = backend, options, options.asked, f
         self.roles: list[str] = []
         self._statics: list[Any] = []
@@ -225,14 +225,14 @@ class TiledCall:
         self._template: Any = None
         self._treedef: Any = None
         self._keywords: tuple[str, ...] = ()
-        self.cut = Cut(1, 1, 1, 1)
+        self.cut = TileGrid(1, 1, 1, 1)
         self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
         self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
         self.may_capture = True  # others than these
 
     @classmethod
     def of(
-        cls, backend: Backend, options: Options, f: Any, sides: Any, args: Any, kwargs: Any
+        cls, backend: Backend, options: TileOptions, f: Any, sides: Any, args: Any, kwargs: Any
     ) -> tuple[TiledCall, Arrays]:
         """The call, and its arrays."""
         call, xs = cls(backend, options, f), list[Any]()
@@ -243,9 +243,9 @@ class TiledCall:
             paths += [f"{key!r}{path}" for path in backend.leaf_paths(value)]
         for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
             call._add(xs, leaf, role, path)
-        call.call = _Written(backend, f, call._statics, call._treedef, call._keywords)
+        call.call = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
         rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
-        call.cut = Cut(rows, columns, *(options.sizes or _TILE))
+        call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
         fun = call.call
@@ -323,7 +323,7 @@ class TiledCall:
         """The functions of the user."""
         return (self.f, *(self.options.reduce if self.options.own else ()))
 
-    def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: Cut) -> Sweep:
+    def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
         """A program over the tiles of this call."""
         return Sweep(tile, roles, groups, cut, self.asked, self.options.progress)
 
@@ -426,7 +426,7 @@ class TiledCall:
 
     # --- the size of a tile
 
-    def _within(self, xs: Arrays, budget: int) -> Cut:
+    def _within(self, xs: Arrays, budget: int) -> TileGrid:
         """The largest square tile whose gradient takes so many bytes, by one that is measured."""
         per_pair = self._bytes_of(xs, _PROBE) / _PROBE**2
         side = isqrt(int(budget / max(per_pair, 1)))
@@ -435,7 +435,7 @@ class TiledCall:
                 f"{self.asked}: memory_budget is {budget} bytes, but the derivative of a single "
                 f"pair takes about {int(per_pair)}. Give more, or make f leaner."
             )
-        return Cut(self.cut.rows, self.cut.columns, side, side)
+        return TileGrid(self.cut.rows, self.cut.columns, side, side)
 
     def _bytes_of(self, xs: Arrays, side: int) -> int:
         """What the gradient of one tile of so many rows and columns takes at most."""
@@ -455,7 +455,7 @@ class TiledCall:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _FlatTile:
     """f at one tile, of flat arrays. Holds nothing of the call, so that no cycle keeps tensors."""
 
     backend: Backend

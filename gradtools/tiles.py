@@ -11,7 +11,7 @@ Arrays = list[Any]
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileGrid:
     """How the matrix of pairs is cut into tiles, as equal as can be."""
 
     rows: int
@@ -36,7 +36,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Group:
+class MergeGroup:
     """Arrays of a tile's result that are merged together."""
 
     side: str
@@ -59,8 +59,8 @@ class Sweep:
 
     tile: Callable[[Arrays], list[Arrays]]
     roles: Sequence[str]
-    groups: Callable[[], Sequence[Group]]
-    cut: Cut
+    groups: Callable[[], Sequence[MergeGroup]]
+    cut: TileGrid
     asked: str = "tiled"
     progress: bool = False
 

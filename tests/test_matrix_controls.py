@@ -23,7 +23,7 @@ import gradtools.chunking
 import gradtools.derivatives
 import gradtools.edits
 import gradtools.shaped
-from gradtools.conformance.checking import Verdict, forget_compiled, judged
+from gradtools.conformance.checking import CellVerdict, forget_compiled, judged
 from gradtools.conformance.matrix import Cell, cells
 from gradtools.conformance.problem import CALL, CLOSED, DIFFERENCES, EAGER
 from gradtools.conformance.reference import each_leaf
@@ -533,10 +533,10 @@ def concerned(one: Mutant, backend: str) -> list[Cell]:
     return found
 
 
-WHOLE: dict[tuple[str, str], Verdict] = {}
+WHOLE: dict[tuple[str, str], CellVerdict] = {}
 
 
-def judged_whole(cell: Cell, backend: str) -> Verdict:
+def judged_whole(cell: Cell, backend: str) -> CellVerdict:
     """The verdict on the library as it is: several mutants ask for the same cells."""
     key = (backend, str(cell))
     if key not in WHOLE:

@@ -19,7 +19,7 @@ from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule
 
 if TYPE_CHECKING:
-    from gradtools.chunks import Options
+    from gradtools.chunks import ChunkOptions
     from gradtools.host import Kernel
 
 
@@ -178,7 +178,7 @@ class JaxBackend(Backend):
                 return jax.vmap(f)(*batch)
             return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
-    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
+    def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 

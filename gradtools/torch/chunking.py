@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradtools.batches import Batch
-from gradtools.chunks import SUMMED, Chunks, Cut, Options
+from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
@@ -58,14 +58,14 @@ def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def checkpointed(
-    backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
+    backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
     """f as a program of one chunk, which is computed again in the backward pass."""
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     leaves = [x for xs in batch.leaves for x in xs if isinstance(x, Tensor)]
     if not _is_differentiated(leaves):
         return f(*args, **kwargs)
-    whole = Chunks(backend, f, batch, SUMMED, (), (), Cut(1, 1), options)
+    whole = Chunks(backend, f, batch, SUMMED, (), (), Partition(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])
 
 

@@ -194,7 +194,7 @@ class _Use(Forward):
                 None if g is None else detached(g, CHUNK) for g in known[1]
             ]  # in no graph of its own
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
-        asked = _Asked.apply(back, tuple(cts), *zs)
+        asked = _PullbackInputs.apply(back, tuple(cts), *zs)
         _, grads = node_of(back, rows, asked, known)
         return self.guarded(grads)
 
@@ -325,8 +325,8 @@ class _Use(Forward):
 class _FrozenBackward(Backward):
     """The pullback of a use. It is linear in the cotangents: its pullback is the pushforward.
 
-    In eager code its arguments come in by `_Asked`, to which it hands back what comes in along
-    them; `arguments` are these as they are, for all that is computed.
+    In eager code its arguments come in by `_PullbackInputs`, to which it hands back what comes in
+    along them; `arguments` are these as they are, for all that is computed.
     """
 
     arguments: list[Any] | None = None
@@ -414,7 +414,7 @@ class _FrozenBackward(Backward):
         if self.pulled_first and use.shows_numbers():
             self._compare_transposes(us, along, cts)
         if self.arguments is not None:
-            return [*along, *us]  # `_Asked` makes of us what is asked
+            return [*along, *us]  # `_PullbackInputs` makes of us what is asked
         return [*along, *_along_arguments(self, zs, us, cts)]
 
     def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:
@@ -501,7 +501,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
 # --- nodes ------------------------------------------------------------------------------------
 
 
-class _Asked(torch.autograd.Function):
+class _PullbackInputs(torch.autograd.Function):
     """Hands arguments on to a pullback; whoever asks for their derivative has it computed here.
 
     The cotangents come in unseen by the engine: from here no way leads to what they depend on,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 left_to_python(__name__)
 
 
-class Program:
+class ChunkProgram:
     """A function of each chunk's tensors and of shared ones, that is run chunk by chunk."""
 
     leaves: list[Tensor]  # what it reaches by itself
@@ -102,7 +102,7 @@ class Program:
         raise NotImplementedError
 
 
-class _Derived(Program):
+class _Derived(ChunkProgram):
     """A program made of another, which it evaluates with a graph, chunk by chunk.
 
     Its inputs are the other's, followed by vectors: those for which `there` says so.
@@ -112,7 +112,7 @@ class _Derived(Program):
 
     def __init__(
         self,
-        of: Program,
+        of: ChunkProgram,
         widths: list[int],
         shared_width: int,
         there: list[list[bool]],
@@ -395,7 +395,7 @@ def _dummy(y: Any) -> Tensor | None:
 
 
 def node_of(
-    program: Program, rows: Rows, shared: Entries, known: tuple[Rows, list[Any]] | None = None
+    program: ChunkProgram, rows: Rows, shared: Entries, known: tuple[Rows, list[Any]] | None = None
 ) -> tuple[Rows, list[Any]]:
     """The outputs and sums of a program, differentiable with respect to its inputs and leaves.
 
@@ -414,7 +414,7 @@ def node_of(
         eager = not dual and not is_compiling()
     maps = _Maps(program, [len(xs) for xs in rows], len(shared), shape)
     if eager:
-        results = list(_Node.apply(maps, outs, *inputs))
+        results = list(_ProgramNode.apply(maps, outs, *inputs))
     else:
         results = apply_rule(_rule(maps, known and outs), *inputs)
     counts, there = shape
@@ -426,7 +426,7 @@ def node_of(
     return parts[:-1], parts[-1]
 
 
-def _chosen(program: Program, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
+def _chosen(program: ChunkProgram, found: Any, shape: list[Any], known: bool) -> list[Tensor]:
     """The outputs and sums that are the node's outputs; shape tells afterwards which."""
     outs = [
         (y, isinstance(y, Tensor) and (not known or program.attaches(i, k)))
@@ -441,7 +441,7 @@ def _chosen(program: Program, found: Any, shape: list[Any], known: bool) -> list
 class _Maps:
     """The two linear maps of a program on its inputs, rows of `widths` and `width` shared."""
 
-    program: Program
+    program: ChunkProgram
     widths: list[int]
     width: int
     shape: list[Any]  # as `_chosen` says it
@@ -475,7 +475,7 @@ class _Maps:
         return both[:-1], both[-1], there
 
 
-class _Node(torch.autograd.Function):
+class _ProgramNode(torch.autograd.Function):
     """A program where the engine alone differentiates: no transform, and no dual number yet.
 
     A rule's node is for those as well, and takes longer than a small network.

@@ -35,7 +35,7 @@ from gradtools.torch.pieces import (
     tensors_of,
     untracked,
 )
-from gradtools.torch.programs import Program
+from gradtools.torch.programs import ChunkProgram
 from gradtools.torch.randomness import Randomness
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.rules import reverse_only_at
@@ -63,7 +63,7 @@ from gradtools.torch.wrappers import is_dual, is_inexact
 left_to_python(__name__)
 
 
-class Forward(Program):
+class Forward(ChunkProgram):
     """f itself, with what a chunk needs to be computed again.
 
     Beneath functorch's levels all tensors are inputs, since the levels' own are gone when the

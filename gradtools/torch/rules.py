@@ -94,7 +94,7 @@ def evaluated_to_push(asked: str, evaluate: Callable[..., Any], *args: Any) -> A
 
 
 @dataclass(eq=False)
-class Point:
+class RuleApplication:
     """One application of a rule: what its evaluation left for the linear maps.
 
     Tensors stand in autograd's own store; here is only what is no tensor.
@@ -134,7 +134,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         raise closed_over_error(rule)
     if rule.joint is not None and _forward_mode_alone(xs):
         return _pushed_jointly(rule, xs)
-    point = Point(rule)
+    point = RuleApplication(rule)
     if "cotangent" in rule.symbolic and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
     out = _apply_at(point, xs)
@@ -213,7 +213,7 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     return list(ys)
 
 
-def _apply_at(point: Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     function = _ReverseOnly if point.rule.reverse_only else _BothModes
     if upstream.peek_interpreter_stack() is not None:
         point.own = True
@@ -230,7 +230,7 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
 
-def _evaluate(point: Point, xs: Sequence[Tensor]) -> list[Tensor]:
+def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and extras at plain tensors. What else than these requires grad was captured."""
     rule = point.rule
     if not rule.captures:
@@ -391,7 +391,7 @@ class _ReverseOnly(torch.autograd.Function):
     recorded_as = RULE
 
     @staticmethod
-    def forward(point: Point, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(point: RuleApplication, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
         assert point.found is not None
         if point.own or upstream.forward_level() >= 0:
@@ -415,7 +415,7 @@ class _ReverseOnly(torch.autograd.Function):
         return (None, *ctx.point.found.cotangent(ctx.saved_tensors, cts))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, point: Point, *xs: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, point: RuleApplication, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
         one = replace(point.rule, source=point.rule.source or point.rule, key=next(KEYS))
         if one.linearize is None:

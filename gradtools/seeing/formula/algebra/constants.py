@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula.expressions import COMPLEX, INTEGER, REAL, Expr, Held, expr
+from gradtools.seeing.formula.expressions import COMPLEX, INTEGER, REAL, ArrayValue, Expr, expr
 
 
 def number(value: Any) -> Expr:
@@ -47,7 +47,7 @@ def array(value: Any) -> Expr:
     if n > 1 and value.shape == (n, n) and np.array_equal(value, np.eye(n)):
         return identity(n)
     kind = {"f": REAL, "c": COMPLEX, "b": "boolean"}.get(value.dtype.kind, INTEGER)
-    return expr("array", (), value.shape, kind, value=Held(value))
+    return expr("array", (), value.shape, kind, value=ArrayValue(value))
 
 
 def identity(n: int) -> Expr:

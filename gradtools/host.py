@@ -27,7 +27,7 @@ from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
 
 if TYPE_CHECKING:
-    from gradtools.crossings import Inside
+    from gradtools.crossings import ForeignProgram
 
 Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
 
@@ -127,7 +127,7 @@ class Kernel:
     vectorized: bool = False
     name: str = ""
     raw: bool = False
-    inside: Inside | None = None
+    inside: ForeignProgram | None = None
     traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
     calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
     known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)

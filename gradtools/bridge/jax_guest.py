@@ -17,7 +17,7 @@ import torch
 
 import gradtools.jax
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import Known
+from gradtools.bridge.functions import KnownOfShapes
 from gradtools.bridge.memory import (
     array_of,
     array_of_numpy,
@@ -134,13 +134,13 @@ class JaxGuest:
 
     # --- calls
 
-    def called(self, known: Known, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
+    def called(self, known: KnownOfShapes, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
         """The function at tensors."""
         ys = self._evaluated(known, run, [array_of(x, _argument(known.of.name)) for x in xs])
         return tensors_of_own(ys, xs)
 
     def called_on_host(
-        self, known: Known, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
         """The same of NumPy arrays."""
         self._hold_wide(known.of.name, known.ins)
@@ -148,7 +148,7 @@ class JaxGuest:
         ys = self._evaluated(known, run, [array_of_numpy(a, s) for a, s in pairs])
         return [numpy_of_array(y) for y in ys]
 
-    def _evaluated(self, known: Known, run: Any, xs: Sequence[Any]) -> list[Any]:
+    def _evaluated(self, known: KnownOfShapes, run: Any, xs: Sequence[Any]) -> list[Any]:
         ys = run(*xs)
         if any(isinstance(y, jax.core.Tracer) for y in ys):
             raise GradtoolsError(

@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import Known
+from gradtools.bridge.functions import KnownOfShapes
 from gradtools.bridge.memory import (
     array_of,
     comes_back,
@@ -40,7 +40,7 @@ from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import captured
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.passes import FORWARD, Differentiated
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Flops
@@ -139,7 +139,7 @@ class TorchGuest:
         with self._faked(specs) as xs:
             if _taken(run, [x.clone() for x in xs]) is None:
                 return None
-            program = Program(self.backend, "gradient_graph", lambda *xs: run(*xs), xs, {})
+            program = LeafProgram(self.backend, "gradient_graph", lambda *xs: run(*xs), xs, {})
             return self.backend.gradient_graph(Differentiated(program, FORWARD))
 
     def cost(self, run: Any, specs: Sequence[Spec]) -> Cost | None:
@@ -171,14 +171,14 @@ class TorchGuest:
 
     # --- calls
 
-    def called(self, known: Known, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    def called(self, known: KnownOfShapes, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """The function at JAX's arrays."""
         ys = self._evaluated(known, run, [tensor_of(x) for x in xs])
         who = f"to_jax: what {known.of.name} returns"
         return [array_of(y, who) for y in unshared(ys)]
 
     def called_on_host(
-        self, known: Known, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
         """The same of NumPy arrays, in a thread of JAX's."""
         pairs = zip(arrays, known.ins, strict=True)
@@ -186,7 +186,7 @@ class TorchGuest:
         ys = self._evaluated(known, run, ts)
         return [numpy_of_tensor(y) for y in unshared(ys)]
 
-    def _evaluated(self, known: Known, run: Any, ts: list[Tensor]) -> list[Tensor]:
+    def _evaluated(self, known: KnownOfShapes, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = known.base
         if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
             with upstream.outermost():  # beneath an operation of PyTorch's, which called JAX
@@ -225,7 +225,7 @@ class TorchGuest:
 
     # --- the first call
 
-    def _look(self, base: Known, ts: Sequence[Tensor]) -> None:
+    def _look(self, base: KnownOfShapes, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
         name, copies = base.of.name, [t.clone() for t in ts]
         held, draws = _captured(base.of.fun), False
@@ -285,7 +285,7 @@ def _bytes(t: Tensor) -> np.ndarray:
     return numpy_of_tensor(t).reshape(-1).view(np.uint8)
 
 
-def _one_of(ts: Sequence[Tensor], base: Known) -> list[Tensor]:
+def _one_of(ts: Sequence[Tensor], base: KnownOfShapes) -> list[Tensor]:
     """The arguments of the function that is derived, of the first example of a batch."""
     found = []
     for t, spec in zip(ts, base.ins, strict=False):

@@ -63,31 +63,31 @@ _CALLS = {
 
 
 @dataclass(frozen=True)
-class Body:
+class InnerProgram:
     """A jaxpr inside of an equation, with what it captured."""
 
     jaxpr: Jaxpr
     consts: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, found: Any) -> Body:
+    def of(cls, found: Any) -> InnerProgram:
         """Of a parameter of an equation, a jaxpr with its constants or without."""
         return cls(getattr(found, "jaxpr", found), tuple(getattr(found, "consts", ())))
 
 
-def bodies(eqn: Eqn) -> list[Body]:
+def bodies(eqn: Eqn) -> list[InnerProgram]:
     """The bodies of an equation: of a while its condition and its body, of a cond its branches."""
     name, params = eqn.primitive.name, eqn.params
     if name in _OPAQUE:
         return []
     if name == "while":
-        return [Body.of(params["cond_jaxpr"]), Body.of(params["body_jaxpr"])]
+        return [InnerProgram.of(params["cond_jaxpr"]), InnerProgram.of(params["body_jaxpr"])]
     if name == "cond":
-        return [Body.of(b) for b in params["branches"]]
+        return [InnerProgram.of(b) for b in params["branches"]]
     if name.startswith("gradtools_"):
         return [_own(eqn)]
     found = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-    return [] if found is None else [Body.of(found)]
+    return [] if found is None else [InnerProgram.of(found)]
 
 
 def is_call(name: str) -> bool:
@@ -95,14 +95,14 @@ def is_call(name: str) -> bool:
     return name in _CALLS or (name.startswith("gradtools_") and name not in _OPAQUE)
 
 
-def _own(eqn: Eqn) -> Body:
+def _own(eqn: Eqn) -> InnerProgram:
     """What a primitive of gradtools runs, without what no result of it needs."""
     avals = tuple([v.aval for v in eqn.invars])
     params = {name: value for name, value in eqn.params.items() if name != LIFE}
 
-    def make() -> Body:
+    def make() -> InnerProgram:
         closed = jax.make_jaxpr(lambda *xs: eqn.primitive.impl(*xs, **params))(*avals)
-        return Body(live(closed.jaxpr), tuple(closed.consts))
+        return InnerProgram(live(closed.jaxpr), tuple(closed.consts))
 
     if "rule" not in params:
         return make()
@@ -165,7 +165,7 @@ def _bound(eqn: Eqn, xs: list[Any]) -> list[Any]:
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
-def _ran_scan(eqn: Eqn, body: Body, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
+def _ran_scan(eqn: Eqn, body: InnerProgram, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
     n, carried = _scan_counts(eqn)
 
     def step(carry: Any, row: Any) -> Any:
@@ -191,7 +191,7 @@ def _scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 
 def _ran_while(
-    eqn: Eqn, parts: list[Body], inside: list[list[Path]], xs: list[Any], path: Path
+    eqn: Eqn, parts: list[InnerProgram], inside: list[list[Path]], xs: list[Any], path: Path
 ) -> tuple[list[Any], Runs]:
     gate, body = parts
     a, b = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -222,7 +222,7 @@ def _where(go: Any, new: Any, old: Any) -> Any:
 
 
 def _ran_cond(
-    parts: list[Body], inside: list[list[Path]], xs: list[Any], path: Path
+    parts: list[InnerProgram], inside: list[list[Path]], xs: list[Any], path: Path
 ) -> tuple[list[Any], Runs]:
     keys = [*((*path, k) for k in range(len(parts))), *[key for each in inside for key in each]]
 

@@ -69,7 +69,7 @@ def graph_of(
     """
     consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
     jaxpr = tracing.open_jaxpr(closed_jaxpr)
-    return _Reader(in_places, rules).graph(jaxpr, _Place(), names, outputs, consts)[0]
+    return _JaxprReader(in_places, rules).graph(jaxpr, _Place(), names, outputs, consts)[0]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _Place:
 _Read = tuple[Graph, list[bool]]  # and which outputs are what is left of a zero derivative
 
 
-class _Reader:
+class _JaxprReader:
     """Reads jaxprs; one that is called several times from one place is read once."""
 
     def __init__(self, in_places: bool, rules: Sequence[Any]) -> None:
@@ -113,7 +113,9 @@ class _Reader:
         consts: Sequence[str] = (),
         flat: Sequence[bool] = (),
     ) -> _Read:
-        values = _Values(var for var, is_flat in zip(jaxpr.invars, flat, strict=False) if is_flat)
+        values = _JaxprValues(
+            var for var, is_flat in zip(jaxpr.invars, flat, strict=False) if is_flat
+        )
         captured = [values.new(v, name) for v, name in _named(jaxpr.constvars, consts)]
         inputs = [values.new(v, name) for v, name in _named(jaxpr.invars, names)]
         nodes = [self.node(eqn, values, place) for eqn in jaxpr.eqns]
@@ -129,7 +131,7 @@ class _Reader:
         )
         return graph, [values.is_flat(atom) for atom in jaxpr.outvars]
 
-    def node(self, eqn: Eqn, values: _Values, place: _Place) -> Node:
+    def node(self, eqn: Eqn, values: _JaxprValues, place: _Place) -> Node:
         operation, here = _operation(eqn), _inside(eqn, place)
         inner, loss = tracing.bodies(eqn), None
         inputs = tuple(values.read(atom) for atom in eqn.invars)
@@ -161,7 +163,7 @@ class _Reader:
             node = opened(node, values.found, crossed.inside, crossed.inputs)
         return _in_places(eqn, node, values)
 
-    def body_of(self, eqn: Eqn, body: Any, values: _Values, here: _Place) -> Body:
+    def body_of(self, eqn: Eqn, body: Any, values: _JaxprValues, here: _Place) -> Body:
         site, own = here.site, places.is_own(body.jaxpr)
         if own is not None:
             site = places.source(eqn, site) if own else None
@@ -177,7 +179,7 @@ class _Reader:
             skippable=tracing.may_not_run(eqn),
         )
 
-    def links(self, eqn: Eqn, inner: Sequence[Any], values: _Values) -> Links | None:
+    def links(self, eqn: Eqn, inner: Sequence[Any], values: _JaxprValues) -> Links | None:
         """What an equation carries, where it is not what a node's bodies and dtypes say."""
         name = eqn.primitive.name
         if tracing.is_ruled(eqn):
@@ -220,7 +222,7 @@ class _Reader:
         )
 
 
-class _Values:
+class _JaxprValues:
     """The values of one jaxpr, by number."""
 
     def __init__(self, flat: Iterable[Any] = ()) -> None:
@@ -276,7 +278,7 @@ def _text(value: Any) -> str:
     return f"{np.asarray(value).item():.6g}" if known else ""
 
 
-def _in_places(eqn: Eqn, node: Node, values: _Values) -> Node:
+def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
     """A node with its operands as both frameworks have them; an exponent is one of them."""
     order, exponent = operands.order_of(eqn), operands.exponent_of(eqn)
     if exponent is not None:

@@ -30,9 +30,15 @@ class MortalPrimitive(Primitive):
     Args:
         name: Its name.
         owner: Which of its parameters must not be kept alive.
+
+    Attributes:
+        gradtools_flow: Of an equation, the jaxpr of its data flow, or None; for `tracing`.
+        gradtools_program: Of an equation, the jaxpr of what it computes; for `homogeneous`.
     """
 
     multiple_results = True
+    gradtools_flow: Callable[[Any], Any]
+    gradtools_program: Callable[[Any], Any]
 
     def __init__(self, name: str, owner: str) -> None:
         super().__init__(name)

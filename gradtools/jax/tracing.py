@@ -179,7 +179,7 @@ def _any(bits: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class _Body:
+class _InnerJaxpr:
     """A jaxpr inside an equation, and how its ends are tied to those of the equation.
 
     ``inputs[i]`` is the equation's input that enters as input i. Output k leaves as output k,
@@ -234,39 +234,39 @@ def may_not_run(eqn: Eqn) -> bool:
     return name == "while" or (name == "scan" and not eqn.params["length"])
 
 
-def bodies(eqn: Eqn) -> list[_Body]:
+def bodies(eqn: Eqn) -> list[_InnerJaxpr]:
     """The bodies of an equation; none if it is opaque: every input may flow anywhere."""
     if any(map(_is_ref, eqn.invars)):
         return []
     return _STRUCTURED.get(eqn.primitive.name, _own_body)(eqn)
 
 
-def _own_body(eqn: Eqn) -> list[_Body]:
+def _own_body(eqn: Eqn) -> list[_InnerJaxpr]:
     """The body of a primitive that says by `gradtools_flow` how data flows in an equation."""
     jaxpr = getattr(eqn.primitive, "gradtools_flow", lambda _: None)(eqn)
-    return [] if jaxpr is None else [_Body(open_jaxpr(jaxpr), range(len(eqn.invars)))]
+    return [] if jaxpr is None else [_InnerJaxpr(open_jaxpr(jaxpr), range(len(eqn.invars)))]
 
 
-def _call_body(eqn: Eqn) -> list[_Body]:
+def _call_body(eqn: Eqn) -> list[_InnerJaxpr]:
     inner = list(sub_jaxprs(eqn.params))
     if len(inner) != 1 or not _fits(inner[0], eqn):
         return []
-    return [_Body(inner[0], range(len(eqn.invars)))]
+    return [_InnerJaxpr(inner[0], range(len(eqn.invars)))]
 
 
 def _fits(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     return (len(jaxpr.invars), len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
 
 
-def _cond_bodies(eqn: Eqn) -> list[_Body]:
+def _cond_bodies(eqn: Eqn) -> list[_InnerJaxpr]:
     inputs = range(1, len(eqn.invars))
-    return [_Body(branch, inputs) for branch in sub_jaxprs(eqn.params["branches"])]
+    return [_InnerJaxpr(branch, inputs) for branch in sub_jaxprs(eqn.params["branches"])]
 
 
-def _scan_body(eqn: Eqn) -> list[_Body]:
+def _scan_body(eqn: Eqn) -> list[_InnerJaxpr]:
     consts, carried = scan_counts(eqn)
     carries = tuple((k, consts + k) for k in range(carried))
-    return [_Body(open_jaxpr(eqn.params["jaxpr"]), range(len(eqn.invars)), carries)]
+    return [_InnerJaxpr(open_jaxpr(eqn.params["jaxpr"]), range(len(eqn.invars)), carries)]
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
@@ -277,14 +277,14 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
     return len(list(consts.vals)), len(list(carry.vals))
 
 
-def _while_bodies(eqn: Eqn) -> list[_Body]:
+def _while_bodies(eqn: Eqn) -> list[_InnerJaxpr]:
     """The condition, then the body: an equation's inputs are their constants, then the carry."""
     gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = range(gates + consts, len(eqn.invars))
 
-    def body(jaxpr: Jaxpr, own: range, gate: bool) -> _Body:
+    def body(jaxpr: Jaxpr, own: range, gate: bool) -> _InnerJaxpr:
         carries = tuple((k, len(own) + k) for k in range(len(carry)))
-        return _Body(open_jaxpr(jaxpr), [*own, *carry], carries, gate)
+        return _InnerJaxpr(open_jaxpr(jaxpr), [*own, *carry], carries, gate)
 
     return [
         body(eqn.params["cond_jaxpr"], range(gates), gate=True),
@@ -298,7 +298,7 @@ _CALLS = (
     *("shard_map", "composite", "custom_vmap_call"),
 )
 RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-_STRUCTURED: dict[str, Callable[[Eqn], list[_Body]]] = {
+_STRUCTURED: dict[str, Callable[[Eqn], list[_InnerJaxpr]]] = {
     **dict.fromkeys((*_CALLS, *RULED), _call_body),
     "cond": _cond_bodies,
     "scan": _scan_body,
@@ -408,7 +408,7 @@ class Flow:
         kept = total & ~_any(_from_inexact(eqn, bits))
         return [total if is_inexact(var) else kept for var in targets]
 
-    def _edges(self, eqn: Eqn, bodies: list[_Body]) -> list[int]:
+    def _edges(self, eqn: Eqn, bodies: list[_InnerJaxpr]) -> list[int]:
         """For each output of a structured equation the mask of its inputs that flow to it."""
         if eqn.primitive.name in RULED and not self.raw:
             return self._ruled_edges(eqn, bodies)
@@ -420,18 +420,18 @@ class Flow:
         gates = self._gates(eqn, bodies, masks) if self.raw else 0
         return [mask | gates for mask in masks]
 
-    def _body_edges(self, body: _Body) -> list[int]:
+    def _body_edges(self, body: _InnerJaxpr) -> list[int]:
         inner = self.of_jaxpr(body.jaxpr)
         back = {i: inner[k] for k, i in body.carries}
         inputs = [1 << i for i in body.inputs]
         return [_union(_closure(mask, back), inputs) for mask in inner]
 
-    def _ruled_edges(self, eqn: Eqn, bodies: list[_Body]) -> list[int]:
+    def _ruled_edges(self, eqn: Eqn, bodies: list[_InnerJaxpr]) -> list[int]:
         """A custom rule replaces whatever its function does inside, so no cut counts there."""
         masks = self.uncut._edges(eqn, bodies)
         return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
 
-    def _gates(self, eqn: Eqn, bodies: list[_Body], masks: Sequence[int]) -> int:
+    def _gates(self, eqn: Eqn, bodies: list[_InnerJaxpr], masks: Sequence[int]) -> int:
         """The inputs that decide which branch runs, or how often a loop does."""
         if eqn.primitive.name == "cond":
             return 1
@@ -452,10 +452,10 @@ class _CutOutside(Flow):
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """As there, and inside of these equations any flow."""
-        return (self.uncut if self.made(eqn) else super()).step(eqn, bits)
+        return self.uncut.step(eqn, bits) if self.made(eqn) else super().step(eqn, bits)
 
 
-class Inside:
+class InnerDerivatives:
     """What flows through derivatives that a program takes itself; `made` tells their equations.
 
     An input *enters* one if it reaches, less the cut table, the result of such an equation.

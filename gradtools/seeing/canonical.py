@@ -44,7 +44,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Written:
+class CanonicalExpression:
     """An expression: an operation, what makes it what it is, and its operands.
 
     Each operand is a number with the labels of its axes: the same label, the same axis.
@@ -241,7 +241,9 @@ class Canonical:
         made = []
         for k, shape in enumerate(shapes):
             fresh = self._fresh(shape, ("fresh", k))
-            key = self.expressions.number(Written(named, (*told, ("result", (k, shape))), operands))
+            key = self.expressions.number(
+                CanonicalExpression(named, (*told, ("result", (k, shape))), operands)
+            )
             made.append(Form(key, fresh.sizes, fresh.dims, fresh.shape))
         return made
 
@@ -258,7 +260,9 @@ class Canonical:
     def joined(self, axis: int, given: Sequence[Form], shape: Sequence[int]) -> Form:
         """Arrays one after the other."""
         operands = tuple((self._whole(form), ()) for form in given)
-        key = self.expressions.number(Written("concatenate", (("axis", axis),), operands))
+        key = self.expressions.number(
+            CanonicalExpression("concatenate", (("axis", axis),), operands)
+        )
         return self.fresh_axes(key, shape)
 
     def elementwise(
@@ -284,7 +288,7 @@ class Canonical:
                     sizes.append(form.sizes[axis])
             operands.append((form.key, tuple(labels[where[a]] for a in range(len(form.sizes)))))
         dims = tuple(tuple(labels[q, j] for q, j in sorted(labels) if q == p) for p in range(rank))
-        expression = Written(operation, tuple(attributes), tuple(operands))
+        expression = CanonicalExpression(operation, tuple(attributes), tuple(operands))
         key = self.expressions.number(expression)
         return Form(key, tuple(sizes), dims, tuple(shape))
 
@@ -317,7 +321,7 @@ class Canonical:
     def _split_one(self, form: Form, place: int, parts: tuple[int, ...]) -> Form:
         (axis,) = form.dims[place]
         key = self.expressions.number(
-            Written("split", (("axis", axis), ("parts", parts)), ((form.key, ()),))
+            CanonicalExpression("split", (("axis", axis), ("parts", parts)), ((form.key, ()),))
         )
         more = len(parts) - 1
         moved = lambda a: a if a < axis else a + more
@@ -340,7 +344,7 @@ class Canonical:
         if not removed and repeats == 1:
             key = x.key
         else:
-            key = self.expressions.number(Written(operation, told, ((x.key, ()),)))
+            key = self.expressions.number(CanonicalExpression(operation, told, ((x.key, ()),)))
         places = [p for p in range(len(x.shape)) if keep or p not in gone]
         dims = tuple(() if p in gone else tuple(number[a] for a in x.dims[p]) for p in places)
         shape = tuple(1 if p in gone else x.shape[p] for p in places)
@@ -352,7 +356,7 @@ class Canonical:
         if not axes and x.shape[axis] != 1:
             raise _NoForm
         told = (*attributes, ("axes", axes))
-        key = self.expressions.number(Written(operation, told, ((x.key, ()),)))
+        key = self.expressions.number(CanonicalExpression(operation, told, ((x.key, ()),)))
         return Form(key, x.sizes, x.dims, x.shape)
 
     def contracted(self, subscripts: str, *given: Form) -> Form:
@@ -394,7 +398,7 @@ class Canonical:
         }
         repeats = prod(n for c, n in shapes.items() if c not in out and not lengths.get(c))
         told = (("out", tuple(kept)), *((("repeats", repeats),) if repeats != 1 else ()))
-        key = self.expressions.number(Written("matmul", told, tuple(operands)))
+        key = self.expressions.number(CanonicalExpression("matmul", told, tuple(operands)))
         dims = tuple(
             tuple(number[labels[c, j]] for j in range(len(lengths.get(c, ())))) for c in out
         )
@@ -552,7 +556,7 @@ def _sliced(c: Canonical, x: Form, place: int, start: int, limit: int, stride: i
         return Form(x.key, x.sizes, x.dims, shape)
     (axis,) = x.dims[place]
     at = (axis, start, count, stride if count > 1 else 1)
-    key = c.expressions.number(Written("slice", (("at", at),), ((x.key, ()),)))
+    key = c.expressions.number(CanonicalExpression("slice", (("at", at),), ((x.key, ()),)))
     left = [i for i in range(len(x.sizes)) if i != axis or count != 1]
     number = {i: k for k, i in enumerate(left)}
     sizes = tuple(count if i == axis else x.sizes[i] for i in left)
@@ -585,7 +589,9 @@ def _placed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
         for p, n in enumerate(shape)
         if x.shape[p] != n or x.dims[p]
     )
-    key = c.expressions.number(Written("place", (("at", at), ("value", value)), ((x.key, ()),)))
+    key = c.expressions.number(
+        CanonicalExpression("place", (("at", at), ("value", value)), ((x.key, ()),))
+    )
     return [c.fresh_axes(key, shape)]
 
 
@@ -659,7 +665,7 @@ _RELATIONS: dict[str, Callable[[Any, Any], bool]] = {"<": lt, "<=": le, "==": eq
 def _is_positive(c: Canonical, key: int) -> bool:
     """Whether it is a power of e, or a sum of such."""
     expression = c.expressions.known[key]
-    if not isinstance(expression, Written):
+    if not isinstance(expression, CanonicalExpression):
         return False
     if expression.operation == "sum":
         return _is_positive(c, expression.operands[0][0])
@@ -749,7 +755,7 @@ def _power(c: Canonical, x: Form, exponent: float) -> Form:
     if c.loosely and isinstance(value, float) and (value > 0 or (exponent == -1 and value)):
         return c._number(value**exponent, x.shape)
     inner = c.expressions.known[x.key]
-    if c.loosely and isinstance(inner, Written) and inner.operation == "power":
+    if c.loosely and isinstance(inner, CanonicalExpression) and inner.operation == "power":
         (base, _), (power, _) = inner.operands
         known = c.expressions.value(power)
         if isinstance(known, float) and exponent == -1:
@@ -787,7 +793,7 @@ def _flat(c: Canonical, operation: str, given: Sequence[Form]) -> Form:
 
 def _parts(c: Canonical, operation: str, form: Form) -> list[Form]:
     expression = c.expressions.known[form.key]
-    if not isinstance(expression, Written) or expression.operation != operation:
+    if not isinstance(expression, CanonicalExpression) or expression.operation != operation:
         return [form]
     found = []
     for key, labels in expression.operands:
@@ -948,6 +954,6 @@ __all__ = [
     "Canonical",
     "Expressions",
     "Form",
-    "Written",
+    "CanonicalExpression",
     "attributes_of",
 ]

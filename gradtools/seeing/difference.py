@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.align import Step, aligned, forward_alone
+from gradtools.seeing.align import AlignedStep, aligned, forward_alone
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.edges import reason, strengths_of
-from gradtools.seeing.equality import ELSE, Pair
+from gradtools.seeing.equality import ELSE, GraphPair
 from gradtools.seeing.graph import Dependence, Graph, Node
 from gradtools.seeing.outline import Arrow, Block, Outline, counted, size_text, value_text
 from gradtools.seeing.passes import INNER
@@ -214,7 +214,7 @@ def compared(a: Graph, b: Graph, names: tuple[str, str]) -> GraphDifference:
     """How two graphs differ."""
     crossing = _is_crossing(a, b)
     ones, twos = (forward_alone(a), forward_alone(b)) if crossing else (a, b)
-    alignment, pair = aligned(ones, twos), Pair(ones, twos, crossing)
+    alignment, pair = aligned(ones, twos), GraphPair(ones, twos, crossing)
     of = _owners(a), _owners(b)
     equal = pair.is_equal()
     matched, changed = [], []
@@ -277,8 +277,8 @@ def _owners(graph: Graph) -> dict[int, Graph]:
 
 
 def _differences(
-    one: Step,
-    two: Step,
+    one: AlignedStep,
+    two: AlignedStep,
     owners: tuple[Mapping[int, Graph], ...],
     equal: bool,
     same: bool,
@@ -305,11 +305,11 @@ def _differences(
     return tuple(found)
 
 
-def _first(step: Step) -> str:
+def _first(step: AlignedStep) -> str:
     return value_text(step.outputs[0]) if step.outputs else "nothing"
 
 
-def _flow(graph: Graph, step: Step) -> str:
+def _flow(graph: Graph, step: AlignedStep) -> str:
     """How a derivative flows through a step: the strongest of its links."""
     if not any(value.is_inexact for value in step.outputs):
         return "none"

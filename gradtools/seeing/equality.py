@@ -13,14 +13,21 @@ from typing import Any
 
 from gradtools.seeing.align import Alignment
 from gradtools.seeing.attributes import text_of
-from gradtools.seeing.canonical import BRANCHING, WRITTEN_OUT, Canonical, Expressions, Form, Written
+from gradtools.seeing.canonical import (
+    BRANCHING,
+    WRITTEN_OUT,
+    Canonical,
+    CanonicalExpression,
+    Expressions,
+    Form,
+)
 from gradtools.seeing.graph import Graph, Node
 
 ELSE = "computes something else"
 Groups = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Pair:
+class GraphPair:
     """Two graphs that are compared.
 
     Args:
@@ -148,7 +155,7 @@ class Pair:
 def _is_settled(expressions: Expressions, key: int) -> bool:
     """Whether a value is a number, enters, or is made by a step that has its counterpart."""
     expression = expressions.known[key]
-    if not isinstance(expression, Written):
+    if not isinstance(expression, CanonicalExpression):
         return not (isinstance(expression, tuple) and expression[0] == "later")
     arranged = expression.operation in ("split", "iota")
     return arranged and all(_is_settled(expressions, k) for k, _ in expression.operands)
@@ -242,4 +249,4 @@ def _in_turn(graph: Graph, values: Sequence[int]) -> list[int]:
     return [*read, *(v for v in wanted if v not in read)]
 
 
-__all__ = ["ELSE", "Pair"]
+__all__ = ["ELSE", "GraphPair"]

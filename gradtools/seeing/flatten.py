@@ -54,19 +54,19 @@ class Unit:
 
 
 @dataclass
-class Group:
+class BlockGroup:
     """What becomes a block."""
 
     kind: str
     title: str
     scope: tuple[str, ...]
     phase: int
-    children: list[Unit | Group]
+    children: list[Unit | BlockGroup]
     count: int = 1
     mark: str = ""
 
 
-Entry = Unit | Group
+Entry = Unit | BlockGroup
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Link:
     cut: str | None
 
 
-class Flat:
+class FlatGraph:
     """A graph with its bodies opened up: units, and the links between them."""
 
     def __init__(self, graph: Graph, notes: Notes = MappingProxyType({})) -> None:
@@ -213,9 +213,9 @@ class Flat:
         scope: tuple[str, ...],
         made: dict[int, Makers],
         numbers: dict[int, int],
-    ) -> Group:
+    ) -> BlockGroup:
         """A node with programs inside: a group, whose values are followed through."""
-        group = Group(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
+        group = BlockGroup(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
         deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
         if deciding or not node.inputs:
             unit = self._operation(graph, node, position, ())
@@ -231,7 +231,7 @@ class Flat:
             children = self._entries(body.graph, inner, own, node.scope)
             name = _body_name(node, number)
             if len(node.bodies) > 1 and children:
-                children = [Group("branch", name, (), node.phase, children)]
+                children = [BlockGroup("branch", name, (), node.phase, children)]
             group.children += children
             if not body.gate:
                 for v, out in zip(node.outputs, body.graph.outputs, strict=True):
@@ -240,7 +240,7 @@ class Flat:
         self._end(node, group)
         return group
 
-    def _end(self, node: Node, group: Group) -> None:
+    def _end(self, node: Node, group: BlockGroup) -> None:
         """Remembers which unit ends a call, and tells there how the call compares."""
         units = units_of(group.children)
         if units:

@@ -535,7 +535,7 @@ def is_compiled(f: Any) -> bool:
 # (`compiling`: dynamo takes marks by identity, and importing it to set them takes seconds); one
 # operator of ours, registered for the process (`host`: a compiled program holds no Python objects);
 # CPython's generator read in memory (`randomness`: to copy its state takes longer than a small
-# layer); hooks of leaves taken away while chunks are computed again (`programs`).
+# layer); hooks of leaves taken away while chunks are computed again (`replay`).
 
 
 def is_frameworks_own_question(depth: int) -> bool:

@@ -20,7 +20,7 @@ from gradtools.torch.transposing import pull, push, value_and_push
 from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Options
+    from gradtools.chunks import ChunkOptions
     from gradtools.host import Kernel
     from gradtools.rules import Rule
 
@@ -208,7 +208,7 @@ class TorchBackend(Backend):
             )
             return list(mapped(*batch))
 
-    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
+    def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         return partial(_checkpointed, self, options, f)
 
     like_module = staticmethod(wrapping.like_module)
@@ -256,7 +256,7 @@ class TorchBackend(Backend):
 
 
 def _checkpointed(
-    backend: TorchBackend, options: Options, f: Any, /, *args: Any, **kwargs: Any
+    backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     if is_compiling() and not engines.is_inside():
         from torch.utils.checkpoint import checkpoint

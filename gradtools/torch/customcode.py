@@ -178,7 +178,7 @@ def is_spent(x: Tensor) -> bool:
     return getattr(x, _SPENT, False)
 
 
-class Opened(NamedTuple):
+class OpenDerivative(NamedTuple):
     """A derivative whose function is being evaluated.
 
     Attributes:
@@ -218,7 +218,7 @@ class Opened(NamedTuple):
         ]
 
 
-def being_evaluated() -> list[Opened]:
+def being_evaluated() -> list[OpenDerivative]:
     """The derivatives of this thread whose functions are being evaluated, the innermost last."""
     try:
         return _here.opened  # type: ignore[no-any-return]
@@ -227,14 +227,14 @@ def being_evaluated() -> list[Opened]:
         return _here.opened
 
 
-def begun(aliases: Sequence[Tensor], around: Sequence[Opened]) -> Opened:
+def begun(aliases: Sequence[Tensor], around: Sequence[OpenDerivative]) -> OpenDerivative:
     """A derivative whose function is about to be evaluated, inside of others."""
     before = [set(each.entered) for each in around] if around else []
-    return Opened(aliases, set(), set(), before)
+    return OpenDerivative(aliases, set(), set(), before)
 
 
 @contextmanager
-def opened(aliases: Sequence[Tensor]) -> Iterator[Opened]:
+def opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
     """Inside, a function is evaluated at the aliases."""
     around = being_evaluated()
     around.append(begun(aliases, around))
@@ -250,7 +250,7 @@ def note_taken(
     leaves: Sequence[Tensor],
     aliases: Sequence[Tensor],
     kept: bool,
-    inside: Opened | None = None,
+    inside: OpenDerivative | None = None,
 ) -> None:
     """Notes, where a function is being evaluated, what a derivative that it takes depends on.
 
@@ -714,7 +714,7 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     try:
         with (
             standing_in(called),
-            _Operators(key, tried),
+            _OperatorCalls(key, tried),
             upstream.temporarily_clear_interpreter_stack(),
         ):
             rerun(lambda xs: fun(*xs)[0], leaves)
@@ -731,7 +731,7 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
 _CALLS = 4  # of one class in f that are tried
 
 
-class _Operators(TorchFunctionMode):
+class _OperatorCalls(TorchFunctionMode):
     """Inside, calls of operators in whose graph a class that is written in C++ stands are tried."""
 
     def __init__(self, key: _Key, tried: Callable[[Any, Args], None]) -> None:

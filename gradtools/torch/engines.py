@@ -31,7 +31,7 @@ from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
 from gradtools.torch.customcode import (
-    Opened,
+    OpenDerivative,
     Survey,
     begun,
     being_evaluated,
@@ -390,7 +390,7 @@ def _is_differentiated_again(own: int = 0) -> bool:
 def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
     reached: list[bool] = []
     nested: list[bool] = []
-    entered: list[Opened] = []
+    entered: list[OpenDerivative] = []
     wrong: list[str | None] = []
     empty: list[bool] = []
     mended: list[Any] = []

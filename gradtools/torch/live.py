@@ -37,10 +37,10 @@ def live_graph(outputs: Any) -> Graph:
             "no_grad, or of nothing that requires grad. Mend: pass a result before it is detached, "
             "or ask why_zero, which says where it is lost."
         )
-    return _Reader().graph(named)
+    return _AutogradReader().graph(named)
 
 
-class _Reader:
+class _AutogradReader:
     """Reads autograd's nodes."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from gradtools.torch.wrappers import tensors_in
 Tensor = torch.Tensor
 
 
-class Call:
+class AtenCall:
     """A call of an operation of aten, its arguments by their names in the schema."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -165,14 +165,14 @@ _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     "rsub": lambda xs: [xs[1], xs[0], *xs[2:]],
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
 }
-_Form = Callable[[Call, str, dict[str, Any]], tuple[str, dict[str, Any]]]
+_Form = Callable[[AtenCall, str, dict[str, Any]], tuple[str, dict[str, Any]]]
 
 
-def _out_shape(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _out_shape(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return operation, {"shape": tuple(call.out.shape)} if call.out is not None else found
 
 
-def _permuted(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _permuted(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     order = [*range(call.rank)]
     if call.name in ("permute", "movedim", "moveaxis"):
         order = [a % call.rank for a in call.given["dims"]]
@@ -183,7 +183,7 @@ def _permuted(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, d
     return operation, {"permutation": tuple(order)}
 
 
-def _sliced(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _sliced(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     assert call.first is not None
     shape = call.first.shape
     axis = call.given.get("dim", 0) % max(1, call.rank)
@@ -204,7 +204,7 @@ def _sliced(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dic
     return operation, found | dropped
 
 
-def _compared(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _compared(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     relation = _RELATIONS.get(call.name)
     return operation, {**found, "relation": relation} if relation else found
 
@@ -225,7 +225,7 @@ _RELATIONS = {
 }
 
 
-def _convolved(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _convolved(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if call.name.endswith("backward"):
         return operation, _convolution(found)
     if found.get("transposed"):
@@ -246,7 +246,7 @@ def _convolution(found: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _pooled(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _pooled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     found = dict(found)
     if "kernel_size" in found:
         window = found["window"] = found.pop("kernel_size")
@@ -258,7 +258,7 @@ def _pooled(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dic
     return operation, found
 
 
-def _normed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _normed(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     found = dict(found)
     shape = found.pop("normalized_shape", ())
     if shape:
@@ -266,14 +266,14 @@ def _normed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dic
     return operation, found
 
 
-def _clipped(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
     return operation, known | {ends.get(key, key): value for key, value in found.items()}
 
 
-def _padded(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _padded(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     widths = call.given["pad"]
     missing = call.rank - len(widths) // 2
     low = [0] * missing + list(widths[0::2])[::-1]
@@ -283,12 +283,12 @@ def _padded(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dic
     return "pad", told | ({"value": value} if value else {})
 
 
-def _triangle(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _triangle(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     offset = found.get("diagonal", 0)
     return operation, {"upper": call.name == "triu"} | ({"offset": offset} if offset else {})
 
 
-def _indexed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _indexed(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     indices = call.given.get("indices")
     if isinstance(indices, list | tuple):
         found = {**found, "axes": tuple(i for i, x in enumerate(indices) if x is not None)}
@@ -300,7 +300,7 @@ def _indexed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, di
     return operation, found
 
 
-def _norm(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _norm(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     ord_ = call.given.get("ord", call.given.get("p", 2))
     found = {key: value for key, value in found.items() if key not in ("ord", "p")}
     if ord_ not in (2, 2.0, None):
@@ -308,18 +308,18 @@ def _norm(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[
     return operation, found
 
 
-def _variance(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _variance(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     found = dict(found)
     corrected = found.pop("correction", None if "unbiased" not in found else 1)
     corrected = int(found.pop("unbiased", True)) if corrected is None else corrected
     return operation, {**found, "correction": corrected}
 
 
-def _rolled(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _rolled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return operation, {**found, "axes": tuple(a % call.rank for a in call.given.get("dims", ()))}
 
 
-def _made(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _made(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A constant: what it is filled with; its shape and dtype are those of its value."""
     values = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
     filled = {"value": values[call.name]} if call.name in values else {}
@@ -345,4 +345,4 @@ _FORMS: Mapping[str, _Form] = {
     "constant": _made,
 }
 
-__all__ = ["Call"]
+__all__ = ["AtenCall"]

@@ -47,7 +47,7 @@ from gradtools.torch.flops import Watching
 from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
-from gradtools.torch.operands import Call
+from gradtools.torch.operands import AtenCall
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import put_back, recording, watchable
@@ -305,7 +305,7 @@ class _PassRecorder(Watching):
         kwargs = kwargs or {}
         if self._quiet:
             return func(*args, **kwargs)
-        name, call = func.overloadpacket.__name__, Call(func, args, kwargs)
+        name, call = func.overloadpacket.__name__, AtenCall(func, args, kwargs)
         written = [*call.written()]
         for x in written:
             self._keep(x)
@@ -331,7 +331,7 @@ class _PassRecorder(Watching):
     def _write(
         self,
         func: Any,
-        call: Call,
+        call: AtenCall,
         numbers: Sequence[int],
         outs: Sequence[Any],
         written: Sequence[Tensor],

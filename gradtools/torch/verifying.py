@@ -32,7 +32,7 @@ from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
 
 if TYPE_CHECKING:
-    from gradtools.torch.programs import Forward
+    from gradtools.torch.replay import Forward
 
 Tensor = torch.Tensor
 left_to_python(__name__)

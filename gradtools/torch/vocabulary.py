@@ -16,7 +16,7 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.recorded import Recorded
 from gradtools.seeing.graph import Node
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 from gradtools.torch.modes import Modes
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.translating.arrays import ARRAYS
@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
 
 
-def formula_graph(program: Program) -> Recorded:
+def formula_graph(program: LeafProgram) -> Recorded:
     """One run of a program, forward only. Its effects are undone."""
     if not watchable():
         raise GradtoolsError(
@@ -50,7 +50,7 @@ def formula_graph(program: Program) -> Recorded:
     return _again(program, names) if recorder.lost else found
 
 
-def _again(program: Program, names: dict[int, str]) -> Recorded:
+def _again(program: LeafProgram, names: dict[int, str]) -> Recorded:
     """f takes a derivative through something that was written down as a whole: all in parts."""
     with put_back(program.run, program.leaves):
         recorder = FormulaRecorder(OPERATIONS, PLAIN, names, origin_of)
@@ -58,7 +58,7 @@ def _again(program: Program, names: dict[int, str]) -> Recorded:
             return _recorded(program, recorder)
 
 
-def _recorded(program: Program, recorder: FormulaRecorder) -> Recorded:
+def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
     active = set(program.wrt)
     xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)
@@ -103,13 +103,13 @@ def _output(recorder: FormulaRecorder, y: Any) -> Ref:
     return recorder.constant(torch.as_tensor(y))
 
 
-def _with_others(program: Program, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
+def _with_others(program: LeafProgram, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
     """What the program runs, with other arrays in place of those that it holds."""
     return partial(_run_with_others, program, held)
 
 
 def _run_with_others(
-    program: Program, held: Sequence[Tensor], values: Sequence[Any]
+    program: LeafProgram, held: Sequence[Tensor], values: Sequence[Any]
 ) -> Sequence[Any]:
     count = len(program.leaves)
     place = {id(x): v for x, v in zip(held, values[count:], strict=True)}
@@ -120,7 +120,7 @@ def _run_with_others(
 
 
 @contextmanager
-def trying(program: Program, wide: bool) -> Iterator[None]:
+def trying(program: LeafProgram, wide: bool) -> Iterator[None]:
     """Inside, f may run; what it changes is undone. wide: what it holds is read in float64."""
     here = put_back(program.run, program.leaves), followed(), reading({}, wide)
     with here[0], here[1], here[2], torch.enable_grad():

@@ -20,10 +20,10 @@ import pytest
 import gradtools.accumulate
 import gradtools.batches
 import gradtools.chunking
-import gradtools.custom
 import gradtools.derivatives
 import gradtools.edits
-from gradtools.conformance.checking import Verdict, forget_compiled, judged
+import gradtools.shaped
+from gradtools.conformance.checking import CellVerdict, forget_compiled, judged
 from gradtools.conformance.matrix import Cell, cells
 from gradtools.conformance.problem import CALL, CLOSED, DIFFERENCES, EAGER
 from gradtools.conformance.reference import each_leaf
@@ -326,12 +326,12 @@ def no_surrogate(patch, gt):
 
 @mutant("a residual is of an earlier point", "custom_rule", "host_function")
 def stale_residual(patch, gt):
-    whole = gradtools.custom.Residuals.restored
+    whole = gradtools.shaped.Residuals.restored
 
     def stale(self, backend, saved):
         return each_leaf(lambda x: 0.9 * x, whole(self, backend, saved))
 
-    patch.setattr(gradtools.custom.Residuals, "restored", stale)
+    patch.setattr(gradtools.shaped.Residuals, "restored", stale)
     if gt._api._backend.name == "torch":  # plain eager calls go another way
         import gradtools.torch.direct as direct
 
@@ -355,15 +355,15 @@ def transposed_rule(patch, gt):
         patch.setattr(rules, "transposed", lambda *args: minus(whole(*args)))
         patch.setattr(direct, "_recorded", lambda *args: None)  # all go the long way
         return
-    import gradtools.jax.rules as rules
+    import gradtools.jax.linearizing as linearizing
 
-    hoist = rules.hoist  # of the transposed rule
+    hoist = linearizing.hoist  # of the transposed rule
 
     def wrong(fun, *examples):
         run, consts = hoist(fun, *examples)
         return lambda *args: minus(run(*args)), consts
 
-    patch.setattr(rules, "hoist", wrong)
+    patch.setattr(linearizing, "hoist", wrong)
 
 
 @mutant("microbatched counts the last chunk as a whole one", "microbatched", oracle=CALL)
@@ -533,10 +533,10 @@ def concerned(one: Mutant, backend: str) -> list[Cell]:
     return found
 
 
-WHOLE: dict[tuple[str, str], Verdict] = {}
+WHOLE: dict[tuple[str, str], CellVerdict] = {}
 
 
-def judged_whole(cell: Cell, backend: str) -> Verdict:
+def judged_whole(cell: Cell, backend: str) -> CellVerdict:
     """The verdict on the library as it is: several mutants ask for the same cells."""
     key = (backend, str(cell))
     if key not in WHOLE:

@@ -118,12 +118,14 @@ def test_the_examples_of_gradtools_itself_run():
 
 # Files that one wing has and its twin has not, each with its reason.
 ALONE = {
+    ("jax", "primitives.py"): "what a rule is in a jaxpr; in PyTorch it is one Function",
+    ("jax", "linearizing.py"): "a rule's maps as a program; PyTorch runs them as they are",
+    ("jax", "lifting.py"): "arrays of a trace that a rule would outlive; PyTorch refuses them",
+    ("jax", "manual_axes.py"): "types under shard_map; PyTorch's processes are its user's",
     ("jax", "homogeneous.py"): "what a jaxpr proves of a rule; PyTorch computes it",
-    ("torch", "checking.py"): "what an author promises, told by numbers; JAX reads the jaxpr",
     ("torch", "direct.py"): "eager calls without more ado; JAX's are traced",
     ("torch", "joining.py"): "nodes of one pass add up together; JAX sums cotangents itself",
     ("torch", "summing.py"): "gradients of chunks are added as they come; JAX does it in a scan",
-    ("torch", "transposing.py"): "the transpose of a map; JAX has linear_transpose",
     ("torch", "wrappers.py"): "what torch.func wraps around a tensor; JAX has tracers",
     ("torch", "compiling.py"): "jit needs no care; dynamo does",
     ("torch", "kernels.py"): "fused kernels without forward mode; JAX has none",
@@ -141,6 +143,8 @@ ALONE = {
     ("torch", "zeros.py"): "products with symbolic zeros; XLA takes them out itself",
     ("torch", "stopping.py"): "gradients switched off in forward mode; JAX has no such switch",
     ("torch", "programs.py"): "chunks as nodes of autograd's graph; JAX differentiates a scan",
+    ("torch", "replay.py"): "f run again, chunk by chunk; JAX differentiates a scan",
+    ("torch", "pieces.py"): "chunks as tensors of graphs of their own; JAX's loop slices",
     ("torch", "watching.py"): "what may go wrong when f runs again; JAX's functions are pure",
     ("torch", "gates.py"): "results that refuse a derivative along some tensors",
     ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",

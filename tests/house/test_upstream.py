@@ -86,7 +86,14 @@ def test_frames_of_the_stack_are_looked_at_to_tell_a_line_or_in_the_rooms():
 _DECIDE = ("torch/freezing.py", "torch/passes.py")
 _WORD = (
     *("torch/refusals.py", "torch/recording/refusals.py", "torch/kernels.py", "torch/programs.py"),
-    *("torch/watching.py", "jax/refusals.py", "jax/host.py", "jax/modules.py", "jax/stateful.py"),
+    *(
+        "torch/replay.py",
+        "torch/watching.py",
+        "jax/refusals.py",
+        "jax/host.py",
+        "jax/modules.py",
+        "jax/stateful.py",
+    ),
     *("testing/probe.py", "conformance/sweeps/in_jax.py"),
 )
 

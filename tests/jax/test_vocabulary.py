@@ -22,7 +22,7 @@ import gradtools.jax as gt
 from gradtools.jax.backend import JaxBackend
 from gradtools.jax.vocabulary import formula_graph
 from gradtools.seeing.formula import derive
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 
 BACKEND = JaxBackend()
 RNG = np.random.default_rng(3)
@@ -62,7 +62,7 @@ def whole(*values):
 
 
 def recorded(f, *args):
-    program = Program(BACKEND, "formula", f, args, {})
+    program = LeafProgram(BACKEND, "formula", f, args, {})
     return program, formula_graph(program)
 
 

@@ -74,7 +74,7 @@ def _of_torch(group):
     for entry in [e for e in entries if e.variant == torch_programs.FUNCTION][group::GROUPS]:
         for program in torch_programs.programs(entry):
             small = lambda p: all(x.numel() <= 400 for x in p.primals)
-            if isinstance(program, torch_programs.Program) and small(program):
+            if isinstance(program, torch_programs.TableProgram) and small(program):
                 yield f"torch {program.name}", _outcome(gt, program.f, program.primals)
 
 

@@ -11,7 +11,7 @@ from gradtools.conformance.sweeps import (
     DIFFERS,
     LEFT_OUT,
     RAISED,
-    Known,
+    LedgerLine,
     in_jax,
     jax_ledger,
 )
@@ -155,7 +155,7 @@ def test_a_complex_program_agrees_in_every_way_that_takes_one():
 
 
 def test_a_line_that_tells_nothing_any_more_fails_the_sweep(monkeypatch):
-    line = Known("planted", "vjp", DIFFERS, "it was wrong once")
+    line = LedgerLine("planted", "vjp", DIFFERS, "it was wrong once")
     monkeypatch.setattr(jax_ledger, "LEDGER", (line,))
     found = in_jax.verdict(outcomes(jnp.sin, any_(3)))
     assert not found and found.outdated == (line,)

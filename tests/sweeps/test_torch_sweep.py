@@ -22,7 +22,7 @@ from gradtools.conformance.sweeps import (
     LEFT_OUT,
     RAISED,
     REFUSED,
-    Known,
+    LedgerLine,
     in_torch,
     judged,
     torch_programs,
@@ -159,14 +159,14 @@ def test_a_refusal_and_a_raw_error_are_told_apart(monkeypatch):
 
 
 def test_a_line_of_the_ledger_that_no_longer_occurs_fails():
-    line = Known("sin", "jvp", DIFFERS, "it was wrong once")
+    line = LedgerLine("sin", "jvp", DIFFERS, "it was wrong once")
     verdict = judged(small(("jvp",)), (line,), whole=False)
     assert not verdict and verdict.outdated == (line,)
     assert "outdated: sin | jvp" in str(verdict)
 
 
 def test_a_kink_is_told_from_an_error():
-    program = torch_programs.Program(
+    program = torch_programs.TableProgram(
         "relu at 0", "float64", 0, lambda x: (torch.relu(x),), (torch.zeros(3).double(),)
     )
     found = {o.way: o.result for o in in_torch.swept(program, in_torch.WAYS[:1])}
@@ -175,7 +175,7 @@ def test_a_kink_is_told_from_an_error():
 
 def test_pytorch_without_a_term_of_its_reverse_mode_is_found():
     f = lambda x: (x * x.detach(),)
-    program = torch_programs.Program("half", "float64", 0, f, (torch.ones(3).double(),))
+    program = torch_programs.TableProgram("half", "float64", 0, f, (torch.ones(3).double(),))
     found = {o.way: o.result for o in in_torch.swept(program, in_torch.WAYS[:1])}
     assert found[REVERSE_MODE] == DIFFERS
 

@@ -64,14 +64,14 @@ def test_a_recording_knows_a_chunk_and_a_frozen_function_by_what_their_functions
 
 
 def test_functions_of_ours_are_told_from_the_users_by_their_class():
-    from gradtools.torch.freezing import _Asked
-    from gradtools.torch.programs import _Node
+    from gradtools.torch.freezing import _PullbackInputs
+    from gradtools.torch.programs import _ProgramNode
     from gradtools.torch.rules import _BothModes
 
     class Mine(torch.autograd.Function):
         pass
 
-    assert marks.function_of_ours(_Asked) == "frozen"
-    assert marks.function_of_ours(_Node) == "chunked"
+    assert marks.function_of_ours(_PullbackInputs) == "frozen"
+    assert marks.function_of_ours(_ProgramNode) == "chunked"
     assert marks.function_of_ours(_BothModes) == marks.RULE
     assert marks.function_of_ours(Mine) is None

@@ -23,7 +23,7 @@ from gradtools import DisconnectedInputError, GradtoolsError
 from gradtools.seeing.findings import KINDS
 from gradtools.seeing.flow import dependence_matrix
 from gradtools.seeing.graph import Dependence
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 from gradtools.torch.backend import TorchBackend
 from gradtools.torch.recording import observing, refusals
 
@@ -33,7 +33,7 @@ BACKEND = TorchBackend()
 
 
 def recorded(f, *args):
-    program = Program(BACKEND, "test", f, args, {}, (0,))
+    program = LeafProgram(BACKEND, "test", f, args, {}, (0,))
     return BACKEND.record(program.run, program.leaves, program.names)
 
 
@@ -369,7 +369,7 @@ def test_the_corpus_covers_every_kind():
 def test_every_refusal_of_pytorch_is_in_the_corpus():
     texts = set()
     for cause in CAUSES:
-        program = Program(BACKEND, "test", cause.f, cause.args, {}, (0,))
+        program = LeafProgram(BACKEND, "test", cause.f, cause.args, {}, (0,))
         found = BACKEND.record(program.run, program.leaves, program.names).refusal
         texts |= {part for part in refusals.KINDS if found and part in found.message}
     assert texts == set(refusals.KINDS)

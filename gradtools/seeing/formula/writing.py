@@ -3,8 +3,8 @@
 Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
 elementwise product as a circled dot, sums over axes by their letters. Axes align by their
 letters, so a broadcast leaves no trace. Where whole arrays do not say it (three axes and more,
-the same axis twice), `Writer.whole` raises `NeedsIndices`, and the statement is written entry by
-entry with `Writer.entry`.
+the same axis twice), `ExpressionWriter.whole` raises `NeedsIndices`, and the statement is written
+entry by entry with `ExpressionWriter.entry`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NeedsIndices(Exception):
     """Whole arrays do not say it."""
 
 
-class Writer:
+class ExpressionWriter:
     """Writes expressions.
 
     Attributes:
@@ -467,4 +467,4 @@ def _apart(coefficient: Any) -> tuple[Any, Written | None]:
     return coefficient, None
 
 
-__all__ = ["NeedsIndices", "Writer"]
+__all__ = ["NeedsIndices", "ExpressionWriter"]

@@ -47,7 +47,7 @@ Fun = Callable[..., tuple[list[Array], list[Array]]]
 _PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)  # who takes a pullback's
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Evaluation:
     """One evaluation of a function, and its derivative there.
 

@@ -110,8 +110,7 @@ class TorchBackend(Backend):
     def zeros(self, look: Any, beside: Array) -> Array:
         return torch.zeros(look[0], dtype=look[1], device=beside.device)
 
-    def ones_like(self, x: Array) -> Array:
-        return torch.ones_like(x, requires_grad=False)
+    ones_like = staticmethod(partial(torch.ones_like, requires_grad=False))
 
     def unit_basis(self, x: Array) -> Array:
         eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device)

@@ -335,6 +335,10 @@ class Rules(Differentiation):
 
         return spread(self.pull(pushed, zeros, cts), moving)
 
+    def scaled(self, x: Any, factor: float) -> Array | None:
+        """x with the derivative times a number, in the framework's own way; None: by a rule."""
+        return None
+
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
         return self.apply_rule(by_key(key), *xs)
 

@@ -14,6 +14,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import arrays, engines, parts, trees, wrapping
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
+from gradtools.torch.hooks import scaled
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
 from gradtools.torch.transposing import pull, push, value_and_push
@@ -145,6 +146,7 @@ class TorchBackend(Backend):
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
 
+    scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)

@@ -47,7 +47,7 @@ Fun = Callable[..., tuple[list[Array], list[Array]]]
 _PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)  # who takes a pullback's
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Evaluation:
     """One evaluation of a function, and its derivative there.
 
@@ -334,6 +334,10 @@ class Rules(Differentiation):
             return self.filled(push(saved, spread(dxs, moving)), ys)
 
         return spread(self.pull(pushed, zeros, cts), moving)
+
+    def scaled(self, x: Any, factor: float) -> Array | None:
+        """x with the derivative times a number, in the framework's own way; None: by a rule."""
+        return None
 
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
         return self.apply_rule(by_key(key), *xs)

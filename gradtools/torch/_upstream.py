@@ -166,6 +166,10 @@ set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
 """What `torch.set_grad_enabled` calls, a class that costs three times as much; and what a mode sees
 when f calls that. Gone: the class, and its `__init__` in modes."""
 
+run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
+"""What `torch.autograd.grad` calls when it has looked at its arguments, which are ours and known:
+a third of its time at a small function. Gone: `torch.autograd.grad`."""
+
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 """Which call of the engine runs here, -1 if none: nodes of one pass share sums, others none.
 Gone: a node's own pass is one, so sums are not shared between towers."""
@@ -243,6 +247,10 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+AccumulateGrad: Any = _c._functions.AccumulateGrad
+"""The class of the nodes at which a graph ends in a leaf. Gone: its name."""
+
+
 def sequence_of(node: Any) -> int:
     """When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
     return node._sequence_nr()
@@ -304,6 +312,15 @@ def tensor_hooks(x: Tensor) -> Any:
     them back. Gone: a hook would fire for each chunk; refuse leaves with hooks.
     """
     return x._backward_hooks
+
+
+set_creation_meta: Callable[[Tensor, Any], None] = _c._autograd._set_creation_meta
+IN_CUSTOM_FUNCTION: Any = _c._autograd.CreationMeta.IN_CUSTOM_FUNCTION
+"""A view that may not be written in place, as one that a Function returns: autograd would pass by
+its node. Gone: a Function returns it, at three times the cost."""
+
+tracing_state: Callable[[], Any] = _c._get_tracing_state
+"""What `torch.jit.is_tracing` asks: TorchScript does not trace a hook."""
 
 
 def set_tensor_hooks(x: Tensor, hooks: Any) -> None:

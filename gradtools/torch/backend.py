@@ -14,6 +14,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import arrays, engines, parts, trees, wrapping
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
+from gradtools.torch.hooks import scaled
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
 from gradtools.torch.transposing import pull, push, value_and_push
@@ -110,8 +111,7 @@ class TorchBackend(Backend):
     def zeros(self, look: Any, beside: Array) -> Array:
         return torch.zeros(look[0], dtype=look[1], device=beside.device)
 
-    def ones_like(self, x: Array) -> Array:
-        return torch.ones_like(x, requires_grad=False)
+    ones_like = staticmethod(partial(torch.ones_like, requires_grad=False))
 
     def unit_basis(self, x: Array) -> Array:
         eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
@@ -146,6 +146,7 @@ class TorchBackend(Backend):
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
 
+    scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -252,6 +253,23 @@ def test_versions_are_read_kept_and_set():
     assert upstream.version_of(x) == 0
 
 
+def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right():
+    x, unused = _x(), _x()
+    y = x.sin()
+    found = upstream.run_engine(
+        (y,), (torch.ones(2),), True, True, (x, unused), allow_unreachable=True,
+        accumulate_grad=False,
+    )  # fmt: skip
+    expected = torch.autograd.grad(y, (x, unused), torch.ones(2), True, True, allow_unused=True)
+    assert torch.equal(found[0], expected[0]) and found[1] is expected[1] is None
+    assert found[0].requires_grad and x.grad is None
+
+
+def test_a_graph_ends_in_nodes_of_one_class():
+    x = _x()
+    assert type(x.sin().grad_fn.next_functions[0][0]) is upstream.AccumulateGrad
+
+
 def test_set_grad_enabled_is_what_a_mode_sees():
     seen = []
 
@@ -350,6 +368,27 @@ def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
     x = torch.ones(2)
     y = upstream.make_subclass(Mine, x)
     assert type(y) is Mine and y.data_ptr() == x.data_ptr() and not upstream.is_view(y)
+
+
+def test_a_view_that_is_marked_so_may_not_be_written_in_place():
+    x = _x() * 1
+    y = x.view_as(x)
+    upstream.set_creation_meta(y, upstream.IN_CUSTOM_FUNCTION)
+    with pytest.raises(RuntimeError, match="created inside a custom Function"):
+        y.mul_(2)
+
+
+def test_tracing_is_told():
+    seen = []
+
+    def f(x):
+        seen.append(upstream.tracing_state() is not None)
+        return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
+        torch.jit.trace(f, torch.ones(1), check_trace=False)
+    assert upstream.tracing_state() is None and seen == [True]
 
 
 def test_a_sparse_tensor_that_is_not_coalesced_shows_its_entries():

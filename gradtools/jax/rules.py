@@ -43,8 +43,15 @@ from jax.interpreters import partial_eval as pe
 from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError, NotImplementedRefusal, is_of, refusal, warn
 from gradtools.jax import homogeneous, shardings, tracing
-from gradtools.jax._upstream import Primitive
-from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
+from gradtools.jax._upstream import Primitive, prints_as
+from gradtools.jax.lifetimes import (
+    LIFE,
+    MortalPrimitive,
+    mortal,
+    owned_by,
+    recalled,
+    remembered,
+)
 from gradtools.jax.trees import conj, is_inexact, zeros_of
 from gradtools.linearity import is_linear
 from gradtools.rules import (
@@ -524,7 +531,7 @@ def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
     """A zero for None; an error where a map's result does not have the shape it must have."""
     if value is None:
         return zeros_of(like)
-    if jnp.shape(value) != tuple(like.shape):
+    if jnp.shape(value) != tuple(like.shape) and not jax.config.jax_disable_bwd_checks:
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
             f"expected {tuple(like.shape)}, that of what it belongs to."
@@ -686,12 +693,8 @@ def _without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) ->
     Under jit XLA leaves them out; outside nobody else would.
     """
     closed = jax.make_jaxpr(run)(*operands)
-    used, kept = set(map(id, closed.jaxpr.outvars)), []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if eqn.effects or any(id(v) in used for v in eqn.outvars):
-            kept.append(eqn)
-            used.update(map(id, eqn.invars))
-    return jax.core.eval_jaxpr(closed.jaxpr.replace(eqns=kept[::-1]), closed.consts, *operands)
+    jaxpr = pe.dce_jaxpr(closed.jaxpr, True, instantiate=True)[0]
+    return jax.core.eval_jaxpr(jaxpr, closed.consts, *operands)
 
 
 def _define(name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]) -> Primitive:
@@ -713,9 +716,12 @@ def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
 
 def _jaxpr(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
     params = {name: value for name, value in params.items() if name != LIFE}
-    key = tuple([item for item in params.items() if item[0] != "rule"])
     make = lambda: jax.make_jaxpr(lambda *xs: run(*xs, **params))(*avals)
-    return remembered(params["rule"], (run, avals, key), make)
+    return remembered(params["rule"], _jaxpr_key(run, avals, params), make)
+
+
+def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tuple[Any, ...]:
+    return run, avals, tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
 
 
 primal_p = _define("gradtools_primal", _primal, _traced_outs(_primal))
@@ -758,7 +764,90 @@ tangent_p.gradtools_program, cotangent_p.gradtools_program = (
 )
 
 
+# --- what a printed jaxpr says of them ---------------------------------------------------
+
+
+def _shown_value(eqn: Any) -> dict[str, Any]:
+    """As of a `custom_jvp` or `custom_vjp`: its name, its program and its author's functions."""
+    rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
+    run = _primal if eqn.primitive is primal_p else _evaluation
+    full = rule if rule.used is None else rule.whole
+    program = recalled(full, _jaxpr_key(run, avals, eqn.params))
+    shown = {} if program is None else {"call_jaxpr": program}
+    if rule.used is not None:
+        shown["used"] = list(rule.used)
+    if rule.called:
+        shown |= {**dict(rule.called), "symbolic_zeros": bool(rule.symbolic)}
+    return {"name": rule.name, **dict(sorted(shown.items()))}
+
+
+def _shown_map(eqn: Any) -> dict[str, Any]:
+    """As of the linear half of a `custom_vjp`; `num_res` is how much it reads."""
+    rule, given = eqn.params["rule"], eqn.params["given"]
+    shown = {
+        "in_zeros": [not g for g in given],
+        "num_res": len(eqn.invars) - sum(given),
+        "symbolic_zeros": bool(rule.symbolic),
+    }
+    of = dict(rule.called) or {"name": rule.name}
+    return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))
+
+
+prints_as(primal_p, _shown_value)
+prints_as(evaluation_p, _shown_value)
+prints_as(value_p, lambda eqn: {"name": eqn.params["rule"].name})
+prints_as(tangent_p, _shown_map)
+prints_as(cotangent_p, _shown_map)
+
+
+# --- outputs that nobody uses ------------------------------------------------------------
+
+
+def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
+    """Without what is computed for outputs that nobody uses; a derivative may read any input.
+
+    JAX 0.12 says before the equation which inputs are alive.
+    """
+    eqn = live_and_eqn[-1]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if not all(used):
+        outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+        part = _part(eqn.params["rule"], tuple(used))
+        eqn = eqn.replace(outvars=outvars, params=owned_by(part, "rule"))
+    return [True] * len(eqn.invars), eqn
+
+
+def _part(rule: Rule, used: Mask) -> Rule:
+    """A rule that gives these outputs alone."""
+
+    def pick(full: Sequence[Any]) -> list[Any]:
+        return [y for y, u in zip(full, used, strict=True) if u]
+
+    def reaches(*specs: Any) -> Any:
+        assert rule.reaches is not None
+        found = rule.reaches(*specs)
+        return found and pick(found)
+
+    def make() -> Rule:
+        return replace(
+            rule,
+            primal=lambda *xs: _without_the_rest(lambda *xs: pick(rule.primal(*xs)), xs),
+            flow=rule.flow and (lambda *xs: pick(rule.flow(*xs))),
+            reaches=rule.reaches and reaches,
+            whole=rule,
+            used=used,
+            key=next(KEYS),
+        )
+
+    return remembered(rule, ("part", used), make)
+
+
 def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
+    if rule.used is not None:
+        both = _primal_jvp(xs, dxs, rule=rule.whole)
+        ys, dys = ([y for y, u in zip(full, rule.used, strict=True) if u] for full in both)
+        return ys, dys
     given, xs = _given(rule, dxs), _arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
@@ -793,9 +882,9 @@ def _evaluation_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], A
     n = len(used) - eqn.params["rule"].extras
     if not any(used):
         return [False] * len(eqn.invars), None
-    if not any(used[n:]):
-        eqn = eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n])
-    return [True] * len(eqn.invars), eqn
+    if any(used[n:]):
+        return [True] * len(eqn.invars), eqn
+    return _primal_dce(used[:n], eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n]))
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: Rule, xs: int) -> Any:
@@ -992,6 +1081,8 @@ def _cotangent_transpose(
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     """Of a rule that stands in a linear function: its pullback anywhere, say at zero."""
+    if rule.used is not None:
+        return _primal_transpose(_cotangents_of_all(rule, cts, xs), *xs, rule=rule.whole)
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     if (rule.contract or rule) in _local_list("linearizing"):
         return _code_transposed(cts, xs, rule, unknown)
@@ -1013,6 +1104,17 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
         ys=tuple(_present(_likes(ys))),
     )
     return spread(found, unknown)
+
+
+def _cotangents_of_all(part: Rule, cts: Any, xs: Any) -> list[Any]:
+    """The cotangents of the outputs that are used, with zeros for the others."""
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
+    outs, left = _jaxpr(_primal, tuple(avals), {"rule": part.whole}).out_avals, iter(cts)
+    assert part.used is not None
+    return [
+        next(left) if u else ad.Zero(aval.to_tangent_aval())
+        for aval, u in zip(outs, part.used, strict=True)
+    ]
 
 
 def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
@@ -1082,6 +1184,7 @@ def _slack(x: Any) -> float:
 
 ad.primitive_jvps[primal_p] = mortal(_primal_jvp)
 ad.primitive_jvps[evaluation_p] = mortal(_evaluation_jvp)
+pe.dce_rules[primal_p] = _primal_dce
 pe.dce_rules[evaluation_p] = _evaluation_dce
 ad.primitive_jvps[value_p] = mortal(_value_jvp)
 ad.primitive_jvps[tangent_p] = mortal(_tangent_jvp)

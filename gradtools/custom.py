@@ -361,11 +361,13 @@ class CustomRule:
         return self._new_rule(shape, linearize=shape.linearize, joint=joint)
 
     def _new_rule(self, shape: Shaped, **maps: Any) -> Rule:
-        written = tuple([f for f in (self.fun, self.fwd, self.bwd, self.jvp) if f is not None])
+        maps_of = {"fwd": self.fwd, "bwd": self.bwd, "jvp": self.jvp}
+        given = {name: f for name, f in maps_of.items() if f is not None}
         return Rule(
             self.__name__,
             shape.primal,
-            written=written,
+            written=(self.fun, *given.values()),
+            called=tuple([(name, _name(f)) for name, f in given.items()]),
             dense=True,
             symbolic=self.symbolic,
             contract=shape.contract,

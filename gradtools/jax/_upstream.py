@@ -86,6 +86,19 @@ def is_exporting(ctx: Any) -> bool:
     return bool(getattr(parameters, "for_export", False))
 
 
+def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:
+    """Of an equation of this primitive of ours, a printed jaxpr shows these parameters.
+
+    JAX's own primitives with rules are shown so. Gone: the rule's repr, and no program.
+    """
+
+    def write(eqn: Any, context: Any, settings: Any) -> Any:
+        params = shown(eqn)
+        return _core._pp_eqn(eqn.replace(params=params), context, settings, params=list(params))
+
+    _core.pp_eqn_rules[primitive] = write
+
+
 # --- what a maintainer of JAX would refuse ------------------------------------------------------
 
 

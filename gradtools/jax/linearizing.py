@@ -263,7 +263,8 @@ def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
     """A zero for None; an error where a map's result does not have the shape it must have."""
     if value is None:
         return zeros_of(like)
-    if jnp.shape(value) != tuple(like.shape):
+    unchecked = jax.config.jax_disable_bwd_checks  # type: ignore[attr-defined]  # made by JAX
+    if jnp.shape(value) != tuple(like.shape) and not unchecked:
         raise GradtoolsError(
             f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
             f"expected {tuple(like.shape)}, that of what it belongs to."

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
+from jax.interpreters import partial_eval as pe
 
-from gradtools.jax._upstream import Primitive
-from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
+from gradtools.jax._upstream import Primitive, prints_as
+from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, recalled, remembered
 from gradtools.jax.manual_axes import varies, with_varying_tangent
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Rule, spread
@@ -34,7 +35,8 @@ def promoting(rule: Rule) -> Any:
     return jax.numpy_dtype_promotion("standard") if rule.identity else nullcontext()
 
 
-def _primal(*xs: Any, rule: Rule) -> list[Any]:
+def eval_primal(*xs: Any, rule: Rule) -> list[Any]:
+    """What the rule's function gives."""
     return list(rule.primal(*as_arrays(xs)))
 
 
@@ -65,21 +67,17 @@ def eval_cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: An
             found = rule.cotangent(operands[:n], spread(operands[n:], given))
         return [ct for ct, w in zip(found, wanted, strict=True) if w]
 
-    return run(*operands) if rule.flow is None else _without_the_rest(run, operands)
+    return run(*operands) if rule.flow is None else without_the_rest(run, operands)
 
 
-def _without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+def without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
     """`run(*operands)` without the equations of which no result is used.
 
     Under jit XLA leaves them out; outside nobody else would.
     """
     closed = jax.make_jaxpr(run)(*operands)
-    used, kept = set(map(id, closed.jaxpr.outvars)), []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if eqn.effects or any(id(v) in used for v in eqn.outvars):
-            kept.append(eqn)
-            used.update(map(id, eqn.invars))
-    return jax.core.eval_jaxpr(closed.jaxpr.replace(eqns=kept[::-1]), closed.consts, *operands)
+    jaxpr = pe.dce_jaxpr(closed.jaxpr, True, instantiate=True)[0]
+    return jax.core.eval_jaxpr(jaxpr, closed.consts, *operands)
 
 
 def eval_forward(maps: Rule, xs: Any) -> list[Any]:
@@ -114,12 +112,15 @@ def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
     """What a primitive with these parameters computes; traced once while its rule lives."""
     params = {name: value for name, value in params.items() if name != LIFE}
-    key = tuple([item for item in params.items() if item[0] != "rule"])
     make = lambda: jax.make_jaxpr(lambda *xs: run(*xs, **params))(*avals)
-    return remembered(params["rule"], (run, avals, key), make)
+    return remembered(params["rule"], _jaxpr_key(run, avals, params), make)
 
 
-primal_p = _define("gradtools_primal", _primal, _traced_outs(_primal))
+def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tuple[Any, ...]:
+    return run, avals, tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
+
+
+primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal))
 evaluation_p = _define("gradtools_evaluation", _evaluation, _traced_outs(_evaluation))
 value_p = _define("gradtools_value", _value, _traced_outs(_value))
 tangent_p = _define("gradtools_tangent", eval_tangent, lambda *operands, ys, **_: list(ys))
@@ -151,7 +152,7 @@ def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
     return lambda eqn: jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
 
 
-primal_p.gradtools_program = _program(_primal)
+primal_p.gradtools_program = _program(eval_primal)
 evaluation_p.gradtools_program = _program(_evaluation)
 tangent_p.gradtools_program, cotangent_p.gradtools_program = (
     _program(eval_tangent),
@@ -172,3 +173,39 @@ def _mark_batch(args: Any, dims: Any, name: str) -> Any:
 
 
 batching.primitive_batchers[reverse_only_p] = _mark_batch
+
+
+# --- what a printed jaxpr says of them ---------------------------------------------------
+
+
+def _shown_value(eqn: Any) -> dict[str, Any]:
+    """As of a `custom_jvp` or `custom_vjp`: its name, its program and its author's functions."""
+    rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
+    run = eval_primal if eqn.primitive is primal_p else _evaluation
+    full = rule if rule.used is None else rule.whole
+    program = recalled(full, _jaxpr_key(run, avals, eqn.params))
+    shown = {} if program is None else {"call_jaxpr": program}
+    if rule.used is not None:
+        shown["used"] = list(rule.used)
+    if rule.called:
+        shown |= {**dict(rule.called), "symbolic_zeros": bool(rule.symbolic)}
+    return {"name": rule.name, **dict(sorted(shown.items()))}
+
+
+def _shown_map(eqn: Any) -> dict[str, Any]:
+    """As of the linear half of a `custom_vjp`; `num_res` is how much it reads."""
+    rule, given = eqn.params["rule"], eqn.params["given"]
+    shown = {
+        "in_zeros": [not g for g in given],
+        "num_res": len(eqn.invars) - sum(given),
+        "symbolic_zeros": bool(rule.symbolic),
+    }
+    of = dict(rule.called) or {"name": rule.name}
+    return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))
+
+
+prints_as(primal_p, _shown_value)
+prints_as(evaluation_p, _shown_value)
+prints_as(value_p, lambda eqn: {"name": eqn.params["rule"].name})
+prints_as(tangent_p, _shown_map)
+prints_as(cotangent_p, _shown_map)

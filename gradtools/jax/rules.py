@@ -36,7 +36,7 @@ from gradtools.errors import NotImplementedRefusal
 from gradtools.jax import homogeneous, shardings, tracing
 from gradtools.jax._upstream import Primitive
 from gradtools.jax.checking import check_linear, hold_symbolic
-from gradtools.jax.lifetimes import mortal, remembered
+from gradtools.jax.lifetimes import mortal, owned_by, remembered
 from gradtools.jax.lifting import closed_over_error, closes_over_tracer, lift_captured, lift_value
 from gradtools.jax.linearizing import evaluated_now, linearized_rule, local_list, plain_maps
 from gradtools.jax.manual_axes import varies, varying, varying_alike
@@ -46,6 +46,7 @@ from gradtools.jax.primitives import (
     cotangent_p,
     eval_cotangent,
     eval_forward,
+    eval_primal,
     eval_tangent,
     evaluation_p,
     jaxpr_of,
@@ -54,6 +55,7 @@ from gradtools.jax.primitives import (
     reverse_only_p,
     tangent_p,
     value_p,
+    without_the_rest,
 )
 from gradtools.jax.trees import (
     all_known,
@@ -64,7 +66,7 @@ from gradtools.jax.trees import (
     without_none,
     zeros_of,
 )
-from gradtools.rules import Rule, batched, saved_from, spread
+from gradtools.rules import KEYS, Rule, batched, saved_from, spread
 
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
@@ -103,7 +105,56 @@ def _check_runs(closed: Any) -> None:
     tracing.uses_primitive(closed, expand)
 
 
+def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
+    """Without what is computed for outputs that nobody uses; a derivative may read any input.
+
+    JAX 0.12 says before the equation which inputs are alive.
+    """
+    eqn = live_and_eqn[-1]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if not all(used):
+        outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+        part = _part(eqn.params["rule"], tuple(used))
+        eqn = eqn.replace(outvars=outvars, params=owned_by(part, "rule"))
+    return [True] * len(eqn.invars), eqn
+
+
+def _part(rule: Rule, used: Mask) -> Rule:
+    """A rule that gives these outputs alone."""
+
+    def pick(full: Sequence[Any]) -> list[Any]:
+        return [y for y, u in zip(full, used, strict=True) if u]
+
+    def reaches(*specs: Any) -> Any:
+        assert rule.reaches is not None
+        found = rule.reaches(*specs)
+        return found and pick(found)
+
+    def flow(*xs: Any) -> list[Any]:
+        assert rule.flow is not None
+        return pick(rule.flow(*xs))
+
+    def make() -> Rule:
+        return replace(
+            rule,
+            primal=lambda *xs: without_the_rest(lambda *xs: pick(rule.primal(*xs)), xs),
+            flow=rule.flow and flow,
+            reaches=rule.reaches and reaches,
+            whole=rule,
+            used=used,
+            key=next(KEYS),
+        )
+
+    return remembered(rule, ("part", used), make)
+
+
 def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]:
+    if rule.used is not None:
+        assert rule.whole is not None
+        both = _primal_jvp(xs, dxs, rule=rule.whole)
+        ys, dys = ([y for y, u in zip(full, rule.used, strict=True) if u] for full in both)
+        return ys, dys
     given, xs = _given(rule, dxs), as_arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
@@ -138,9 +189,9 @@ def _evaluation_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], A
     n = len(used) - eqn.params["rule"].extras
     if not any(used):
         return [False] * len(eqn.invars), None
-    if not any(used[n:]):
-        eqn = eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n])
-    return [True] * len(eqn.invars), eqn
+    if any(used[n:]):
+        return [True] * len(eqn.invars), eqn
+    return _primal_dce(used[:n], eqn.replace(primitive=primal_p, outvars=eqn.outvars[:n]))
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: Rule, xs: int) -> Any:
@@ -306,6 +357,9 @@ def _cotangent_transpose(
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     """Of a rule that stands in a linear function: its pullback anywhere, say at zero."""
+    if rule.used is not None:
+        assert rule.whole is not None
+        return _primal_transpose(_cotangents_of_all(rule, cts, xs), *xs, rule=rule.whole)
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     if (rule.contract or rule) in local_list("linearizing"):
         return _code_transposed(cts, xs, rule, unknown)
@@ -329,6 +383,17 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
     return spread(found, unknown)
 
 
+def _cotangents_of_all(part: Rule, cts: Any, xs: Any) -> list[Any]:
+    """The cotangents of the outputs that are used, with zeros for the others."""
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
+    outs, left = jaxpr_of(eval_primal, tuple(avals), {"rule": part.whole}).out_avals, iter(cts)
+    assert part.used is not None
+    return [
+        next(left) if u else ad.Zero(aval.to_tangent_aval())
+        for aval, u in zip(outs, part.used, strict=True)
+    ]
+
+
 def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
     """Of a linear function that its own forward rule uses: here ends what would never end."""
 
@@ -344,6 +409,7 @@ def _code_transposed(cts: Any, xs: Any, rule: Rule, unknown: Mask) -> list[Any]:
 
 ad.primitive_jvps[primal_p] = mortal(_primal_jvp)
 ad.primitive_jvps[evaluation_p] = mortal(_evaluation_jvp)
+pe.dce_rules[primal_p] = _primal_dce
 pe.dce_rules[evaluation_p] = _evaluation_dce
 ad.primitive_jvps[value_p] = mortal(_value_jvp)
 ad.primitive_jvps[tangent_p] = mortal(_tangent_jvp)

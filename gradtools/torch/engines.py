@@ -34,7 +34,6 @@ from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dyna
 from gradtools.torch.customcode import (
     SPENT,
     OpenDerivative,
-    Survey,
     begun,
     being_evaluated,
     calls_guarded,

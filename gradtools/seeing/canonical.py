@@ -507,13 +507,17 @@ def _same(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]
 
 @_rule("transpose")
 def _transposed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, order = given[0], node.attributes["permutation"]
-    return [Form(x.key, x.sizes, tuple(x.dims[p] for p in order), tuple(x.shape[p] for p in order))]
+    return [_in_order(given[0], node.attributes["permutation"])]
+
+
+def _in_order(x: Form, order: Sequence[int]) -> Form:
+    return Form(x.key, x.sizes, tuple(x.dims[p] for p in order), tuple(x.shape[p] for p in order))
 
 
 @_rule("reshape squeeze expand_dims unsqueeze")
 def _reshape(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [c.reshaped(given[0], shape)]
+    order = node.attributes.get("permutation", range(len(given[0].shape)))
+    return [c.reshaped(_in_order(given[0], order), shape)]
 
 
 @_rule("broadcast expand")

@@ -100,8 +100,8 @@ class Graphing(Operators):
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
             raise GradtoolsError(
-                f"gradient_graph: f, differentiated {('not', 'once', 'twice')[order]}, raised "
-                f"{what}. It must run at the arguments at which it is looked at."
+                f"gradient_graph: f{('', ', differentiated once,', ', differentiated twice,')[order]} "
+                f"raised {what}. It must run at the arguments at which it is looked at."
             ) from error
 
     def graph_diff(

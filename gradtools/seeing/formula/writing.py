@@ -166,6 +166,8 @@ class Writer:
         f = Factors(coefficient, factors, labels, x)
         if found is None:
             f.apart()
+            if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+                return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
             with self._mean_inside(f):
                 found = self._core(f)
         else:
@@ -358,12 +360,15 @@ class Writer:
             return pieces[0]
         return join([p.at(PRODUCT) for p in pieces], " ⊙ ", r" \odot ", PRODUCT)
 
-    def _with_scalars(self, f: Factors, core: Written | None) -> Written:
+    def _with_scalars(
+        self, f: Factors, core: Written | None, below: Sequence[Written] = ()
+    ) -> Written:
         up = [self.whole(s).at(PRODUCT) for s, _ in self._sorted((s, ()) for s in f.scalars)]
         down = [self.whole(s) for s in f.scalars_below]
-        coefficient, below = _apart(f.coefficient)
-        if below is not None:
-            down = [below, *down]
+        coefficient, number_below = _apart(f.coefficient)
+        if number_below is not None:
+            down = [number_below, *down]
+        down += [self._hadamard([*below])] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
         pieces = ([number(coefficient).at(PRODUCT)] if coefficient != 1 else []) + up

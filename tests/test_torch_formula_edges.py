@@ -227,3 +227,23 @@ def test_the_adjoint_of_singular_vectors_is_one_of_matrices(f, line):
     torch.manual_seed(0)
     found = gt.formula(f, torch.randn(4, 3))
     assert found.lines(1)[-1] == line and found.check is not None
+
+
+@pytest.mark.parametrize(
+    ("write", "line"),
+    [
+        (torch.no_grad()(lambda y: torch._foreach_add_(y, 1.0)), "y = (3 x + 1) ⊙ (2 x + 1)"),
+        (lambda y: torch._foreach_mul_(y, [1.0, 2.0]), "y = 12 x²"),
+        (lambda y: torch._foreach_addcmul_(y, [z + 1 for z in y], [z * 2 for z in y], 3.0), None),
+    ],
+    ids=["add", "mul", "addcmul"],
+)
+def test_an_operation_on_lists_is_one_on_each_tensor(write, line):
+    def f(x):
+        y = [x * 3, x * 2]
+        write(y)
+        return y[0] * y[1]
+
+    found = gt.formula(f, torch.rand(3) + 1)
+    assert not found.marked and found.check is not None
+    assert line is None or found.lines(0) == [line]

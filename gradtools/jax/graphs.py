@@ -28,6 +28,7 @@ from gradtools.jax.crossing import crossing
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.lines import names_in
+from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.crossing import opened
 from gradtools.seeing.doctor import source_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
@@ -270,12 +271,12 @@ def _value(aval: Any, name: str) -> Value:
 
 
 def _text(value: Any) -> str:
-    """A single number, to be read in place of a name."""
-    if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
+    """What a small array holds, to be read in place of a name."""
+    if isinstance(value, jax.core.Tracer):
         return ""
     dtype = getattr(value, "dtype", None)
     known = dtype is None or isinstance(dtype, np.dtype)  # a random key is no number
-    return f"{np.asarray(value).item():.6g}" if known else ""
+    return numbers_text(np.shape(value), lambda: np.asarray(value).tolist()) if known else ""
 
 
 def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:

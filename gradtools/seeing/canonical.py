@@ -274,9 +274,9 @@ class Canonical:
         for form in given:
             for p, n in enumerate(form.shape, rank - len(form.shape)):
                 shape[p] = n if shape[p] == 1 else shape[p]
+        given = self._aligned(given, rank)
         if commutes:
             given = sorted(given, key=lambda form: (form.key, form.dims))
-        given = self._aligned(given, rank)
         labels: dict[tuple[int, int], int] = {}
         sizes: list[int] = []
         operands = []
@@ -511,13 +511,17 @@ def _same(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]
 
 @_rule("transpose")
 def _transposed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, order = given[0], node.attributes["permutation"]
-    return [Form(x.key, x.sizes, tuple(x.dims[p] for p in order), tuple(x.shape[p] for p in order))]
+    return [_in_order(given[0], node.attributes["permutation"])]
+
+
+def _in_order(x: Form, order: Sequence[int]) -> Form:
+    return Form(x.key, x.sizes, tuple(x.dims[p] for p in order), tuple(x.shape[p] for p in order))
 
 
 @_rule("reshape squeeze expand_dims unsqueeze")
 def _reshape(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [c.reshaped(given[0], shape)]
+    order = node.attributes.get("permutation", range(len(given[0].shape)))
+    return [c.reshaped(_in_order(given[0], order), shape)]
 
 
 @_rule("broadcast expand")
@@ -555,8 +559,13 @@ def _sliced(c: Canonical, x: Form, place: int, start: int, limit: int, stride: i
     if not x.dims[place]:
         return Form(x.key, x.sizes, x.dims, shape)
     (axis,) = x.dims[place]
+    of, inner = x.key, c.expressions.known[x.key]
+    if isinstance(inner, CanonicalExpression) and inner.operation == "slice":
+        ((_, (along, first, length, step)),) = inner.attributes
+        if along == axis and length != 1:
+            start, stride, of = first + start * step, stride * step, inner.operands[0][0]
     at = (axis, start, count, stride if count > 1 else 1)
-    key = c.expressions.number(CanonicalExpression("slice", (("at", at),), ((x.key, ()),)))
+    key = c.expressions.number(CanonicalExpression("slice", (("at", at),), ((of, ()),)))
     left = [i for i in range(len(x.sizes)) if i != axis or count != 1]
     number = {i: k for k, i in enumerate(left)}
     sizes = tuple(count if i == axis else x.sizes[i] for i in left)
@@ -566,14 +575,20 @@ def _sliced(c: Canonical, x: Form, place: int, start: int, limit: int, stride: i
 
 @_rule("pad slice_backward select_backward")
 def _placed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    """Something between zeros."""
+    """Something between zeros; what is placed twice is placed once. A negative pad is a slice."""
     x, a = given[0], node.attributes
     value = c.expressions.value(given[1].key) if len(given) > 1 else float(a.get("value", 0))
     axis = a.get("axis", 0)
     strides = [1] * len(shape)
     if node.operation == "pad":
         starts = a["low"]
-        if any(a.get("interior", ())) or min(*a["low"], *a["high"], 0) < 0:
+        if any(a.get("interior", ())):
+            raise _NoForm
+        if max(*a["low"], *a["high"], 0) == 0:
+            for p, low in enumerate(starts):
+                x = _sliced(c, x, p, -low, shape[p] - low, 1) if x.shape[p] != shape[p] else x
+            return [x]
+        if min(*a["low"], *a["high"]) < 0:
             raise _NoForm
     else:
         starts = [0] * len(shape)
@@ -584,11 +599,17 @@ def _placed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
         x = Form(x.key, x.sizes, dims, (*x.shape[:axis], 1, *x.shape[axis:]))
     if all(x.shape[p] == shape[p] for p in range(len(shape))):
         return [x]
-    at = tuple(
-        (x.dims[p] or (-1,), starts[p], strides[p], n)
-        for p, n in enumerate(shape)
-        if x.shape[p] != n or x.dims[p]
-    )
+    at = tuple((x.dims[p] or (-1,), starts[p], strides[p], n) for p, n in enumerate(shape))
+    inner = c.expressions.known[x.key]
+    plain = c.fresh_axes(x.key, x.shape).dims == x.dims and 1 not in x.shape
+    if isinstance(inner, CanonicalExpression) and inner.operation == "place" and plain:
+        (_, before), (_, around) = inner.attributes
+        if around == value and all(stride == 1 for *_, stride, _ in (*at, *before)):
+            at = tuple(
+                (dims, first + start, 1, n)
+                for (dims, first, *_), (_, start, _, n) in zip(before, at, strict=True)
+            )
+            x = Form(inner.operands[0][0], (), (), ())
     key = c.expressions.number(
         CanonicalExpression("place", (("at", at), ("value", value)), ((x.key, ()),))
     )
@@ -838,6 +859,8 @@ def _mean_rule(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[
 
 def _mean(c: Canonical, x: Form, axes: Sequence[int], keep: bool, less: float = 0.0) -> Form:
     count = prod(x.shape[p] for p in axes) - less
+    if count <= 0:  # the variance of one number, which is NaN
+        raise _NoForm
     return _times(c, c.reduced("sum", x, axes, keep), c._number(1.0 / count))
 
 

@@ -99,6 +99,7 @@ def _box(flat: FlatGraph, unit: Unit, letters: Letters) -> Box:
         hint=_hint(node),
         made=made,
         call=call_text(node, given, flat.shape_of(unit)),
+        named=bool(unit.name),
     )
 
 

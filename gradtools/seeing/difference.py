@@ -14,6 +14,7 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.align import AlignedStep, aligned, forward_alone
+from gradtools.seeing.attributes import are_numbers
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.edges import reason, strengths_of
 from gradtools.seeing.equality import ELSE, GraphPair
@@ -70,7 +71,8 @@ class GraphDifference:
         return f"GraphDifference({self.headline()})"
 
     def __str__(self) -> str:
-        return "\n".join([self.headline(), *self._kept(), *self._unproved(), *self._told()])
+        told = *self._kept(), *self._unproved(), *self._unread(), *self._told()
+        return "\n".join([self.headline(), *told])
 
     def headline(self) -> str:
         """One line: how much is alike, and how much is not."""
@@ -93,6 +95,15 @@ class GraphDifference:
     def _unproved(self) -> list[str]:
         names = dict.fromkeys(node.operation for node in self.by_name)
         return [f"alike by name and shape alone: {', '.join(names)}"] if names else []
+
+    def _unread(self) -> list[str]:
+        """Captured arrays whose numbers are not compared: those that have names, or are large."""
+        graphs = self.first, self.second
+        held = [[g.values[v] for v in g.captured] for g in graphs]
+        counts = [sum(1 for x in side if x.shape and not are_numbers(x.name)) for side in held]
+        if not any(counts):
+            return []
+        return [f"the numbers in {counted(max(counts), 'captured array')} are not compared"]
 
     def _told(self) -> list[str]:
         lines = []

@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from gradtools.seeing.attributes import is_number
+from gradtools.seeing.attributes import are_numbers, is_number, text_of
 from gradtools.seeing.crossing import BRIDGED
 from gradtools.seeing.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
@@ -113,9 +113,8 @@ class FlatGraph:
 
     def _leaf(self, kind: str, graph: Graph, value: int, name: str) -> Unit:
         known = graph.values[value]
-        return self._unit(
-            kind, 0, value=known, name=known.spoken or known.name or name or "constant"
-        )
+        held = text_of(known.name) if are_numbers(known.name) else known.name
+        return self._unit(kind, 0, value=known, name=known.spoken or held or name or "constant")
 
     def _entries(
         self,

@@ -99,9 +99,10 @@ class Graphing(Operators):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+            once = ("", ", differentiated once,", ", differentiated twice,")[order]
             raise GradtoolsError(
-                f"gradient_graph: f, differentiated {('not', 'once', 'twice')[order]}, raised "
-                f"{what}. It must run at the arguments at which it is looked at."
+                f"gradient_graph: f{once} raised {what}. "
+                "It must run at the arguments at which it is looked at."
             ) from error
 
     def graph_diff(

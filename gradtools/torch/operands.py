@@ -133,12 +133,13 @@ _UNSAID = frozenset(
     + ["input_dtype", "implicit", "output_mask", "generator", "is_coalesced", "requires_size_one"]
 )
 _OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
-_NAMES = {
-    "fmod": "fmod",
-    "addmm": "addmm",
-    "baddbmm": "baddbmm",
-    "addmv": "addmv",
+_OWN = """
+fmod addmm baddbmm addmv addbmm addr block_diag as_strided eye unbind
+linspace logspace slice_scatter select_scatter diagonal_scatter fill_diagonal
+"""  # what `recording/operations.py` calls by the word of something near
+_NAMES = {name: name for name in _OWN.split()} | {
     "select": "slice",
+    "scatter": "scatter_along",
     "masked_fill": "where",
     "convolution_overrideable": "convolution",
     "native_layer_norm": "layer_norm",
@@ -150,7 +151,6 @@ _NAMES = {
     "scaled_dot_product_efficient_attention": "attention",
     "scaled_dot_product_flash_attention": "attention",
     "unsafe_view": "reshape",
-    "as_strided": "reshape",
     "to_copy": "cast",
     "local_scalar_dense": "leave",
     "unsafe_index": "index",
@@ -159,6 +159,8 @@ _NAMES = {
     "zeros_like": "constant",
     "full_like": "constant",
     "new_zeros": "constant",
+    "new_ones": "constant",
+    "new_full": "constant",
     "scalar_tensor": "constant",
 }
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
@@ -270,6 +272,9 @@ def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
+    bounds = [x for argument, x in call.bound if argument.name in ends and isinstance(x, Tensor)]
+    if len(bounds) == 1:  # which of them is not told by its place
+        operation = "minimum" if isinstance(call.given.get("max"), Tensor) else "maximum"
     return operation, known | {ends.get(key, key): value for key, value in found.items()}
 
 
@@ -322,8 +327,19 @@ def _rolled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
 def _made(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A constant: what it is filled with; its shape and dtype are those of its value."""
     values = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+    if call.name in operations.NO_DATA and "fill_value" in call.given:
+        return operation, {"value": call.given["fill_value"]}
     filled = {"value": values[call.name]} if call.name in values else {}
     return operation, filled
+
+
+def _strided(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """All of an array that lies in order, in another shape, or entries at distances in memory."""
+    x, y = call.first, call.out
+    in_order = [z is not None and z.is_contiguous() for z in (x, y)]
+    if x is not None and y is not None and all(in_order) and x.shape.numel() == y.shape.numel():
+        return "reshape", {"shape": tuple(y.shape)}
+    return operation, found
 
 
 _FORMS: Mapping[str, _Form] = {
@@ -343,6 +359,7 @@ _FORMS: Mapping[str, _Form] = {
     **dict.fromkeys(("variance", "deviation"), _variance),
     "roll": _rolled,
     "constant": _made,
+    "as_strided": _strided,
 }
 
 __all__ = ["AtenCall"]

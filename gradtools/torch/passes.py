@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
+from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.crossing import opened
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
 from gradtools.seeing.passes import (
@@ -486,7 +487,7 @@ class _PassRecorder(Watching):
     def _number(self, x: Tensor) -> int:
         held = self._held.get(id(x)) or self._seen.get(_key(x))
         if held is None:
-            number = self.new(x, self._known.get(id(x)) or _number_in(x))
+            number = self.new(x, self._known.get(id(x)) or _numbers_in(x))
             self.captured[number] = x
             self._before.add(_memory(x))
             self.hold(x, number)
@@ -655,13 +656,13 @@ def _needed(outputs: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
 _SAME = frozenset({"detach", "alias", "lift_fresh"})
 
 
-def _number_in(x: Tensor) -> str:
-    """What a tensor of one number holds, to be read in place of a name."""
-    if x.shape or x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
+def _numbers_in(x: Tensor) -> str:
+    """What a small tensor holds, to be read in place of a name."""
+    if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
         return ""
     try:
         with upstream.disable_current_modes():
-            return f"{x.item():.6g}"
+            return numbers_text(x.shape, x.tolist)
     except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
         return ""
 

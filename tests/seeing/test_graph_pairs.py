@@ -4,7 +4,8 @@ import importlib
 
 import numpy as np
 import pytest
-from graph_pairs import across, of_jax, of_torch, shared, shared_equal
+from equal_graph_pairs import across, shared_equal
+from graph_pairs import of_jax, of_torch, shared
 
 import gradtools
 
@@ -82,3 +83,18 @@ def test_another_program_of_the_other_framework_differs(name):
     first, second = (graph(gt, words_of(gt), f) for gt, f in zip(gts, (one, two), strict=True))
     assert gts[0].graph_diff(first, second)
     assert not gts[0].graph_diff(first, graph(gts[1], words_of(gts[1]), one))
+
+
+@needs_both
+def test_there_are_a_hundred_pairs_that_differ_and_fifty_that_do_not():
+    gts = [importlib.import_module(f"gradtools.{backend}") for backend in ("torch", "jax")]
+    assert len(shared()) + sum(len(own(gt)) for gt in gts) >= 100
+    assert len(shared_equal()) + len(across()) >= 50
+
+
+def test_that_captured_numbers_are_not_compared_is_said(gt):
+    w = gt.asarray(W)
+    found = gt.graph_diff(*(graph(gt, words_of(gt), lambda p, x, *_: x @ w) for _ in range(2)))
+    assert not found and "the numbers in 1 captured array are not compared" in str(found)
+    plain = gt.graph_diff(*(graph(gt, words_of(gt), lambda p, x, *_: x * x) for _ in range(2)))
+    assert "not compared" not in str(plain)

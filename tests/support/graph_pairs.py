@@ -1,8 +1,8 @@
-"""Pairs of programs: what `graph_diff` must name, and where it must be silent.
+"""Pairs of programs that differ in one thing, which `graph_diff` must name.
 
 Each program is a function of (xp, x, y, w) in the words that NumPy, PyTorch and JAX share, or of
-one backend's own. x and y are 3×4, w is 4×4 (so that a transpose fits). `DIFFERENT` has for each
-pair the words that one of the differences must hold; `EQUAL` has pairs that compute the same.
+one backend's own. x and y are 3×4, w is 4×4 (so that a transpose fits). With each pair stand the
+words that one of the differences must hold.
 """
 
 from __future__ import annotations
@@ -116,127 +116,70 @@ def shared() -> dict[str, tuple[Program, Program, str]]:
             lambda p, x, y, w: p.sin(w).T.reshape(2, 8),
             "another value",
         ),
-    }
-
-
-def shared_equal() -> dict[str, tuple[Program, Program]]:
-    """Pairs in the words of both that compute the same."""
-
-    def named(p: Any, x: Any, y: Any, w: Any) -> Any:
-        hidden = p.tanh(x @ w)
-        return hidden.sum()
-
-    def late(p: Any, x: Any, y: Any, w: Any) -> Any:
-        b = p.exp(y)
-        a = p.sin(x)
-        return a * b
-
-    return {
-        "itself": (lambda p, x, y, w: p.sin(x) * y, lambda p, x, y, w: p.sin(x) * y),
-        "sum": (lambda p, x, y, w: x + y, lambda p, x, y, w: y + x),
-        "product": (lambda p, x, y, w: p.sin(x) * p.exp(y), lambda p, x, y, w: p.exp(y) * p.sin(x)),
-        "another order": (lambda p, x, y, w: p.sin(x) * p.exp(y), late),
-        "names": (named, lambda p, x, y, w: p.tanh(p.matmul(x, w)).sum()),
-        "negative axis": (lambda p, x, y, w: x.sum(-1), lambda p, x, y, w: x.sum(1)),
-        "function": (lambda p, x, y, w: x.sum(0), lambda p, x, y, w: p.sum(x, 0)),
-        "transposed twice": (lambda p, x, y, w: x @ w, lambda p, x, y, w: x @ w.T.T),
-        "reshaped": (
-            lambda p, x, y, w: p.sin(x),
-            lambda p, x, y, w: p.sin(x.reshape(12)).reshape(3, 4),
+        "minimum": (
+            lambda p, x, y, w: p.minimum(x, y),
+            lambda p, x, y, w: p.minimum(x, y * 2),
+            "multiply",
         ),
-        "sine of a transpose": (lambda p, x, y, w: p.sin(x).T, lambda p, x, y, w: p.sin(x.T)),
-        "an axis more": (lambda p, x, y, w: p.exp(x), lambda p, x, y, w: p.exp(x[None])[0]),
-        "product of transposes": (lambda p, x, y, w: (x @ w).T, lambda p, x, y, w: w.T @ x.T),
-        "kept": (
-            lambda p, x, y, w: x / x.sum(1)[:, None],
-            lambda p, x, y, w: x / x.sum(1).reshape(3, 1),
+        "constants of arrays": (
+            lambda p, x, y, w: x * p.asarray([1, 2, 3, 4], dtype=x.dtype),
+            lambda p, x, y, w: x * p.asarray([1, 2, 3, 5], dtype=x.dtype),
+            "constant: [1, 2, 3, 4] ≠ [1, 2, 3, 5]",
         ),
-        "greater": (
-            lambda p, x, y, w: p.where(x > y, x, y),
-            lambda p, x, y, w: p.where(y < x, x, y),
+        "in the exponent": (lambda p, x, y, w: p.exp(-x), lambda p, x, y, w: p.exp(x), "negate"),
+        "outside of the root": (
+            lambda p, x, y, w: p.sqrt(x + 1),
+            lambda p, x, y, w: p.sqrt(x) + 1,
+            "sqrt",
         ),
-        "unused": (lambda p, x, y, w: p.sin(x), lambda p, x, y, w: (p.exp(x), p.sin(x))[1]),
-        "negated": (lambda p, x, y, w: (-x) * y, lambda p, x, y, w: y * -x),
-        "sum over both": (lambda p, x, y, w: x.sum(), lambda p, x, y, w: x.sum((0, 1))),
-        "rows": (lambda p, x, y, w: p.exp(x[1]), lambda p, x, y, w: p.exp(x[1:2]).reshape(4)),
-    }
-
-
-def across() -> dict[str, tuple[Program, Program]]:
-    """The same in PyTorch and in JAX: of (torch, x, y, w), and of (jax, x, y, w)."""
-    F = lambda t: t.nn.functional
-    J = lambda j: j.nn
-    return {
-        "relu": (lambda t, x, y, w: t.relu(x), lambda j, x, y, w: J(j).relu(x)),
-        "softmax": (lambda t, x, y, w: t.softmax(x, 1), lambda j, x, y, w: J(j).softmax(x, 1)),
-        "softmax of relu": (
-            lambda t, x, y, w: t.softmax(t.relu(x), -1),
-            lambda j, x, y, w: J(j).softmax(J(j).relu(x), -1),
+        "which factor twice": (
+            lambda p, x, y, w: x * x * y,
+            lambda p, x, y, w: x * y * y,
+            "something else",
         ),
-        "log softmax": (
-            lambda t, x, y, w: t.log_softmax(x, 1),
-            lambda j, x, y, w: J(j).log_softmax(x, 1),
+        "tail": (lambda p, x, y, w: (x @ w)[:, :2], lambda p, x, y, w: (x @ w)[:, 2:], "start"),
+        "joined order": (
+            lambda p, x, y, w: p.concatenate([x, p.sin(y)], 0),
+            lambda p, x, y, w: p.concatenate([p.sin(y), x], 0),
+            "another order",
         ),
-        "logsumexp": (
-            lambda t, x, y, w: t.logsumexp(x, 1),
-            lambda j, x, y, w: j.scipy.special.logsumexp(x, 1),
+        "double": (lambda p, x, y, w: x + x, lambda p, x, y, w: x * 2, "add ≠ multiply"),
+        "sign of the sum": (lambda p, x, y, w: -(x + y), lambda p, x, y, w: -x + y, "negate"),
+        "inner transpose": (
+            lambda p, x, y, w: p.tanh(w) @ w,
+            lambda p, x, y, w: p.tanh(w).T @ w,
+            "axes of operand 1",
         ),
-        "sigmoid": (lambda t, x, y, w: t.sigmoid(x), lambda j, x, y, w: J(j).sigmoid(x)),
-        "silu": (lambda t, x, y, w: F(t).silu(x), lambda j, x, y, w: J(j).silu(x)),
-        "linear": (
-            lambda t, x, y, w: F(t).linear(x, w, y[0]),
-            lambda j, x, y, w: x @ w.T + y[0],
+        "equal or not": (
+            lambda p, x, y, w: p.where(x == y, x, w[:3]),
+            lambda p, x, y, w: p.where(x != y, x, w[:3]),
+            "relation: == ≠ !=",
         ),
-        "mean": (lambda t, x, y, w: x.mean(), lambda j, x, y, w: x.mean()),
-        "mean over an axis": (lambda t, x, y, w: x.mean(1), lambda j, x, y, w: x.mean(1)),
-        "variance": (
-            lambda t, x, y, w: x.var(1, correction=0),
-            lambda j, x, y, w: x.var(1),
+        "dimension of a mean": (
+            lambda p, x, y, w: (w - w.mean(0)) ** 2,
+            lambda p, x, y, w: (w - w.mean(1)) ** 2,
+            "1",
         ),
-        "least squares": (
-            lambda t, x, y, w: ((x @ w - y) ** 2).mean(),
-            lambda j, x, y, w: ((x @ w - y) ** 2).mean(),
+        "angle": (
+            lambda p, x, y, w: p.arctan2(x, y),
+            lambda p, x, y, w: p.arctan2(y, x),
+            "another order",
         ),
-        "layer norm": (
-            lambda t, x, y, w: F(t).layer_norm(x, (4,)),
-            lambda j, x, y, w: (
-                (x - x.mean(1, keepdims=True)) * j.lax.rsqrt(x.var(1, keepdims=True) + 1e-5)
-            ),
+        "power of two": (lambda p, x, y, w: x**y, lambda p, x, y, w: y**x, "another order"),
+        "same shape": (
+            lambda p, x, y, w: w.reshape(2, 8),
+            lambda p, x, y, w: w.reshape(8, 2),
+            "another value",
         ),
-        "two layers": (
-            lambda t, x, y, w: t.tanh(t.tanh(x @ w) @ w).sum(),
-            lambda j, x, y, w: j.numpy.tanh(j.numpy.tanh(x @ w) @ w).sum(),
+        "of rows": (
+            lambda p, x, y, w: w[0] * w[:, 0],
+            lambda p, x, y, w: w[0] * w[0],
+            "limit: (4, 1) ≠ (1, 4)",
         ),
-        "attention": (
-            lambda t, x, y, w: t.softmax((x @ w) @ x.T / 2.0, -1) @ x,
-            lambda j, x, y, w: J(j).softmax((x @ w) @ x.T / 2.0, -1) @ x,
-        ),
-        "einsum": (
-            lambda t, x, y, w: t.einsum("ij,kj->ik", x, w),
-            lambda j, x, y, w: j.numpy.einsum("ij,kj->ik", x, w),
-        ),
-        "norm": (
-            lambda t, x, y, w: t.sqrt((x**2).sum()),
-            lambda j, x, y, w: j.numpy.sqrt((x**2).sum()),
-        ),
-        "from one": (lambda t, x, y, w: 1 - x, lambda j, x, y, w: 1 - x),
-        "two over x": (lambda t, x, y, w: 2 / x, lambda j, x, y, w: 2 / x),
-        "where": (
-            lambda t, x, y, w: t.where(x > 0.5, x, y),
-            lambda j, x, y, w: j.numpy.where(x > 0.5, x, y),
-        ),
-        "clip": (
-            lambda t, x, y, w: t.clip(x, 0.2, 0.8),
-            lambda j, x, y, w: j.numpy.clip(x, 0.2, 0.8),
-        ),
-        "slices": (
-            lambda t, x, y, w: x[1:, :2] * x[:2, 2:],
-            lambda j, x, y, w: x[1:, :2] * x[:2, 2:],
-        ),
-        "a row": (lambda t, x, y, w: t.exp(x[1]), lambda j, x, y, w: j.numpy.exp(x[1])),
-        "heads": (
-            lambda t, x, y, w: (w.reshape(4, 2, 2).transpose(0, 1) * 2).reshape(2, 8),
-            lambda j, x, y, w: (w.reshape(4, 2, 2).transpose(1, 0, 2) * 2).reshape(2, 8),
+        "cosine of": (
+            lambda p, x, y, w: p.sin(p.cos(x)),
+            lambda p, x, y, w: p.cos(p.sin(x)),
+            "sin",
         ),
     }
 
@@ -285,6 +228,11 @@ def of_torch(t: Any) -> dict[str, tuple[Program, Program, str]]:
             lambda p, x, y, w: x.var(1),
             lambda p, x, y, w: x.var(1, correction=0),
             "correction: 1 ≠ 0",
+        ),
+        "variance of one number": (
+            lambda p, x, y, w: x[:1].var(0),
+            lambda p, x, y, w: x[:1].var(1),
+            "axis: 0 ≠ 1",
         ),
         "norm": (
             lambda p, x, y, w: t.linalg.vector_norm(x, 1),
@@ -336,6 +284,120 @@ def of_torch(t: Any) -> dict[str, tuple[Program, Program, str]]:
             lambda p, x, y, w: F.linear(x, w, y[0]),
             lambda p, x, y, w: F.linear(x, w.T, y[0]),
             "axes of operand 3",
+        ),
+        "product": (
+            lambda p, x, y, w: t.prod(w, 0),
+            lambda p, x, y, w: t.prod(w, 1),
+            "axis: 0 ≠ 1",
+        ),
+        "limit of a clamp": (
+            lambda p, x, y, w: t.clamp(x, min=y),
+            lambda p, x, y, w: t.clamp(x, max=y),
+            "maximum ≠ minimum",
+        ),
+        "strided": (
+            lambda p, x, y, w: t.as_strided(w, (2, 2), (1, 2)),
+            lambda p, x, y, w: t.as_strided(w, (2, 2), (2, 1)),
+            "stride: (1, 2) ≠ (2, 1)",
+        ),
+        "offset": (
+            lambda p, x, y, w: t.as_strided(w, (2, 2), (1, 2), 1),
+            lambda p, x, y, w: t.as_strided(w, (2, 2), (1, 2), 2),
+            "storage_offset: 1 ≠ 2",
+        ),
+        "filled": (
+            lambda p, x, y, w: x * t.full_like(x, 2.0),
+            lambda p, x, y, w: x * t.full_like(x, 3.0),
+            "constant: 2 ≠ 3",
+        ),
+        "newly filled": (
+            lambda p, x, y, w: x * x.new_full((4,), 2.0),
+            lambda p, x, y, w: x * x.new_full((4,), 3.0),
+            "constant: 2 ≠ 3",
+        ),
+        "zeros": (
+            lambda p, x, y, w: (x.new_zeros(2), x * 2),
+            lambda p, x, y, w: (x.new_zeros(3), x * 2),
+            "shape of output[0]: (2,) ≠ (3,)",
+        ),
+        "added product": (
+            lambda p, x, y, w: t.addbmm(w, w[None], w.T[None]),
+            lambda p, x, y, w: t.addbmm(w.T, w[None], w.T[None]),
+            "axes of operand 1",
+        ),
+        "on the diagonal": (
+            lambda p, x, y, w: t.block_diag(x, y),
+            lambda p, x, y, w: t.block_diag(y, x),
+            "another order",
+        ),
+        "threshold": (
+            lambda p, x, y, w: F.softplus(x, beta=1.0),
+            lambda p, x, y, w: F.softplus(x, beta=2.0),
+            "beta",
+        ),
+        "dropout": (
+            lambda p, x, y, w: F.dropout(x, 0.1),
+            lambda p, x, y, w: F.dropout(x, 0.2),
+            "p: 0.9 ≠ 0.8",
+        ),
+        "pooled": (
+            lambda p, x, y, w: F.max_pool1d(x[None], 2),
+            lambda p, x, y, w: F.avg_pool1d(x[None], 2),
+            "max_pool ≠ avg_pool",
+        ),
+        "along": (
+            lambda p, x, y, w: t.gather(w, 0, w.long()),
+            lambda p, x, y, w: t.gather(w, 1, w.long()),
+            "axis: 0 ≠ 1",
+        ),
+        "scattered": (
+            lambda p, x, y, w: w.scatter(0, w.long(), w),
+            lambda p, x, y, w: w.scatter(1, w.long(), w),
+            "axis: 0 ≠ 1",
+        ),
+        "added or set": (
+            lambda p, x, y, w: w.index_put((t.tensor([0]),), x[0], accumulate=True),
+            lambda p, x, y, w: w.index_put((t.tensor([0]),), x[0]),
+            "mode: add ≠ none",
+        ),
+        "groups": (
+            lambda p, x, y, w: F.group_norm(w[None], 1),
+            lambda p, x, y, w: F.group_norm(w[None], 2),
+            "group",
+        ),
+        "spaced": (
+            lambda p, x, y, w: x * t.linspace(0, 1, 4),
+            lambda p, x, y, w: x * t.linspace(0, 2, 4),
+            "constant: 1 ≠ 2",
+        ),
+        "diagonal": (
+            lambda p, x, y, w: t.diagonal(w, 1),
+            lambda p, x, y, w: t.diagonal(w, -1),
+            "offset: 1 ≠ -1",
+        ),
+        "causal": (
+            lambda p, x, y, w: F.scaled_dot_product_attention(
+                w[None, None], w[None, None], w[None, None]
+            ),
+            lambda p, x, y, w: F.scaled_dot_product_attention(
+                w[None, None], w[None, None], w[None, None], is_causal=True
+            ),
+            "is_causal: none ≠ True",
+        ),
+        "rounded": (
+            lambda p, x, y, w: t.div(x, y, rounding_mode="floor"),
+            lambda p, x, y, w: t.div(x, y, rounding_mode="trunc"),
+            "rounding_mode: floor ≠ trunc",
+        ),
+        "order of an array": (
+            lambda p, x, y, w: x[t.tensor([0, 1])],
+            lambda p, x, y, w: x[t.tensor([1, 0])],
+            "[0, 1] ≠ [1, 0]",
+        ),
+        "which rows": (
+            lambda p, x, y, w: w[t.tensor([0, 2])] * 1.5,
+            lambda p, x, y, w: w[t.tensor([0, 3])] * 1.5,
+            "[0, 2] ≠ [0, 3]",
         ),
     }
 
@@ -416,5 +478,55 @@ def of_jax(j: Any) -> dict[str, tuple[Program, Program, str]]:
             lambda _, x, y, w: lax.scan(lambda c, r: (c * r, c), x[0], y)[1],
             lambda _, x, y, w: lax.scan(lambda c, r: (c * r, c), x[0], y, reverse=True)[1],
             "reverse",
+        ),
+        "where it starts": (
+            lambda _, x, y, w: lax.dynamic_slice(w, (0, 1), (2, 2)),
+            lambda _, x, y, w: lax.dynamic_slice(w, (1, 0), (2, 2)),
+            "another order",
+        ),
+        "set or added": (
+            lambda _, x, y, w: x.at[0].set(2.0),
+            lambda _, x, y, w: x.at[0].add(2.0),
+            "scatter ≠ scatter_add",
+        ),
+        "place": (
+            lambda _, x, y, w: x.at[0].set(2.0),
+            lambda _, x, y, w: x.at[1].set(2.0),
+            "constant: 0 ≠ 1",
+        ),
+        "one hot": (
+            lambda _, x, y, w: n.one_hot(p.asarray([0, 1, 2]), 4) * x,
+            lambda _, x, y, w: n.one_hot(p.asarray([0, 1, 3]), 4) * x,
+            "[0, 1, 2] ≠ [0, 1, 3]",
+        ),
+        "branch": (
+            lambda _, x, y, w: lax.cond(x[0, 0] > 0, p.sin, p.cos, x),
+            lambda _, x, y, w: lax.cond(x[0, 0] > 0, p.cos, p.sin, x),
+            "another value",
+        ),
+        "trips": (
+            lambda _, x, y, w: lax.fori_loop(0, 3, lambda i, c: c * y, x),
+            lambda _, x, y, w: lax.fori_loop(0, 4, lambda i, c: c * y, x),
+            "3 ≠ 4",
+        ),
+        "spaced": (
+            lambda _, x, y, w: x * p.linspace(0, 1, 4),
+            lambda _, x, y, w: x * p.linspace(0, 2, 4),
+            "constant: 1 ≠ 2",
+        ),
+        "diagonal": (
+            lambda _, x, y, w: p.diagonal(w, 1),
+            lambda _, x, y, w: p.diagonal(w, -1),
+            "something else",
+        ),
+        "order of an array": (
+            lambda _, x, y, w: x[p.asarray([0, 1])],
+            lambda _, x, y, w: x[p.asarray([1, 0])],
+            "[0, 1] ≠ [1, 0]",
+        ),
+        "which rows": (
+            lambda _, x, y, w: w[p.asarray([0, 2])] * 1.5,
+            lambda _, x, y, w: w[p.asarray([0, 3])] * 1.5,
+            "[0, 2] ≠ [0, 3]",
         ),
     }

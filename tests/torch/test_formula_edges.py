@@ -201,3 +201,49 @@ def test_a_sparse_tensor_is_refused_in_words():
         GradtoolsError, match=r"f makes a sparse_coo tensor \(.*\); a formula is of"
     ):
         gt.formula(lambda x: x.to_sparse(), torch.ones(3))
+
+
+def _all_three(A):
+    u, s, v = torch.linalg.svd(A, full_matrices=False)
+    return (u * s) @ v
+
+
+def _left_alone(A):
+    return torch.linalg.svd(A, full_matrices=False)[0].square()
+
+
+@pytest.mark.parametrize(
+    ("f", "line"),
+    [
+        (
+            _all_three,
+            "Ā = U (V ⊙ (Σᵢ (Z̄ ⊙ U)))ᵀ + U gaps(T₁ - T₁ᵀ; s²) (V ⊙ s)ᵀ"
+            " + Z gaps(T₂ - T₂ᵀ; s²) Vᵀ + (Ū - U T₁) (V / s)ᵀ",
+        ),
+        (_left_alone, "Ā = U gaps(T - Tᵀ; s²) (V ⊙ s)ᵀ + (Ū - U T) (V / s)ᵀ"),
+    ],
+)
+def test_the_adjoint_of_singular_vectors_is_one_of_matrices(f, line):
+    torch.manual_seed(0)
+    found = gt.formula(f, torch.randn(4, 3))
+    assert found.lines(1)[-1] == line and found.check is not None
+
+
+@pytest.mark.parametrize(
+    ("write", "line"),
+    [
+        (torch.no_grad()(lambda y: torch._foreach_add_(y, 1.0)), "y = (3 x + 1) ⊙ (2 x + 1)"),
+        (lambda y: torch._foreach_mul_(y, [1.0, 2.0]), "y = 12 x²"),
+        (lambda y: torch._foreach_addcmul_(y, [z + 1 for z in y], [z * 2 for z in y], 3.0), None),
+    ],
+    ids=["add", "mul", "addcmul"],
+)
+def test_an_operation_on_lists_is_one_on_each_tensor(write, line):
+    def f(x):
+        y = [x * 3, x * 2]
+        write(y)
+        return y[0] * y[1]
+
+    found = gt.formula(f, torch.rand(3) + 1)
+    assert not found.marked and found.check is not None
+    assert line is None or found.lines(0) == [line]

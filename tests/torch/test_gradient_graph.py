@@ -288,3 +288,8 @@ def test_a_closed_block_tells_how_many_results_it_holds():
     layers = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()) for _ in range(14)]
     graph = gt.gradient_graph(torch.nn.Sequential(*layers), torch.randn(2, 3))
     assert "results inside" in graph.to_text(depth=0, fold=False)
+
+
+def test_several_results_are_told_in_their_order():
+    graph = gt.gradient_graph(lambda x: torch.sort(x)[0], X, order=0)
+    assert "b = sort(a, axis=1)   5×3 float32, 5×3 int64\n" in str(graph)

@@ -147,7 +147,7 @@ class Statements:
         weight = self._weight(x)
         if x in self.writer.names or _is_plain(x):
             return False
-        return x.op in _SEVERAL or (self._uses[x] > 1 and weight >= 2)
+        return x.op in _SEVERAL or (self._uses[x] > 1 and weight >= 2 and not _divides(x))
 
     def _weight(self, x: Expr) -> float:
         """How much there is to read in x, up to what has a name; its arguments come first."""
@@ -540,7 +540,15 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> tuple[Counter, Count
             if _unturned(a) is not a:
                 count[a] += 1
             direct[a] += 1
+    for x in values:
+        if _divides(x):  # it is written below a line: what stands there is read as often
+            count[_unturned(x.args[0])] += count[x] - 1
     return count, direct
+
+
+def _divides(x: Expr) -> bool:
+    """Whether it is one over something."""
+    return x.op == "power" and not isinstance(x["exponent"], complex) and x["exponent"] < 0
 
 
 def _unturned(x: Expr) -> Expr:

@@ -2,6 +2,7 @@
 
 import doctest
 import gc
+import itertools
 import os
 import re
 import subprocess
@@ -145,6 +146,29 @@ def test_a_jax_function_composes_with_the_transforms_of_torch(name):
     found = of(loss(bridge.to_torch(in_jax)))(torch.from_numpy(X), torch.from_numpy(W))
     expected = of(loss(in_torch))(torch.from_numpy(X), torch.from_numpy(W))
     torch.utils._pytree.tree_map(lambda a, b: near(a.detach(), b.detach()), found, expected)
+
+
+def test_a_zero_without_memory_arrives_as_zeros():
+    zero = torch._efficientzerotensor(3, 4, dtype=torch.float64)  # as forward mode makes them
+    for t in (zero, zero.T, zero.conj()):
+        near(bridge.to_torch(lambda a: a @ a.T)(t), np.zeros((t.shape[0],) * 2))
+
+
+@pytest.mark.parametrize("mix", [*map("".join, itertools.product("fr", repeat=3))])
+def test_each_mix_of_modes_in_torch_is_the_native_one_at_third_order(mix):
+    args = torch.from_numpy(X), torch.from_numpy(W)
+    found, expected = loss(bridge.to_torch(in_jax)), loss(in_torch)
+
+    def along(h, mode):
+        if mode == "f":
+            return lambda *xs: func.jvp(h, xs, args)[1]
+        return lambda *xs: sum(
+            (g * x).sum() for g, x in zip(func.grad(h, (0, 1))(*xs), args, strict=True)
+        )
+
+    for mode in mix:
+        found, expected = along(found, mode), along(expected, mode)
+    near(found(*args), expected(*args))
 
 
 def test_a_round_trip_is_the_function_at_both_orders():

@@ -58,6 +58,8 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
     if t.requires_grad or t.is_conj() or t.is_neg():
         t = t.detach().resolve_conj().resolve_neg()
+    if upstream.is_zero(t):  # a zero without memory, as PyTorch's derivatives make
+        t = t.clone()
     if 0 in t.stride():  # broadcast, as a cotangent of a sum is: JAX takes it by an error alone
         t = t.contiguous()
     try:

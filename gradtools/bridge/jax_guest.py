@@ -37,6 +37,12 @@ from gradtools.torch.wrappers import is_wrapped
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
+_READS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
 
 class JaxGuest:
@@ -149,7 +155,16 @@ class JaxGuest:
         return [numpy_of_array(y) for y in ys]
 
     def _evaluated(self, known: KnownOfShapes, run: Any, xs: Sequence[Any]) -> list[Any]:
-        ys = run(*xs)
+        try:
+            ys = run(*xs)
+        except _READS_VALUES as error:
+            if not self.jit:
+                raise
+            raise GradtoolsError(
+                f"to_torch: {known.of.name} reads values of its arguments (a Python if, float(), "
+                "np.asarray), which have none while jax.jit compiles it. Say to_torch(f, "
+                f"jit=False), or use jnp.where or jax.lax.cond. JAX says: {error}"
+            ) from error
         if any(isinstance(y, jax.core.Tracer) for y in ys):
             raise GradtoolsError(
                 f"to_torch: {known.of.name} closes over an array that JAX traces or "

@@ -129,6 +129,8 @@ def _node_of(x: Tensor) -> Any:
     """The node that ends in x; None if x is of another level of functorch than what runs."""
     if not x.requires_grad or (is_wrapped(x) and not _is_here(x)):
         return None
+    if x.grad_fn is None and not is_wrapped(x) and upstream.peek_interpreter_stack() is not None:
+        return None  # a leaf outside of the transform that runs
     return x.grad_fn or get_gradient_edge(x).node
 
 

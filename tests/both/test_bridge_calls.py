@@ -2,11 +2,14 @@
 
 import doctest
 import gc
+import itertools
 import os
+import random
 import re
 import subprocess
 import sys
 import weakref
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +150,29 @@ def test_a_jax_function_composes_with_the_transforms_of_torch(name):
     torch.utils._pytree.tree_map(lambda a, b: near(a.detach(), b.detach()), found, expected)
 
 
+def test_a_zero_without_memory_arrives_as_zeros():
+    zero = torch._efficientzerotensor(3, 4, dtype=torch.float64)  # as forward mode makes them
+    for t in (zero, zero.T, zero.conj()):
+        near(bridge.to_torch(lambda a: a @ a.T)(t), np.zeros((t.shape[0],) * 2))
+
+
+@pytest.mark.parametrize("mix", [*map("".join, itertools.product("fr", repeat=3))])
+def test_each_mix_of_modes_in_torch_is_the_native_one_at_third_order(mix):
+    args = torch.from_numpy(X), torch.from_numpy(W)
+    found, expected = loss(bridge.to_torch(in_jax)), loss(in_torch)
+
+    def along(h, mode):
+        if mode == "f":
+            return lambda *xs: func.jvp(h, xs, args)[1]
+        return lambda *xs: sum(
+            (g * x).sum() for g, x in zip(func.grad(h, (0, 1))(*xs), args, strict=True)
+        )
+
+    for mode in mix:
+        found, expected = along(found, mode), along(expected, mode)
+    near(found(*args), expected(*args))
+
+
 def test_a_round_trip_is_the_function_at_both_orders():
     there_and_back = bridge.to_torch(lambda *args, **kw: bridge.to_jax(in_torch)(*args, **kw))
     x, w = torch.from_numpy(X), torch.from_numpy(W)
@@ -266,10 +292,26 @@ def test_a_function_that_writes_in_its_argument_gets_a_copy(around):
 
 def test_a_function_that_writes_later_than_at_its_first_call_is_told():
     calls = []
-    f = bridge.to_jax(lambda t: (calls.append(1), t.add_(1) if len(calls) > 2 else t * 1)[1])
+    f = bridge.to_jax(lambda t: (calls.append(1), t.add_(1) if len(calls) > 3 else t * 1)[1])
     f(jnp.zeros(4))
     with pytest.raises(GradtoolsError, match=r"to_jax: .* wrote in its argument 0"):
         f(jnp.zeros(4))
+
+
+def test_a_function_that_keeps_its_argument_gets_a_copy():
+    kept, x = [], jnp.ones(40)
+    f = bridge.to_jax(lambda t: (kept.append(t), t * 2)[1])
+    for _ in range(3):
+        f(x)
+        kept[-1].zero_()
+    near(x, np.ones(40))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_a_bridged_function_has_its_gradient_in_inference_mode(around):
+    f = bridge.to_jax(lambda t: t.sin().sum())
+    with torch.inference_mode():
+        near(around(jax.grad(f))(jnp.ones(3)), np.cos(np.ones(3)))
 
 
 def test_results_live_as_long_as_they_are_used():
@@ -366,6 +408,39 @@ def test_random_numbers_and_written_buffers_are_refused_by_name():
         bridge.to_jax(lambda t: norm(t))(jnp.ones((2, 3)))
 
 
+DRAWS = {
+    "NumPy's stream": lambda: np.random.rand,
+    "Python's stream": lambda: random.random,
+    "a generator": lambda: partial(torch.rand, (), generator=torch.Generator()),
+    "a counter": lambda: itertools.count(1).__next__,
+}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.grad])
+@pytest.mark.parametrize("which", DRAWS)
+def test_a_function_of_more_than_its_arguments_is_refused(which, around):
+    draw = DRAWS[which]()
+    with pytest.raises(Exception, match="gives other numbers when it is evaluated again"):
+        jax.block_until_ready(around(bridge.to_jax(lambda t: (t * draw()).sum()))(jnp.ones(3)))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * float(x[0]),
+        lambda x: jnp.asarray(np.asarray(x)),
+        lambda x: x[x > 0],
+    ],
+)
+def test_a_jax_function_that_reads_values_is_told_to_go_without_jit(f):
+    t = torch.ones(3, requires_grad=True)
+    for call in (lambda: bridge.to_torch(f)(t.detach()), lambda: bridge.to_torch(f)(t)):
+        with pytest.raises(GradtoolsError, match=r"to_torch\(f, .*jit=False\)"):
+            call()
+    assert torch.equal(bridge.to_torch(f, jit=False)(t.detach()), t)
+
+
 def test_arrays_of_the_wrong_framework_are_refused_by_name():
     with pytest.raises(GradtoolsError, match=r"to_jax: .* was given a torch.Tensor"):
         bridge.to_jax(lambda t: t)(torch.ones(2))
@@ -433,6 +508,12 @@ def test_a_host_kernel_of_jax_that_calls_jax_is_refused_under_jit_and_not_hung()
     near(f(jnp.ones(2)), [2, 2])
     with pytest.raises(Exception, match=re.escape("it calls JAX, which a host kernel must not")):
         jax.jit(f)(jnp.ones(2))
+
+
+def test_outside_of_jit_a_torch_function_that_calls_jax_is_mapped():
+    inner = bridge.to_torch(jnp.sin)
+    f = bridge.to_jax(lambda t: (inner(t) * t).sum())
+    near(jax.vmap(jax.grad(f))(X), jax.vmap(jax.grad(lambda x: (jnp.sin(x) * x).sum()))(X))
 
 
 def test_a_result_is_on_the_device_of_the_arguments():

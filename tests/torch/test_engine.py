@@ -865,3 +865,13 @@ def test_a_compiled_function_that_is_differentiated_twice_from_outside_is_refuse
     f = torch.compile(lambda x: (x**3).sum(), backend="aot_eager")
     with pytest.raises(GradtoolsError, match="has no compiled double backward"):
         gt.hessian(f)(torch.ones(2))
+
+
+def test_a_gradient_inside_of_a_transform_of_torch_inside_of_a_gradient():
+    x, h = torch.linspace(-1, 1, 5, dtype=torch.float64), lambda t: (t.tanh() ** 2).sum()
+
+    def third(grad):
+        inner = lambda z: torch.func.grad(lambda z: grad(h)(z).sum())(z).sum()
+        return gt.grad(inner)(x)
+
+    torch.testing.assert_close(third(gt.grad), third(torch.func.grad))

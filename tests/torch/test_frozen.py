@@ -579,6 +579,26 @@ def test_third_derivatives_are_double_backwards(name, tracked):
         same(third(gt.frozen(model), z, y), third(model, z, y), 1e-9)
 
 
+@pytest.mark.parametrize("operator", ["frozen", "chunked", "checkpoint"])
+@pytest.mark.parametrize("mix", [*map("".join, itertools.product("fr", repeat=3))])
+def test_each_mix_of_modes_at_third_order_is_that_of_the_function_itself(operator, mix):
+    z, v = torch.linspace(-1, 1, 6, dtype=D).reshape(3, 2).cos(), torch.ones(3, 2, dtype=D)
+    v[0] = -2.0
+    own = {"chunked": lambda: gt.chunked(torch.tanh, 2)}
+    G = own.get(operator, lambda: getattr(gt, operator)(torch.tanh))()
+    modes = {
+        "f": lambda h: lambda z: gt.jvp(h, (z,), (v,))[1],
+        "r": lambda h: lambda z: (gt.grad(h)(z) * v).sum(),
+    }
+    found, expected = lambda z: (G(z) ** 2).sum(), lambda z: (z.tanh() ** 2).sum()
+    for mode in mix:
+        found, expected = (
+            modes[mode](found),
+            (lambda h: lambda z: torch.func.jvp(h, (z,), (v,))[1])(expected),
+        )
+    same([found(z)], [expected(z)])
+
+
 @pytest.mark.parametrize("tracked", [False, True])
 def test_a_third_derivative_that_pytorch_gets_wrong_is_refused(tracked):
     """Its layer norm loses a term at third order, torch#175754."""

@@ -418,8 +418,10 @@ class _FrozenBackward(Backward):
         return [*along, *_along_arguments(self, zs, us, cts)]
 
     def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
-        if self.arguments is not None:  # `_Asked` would take their cotangents for the pullback's
-            shared = [*map(_primal, self.arguments), *shared[width:]]
+        if (
+            self.arguments is not None
+        ):  # `_PullbackInputs` would take their cotangents for the pullback's
+            shared = [*map(primal_of, self.arguments), *shared[width:]]
         return super().push(widths, width, there, rows, shared)
 
     def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:

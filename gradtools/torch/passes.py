@@ -12,7 +12,6 @@ has another number from then on, and so has every view of it when it is read the
 from __future__ import annotations
 
 import re
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,6 +47,7 @@ from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
 from gradtools.torch.operands import Call
+from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import put_back, recording, watchable
@@ -200,11 +200,6 @@ def _execute_backward(
         )
 
 
-# Beneath Function, as in `recording/unseen.py`: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = upstream.Functions
-_APPLY = "apply"
-
-
 def _copied(x: Any, tracked: bool) -> Any:
     return x.detach().clone().requires_grad_(tracked) if isinstance(x, Tensor) else x
 
@@ -290,7 +285,7 @@ class _PassRecorder(Watching):
         if self._hooked:
             me = weakref.proxy(self)  # autograd's nodes hold the hooks, and this holds the nodes
             hooks = saved_tensors_hooks(lambda x: me._pack(x), _unpack)
-        with self.scopes.watching(), self._rules_watched(), hooks, self:
+        with self.scopes.watching(), functions_applied(self._ruled), hooks, self:
             yield
 
     @contextmanager
@@ -385,28 +380,15 @@ class _PassRecorder(Watching):
             mark = of.mark
         return _Origin(source, self.scopes.path or of.scope, mark or inherited, rule)
 
-    @contextmanager
-    def _rules_watched(self) -> Iterator[None]:
-        """Inside, what a function with a rule of its own computes is marked."""
-        thread = threading.get_ident()
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            beneath = getattr(super(_FUNCTIONS, cls), _APPLY)
-            if threading.get_ident() != thread:
-                return beneath(*args, **kwargs)
-            self._rules.append(name_and_mark(cls, args))
-            try:
-                out = beneath(*args, **kwargs)
-                self._note_origin(out)
-                return out
-            finally:
-                self._rules.pop()
-
-        _FUNCTIONS.apply = classmethod(apply)
+    def _ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A function with a rule of its own: what it computes is marked."""
+        self._rules.append(name_and_mark(kind, args))
         try:
-            yield
+            out = apply(*args, **kwargs)
+            self._note_origin(out)
+            return out
         finally:
-            del _FUNCTIONS.apply
+            self._rules.pop()
 
     def _note_origin(self, out: Any) -> None:
         """A rule may compute nothing in its forward pass, and something backward."""

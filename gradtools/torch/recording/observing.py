@@ -21,10 +21,10 @@ from gradtools.seeing.graph import Graph
 from gradtools.seeing.recording import Refusal, Run
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
+from gradtools.torch.patches import functions_applied, parameters_made
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.numbering import storage_of
 from gradtools.torch.recording.recorder import Recorder, Replace
-from gradtools.torch.recording.unseen import watching
 from gradtools.torch.state import Snapshot
 from gradtools.torch.watching import recorded
 from gradtools.torch.wrappers import is_inexact, tensors_in, unwrapped
@@ -241,7 +241,8 @@ def _run(
 
 
 def _execute(recorder: Recorder, run: Run, aliases: Sequence[Any]) -> list[Any]:
-    with watching(recorder):
+    functions, parameters = functions_applied(recorder.ruled), parameters_made(recorder.wrapped)
+    with recorder.scopes.watching(), functions, parameters, recorder:
         return list(run(aliases))
 
 

@@ -171,6 +171,8 @@ class Recorder(TorchFunctionMode):
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A call of a torch.autograd.Function, which is one link whatever it does inside."""
+        if self.quiet:
+            return apply(*args, **kwargs)
         call = self.entering(kind, (*args, *functions.captured_by(args)), kwargs)
         call.raw, (call.name, call.mark) = "apply", functions.name_and_mark(kind, args)
         with self.silent():
@@ -183,6 +185,17 @@ class Recorder(TorchFunctionMode):
             self.write(call, out)
             if functions.is_foreign(kind, call) and not (kwargs or function_of_ours(kind)):
                 self._note_rule(call, kind, apply, args, out)
+            return out
+
+    def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor becomes a Parameter or a Buffer."""
+        if self.quiet:
+            return make(*args, **kwargs)
+        call = self.entering(kind, args, kwargs)
+        call.name = kind.__name__
+        with self.silent():
+            out = make(*args, **kwargs)
+            self.write(call, out)
             return out
 
     def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:

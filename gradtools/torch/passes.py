@@ -15,7 +15,7 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +52,7 @@ from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
+from gradtools.torch.recording.values import Values, like, memory_of
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
@@ -222,22 +223,6 @@ class _Origin:
 
 
 @dataclass
-class _Numbered:
-    """A tensor that is known: its number, and how often its memory had been written to."""
-
-    tensor: Tensor
-    number: int
-    writes: int
-
-
-@dataclass
-class _SharedMemory:
-    """A piece of memory: the numbers that were written to it, and its contents before, if kept."""
-
-    written: list[int] = field(default_factory=list)
-
-
-@dataclass
 class _Made:
     """A node, and what is known when it runs."""
 
@@ -268,10 +253,7 @@ class _PassRecorder(Watching):
         self._origins: dict[int, _Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
-        self._held: dict[int, _Numbered] = {}
-        self._seen: dict[Any, _Numbered] = {}
-        self._storages: dict[int, _SharedMemory] = {}
-        self._bases: dict[int, int] = {}  # for a piece of memory the first value in it
+        self._held = Values[int]()
         self._before: set[int] = set()  # the memory of what is captured
         self._contents: dict[int, tuple[Any, Any]] = {}
 
@@ -357,8 +339,8 @@ class _PassRecorder(Watching):
         self.made.append(_Made(node, sequence, torch.is_grad_enabled(), inner))
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
-                if any(y is x for x in written):
-                    self._storage(y).written.append(number)
+                if any(y is x for x in written) and (memory := self._held.memory(y)) is not None:
+                    memory.written.append(number)
                 self.hold(y, number)
 
     def _origin(self) -> _Origin:
@@ -430,7 +412,7 @@ class _PassRecorder(Watching):
         """A number for something new."""
         number = len(self.values)
         if isinstance(x, Tensor):
-            value = Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), name)
+            value = Value(*like(x), name)
         else:
             value = Value((), type(x).__name__, name)
         self.values[number] = value
@@ -450,12 +432,10 @@ class _PassRecorder(Watching):
 
     def hold(self, x: Tensor, number: int) -> None:
         """From now on x has this number."""
-        base = self._bases.setdefault(_memory(x), number)
-        if base != number:
-            self.values[number] = replace(self.values[number], base=base)
-        held = _Numbered(x, number, len(self._storage(x).written))
-        self._held[id(x)] = held
-        self._seen[_key(x)] = held
+        self._held.hold(x, number)
+        memory = self._held.memory(x)
+        if memory is not None and memory.value != number:
+            self.values[number] = replace(self.values[number], base=memory.value)
 
     def _operand(self, x: Any) -> int:
         return self._number(x) if isinstance(x, Tensor) else self._literal(x)
@@ -466,31 +446,29 @@ class _PassRecorder(Watching):
         return number
 
     def _number(self, x: Tensor) -> int:
-        held = self._held.get(id(x)) or self._seen.get(_key(x))
-        if held is None:
+        known = self._held.find(x)
+        if known is None:
             number = self.new(x, self._known.get(id(x)) or _number_in(x))
             self.captured[number] = x
-            self._before.add(_memory(x))
+            self._before.add(memory_of(x))
             self.hold(x, number)
-            return self._read(x, number)
-        written = self._storage(x).written[held.writes :]
-        if written:
-            held = self._updated(x, held, written)
-        if id(x) not in self._held:
-            self._held[id(x)] = _Numbered(x, held.number, held.writes)
-        return self._read(x, held.number)
+        elif written := self._held.since(known):
+            number = self._updated(x, known.value, written)
+        else:
+            number = known.value
+        return self._read(x, number)
 
     def _read(self, x: Tensor, number: int) -> int:
         if not self._phase:
             self._tracked[number] = self._tracked.get(number, False) or x.requires_grad
         return number
 
-    def _updated(self, x: Tensor, held: _Numbered, written: Sequence[int]) -> _Numbered:
+    def _updated(self, x: Tensor, before: int, written: Sequence[int]) -> int:
         """x after others wrote to its memory."""
         number, origin = self.new(x), self._origin()
         node = Node(
             "update",
-            (held.number, *written),
+            (before, *written),
             (number,),
             "update",
             source=origin.source,
@@ -500,17 +478,14 @@ class _PassRecorder(Watching):
         )
         self.made.append(_Made(node, -1, torch.is_grad_enabled()))
         self.hold(x, number)
-        return self._held[id(x)]
-
-    def _storage(self, x: Tensor) -> _SharedMemory:
-        return self._storages.setdefault(_memory(x), _SharedMemory())
+        return number
 
     # --- what is put back, and what f holds
 
     def _keep(self, x: Tensor) -> None:
         """The contents of what was there before, when it is about to be written to."""
         self._number(x)  # met now for the first time, it was there before
-        key = _memory(x)
+        key = memory_of(x)
         if key in self._before and key not in self._contents and x.layout is torch.strided:
             with upstream.disable_current_modes():
                 storage = x.untyped_storage()
@@ -524,15 +499,16 @@ class _PassRecorder(Watching):
     def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
         """What f holds that requires grad and reaches the outputs, by name."""
         own = {id(x) for x in given}
-        found: dict[str, Tensor] = {}
+        found: dict[str, tuple[int, Tensor]] = {}
         for x in reversed(list(leaves_of(list(outs)))):
-            held = self._held.get(id(x))
-            if id(x) not in own and held is not None:
-                name = self.values[held.number].name or f"captured tensor {len(found)}"
-                found[name] = x
-                self.values[held.number] = replace(self.values[held.number], name=name)
-        order = {name: self._held[id(x)].number for name, x in found.items()}
-        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+            known = self._held.get(x)
+            if id(x) not in own and known is not None:
+                value = self.values[known.value]
+                name = value.name or f"captured tensor {len(found)}"
+                found[name] = known.value, x
+                self.values[known.value] = replace(value, name=name)
+        ordered = sorted(found.items(), key=lambda item: item[1][0])
+        return {name: x for name, (_, x) in ordered}
 
     # --- the whole
 
@@ -646,18 +622,6 @@ def _number_in(x: Tensor) -> str:
             return f"{x.item():.6g}"
     except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
         return ""
-
-
-def _memory(x: Tensor) -> int:
-    return id(x.untyped_storage()) if x.layout is torch.strided else id(x)
-
-
-def _key(x: Tensor) -> Any:
-    """What two tensors share that show the same memory alike."""
-    if x.layout is not torch.strided:
-        return id(x)
-    shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-    return _memory(x), shown
 
 
 __all__ = ["gradient_graph"]

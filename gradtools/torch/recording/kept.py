@@ -11,7 +11,8 @@ import torch
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
-from gradtools.torch.recording.numbering import Numbering, storage_of
+from gradtools.torch.recording.numbering import Numbering
+from gradtools.torch.recording.values import holds_numbers, memory_of
 
 if TYPE_CHECKING:
     from gradtools.torch.recording.recorder import RecordedCall
@@ -47,11 +48,11 @@ class Kept:
         known = (x, *self._numbering.sharing(x))
         if not any(self._numbering.of(y) in self._numbering.captured for y in known):
             return
-        key = storage_of(x)
-        if key is not None and key not in self._memory:
+        key = memory_of(x)
+        if holds_numbers(x) and key not in self._memory:
             storage = x.untyped_storage()
             self._memory[key] = storage, storage.clone()
-        elif key is None and not x.is_meta and id(x) not in self._sparse:
+        elif x.layout is not torch.strided and not x.is_meta and id(x) not in self._sparse:
             self._sparse[id(x)] = x, x.detach().clone()
 
     def _keep_grads(self) -> None:

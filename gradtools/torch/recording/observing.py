@@ -23,8 +23,8 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
 from gradtools.torch.patches import functions_applied, parameters_made
 from gradtools.torch.recording import operations
-from gradtools.torch.recording.numbering import storage_of
 from gradtools.torch.recording.recorder import Recorder, Replace
+from gradtools.torch.recording.values import holds_numbers, memory_of
 from gradtools.torch.state import Snapshot
 from gradtools.torch.watching import recorded
 from gradtools.torch.wrappers import is_inexact, tensors_in, unwrapped
@@ -164,9 +164,9 @@ class _Unwritten(TorchFunctionMode):
     def __init__(self, start: Snapshot) -> None:
         super().__init__()
         watched = [unwrapped(x) for x, _ in start.reached.watched]
-        held = [x for x in watched if storage_of(x) is not None]
+        held = [x for x in watched if holds_numbers(x)]
         with upstream.DisableTorchFunction():  # it is no write of a run around this one
-            self._held = {storage_of(x): x.untyped_storage() for x in held}
+            self._held = {memory_of(x): x.untyped_storage() for x in held}
         self._known = frozenset(self._held)
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._assigned: list[tuple[Tensor, Tensor]] = []
@@ -180,7 +180,7 @@ class _Unwritten(TorchFunctionMode):
         return fun(*args, **kwargs)
 
     def _keep(self, x: Tensor, assigned: bool) -> None:
-        key = storage_of(x)
+        key = memory_of(x)
         if assigned and key in self._known:  # x.data = ...: x has other memory then
             self._assigned.append((x, x.data))
         storage = self._held.pop(key, None)

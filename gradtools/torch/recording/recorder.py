@@ -30,11 +30,11 @@ from gradtools.torch.marks import CHUNK, function_of_ours, reason_of_detach
 from gradtools.torch.recording import functions, operations
 from gradtools.torch.recording.kept import Kept
 from gradtools.torch.recording.links import links_of
-from gradtools.torch.recording.numbering import Numbering, base_of, version_of
+from gradtools.torch.recording.numbering import Numbering, version_of
 from gradtools.torch.recording.places import Scopes, line_of_error, place
 from gradtools.torch.recording.refusals import refusal_of
 from gradtools.torch.recording.tags import fingerprint, hosts_in, plain_hosts, tagged, tags_in
-from gradtools.torch.wrappers import tensors_in
+from gradtools.torch.wrappers import tensors_in, unwrapped
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
@@ -202,7 +202,7 @@ class Recorder(TorchFunctionMode):
         """What a call is given."""
         with self.silent():
             raw, given = getattr(fun, "__name__", ""), list(tensors_in((args, kwargs)))
-            numbers, tensors = [self.numbering.of(x) for x in given], [base_of(x) for x in given]
+            numbers, tensors = [self.numbering.of(x) for x in given], [unwrapped(x) for x in given]
             self.numbering.refresh(tensors)
             return RecordedCall(
                 raw,
@@ -279,7 +279,7 @@ class Recorder(TorchFunctionMode):
         if not (changed or fresh):
             return
         outs = [*changed, *_unlike(fresh)]
-        walks = [numbering.walk(base_of(y)) for y in outs]
+        walks = [numbering.walk(unwrapped(y)) for y in outs]
         dropped = {id(x) for x in changed} if call.overwritten() else set()
         hosts = self._come_back((call.args, call.kwargs))
         if call.raw == "__get__" and call.name == "grad":
@@ -466,4 +466,4 @@ def _reads_only(fun: Any) -> bool:
 
 def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:
     """Each once."""
-    return list({id(base_of(x)): x for x in xs}.values())
+    return list({id(unwrapped(x)): x for x in xs}.values())

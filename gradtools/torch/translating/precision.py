@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.patches import functions_applied
-from gradtools.torch.translating.memory import memory_of
+from gradtools.torch.recording.values import memory_of
 
 Tensor = torch.Tensor
 _DOUBLE = {

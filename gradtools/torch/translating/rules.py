@@ -90,8 +90,7 @@ class _Applied:
         asked = [x for x in self.xs if x.requires_grad]
         to = [y for y in outs if y.requires_grad]
         first = len(w.values)
-        known = dict(recorder.held), dict(recorder.seen)
-        with w.frame() as nodes, torch.enable_grad():
+        with recorder.held.apart(), w.frame() as nodes, torch.enable_grad():
             cts = [torch.ones_like(y, requires_grad=True) for y in to]
             given = [recorder.introduce(ct, "") for ct in cts]
             recorder.depth += 1
@@ -104,7 +103,6 @@ class _Applied:
             place = {id(x): g for x, g in zip(asked, found, strict=True)}
             pairs = zip(self.xs, self.given, strict=True)
             results = [self._cotangent(place.get(id(x)), r) for x, r in pairs]
-        recorder.held, recorder.seen = known
         residuals = self._residuals(nodes, results, first)
         made = self._node(outs, refs, to, given, nodes, results, residuals)
         for y, ref in zip(outs, made, strict=True):

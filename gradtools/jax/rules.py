@@ -42,7 +42,7 @@ from jax.interpreters import partial_eval as pe
 
 from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError, NotImplementedRefusal, is_of, refusal, warn
-from gradtools.jax import homogeneous, shardings, tracing
+from gradtools.jax import homogeneous, jaxprs, shardings, tracing
 from gradtools.jax._upstream import Primitive
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, remembered
 from gradtools.jax.trees import conj, is_inexact, zeros_of
@@ -632,7 +632,7 @@ def _check_runs(closed: Any) -> None:
             _check_runs(jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals))
         return False
 
-    tracing.uses_primitive(closed, expand)
+    jaxprs.uses_primitive(closed, expand)
 
 
 # --- the primitives ----------------------------------------------------------------------
@@ -686,12 +686,8 @@ def _without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) ->
     Under jit XLA leaves them out; outside nobody else would.
     """
     closed = jax.make_jaxpr(run)(*operands)
-    used, kept = set(map(id, closed.jaxpr.outvars)), []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if eqn.effects or any(id(v) in used for v in eqn.outvars):
-            kept.append(eqn)
-            used.update(map(id, eqn.invars))
-    return jax.core.eval_jaxpr(closed.jaxpr.replace(eqns=kept[::-1]), closed.consts, *operands)
+    kept = closed.jaxpr.replace(eqns=jaxprs.needed(closed.jaxpr))
+    return jax.core.eval_jaxpr(kept, closed.consts, *operands)
 
 
 def _define(name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]) -> Primitive:

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
 from gradtools.seeing.crossing import opened
-from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
+from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -518,7 +518,8 @@ class _PassRecorder(Watching):
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
         if order == SECOND:
             nodes = self._with_losses(ends, nodes)
-        nodes = _needed(ends.outputs, nodes)
+        stays = lambda node: not (node.phase or node.mark)  # what is not on the way to later passes
+        nodes = [nodes[i] for i in needed(nodes, ends.outputs, stays)]
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)
         inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
@@ -596,16 +597,6 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
             f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
         )
     return x
-
-
-def _needed(outputs: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
-    """Without what later passes and gradtools do on the way, and nothing reads."""
-    read, kept = set(outputs), []
-    for node in reversed(nodes):
-        if not (node.phase or node.mark) or not read.isdisjoint(node.outputs):
-            read.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
 
 
 # --- aten's operations -------------------------------------------------------------------

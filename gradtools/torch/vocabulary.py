@@ -15,7 +15,7 @@ import torch
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.recorded import Recorded
-from gradtools.seeing.graph import Node
+from gradtools.seeing.graph import needed
 from gradtools.seeing.program import Program
 from gradtools.torch.modes import Modes
 from gradtools.torch.recording.observing import put_back, recording, watchable
@@ -68,7 +68,8 @@ def _recorded(program: Program, recorder: FormulaRecorder) -> Recorded:
         outputs = [_output(recorder, y) for y in ys]
     captured = recorder.captured
     wanted = tuple(v for v, x in captured.items() if x.requires_grad and is_inexact(x))
-    nodes = _read(recorder.writer.frames[0], outputs)
+    nodes = recorder.writer.frames[0]
+    nodes = [nodes[i] for i in needed(nodes, [y.number for y in outputs])]
     graph = recorder.writer.graph(nodes, inputs, outputs)
     return Recorded(
         graph.nodes,
@@ -81,16 +82,6 @@ def _recorded(program: Program, recorder: FormulaRecorder) -> Recorded:
         run=_with_others(program, [captured[v] for v in wanted]),
         narrow=recorder.narrow,
     )
-
-
-def _read(nodes: Sequence[Node], outputs: Sequence[Ref]) -> list[Node]:
-    """Without what nothing reads."""
-    read, kept = {y.number for y in outputs}, []
-    for node in reversed(nodes):
-        if not read.isdisjoint(node.outputs):
-            read.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
 
 
 def _copied(x: Any, tracked: bool) -> Any:

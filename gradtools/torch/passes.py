@@ -52,7 +52,8 @@ from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
-from gradtools.torch.recording.values import Values, like, memory_of
+from gradtools.torch.recording.undo import Undo
+from gradtools.torch.recording.values import Values, like
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
@@ -121,19 +122,10 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
     hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
     """
     program = asked.program
-    with put_back(program.run, program.leaves) as start:
-        watched = start.reached.watched
-        known = {id(x): name.removeprefix("f.") for x, name in reversed(watched)}
-        recorder = _PassRecorder(known, hooked)
-        grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
-        try:
-            with recording(), torch.inference_mode(False), torch.enable_grad():
-                return _recorded(asked, recorder)
-        finally:
-            recorder.put_back()
-            for x, grad in grads:
-                if x.grad is not grad:
-                    x.grad = grad
+    with put_back(program.run, program.leaves) as undo:
+        recorder = _PassRecorder(undo, hooked)
+        with recording(), torch.inference_mode(False), torch.enable_grad():
+            return _recorded(asked, recorder)
 
 
 def _recorded(asked: Differentiated, recorder: _PassRecorder) -> Graph:
@@ -236,17 +228,19 @@ class _PassRecorder(Watching):
     """Writes down the operations that run beneath it.
 
     Args:
-        known: Names of tensors that f can reach, by id.
+        undo: Keeps what f is about to change.
         hooked: Whether autograd is asked what it saves.
     """
 
-    def __init__(self, known: Mapping[int, str], hooked: bool) -> None:
+    def __init__(self, undo: Undo, hooked: bool) -> None:
         super().__init__()
         self.values: dict[int, Value] = {}
         self.captured: dict[int, Tensor | None] = {}
         self.made: list[_Made] = []
         self.scopes = Scopes()
-        self._known, self._hooked = known, hooked
+        reached = reversed(undo.start.reached.watched)
+        self._known = {id(x): name.removeprefix("f.") for x, name in reached}
+        self._undo, self._hooked = undo, hooked
         self._phase, self._quiet = FORWARD, False
         self._rules: list[tuple[str, str]] = []  # of the rules that run, outermost first
         self._untracked: set[int] = set()  # what backward reads without its graph
@@ -254,8 +248,6 @@ class _PassRecorder(Watching):
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
         self._held = Values[int]()
-        self._before: set[int] = set()  # the memory of what is captured
-        self._contents: dict[int, tuple[Any, Any]] = {}
 
     # --- the mode
 
@@ -285,7 +277,8 @@ class _PassRecorder(Watching):
         name, call = func.overloadpacket.__name__, Call(func, args, kwargs)
         written = [*call.written()]
         for x in written:
-            self._keep(x)
+            self._number(x)  # met now for the first time, it was there before
+            self._undo.keep(x)
         given = call.operands()
         numbers = [self._operand(x) for x in given]
         out = func(*args, **kwargs)
@@ -450,7 +443,7 @@ class _PassRecorder(Watching):
         if known is None:
             number = self.new(x, self._known.get(id(x)) or _number_in(x))
             self.captured[number] = x
-            self._before.add(memory_of(x))
+            self._undo.watch(x)
             self.hold(x, number)
         elif written := self._held.since(known):
             number = self._updated(x, known.value, written)
@@ -480,21 +473,7 @@ class _PassRecorder(Watching):
         self.hold(x, number)
         return number
 
-    # --- what is put back, and what f holds
-
-    def _keep(self, x: Tensor) -> None:
-        """The contents of what was there before, when it is about to be written to."""
-        self._number(x)  # met now for the first time, it was there before
-        key = memory_of(x)
-        if key in self._before and key not in self._contents and x.layout is torch.strided:
-            with upstream.disable_current_modes():
-                storage = x.untyped_storage()
-                self._contents[key] = storage, storage.clone()
-
-    def put_back(self) -> None:
-        """What was written to in place, as it stood."""
-        for storage, contents in self._contents.values():
-            storage.copy_(contents)
+    # --- what f holds
 
     def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
         """What f holds that requires grad and reaches the outputs, by name."""

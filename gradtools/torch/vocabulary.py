@@ -42,8 +42,9 @@ def formula_graph(program: Program) -> Recorded:
             f"{program.asked}: a program can be recorded in plain eager code only, not inside a "
             "transform of torch.func, in compiled code, or while another is recorded."
         )
-    with put_back(program.run, program.leaves) as start:
-        names = {id(x): name.removeprefix("f.") for x, name in reversed(start.reached.watched)}
+    with put_back(program.run, program.leaves) as undo:
+        watched = reversed(undo.start.reached.watched)
+        names = {id(x): name.removeprefix("f.") for x, name in watched}
         recorder = FormulaRecorder(OPERATIONS, FUNCTIONS, names, origin_of)
         with recording(), torch.inference_mode(False), torch.enable_grad():
             found = _recorded(program, recorder)

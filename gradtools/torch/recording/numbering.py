@@ -32,6 +32,7 @@ class Numbering:
 
     Args:
         add: Adds a node: operation, native name, inputs, outputs, links, loss. Gives its number.
+        note_captured: Is told of each tensor that was there before.
 
     Attributes:
         values: Every array, by number.
@@ -41,8 +42,8 @@ class Numbering:
         reachable: The tensors that the program can reach before it runs, by id.
     """
 
-    def __init__(self, add: Add) -> None:
-        self._add = add
+    def __init__(self, add: Add, note_captured: Callable[[Tensor], None]) -> None:
+        self._add, self._tell_captured = add, note_captured
         self.values: dict[int, Value] = {}
         self.captured: dict[int, Tensor] = {}
         self.outside: list[tuple[int, int]] = []
@@ -114,6 +115,7 @@ class Numbering:
     def _note_captured(self, base: Tensor, number: int) -> None:
         """It was there before; or it was made of an array that had left, by `from_numpy`."""
         self.captured[number] = base
+        self._tell_captured(base)
         if base.device.type == "cpu" and holds_numbers(base):
             self.outside += [(tag, number) for tag in sorted(tags_at(base.data_ptr()))]
 

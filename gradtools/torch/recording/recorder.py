@@ -28,7 +28,6 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.customcode import Called
 from gradtools.torch.marks import CHUNK, function_of_ours, reason_of_detach
 from gradtools.torch.recording import functions, operations
-from gradtools.torch.recording.kept import Kept
 from gradtools.torch.recording.links import links_of
 from gradtools.torch.recording.numbering import Numbering, version_of
 from gradtools.torch.recording.places import Scopes, line_of_error, place
@@ -114,6 +113,7 @@ class Recorder(TorchFunctionMode):
     Args:
         end: The code of the function that runs the user's program: there the search for the
             user's line ends.
+        note_captured: As in `Numbering`.
         replace: Which leavings, by number, and what makes of their data what is there instead.
 
     Attributes:
@@ -126,15 +126,19 @@ class Recorder(TorchFunctionMode):
         quiet: Whether nothing is written down now.
     """
 
-    def __init__(self, end: CodeType, replace: Replace | None = None) -> None:
+    def __init__(
+        self,
+        end: CodeType,
+        note_captured: Callable[[Tensor], None],
+        replace: Replace | None = None,
+    ) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.leavings: list[Leaving] = []
         self.entries: dict[int, list[Any]] = {}
         self.refusal: tuple[BaseException, Refusal] | None = None
-        self.numbering = Numbering(self.add)
+        self.numbering = Numbering(self.add, note_captured)
         self.outside = self.numbering.outside
-        self.kept = Kept(self.numbering)
         self.scopes = Scopes()
         self._end, self._replace = end, replace
         self.quiet = False
@@ -152,7 +156,6 @@ class Recorder(TorchFunctionMode):
             return self.ruled(kind, partial(fun, kind), args, kwargs)
         call = self.entering(fun, args, kwargs)
         with self.silent():  # what it calls in turn belongs to it
-            self.kept.before(call)
             try:
                 out = fun(*args, **kwargs)
             except Exception as error:

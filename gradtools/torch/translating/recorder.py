@@ -25,6 +25,7 @@ from gradtools.seeing.formula.recorded import body_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.flops import inside_of
+from gradtools.torch.operands import written
 from gradtools.torch.recording.values import Values, view_of
 from gradtools.torch.translating import memory
 from gradtools.torch.translating.writer import Ref, Writer, like
@@ -197,7 +198,7 @@ class FormulaRecorder:
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return func(*args, **kwargs)
-        writes = list(_written(func, args, kwargs))
+        writes = list(written(func, args, kwargs))
         bound = self._bound(func, args, kwargs)
         translation = self.operations.get(_functional(name, bool(writes)))
         if translation is None and not writes and bound.given:
@@ -437,14 +438,6 @@ def _decomposition(func: Any) -> Any:
 
 def _functional(name: str, writes: bool) -> str:
     return name.removesuffix("_") if writes and not name.endswith("__") else name
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to."""
-    for i, argument in enumerate(upstream.arguments_of(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(value)
 
 
 def refs_in(x: Any) -> Iterator[Ref]:

@@ -21,7 +21,6 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, increment_version
-from torch.utils.hooks import RemovableHandle
 
 from gradtools.chunking import Chunks
 from gradtools.errors import GradtoolsError
@@ -234,7 +233,7 @@ class Forward(Program):
         check = self.verification
         watched = check.watching(i) if check else nullcontext()
         with again, without_cached_weights() as weights, watched as seen:
-            hooks = RemovableHandle.next_id, hook_count()
+            hooks = upstream.hooks_made(), hook_count()
             outs, carry = self._called(i, pieces, own)
             check_cached(self.asked, self.start, weights)
             if not self.is_again:

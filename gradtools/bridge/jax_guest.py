@@ -28,9 +28,10 @@ from gradtools.bridge.memory import (
 from gradtools.crossings import Cost
 from gradtools.errors import GradtoolsError
 from gradtools.host import Spec
-from gradtools.jax.flops import Count, live
+from gradtools.jax.flops import Count
 from gradtools.jax.graphs import graph_of
-from gradtools.jax.tracing import open_jaxpr, reached_matrix
+from gradtools.jax.jaxprs import live, open_jaxpr
+from gradtools.jax.tracing import reached_matrix
 from gradtools.seeing.graph import Graph
 from gradtools.torch.host import is_followed
 from gradtools.torch.wrappers import is_wrapped

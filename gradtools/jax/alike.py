@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from gradtools.jax._upstream import ClosedJaxpr, Jaxpr, Literal
-from gradtools.jax.tracing import open_jaxpr
+from gradtools.jax.jaxprs import open_jaxpr
 
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
 _NO_CODE = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, and yet data

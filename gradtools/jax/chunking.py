@@ -24,7 +24,7 @@ import numpy as np
 from gradtools.backend import Array
 from gradtools.chunks import Chunks, Partition, progress_bar
 from gradtools.errors import GradtoolsError, warn
-from gradtools.jax import shardings, tracing
+from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
 from gradtools.jax.marks import chunk
@@ -580,7 +580,7 @@ _warned: set[str] = set()
 
 def _warn_of_batch_norm(asked: str, name: str, closed: Any) -> None:
     """Says once for each function that its batch normalisation sees chunks."""
-    if name in _warned or not tracing.uses_primitive(closed, is_batch_statistic):
+    if name in _warned or not jaxprs.uses_primitive(closed, is_batch_statistic):
         return
     _warned.add(name)
     warn(

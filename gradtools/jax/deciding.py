@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradtools.jax import tracing
+from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Tracer, called_by_jax, set_current_trace, take_current_trace
 
 Answers = list[Any]
@@ -189,7 +189,7 @@ class _AnsweringTracer(Tracer):
         It asks every array so, for some are symbolic sizes of shapes; of what may be a size here
         it shall not think so.
         """
-        if self.front.answers_shapes and not tracing.is_inexact(self):
+        if self.front.answers_shapes and not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")
         return lambda: self.inner
 

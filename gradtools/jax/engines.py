@@ -19,7 +19,7 @@ import jax
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.calls import Call
 from gradtools.connection import refuse_cut
-from gradtools.jax import signs, tracing
+from gradtools.jax import jaxprs, signs, tracing
 from gradtools.jax._upstream import scopes_of
 from gradtools.jax.primitives import reverse_only_p
 from gradtools.jax.refusals import explained
@@ -167,17 +167,17 @@ class _TracedFunction:
     @cached_property
     def hands_on(self) -> bool:
         """Whether a leaf is handed on as it is: then no equation tells that it was reached."""
-        jaxpr = tracing.open_jaxpr(self.closed)
+        jaxpr = jaxprs.open_jaxpr(self.closed)
         return any(x is y for x in jaxpr.invars for y in jaxpr.outvars)
 
     @cached_property
     def reverse_only(self) -> bool:
-        return tracing.uses_primitive(self.closed, lambda eqn: eqn.primitive is reverse_only_p)
+        return jaxprs.uses_primitive(self.closed, lambda eqn: eqn.primitive is reverse_only_p)
 
     @cached_property
     def _inside(self) -> tuple[list[bool], list[bool]]:
         """For each leaf: does it reach a derivative taken inside, constant or cut afterwards?"""
-        if not tracing.uses_primitive(self.closed, _is_derivative):
+        if not jaxprs.uses_primitive(self.closed, _is_derivative):
             return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
         inside = tracing.InnerDerivatives(_is_derivative)
         return inside.constants_and_cuts(self.closed, len(self.out_avals))

@@ -18,14 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval
 
 from gradtools.jax._upstream import Literal
+from gradtools.jax.jaxprs import CALLS, RULED, Eqn, Jaxpr, Program, live, programs, scan_counts
 from gradtools.jax.lifetimes import LIFE, remembered
 from gradtools.seeing import measures as costs
 
-Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr
-Eqn = Any
 Path = tuple[int, ...]  # where a body stands: the numbers of the equations that lead to it
 Runs = dict[Path, Any]
 
@@ -41,11 +39,6 @@ def counted(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[Any]) -> Count
     return count
 
 
-def live(jaxpr: Jaxpr) -> Jaxpr:
-    """A jaxpr without what no result needs; its inputs stay."""
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
-
-
 # --- bodies ------------------------------------------------------------------------------
 
 # Host callbacks and kernels, of which nobody knows what they do.
@@ -56,53 +49,30 @@ _OPAQUE = {
 
 
 _CONTROL = ("scan", "while", "cond")
-_CALLS = {
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-}
 
 
-@dataclass(frozen=True)
-class InnerProgram:
-    """A jaxpr inside of an equation, with what it captured."""
-
-    jaxpr: Jaxpr
-    consts: tuple[Any, ...] = ()
-
-    @classmethod
-    def of(cls, found: Any) -> InnerProgram:
-        """Of a parameter of an equation, a jaxpr with its constants or without."""
-        return cls(getattr(found, "jaxpr", found), tuple(getattr(found, "consts", ())))
-
-
-def bodies(eqn: Eqn) -> list[InnerProgram]:
-    """The bodies of an equation: of a while its condition and its body, of a cond its branches."""
-    name, params = eqn.primitive.name, eqn.params
+def bodies(eqn: Eqn) -> list[Program]:
+    """The bodies of an equation, of a primitive of ours what it runs, too."""
+    name = eqn.primitive.name
     if name in _OPAQUE:
         return []
-    if name == "while":
-        return [InnerProgram.of(params["cond_jaxpr"]), InnerProgram.of(params["body_jaxpr"])]
-    if name == "cond":
-        return [InnerProgram.of(b) for b in params["branches"]]
-    if name.startswith("gradtools_"):
-        return [_own(eqn)]
-    found = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
-    return [] if found is None else [InnerProgram.of(found)]
+    return [_own(eqn)] if name.startswith("gradtools_") else programs(eqn)
 
 
 def is_call(name: str) -> bool:
     """Whether an equation is its one body and nothing else."""
-    return name in _CALLS or (name.startswith("gradtools_") and name not in _OPAQUE)
+    own = name.startswith("gradtools_") and name not in _OPAQUE
+    return own or name in CALLS or name in RULED
 
 
-def _own(eqn: Eqn) -> InnerProgram:
+def _own(eqn: Eqn) -> Program:
     """What a primitive of gradtools runs, without what no result of it needs."""
     avals = tuple([v.aval for v in eqn.invars])
     params = {name: value for name, value in eqn.params.items() if name != LIFE}
 
-    def make() -> InnerProgram:
+    def make() -> Program:
         closed = jax.make_jaxpr(lambda *xs: eqn.primitive.impl(*xs, **params))(*avals)
-        return InnerProgram(live(closed.jaxpr), tuple(closed.consts))
+        return Program(live(closed.jaxpr), tuple(closed.consts))
 
     if "rule" not in params:
         return make()
@@ -165,8 +135,8 @@ def _bound(eqn: Eqn, xs: list[Any]) -> list[Any]:
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
-def _ran_scan(eqn: Eqn, body: InnerProgram, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
-    n, carried = _scan_counts(eqn)
+def _ran_scan(eqn: Eqn, body: Program, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
+    n, carried = scan_counts(eqn)
 
     def step(carry: Any, row: Any) -> Any:
         outs, runs = _interpreted(body.jaxpr, body.consts, [*xs[:n], *carry, *row], (*path, 0))
@@ -182,16 +152,8 @@ def _ran_scan(eqn: Eqn, body: InnerProgram, xs: list[Any], path: Path) -> tuple[
     return [*carry, *ys], {k: jnp.sum(v) for k, v in runs.items()}
 
 
-def _scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """How many constants and carries a scan has; jax 0.12 keeps them as a tree of its inputs."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()
-    return len(list(consts.vals)), len(list(carry.vals))
-
-
 def _ran_while(
-    eqn: Eqn, parts: list[InnerProgram], inside: list[list[Path]], xs: list[Any], path: Path
+    eqn: Eqn, parts: list[Program], inside: list[list[Path]], xs: list[Any], path: Path
 ) -> tuple[list[Any], Runs]:
     gate, body = parts
     a, b = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -222,7 +184,7 @@ def _where(go: Any, new: Any, old: Any) -> Any:
 
 
 def _ran_cond(
-    parts: list[InnerProgram], inside: list[list[Path]], xs: list[Any], path: Path
+    parts: list[Program], inside: list[list[Path]], xs: list[Any], path: Path
 ) -> tuple[list[Any], Runs]:
     keys = [*((*path, k) for k in range(len(parts))), *[key for each in inside for key in each]]
 

@@ -24,6 +24,7 @@ from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.arrays import asarray
+from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.refusals import explained
 from gradtools.jax.rules import apply_rule
 from gradtools.jax.stateful import stateful
@@ -430,15 +431,7 @@ def _tell(lacking: str) -> None:
 
 def _holds(jaxpr: Any, *names: str) -> bool:
     """Whether a program holds such an operation, at any depth."""
-    for eqn in jaxpr.eqns:
-        inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_program)
-        if eqn.primitive.name in names or any(_holds(x, *names) for x in inner if _is_program(x)):
-            return True
-    return False
-
-
-def _is_program(x: Any) -> bool:
-    return hasattr(x, "eqns")
+    return uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in names)
 
 
 _TO_TRANSPOSE = ("custom_lin", "unreachable")  # the tangents of a custom_vjp: they do not run

@@ -22,11 +22,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradtools.jax import operands, places, tracing
+from gradtools.jax import jaxprs, operands, places, tracing
 from gradtools.jax._upstream import Literal, scopes_of
 from gradtools.jax.crossing import crossing
+from gradtools.jax.jaxprs import Eqn, Jaxpr
 from gradtools.jax.marks import function_name, is_chunk
-from gradtools.jax.tracing import Eqn, Jaxpr
 from gradtools.lines import names_in
 from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.crossing import opened
@@ -69,7 +69,7 @@ def graph_of(
         ['sin', 'multiply']
     """
     consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
-    jaxpr = tracing.open_jaxpr(closed_jaxpr)
+    jaxpr = jaxprs.open_jaxpr(closed_jaxpr)
     return _JaxprReader(in_places, rules).graph(jaxpr, _Place(), names, outputs, consts)[0]
 
 
@@ -134,9 +134,9 @@ class _JaxprReader:
 
     def node(self, eqn: Eqn, values: _JaxprValues, place: _Place) -> Node:
         operation, here = _operation(eqn), _inside(eqn, place)
-        inner, loss = tracing.bodies(eqn), None
+        inner, loss = jaxprs.bodies(eqn), None
         inputs = tuple(values.read(atom) for atom in eqn.invars)
-        outputs = tuple(values.new(var) for var in tracing.targets(eqn))
+        outputs = tuple(values.new(var) for var in jaxprs.targets(eqn))
         links = self.links(eqn, inner, values)
         if _may_lose(eqn, links):
             loss = _loss(eqn, operation)
@@ -153,7 +153,7 @@ class _JaxprReader:
             loss=loss,
             mark=_mark(eqn),
             bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
-            overwrites=inputs[:1] if tracing.overwrites(eqn) else (),
+            overwrites=inputs[:1] if jaxprs.overwrites(eqn) else (),
         )
         if loss == "detached" and self._rules and places.is_in_rule(eqn):
             node = _stopped_in_rule(node, self._rules)
@@ -177,13 +177,13 @@ class _JaxprReader:
             inputs=tuple(body.inputs),
             carries=body.carries,
             gate=body.gate,
-            skippable=tracing.may_not_run(eqn),
+            skippable=jaxprs.may_not_run(eqn),
         )
 
     def links(self, eqn: Eqn, inner: Sequence[Any], values: _JaxprValues) -> Links | None:
         """What an equation carries, where it is not what a node's bodies and dtypes say."""
         name = eqn.primitive.name
-        if tracing.is_ruled(eqn):
+        if jaxprs.is_ruled(eqn):
             return self.ruled_links(eqn, inner)
         if hasattr(eqn.primitive, "gradtools_connects"):
             return _rows(eqn, eqn.primitive.gradtools_connects(eqn), _FULL, _CUT)
@@ -200,14 +200,14 @@ class _JaxprReader:
         if tracing.is_activation_rule(eqn):
             values.flat.update(eqn.outvars)
             return tuple((_ZERO,) * len(eqn.invars) for _ in eqn.outvars)
-        if tracing.overwrites(eqn):
+        if jaxprs.overwrites(eqn):
             first = [[i > 0 for i in range(len(eqn.invars))]]
             return _rows(eqn, first, _FULL, _NONE)
         passive = tracing.passive(eqn)
         flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
         if not passive and not flat:
             return None
-        if flat and not all(map(tracing.is_inexact, eqn.outvars)):
+        if flat and not all(map(jaxprs.is_inexact, eqn.outvars)):
             values.flat.update(eqn.outvars)
         return _weakened(eqn, passive, flat)
 
@@ -297,7 +297,7 @@ def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
 
 def _operation(eqn: Eqn) -> str:
     """The neutral name; that of a library's function with a rule of its own is the function's."""
-    if tracing.is_ruled(eqn):
+    if jaxprs.is_ruled(eqn):
         return _function(eqn) if _is_of_library(eqn) else "custom_rule"
     if _is_ours(eqn):
         scales = eqn.params["rule"].name == "scale_gradient"
@@ -322,33 +322,32 @@ def _edit(eqn: Eqn) -> str:
 
     What else such an edit is given only enters its cotangent, so it is cut.
     """
-    if not tracing.is_ruled(eqn):
+    if not jaxprs.is_ruled(eqn):
         return ""
-    inner = (e for jaxpr in tracing.sub_jaxprs(eqn.params) for e in jaxpr.eqns)
+    inner = (e for jaxpr in jaxprs.sub_jaxprs(eqn.params) for e in jaxpr.eqns)
     return next((e.params["name"] for e in inner if e.primitive.name == _REVERSE_ONLY), "")
 
 
 def _is_of_library(eqn: Eqn) -> bool:
     """Whether an equation calls a function of JAX, flax, equinox or optax."""
-    jaxprs = list(tracing.sub_jaxprs(eqn.params))
-    return any(places.is_own(jaxpr) and not places.is_gradtools(jaxpr) for jaxpr in jaxprs)
+    inner = jaxprs.sub_jaxprs(eqn.params)
+    return any(places.is_own(jaxpr) and not places.is_gradtools(jaxpr) for jaxpr in inner)
 
 
 def _function(eqn: Eqn) -> str:
     """The name of the function that an equation calls."""
-    name = next(map(function_name, tracing.sub_jaxprs(eqn.params)), "")
+    name = next(map(function_name, jaxprs.sub_jaxprs(eqn.params)), "")
     return name.lstrip("_") or eqn.primitive.name
 
 
 def _mark(eqn: Eqn) -> str:
-    jaxprs = list(tracing.sub_jaxprs(eqn.params))
     if _is_ours(eqn):
         rule = eqn.params["rule"]
         edited = "edited gradient" if rule.identity else "custom rule"
         return "frozen" if rule.name.startswith("frozen") else edited
-    if any(is_chunk(jaxpr) for jaxpr in jaxprs):
+    if any(is_chunk(jaxpr) for jaxpr in jaxprs.sub_jaxprs(eqn.params)):
         return "chunked"
-    if tracing.is_ruled(eqn):
+    if jaxprs.is_ruled(eqn):
         return "edited gradient" if _edit(eqn) else "" if _is_of_library(eqn) else "custom rule"
     return "checkpoint" if operands.name_of(eqn) == "checkpoint" else ""
 
@@ -357,7 +356,7 @@ def _attributes(eqn: Eqn) -> Mapping[str, Any]:
     """The parameters that are no programs; of a rule its name."""
     if _is_ours(eqn):
         return MappingProxyType({"name": str(eqn.params["rule"].name)})
-    if tracing.is_ruled(eqn):
+    if jaxprs.is_ruled(eqn):
         return MappingProxyType({"name": _function(eqn)})
     return MappingProxyType(operands.attributes_of(eqn))
 
@@ -405,7 +404,7 @@ _FLAT: dict[str, Callable[[Eqn], bool]] = {
 
 
 def _all(eqn: Eqn) -> list[list[bool]]:
-    return [[True] * len(eqn.invars) for _ in tracing.targets(eqn)]
+    return [[True] * len(eqn.invars) for _ in jaxprs.targets(eqn)]
 
 
 def _rows(
@@ -416,11 +415,11 @@ def _rows(
     def link(flow: bool, var: Any, atom: Any) -> Dependence:
         if not flow:
             return other
-        return carried if tracing.is_inexact(var) and tracing.is_inexact(atom) else _CUT
+        return carried if jaxprs.is_inexact(var) and jaxprs.is_inexact(atom) else _CUT
 
     return tuple(
         tuple(link(flow, var, atom) for flow, atom in zip(row, eqn.invars, strict=True))
-        for row, var in zip(flows, tracing.targets(eqn), strict=True)
+        for row, var in zip(flows, jaxprs.targets(eqn), strict=True)
     )
 
 
@@ -445,9 +444,9 @@ def _weakened(eqn: Eqn, passive: set[int], flat: set[int]) -> Links:
 
 def _may_lose(eqn: Eqn, links: Links | None) -> bool:
     """Whether something inexact enters that does not leave differentiable."""
-    entering = [i for i, atom in enumerate(eqn.invars) if tracing.is_inexact(atom)]
+    entering = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_inexact(atom)]
     if links is None:
-        return bool(entering) and not all(map(tracing.is_inexact, tracing.targets(eqn)))
+        return bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))
     return any(row[i] < _FULL for row in links for i in entering)
 
 

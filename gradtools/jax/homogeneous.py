@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.jax import tracing
+from gradtools.jax import jaxprs, tracing
 from gradtools.jax._upstream import Literal
 from gradtools.jax.trees import is_inexact
 
@@ -51,7 +51,7 @@ _READ: dict[str, Callable[[int], Sequence[int]]] = {
 
 def proved_zero(closed: Any, zero: Mask) -> list[bool]:
     """For each output of a jaxpr: is it zero wherever these inputs are, whatever the others?"""
-    jaxpr = tracing.open_jaxpr(closed)
+    jaxpr = jaxprs.open_jaxpr(closed)
     return _outputs(jaxpr, zero, [_is_zero(c) for c in getattr(closed, "consts", ())])
 
 
@@ -69,7 +69,7 @@ def _outputs(jaxpr: Any, zero: Mask, consts: Mask = ()) -> list[bool]:
 
 
 def _has_refs(eqn: Any) -> bool:
-    return len(tracing.targets(eqn)) != len(eqn.outvars)
+    return len(jaxprs.targets(eqn)) != len(eqn.outvars)
 
 
 def _is_zero(value: Any) -> bool:
@@ -89,7 +89,7 @@ def _step(eqn: Any, zero: list[bool]) -> list[bool]:
     program = _program(eqn)
     if program is not None:
         return proved_zero(program, zero)
-    inner = tracing.bodies(eqn)
+    inner = jaxprs.bodies(eqn)
     if inner:
         return _through(inner, zero, outs)
     if name == "custom_linear_solve":
@@ -158,7 +158,7 @@ def nonzero_at(ys: Sequence[Any]) -> int | None:
 def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
     """The outputs of a jaxpr, with made-up numbers for what is traced; None if it cannot run."""
     made_up = any(isinstance(x, jax.core.Tracer) for x in (*closed.consts, *values))
-    if tracing.uses_primitive(closed, _calls_back) or (made_up and _runs_kernel(closed)):
+    if jaxprs.uses_primitive(closed, _calls_back) or (made_up and _runs_kernel(closed)):
         return None  # made-up numbers are none for a kernel
     try:
         with jax.ensure_compile_time_eval():
@@ -171,7 +171,7 @@ def computed(closed: Any, values: Sequence[Any]) -> list[np.ndarray] | None:
 def _calls_back(eqn: Any) -> bool:
     program = _program(eqn)
     return "callback" in eqn.primitive.name or (
-        program is not None and tracing.uses_primitive(program, _calls_back)
+        program is not None and jaxprs.uses_primitive(program, _calls_back)
     )
 
 
@@ -181,10 +181,10 @@ def _runs_kernel(closed: Any) -> bool:
     def runs(eqn: Any) -> bool:
         program = _program(eqn)
         return eqn.primitive.name == "gradtools_kernel" or (
-            program is not None and tracing.uses_primitive(program, runs)
+            program is not None and jaxprs.uses_primitive(program, runs)
         )
 
-    return tracing.uses_primitive(closed, runs)
+    return jaxprs.uses_primitive(closed, runs)
 
 
 def _program(eqn: Any) -> Any:

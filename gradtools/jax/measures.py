@@ -19,12 +19,11 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax._upstream import Literal
-from gradtools.jax.flops import bodies, counted, is_call, live
+from gradtools.jax.flops import bodies, counted, is_call
+from gradtools.jax.jaxprs import Jaxpr, live
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
-
-Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr
 
 _NO_JIT = (
     jax.errors.ConcretizationTypeError,

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.jax import tracing
-from gradtools.jax.tracing import Eqn
+from gradtools.jax import jaxprs
+from gradtools.jax.jaxprs import Eqn
 from gradtools.jax.translating.tables import LOGIC, RELATIONS, SAME
 
 Attributes = dict[str, Any]
@@ -52,7 +52,7 @@ def attributes_of(eqn: Eqn) -> Attributes:
     form = _FORMS.get(name)
     if form is not None:
         found = form(eqn.params, eqn)
-    elif name in _CALLS:
+    elif name in _NAMED:
         found = {"name": eqn.params["name"]} if "name" in eqn.params else {}
     else:
         found = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
@@ -61,7 +61,7 @@ def attributes_of(eqn: Eqn) -> Attributes:
 
 
 def _is_program(value: Any) -> bool:
-    return callable(value) or any(tracing.sub_jaxprs(value))
+    return callable(value) or any(jaxprs.sub_jaxprs(value))
 
 
 def _plain(value: Any) -> Any:
@@ -254,8 +254,8 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "integer_pow": lambda p, e: {},
     "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"]},
 }
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "xla_call", "custom_jvp_call")
-_CALLS += ("custom_vjp_call", "remat", "remat2", "checkpoint", "while", "cond", "shard_map")
+# What is said of these is their name alone; of a composite its own attributes, too.
+_NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
 # Where an array lies and how precisely it may be computed; what a program inside is called by.
 _UNSAID = frozenset(
     ["accuracy", "sharding", "out_sharding", "out_dtype", "preferred_element_type", "precision"]

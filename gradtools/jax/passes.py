@@ -27,7 +27,7 @@ from gradtools.jax.graphs import graph_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.crossing import BRIDGED
 from gradtools.seeing.flow import dependence_matrix
-from gradtools.seeing.graph import Dependence, Graph, Node, Value
+from gradtools.seeing.graph import Dependence, Graph, Node, Value, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -223,7 +223,8 @@ class _Passes:
         ends = [(v, n) for v, n in found if not self.is_needless(v, n)]
         pairs, values = self.with_missing(found, ends, pairs)
         outputs = [value for value, _ in ends]
-        nodes, steps = _alive(outputs, pairs)
+        alive = [pairs[i] for i in needed([node for node, _ in pairs], outputs)]
+        nodes, steps = [node for node, _ in alive], [step for _, step in alive]
         saved = _saved(nodes, steps, self.literals)
         nodes = [replace(n, saved=saved.get(i, ())) for i, n in enumerate(nodes)]
         read = {value for node in nodes for value in node.inputs} | set(outputs)
@@ -346,18 +347,6 @@ def _in_phase(node: Node, phase: int) -> Node:
 
     bodies = tuple(replace(body, graph=inside(body.graph)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies)
-
-
-def _alive(
-    outputs: Sequence[int], nodes: Sequence[tuple[Node, Any]]
-) -> tuple[list[Node], list[Any]]:
-    """Without what no output needs: JAX writes more than it is asked for."""
-    needed, kept = set(outputs), []
-    for node, step in reversed(nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-            kept.append((node, step))
-    return [node for node, _ in kept[::-1]], [step for _, step in kept[::-1]]
 
 
 def _saved(

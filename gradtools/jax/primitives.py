@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
-from jax.interpreters import partial_eval as pe
 
+from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Primitive, prints_as
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, recalled, remembered
 from gradtools.jax.manual_axes import varies, with_varying_tangent
@@ -76,8 +76,7 @@ def without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> 
     Under jit XLA leaves them out; outside nobody else would.
     """
     closed = jax.make_jaxpr(run)(*operands)
-    jaxpr = pe.dce_jaxpr(closed.jaxpr, True, instantiate=True)[0]
-    return jax.core.eval_jaxpr(jaxpr, closed.consts, *operands)
+    return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
 
 
 def eval_forward(maps: Rule, xs: Any) -> list[Any]:

@@ -33,7 +33,7 @@ from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
 from gradtools.errors import NotImplementedRefusal
-from gradtools.jax import homogeneous, shardings, tracing
+from gradtools.jax import homogeneous, jaxprs, shardings, tracing
 from gradtools.jax._upstream import Primitive
 from gradtools.jax.checking import check_linear, hold_symbolic
 from gradtools.jax.lifetimes import mortal, owned_by, remembered
@@ -102,7 +102,7 @@ def _check_runs(closed: Any) -> None:
             _check_runs(jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals))
         return False
 
-    tracing.uses_primitive(closed, expand)
+    jaxprs.uses_primitive(closed, expand)
 
 
 def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.jax import tracing
+from gradtools.jax import jaxprs
 from gradtools.jax.deciding import jaxpr_with_answers
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.places import source_of_error
@@ -86,7 +86,7 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
 
 def crosses(run: Run, leaves: Sequence[Any]) -> bool:
     """Whether a run calls a function of another framework."""
-    return tracing.uses_primitive(
+    return jaxprs.uses_primitive(
         trace(run, leaves).closed, lambda eqn: getattr(eqn.params.get("rule"), "crosses", False)
     )
 

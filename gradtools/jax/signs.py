@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
-from gradtools.jax import tracing
+from gradtools.jax import jaxprs, tracing
 
 if TYPE_CHECKING:
     from gradtools.seeing.graph import Node
@@ -39,7 +39,7 @@ def refuse(asked: str, closed: Any, outs: int) -> None:
     Raises:
         GradtoolsError: A sign of complex numbers stands on the way from an input to an output.
     """
-    if not tracing.uses_primitive(closed, tracing.is_complex_sign):
+    if not jaxprs.uses_primitive(closed, tracing.is_complex_sign):
         return
     from gradtools.jax.graphs import graph_of
     from gradtools.seeing.flow import between

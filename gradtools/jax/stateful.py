@@ -26,7 +26,7 @@ import numpy as np
 
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError, said_by
-from gradtools.jax import tracing
+from gradtools.jax import jaxprs, tracing
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.alike import derived
 
@@ -113,7 +113,7 @@ def refuse_to_repeat(asked: str, closed: Any) -> None:
     `jax.checkpoint` dies of a mutable array that is made inside of it with a bare KeyError, and
     the value of a scan over one is wrong in silence when reverse mode runs it.
     """
-    if tracing.uses_primitive(closed, lambda eqn: eqn.primitive.name in _NEW_REFS):
+    if jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name in _NEW_REFS):
         raise GradtoolsError(
             f"{asked}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
             "what is repeated. Write x = x.at[i].set(y) instead."

@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.jax import tracing
+from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.flow import links_of
 from gradtools.seeing.graph import Dependence, Graph, Links, Node
 
 _UNROLLED = 2000  # so many equations a loop may be when it is written out
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 _Apply = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -165,7 +164,7 @@ class Tape:
     # --- what is written out
 
     def _written_out(self, eqn: Any, node: Node, operands: Sequence[Moving]) -> list[Moving] | None:
-        name, inner = eqn.primitive.name, tracing.bodies(eqn)
+        name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
         if any(body.jaxpr.constvars for body in inner):  # their values are not at hand here
             return None
         if name == "cond":
@@ -173,7 +172,7 @@ class Tape:
             return self._body(node, k, inner[k], operands)
         if name == "scan":
             return self._loop(eqn, node, inner[0], operands)
-        if name in _CALLS and inner:
+        if name in jaxprs.CALLS and inner:
             return self._body(node, 0, inner[0], operands)
         return None
 
@@ -187,7 +186,7 @@ class Tape:
         length = eqn.params["length"]
         if not length or length * len(inner.jaxpr.eqns) > _UNROLLED:
             return None
-        consts, carried = tracing.scan_counts(eqn)
+        consts, carried = jaxprs.scan_counts(eqn)
         first, carry = operands[:consts], list(operands[consts : consts + carried])
         columns = [self._taken_apart(x, length, node) for x in operands[consts + carried :]]
         rounds: list[Any] = [None] * length
@@ -241,7 +240,7 @@ def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 def _key(eqn: Any) -> Hashable:
     """An equation apart from its operands; None if it holds functions, which differ each time."""
     params = eqn.params
-    if any(map(callable, params.values())) or any(tracing.sub_jaxprs(params)):
+    if any(map(callable, params.values())) or any(jaxprs.sub_jaxprs(params)):
         return None
     key = eqn.primitive, tuple(sorted(params.items(), key=lambda item: item[0]))
     try:

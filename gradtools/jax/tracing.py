@@ -16,7 +16,6 @@ How to trace a function, and what to do about an input that does not reach, is l
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,10 +26,17 @@ import numpy as np
 from gradtools.host import Spec
 from gradtools.jax import _upstream as upstream
 from gradtools.jax._upstream import Literal, get_opaque_trace_state
-from gradtools.jax.lifetimes import LIFE
-
-Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
-Eqn = Any
+from gradtools.jax.jaxprs import (
+    RULED,
+    Body,
+    Eqn,
+    Jaxpr,
+    bodies,
+    is_inexact,
+    open_jaxpr,
+    scan_counts,
+    targets,
+)
 
 
 def within_a_trace() -> bool:
@@ -84,72 +90,6 @@ def raw_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
     return [[bool(m >> i & 1) for i in range(count)] for m in Flow(raw=True).of_jaxpr(jaxpr)]
 
 
-def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> bool:
-    """Is there an equation, at any depth, for which the predicate holds?
-
-    Args:
-        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
-        predicate: Called with equations until it is true; each sub-jaxpr is visited once.
-
-    Returns:
-        Whether it was true for one.
-    """
-    pending, seen = [open_jaxpr(closed_jaxpr)], set()
-    while pending:
-        jaxpr = pending.pop()
-        if id(jaxpr) in seen:
-            continue
-        seen.add(id(jaxpr))
-        if any(predicate(eqn) for eqn in jaxpr.eqns):
-            return True
-        pending.extend(inner for eqn in jaxpr.eqns for inner in sub_jaxprs(eqn.params))
-    return False
-
-
-def overwrites(eqn: Eqn) -> bool:
-    """Whether an equation sets every entry of its first operand."""
-    name, atoms = eqn.primitive.name, eqn.invars
-    if name == "dynamic_update_slice":
-        return bool(atoms[0].aval.shape == atoms[1].aval.shape)
-    if name != "scatter" or atoms[1].aval.size:
-        return False
-    return bool(atoms[0].aval.size == atoms[2].aval.size)
-
-
-# --- what an equation is made of ---------------------------------------------------------
-
-
-def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr itself, which before jax 0.12 stands in another with its constants."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
-    """The jaxprs in a parameter of an equation, or in all of them."""
-    if hasattr(open_jaxpr(value), "eqns"):
-        yield open_jaxpr(value)
-    elif isinstance(value, dict):
-        yield from sub_jaxprs(tuple(v for key, v in value.items() if key != LIFE))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from sub_jaxprs(item)
-
-
-def is_inexact(var: Any) -> bool:
-    """Whether a variable is floating or complex."""
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_ref(var: Any) -> bool:
-    return hasattr(var.aval, "inner_aval")
-
-
-def targets(eqn: Eqn) -> list[Any]:
-    """What an equation writes: its outputs, and the mutable references it is given."""
-    return [*eqn.outvars, *filter(_is_ref, eqn.invars)]
-
-
 def _indices(mask: int) -> Iterator[int]:
     while mask:
         low = mask & -mask
@@ -175,27 +115,7 @@ def _any(bits: Sequence[int]) -> int:
     return total
 
 
-# --- equations that hold jaxprs ----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _InnerJaxpr:
-    """A jaxpr inside an equation, and how its ends are tied to those of the equation.
-
-    ``inputs[i]`` is the equation's input that enters as input i. Output k leaves as output k,
-    unless the body is a ``gate``, which only decides (the condition of a while). A carry
-    (k, i) is the output k of the equation that comes back as input i.
-    """
-
-    jaxpr: Jaxpr
-    inputs: Sequence[int]
-    carries: tuple[tuple[int, int], ...] = ()
-    gate: bool = False
-
-
-def is_ruled(eqn: Eqn) -> bool:
-    """Whether an equation is a function with a custom rule of JAX's."""
-    return eqn.primitive.name in RULED
+# --- what rules say of an equation -------------------------------------------------------
 
 
 def passive(eqn: Eqn) -> set[int]:
@@ -227,83 +147,6 @@ def is_complex_sign(eqn: Eqn) -> bool:
         return False
     return complex_sign_is_a_step()
 
-
-def may_not_run(eqn: Eqn) -> bool:
-    """Whether a loop may run no time at all."""
-    name = eqn.primitive.name
-    return name == "while" or (name == "scan" and not eqn.params["length"])
-
-
-def bodies(eqn: Eqn) -> list[_InnerJaxpr]:
-    """The bodies of an equation; none if it is opaque: every input may flow anywhere."""
-    if any(map(_is_ref, eqn.invars)):
-        return []
-    return _STRUCTURED.get(eqn.primitive.name, _own_body)(eqn)
-
-
-def _own_body(eqn: Eqn) -> list[_InnerJaxpr]:
-    """The body of a primitive that says by `gradtools_flow` how data flows in an equation."""
-    jaxpr = getattr(eqn.primitive, "gradtools_flow", lambda _: None)(eqn)
-    return [] if jaxpr is None else [_InnerJaxpr(open_jaxpr(jaxpr), range(len(eqn.invars)))]
-
-
-def _call_body(eqn: Eqn) -> list[_InnerJaxpr]:
-    inner = list(sub_jaxprs(eqn.params))
-    if len(inner) != 1 or not _fits(inner[0], eqn):
-        return []
-    return [_InnerJaxpr(inner[0], range(len(eqn.invars)))]
-
-
-def _fits(jaxpr: Jaxpr, eqn: Eqn) -> bool:
-    return (len(jaxpr.invars), len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
-
-
-def _cond_bodies(eqn: Eqn) -> list[_InnerJaxpr]:
-    inputs = range(1, len(eqn.invars))
-    return [_InnerJaxpr(branch, inputs) for branch in sub_jaxprs(eqn.params["branches"])]
-
-
-def _scan_body(eqn: Eqn) -> list[_InnerJaxpr]:
-    consts, carried = scan_counts(eqn)
-    carries = tuple((k, consts + k) for k in range(carried))
-    return [_InnerJaxpr(open_jaxpr(eqn.params["jaxpr"]), range(len(eqn.invars)), carries)]
-
-
-def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """How many constants and carries a scan has; jax 0.12 keeps them as a tree of its inputs."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()
-    return len(list(consts.vals)), len(list(carry.vals))
-
-
-def _while_bodies(eqn: Eqn) -> list[_InnerJaxpr]:
-    """The condition, then the body: an equation's inputs are their constants, then the carry."""
-    gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    carry = range(gates + consts, len(eqn.invars))
-
-    def body(jaxpr: Jaxpr, own: range, gate: bool) -> _InnerJaxpr:
-        carries = tuple((k, len(own) + k) for k in range(len(carry)))
-        return _InnerJaxpr(open_jaxpr(jaxpr), [*own, *carry], carries, gate)
-
-    return [
-        body(eqn.params["cond_jaxpr"], range(gates), gate=True),
-        body(eqn.params["body_jaxpr"], range(gates, gates + consts), gate=False),
-    ]
-
-
-_CALLS = (
-    *("jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "xla_call"),
-    *("remat", "remat2", "remat_call", "checkpoint", "named_call"),
-    *("shard_map", "composite", "custom_vmap_call"),
-)
-RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-_STRUCTURED: dict[str, Callable[[Eqn], list[_InnerJaxpr]]] = {
-    **dict.fromkeys((*_CALLS, *RULED), _call_body),
-    "cond": _cond_bodies,
-    "scan": _scan_body,
-    "while": _while_bodies,
-}
 
 # --- leaf equations ----------------------------------------------------------------------
 
@@ -408,7 +251,7 @@ class Flow:
         kept = total & ~_any(_from_inexact(eqn, bits))
         return [total if is_inexact(var) else kept for var in targets]
 
-    def _edges(self, eqn: Eqn, bodies: list[_InnerJaxpr]) -> list[int]:
+    def _edges(self, eqn: Eqn, bodies: list[Body]) -> list[int]:
         """For each output of a structured equation the mask of its inputs that flow to it."""
         if eqn.primitive.name in RULED and not self.raw:
             return self._ruled_edges(eqn, bodies)
@@ -420,18 +263,18 @@ class Flow:
         gates = self._gates(eqn, bodies, masks) if self.raw else 0
         return [mask | gates for mask in masks]
 
-    def _body_edges(self, body: _InnerJaxpr) -> list[int]:
+    def _body_edges(self, body: Body) -> list[int]:
         inner = self.of_jaxpr(body.jaxpr)
         back = {i: inner[k] for k, i in body.carries}
         inputs = [1 << i for i in body.inputs]
         return [_union(_closure(mask, back), inputs) for mask in inner]
 
-    def _ruled_edges(self, eqn: Eqn, bodies: list[_InnerJaxpr]) -> list[int]:
+    def _ruled_edges(self, eqn: Eqn, bodies: list[Body]) -> list[int]:
         """A custom rule replaces whatever its function does inside, so no cut counts there."""
         masks = self.uncut._edges(eqn, bodies)
         return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
 
-    def _gates(self, eqn: Eqn, bodies: list[_InnerJaxpr], masks: Sequence[int]) -> int:
+    def _gates(self, eqn: Eqn, bodies: list[Body], masks: Sequence[int]) -> int:
         """The inputs that decide which branch runs, or how often a loop does."""
         if eqn.primitive.name == "cond":
             return 1

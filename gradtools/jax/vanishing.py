@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.errors import GradtoolsError, is_of
-from gradtools.jax import tracing
+from gradtools.jax import jaxprs
 from gradtools.jax.seeing import Traced, graph_once, trace
 from gradtools.jax.tape import Moving, Tape, TapeStep
 from gradtools.jax.trees import is_inexact
@@ -374,7 +374,7 @@ def _numbers(xs: Mapping[int, Moving]) -> list[int]:
 
 
 def _holds_references(closed: Any) -> bool:
-    return tracing.uses_primitive(closed, lambda eqn: tracing.targets(eqn) != list(eqn.outvars))
+    return jaxprs.uses_primitive(closed, lambda eqn: jaxprs.targets(eqn) != list(eqn.outvars))
 
 
 def _reached_at_once(closed: Any, leaves: Sequence[Any]) -> int:
@@ -396,7 +396,7 @@ def _reached_at_once(closed: Any, leaves: Sequence[Any]) -> int:
 def _leaves_jax(step: TapeStep) -> bool:
     """Whether an operation calls back into Python, of which JAX has no derivative."""
     closed = jax.make_jaxpr(step.apply)(step.arrays)
-    return tracing.uses_primitive(closed, lambda eqn: eqn.primitive.name.endswith("_callback"))
+    return jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name.endswith("_callback"))
 
 
 __all__ = ["vanishing"]

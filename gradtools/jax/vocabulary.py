@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradtools.jax import seeing, tracing
+from gradtools.jax import jaxprs, seeing
 from gradtools.jax._upstream import Literal
 from gradtools.jax.translating import calls
 from gradtools.jax.translating.folding import folded, is_foldable
@@ -52,7 +52,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
     leaves = zip(program.names, program.leaves, strict=True)
     entries = [writer.leaf(name, x) for name, x in leaves]
     consts = [writer.held(c, names.get(id(c), "")) for c in getattr(traced.closed, "consts", ())]
-    outs = writer.run(tracing.open_jaxpr(traced.closed), consts, entries)
+    outs = writer.run(jaxprs.open_jaxpr(traced.closed), consts, entries)
     found = writer.graph(*[writer.number(out) for out in outs])
     return Recorded(
         found.nodes,
@@ -76,7 +76,7 @@ class _JaxprTranslator(Writer):
         """Writes a jaxpr's equations; the entries of its outputs."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         silent = calls.without_derivative(jaxpr)
-        for eqn in _needed(jaxpr):
+        for eqn in jaxprs.needed(jaxpr, effects=False):
             entries = [_read(env, atom) for atom in eqn.invars]
             stops = eqn.primitive.name == "stop_gradient" and eqn.outvars[0] in silent
             found = entries if stops else self.step(eqn, entries)
@@ -130,17 +130,6 @@ def _folded(eqn: Any, entries: Sequence[Any]) -> list[Entry]:
     drawn = next((e.drawn for e in entries if e.drawn), "")
     drawn = drawn or ("ε" if eqn.primitive.name == "random_bits" else "")
     return [Known(value, drawn) for value in folded(eqn, [e.value for e in entries])]
-
-
-def _needed(jaxpr: Any) -> list[Any]:
-    """The equations of which a result is read."""
-    used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    kept = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in used for v in eqn.outvars):
-            kept.append(eqn)
-            used.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return kept[::-1]
 
 
 __all__ = ["formula_graph", "trying"]

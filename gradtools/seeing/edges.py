@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gradtools.seeing.findings import KINDS
 from gradtools.seeing.flow import links_of, losses_of
-from gradtools.seeing.graph import Dependence, Edge, Graph, Node
+from gradtools.seeing.graph import Dependence, Edge, Graph, Node, needed
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _ON_PURPOSE = ("detached", "no_grad", "left_framework", "in_place_data", "rule")
@@ -56,14 +56,9 @@ def _holding(graph: Graph) -> list[Node]:
     What runs inside of a chunk, a frozen function or a checkpoint holds nothing, nor does what
     leads to no output, such as the value that an inner derivative is taken of.
     """
-    leading = set(graph.outputs)
-    found = []
-    for node in reversed([node for node in graph.nodes if not node.phase]):
-        if leading.intersection(node.outputs):
-            leading.update(node.inputs)
-            if node.mark not in _HOLDING_NOTHING:
-                found.append(node)
-    return found
+    first = [node for node in graph.nodes if not node.phase]
+    leading = [first[i] for i in needed(first, graph.outputs)]
+    return [node for node in leading if node.mark not in _HOLDING_NOTHING]
 
 
 _HOLDING_NOTHING = ("chunked", "frozen", "checkpoint")

@@ -19,7 +19,7 @@ import linecache
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -275,3 +275,17 @@ class Graph(_Pickled):
         from gradtools.seeing.page import framed
 
         return framed(self.to_html())
+
+
+def needed(
+    nodes: Sequence[Node],
+    outputs: Iterable[int],
+    anyhow: Callable[[Node], bool] = lambda node: False,
+) -> list[int]:
+    """The positions of the nodes that lead to the outputs, or to a node that stays anyhow."""
+    read, kept = set(outputs), []
+    for i in reversed(range(len(nodes))):
+        if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):
+            read.update(nodes[i].inputs)
+            kept.append(i)
+    return kept[::-1]

@@ -36,6 +36,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 Tensor = torch.Tensor
 _functorch: Any = torch._C._functorch
@@ -495,14 +496,6 @@ def operator_tables(name: str) -> Any:
     return import_module(f"torch.testing._internal.{name}")
 
 
-def is_of_checkpoint(file: str) -> bool:
-    """Whether a file is that of `torch.utils.checkpoint`: what it computes again is drawn so.
-
-    Nothing else tells that a call runs inside of one. Gone: pictures do not mark what is repeated.
-    """
-    return file == torch.utils.checkpoint.__file__
-
-
 # --- dynamo, which is not imported until someone compiles ---------------------------------------
 
 DYNAMO = "torch._dynamo"
@@ -546,9 +539,10 @@ def is_compiled(f: Any) -> bool:
 
 # --- what a maintainer of PyTorch would refuse --------------------------------------------------
 #
-# Each of these hangs on frames of the stack or on the identity of a code object, because nothing
-# else in PyTorch tells. Beside them, where they are needed and nowhere else: texts of PyTorch's
-# errors, for which it has no types (`refusals`, `recording/refusals`, `freezing`); an import hook
+# Each of these hangs on frames of the stack, on the identity of a code object, or on a count of the
+# process, because nothing else in PyTorch tells. Beside them, where they are needed and nowhere
+# else: texts of PyTorch's errors, for which it has no types (`refusals`, `recording/refusals`,
+# `freezing`); classes that are patched for the time of a call (`patches`); an import hook
 # (`compiling`: dynamo takes marks by identity, and importing it to set them takes seconds); one
 # operator of ours, registered for the process (`host`: a compiled program holds no Python objects);
 # CPython's generator read in memory (`randomness`: to copy its state takes longer than a small
@@ -604,6 +598,15 @@ def _package(frame: Any) -> str:
     return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
 
 
+def is_of_checkpoint(frame: Any) -> bool:
+    """Whether a frame runs the code of `torch.utils.checkpoint`.
+
+    Buys that pictures mark what is computed again; nothing else tells that a call runs inside of
+    one. Costs that what PyTorch moves out of that module is not marked.
+    """
+    return frame.f_globals is vars(torch.utils.checkpoint)
+
+
 def is_summed_by_autograd(node: Any) -> bool:
     """Whether autograd itself adds gradients that meet, and no Python code of a node's backward.
 
@@ -619,6 +622,16 @@ def is_summed_by_autograd(node: Any) -> bool:
     while frame is not None and frame.f_globals is asking:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def hooks_made() -> int:
+    """How many hooks of any kind this process has set: the number that the next handle gets.
+
+    No mode sees `Node.register_hook`, nor what a library keeps bound. Buys that hooks which f sets
+    on gradients fire once, though chunks are computed again; costs that those which another thread
+    sets meanwhile are taken for f's, which then goes back in a way that is slower, and right.
+    """
+    return RemovableHandle.next_id
 
 
 def is_once_differentiable(kind: Any) -> bool:

@@ -34,6 +34,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import value_of
 from gradtools.torch.compiling import LOST, nodes_of
 from gradtools.torch.gates import beside
+from gradtools.torch.patches import scripts_called
 from gradtools.torch.trials import Trial, Untried, standing_in, told
 from gradtools.torch.wrappers import unwrapped
 from gradtools.torch.wrong_gradients import WRONG, is_wrong, rightly
@@ -486,33 +487,17 @@ def refuse_torchscript(asked: str, outs: Sequence[Tensor]) -> None:
         raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
 
 
-@contextmanager
-def scripts_refused(asked: str) -> Iterator[None]:
-    """Inside, where a function is pushed along once more: a call of TorchScript that makes a node.
+def scripts_refused(asked: str) -> AbstractContextManager[None]:
+    """Around a function that is pushed along once more: no call of TorchScript may make a node."""
 
-    No mode sees these calls, so this stands in their classes, for as long as it lasts.
-    """
-    thread = threading.get_ident()
+    def around(script: Any, call: Any, args: Args, kwargs: Any) -> Any:
+        before = nodes_made()
+        out = call(*args, **kwargs)
+        if nodes_made() != before:
+            raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
+        return out
 
-    def standing_in_for(call: Any) -> Any:
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before = nodes_made()
-            out = call(self, *args, **kwargs)
-            if nodes_made() != before and threading.get_ident() == thread:
-                raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
-            return out
-
-        return called
-
-    classes: tuple[Any, ...] = (torch.jit.ScriptFunction, torch.ScriptMethod)
-    calls = [kind.__call__ for kind in classes]
-    try:
-        for kind, call in zip(classes, calls, strict=True):
-            kind.__call__ = standing_in_for(call)
-        yield
-    finally:
-        for kind, call in zip(classes, calls, strict=True):
-            kind.__call__ = call
+    return scripts_called(around)
 
 
 # How many nodes this thread has made: TorchScript makes them under no_grad, too.

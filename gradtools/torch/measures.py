@@ -25,6 +25,8 @@ from gradtools.seeing.measures import Measurement
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.flops import Flops, Watching, inside_of
+from gradtools.torch.operands import written
+from gradtools.torch.recording.undo import Undo
 from gradtools.torch.state import Snapshot
 
 Tensor = torch.Tensor
@@ -257,14 +259,12 @@ class _Before:
     """All that a run may change, as it stood.
 
     Attributes:
-        snapshot: Random streams and what stands behind f.
+        undo: Random streams, what stands behind f, and memory that was written to.
         grads: Every leaf that is alive, with its `.grad`.
-        storages: Storages that were written to, and their contents before.
     """
 
-    snapshot: Snapshot
+    undo: Undo
     grads: list[tuple[Tensor, Tensor | None]]
-    storages: dict[int, tuple[Any, Any]]
 
     @classmethod
     def of(cls, f: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> _Before:
@@ -272,18 +272,15 @@ class _Before:
         roots = [f, args, kwargs]
         for optimizer in optimizers:
             roots += [optimizer.state, optimizer.param_groups]
-        return cls(Snapshot.of(roots, given), [(x, x.grad) for x in leaves], {})
+        return cls(Undo(Snapshot.of(roots, given)), [(x, x.grad) for x in leaves])
 
     def restore(self) -> None:
         """Puts everything back."""
-        for storage, contents in self.storages.values():
-            if storage.nbytes() != contents.nbytes():
-                storage.resize_(contents.nbytes())
-            storage.copy_(contents)
+        self.undo.put_back()
         for leaf, grad in self.grads:
             if leaf.grad is not grad:
                 leaf.grad = grad
-        self.snapshot.restore()
+        self.undo.start.restore()
 
     @contextmanager
     def after_all(self) -> Iterator[None]:
@@ -314,22 +311,12 @@ class PutBack(Watching):
 
     def __init__(self, live: LiveBytes, before: _Before) -> None:
         super().__init__()
-        self._live, self._storages = live, before.storages
+        self._live, self._undo = live, before.undo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for x in _written(func, args, kwargs):
-            if _key(x) not in self._storages and self._live.number_of(x) is None:
-                with upstream.disable_current_modes():
-                    storage = x.untyped_storage()
-                    self._storages[_key(x)] = storage, storage.clone()
+        for x in written(func, args, kwargs):
+            if _is_plain(x) and self._live.number_of(x) is None:
+                self._undo.watch(x)
+                self._undo.keep(x)
         return func(*args, **kwargs)
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operation writes to."""
-    for i, argument in enumerate(upstream.arguments_of(func)):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        yield from (x for x in upstream.tree_leaves(value) if _is_plain(x))

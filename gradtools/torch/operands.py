@@ -8,7 +8,7 @@ keeps PyTorch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -45,9 +45,7 @@ class AtenCall:
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that it writes to."""
-        for argument, value in self.bound:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from tensors_in(value)
+        return _written(self.bound)
 
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
         """Its neutral name and its attributes; `out`: what it returned."""
@@ -117,6 +115,17 @@ def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
             yield argument, args[i]
         elif argument.name in kwargs:
             yield argument, kwargs[argument.name]
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes to."""
+    return _written(_bound(func, args, kwargs))
+
+
+def _written(bound: Iterable[tuple[Any, Any]]) -> Iterator[Tensor]:
+    for argument, value in bound:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(value)
 
 
 def _plain(value: Any) -> Any:
@@ -362,4 +371,4 @@ _FORMS: Mapping[str, _Form] = {
     "as_strided": _strided,
 }
 
-__all__ = ["AtenCall"]
+__all__ = ["AtenCall", "written"]

@@ -12,11 +12,10 @@ has another number from then on, and so has every view of it when it is read the
 from __future__ import annotations
 
 import re
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +26,7 @@ from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
 from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.crossing import opened
-from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value
+from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -49,10 +48,13 @@ from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
 from gradtools.torch.operands import AtenCall
+from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import put_back, recording, watchable
 from gradtools.torch.recording.places import Scopes, place
+from gradtools.torch.recording.undo import Undo
+from gradtools.torch.recording.values import Values, like
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
@@ -121,19 +123,10 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
     hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
     """
     program = asked.program
-    with put_back(program.run, program.leaves) as start:
-        watched = start.reached.watched
-        known = {id(x): name.removeprefix("f.") for x, name in reversed(watched)}
-        recorder = _PassRecorder(known, hooked)
-        grads = [(x, x.grad) for x, _ in watched if x.is_leaf]
-        try:
-            with recording(), torch.inference_mode(False), torch.enable_grad():
-                return _recorded(asked, recorder)
-        finally:
-            recorder.put_back()
-            for x, grad in grads:
-                if x.grad is not grad:
-                    x.grad = grad
+    with put_back(program.run, program.leaves) as undo:
+        recorder = _PassRecorder(undo, hooked)
+        with recording(), torch.inference_mode(False), torch.enable_grad():
+            return _recorded(asked, recorder)
 
 
 def _recorded(asked: Differentiated, recorder: _PassRecorder) -> Graph:
@@ -201,11 +194,6 @@ def _execute_backward(
         )
 
 
-# Beneath Function, as in `recording/unseen.py`: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = upstream.Functions
-_APPLY = "apply"
-
-
 def _copied(x: Any, tracked: bool) -> Any:
     return x.detach().clone().requires_grad_(tracked) if isinstance(x, Tensor) else x
 
@@ -228,22 +216,6 @@ class _Origin:
 
 
 @dataclass
-class _Numbered:
-    """A tensor that is known: its number, and how often its memory had been written to."""
-
-    tensor: Tensor
-    number: int
-    writes: int
-
-
-@dataclass
-class _SharedMemory:
-    """A piece of memory: the numbers that were written to it, and its contents before, if kept."""
-
-    written: list[int] = field(default_factory=list)
-
-
-@dataclass
 class _Made:
     """A node, and what is known when it runs."""
 
@@ -257,29 +229,26 @@ class _PassRecorder(Watching):
     """Writes down the operations that run beneath it.
 
     Args:
-        known: Names of tensors that f can reach, by id.
+        undo: Keeps what f is about to change.
         hooked: Whether autograd is asked what it saves.
     """
 
-    def __init__(self, known: Mapping[int, str], hooked: bool) -> None:
+    def __init__(self, undo: Undo, hooked: bool) -> None:
         super().__init__()
         self.values: dict[int, Value] = {}
         self.captured: dict[int, Tensor | None] = {}
         self.made: list[_Made] = []
         self.scopes = Scopes()
-        self._known, self._hooked = known, hooked
+        reached = reversed(undo.start.reached.watched)
+        self._known = {id(x): name.removeprefix("f.") for x, name in reached}
+        self._undo, self._hooked = undo, hooked
         self._phase, self._quiet = FORWARD, False
         self._rules: list[tuple[str, str]] = []  # of the rules that run, outermost first
         self._untracked: set[int] = set()  # what backward reads without its graph
         self._origins: dict[int, _Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
-        self._held: dict[int, _Numbered] = {}
-        self._seen: dict[Any, _Numbered] = {}
-        self._storages: dict[int, _SharedMemory] = {}
-        self._bases: dict[int, int] = {}  # for a piece of memory the first value in it
-        self._before: set[int] = set()  # the memory of what is captured
-        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._held = Values[int]()
 
     # --- the mode
 
@@ -291,7 +260,7 @@ class _PassRecorder(Watching):
         if self._hooked:
             me = weakref.proxy(self)  # autograd's nodes hold the hooks, and this holds the nodes
             hooks = saved_tensors_hooks(lambda x: me._pack(x), _unpack)
-        with self.scopes.watching(), self._rules_watched(), hooks, self:
+        with self.scopes.watching(), functions_applied(self._ruled), hooks, self:
             yield
 
     @contextmanager
@@ -309,7 +278,8 @@ class _PassRecorder(Watching):
         name, call = func.overloadpacket.__name__, AtenCall(func, args, kwargs)
         written = [*call.written()]
         for x in written:
-            self._keep(x)
+            self._number(x)  # met now for the first time, it was there before
+            self._undo.keep(x)
         given = call.operands()
         numbers = [self._operand(x) for x in given]
         out = func(*args, **kwargs)
@@ -363,8 +333,8 @@ class _PassRecorder(Watching):
         self.made.append(_Made(node, sequence, torch.is_grad_enabled(), inner))
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
-                if any(y is x for x in written):
-                    self._storage(y).written.append(number)
+                if any(y is x for x in written) and (memory := self._held.memory(y)) is not None:
+                    memory.written.append(number)
                 self.hold(y, number)
 
     def _origin(self) -> _Origin:
@@ -386,28 +356,15 @@ class _PassRecorder(Watching):
             mark = of.mark
         return _Origin(source, self.scopes.path or of.scope, mark or inherited, rule)
 
-    @contextmanager
-    def _rules_watched(self) -> Iterator[None]:
-        """Inside, what a function with a rule of its own computes is marked."""
-        thread = threading.get_ident()
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            beneath = getattr(super(_FUNCTIONS, cls), _APPLY)
-            if threading.get_ident() != thread:
-                return beneath(*args, **kwargs)
-            self._rules.append(name_and_mark(cls, args))
-            try:
-                out = beneath(*args, **kwargs)
-                self._note_origin(out)
-                return out
-            finally:
-                self._rules.pop()
-
-        _FUNCTIONS.apply = classmethod(apply)
+    def _ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A function with a rule of its own: what it computes is marked."""
+        self._rules.append(name_and_mark(kind, args))
         try:
-            yield
+            out = apply(*args, **kwargs)
+            self._note_origin(out)
+            return out
         finally:
-            del _FUNCTIONS.apply
+            self._rules.pop()
 
     def _note_origin(self, out: Any) -> None:
         """A rule may compute nothing in its forward pass, and something backward."""
@@ -449,7 +406,7 @@ class _PassRecorder(Watching):
         """A number for something new."""
         number = len(self.values)
         if isinstance(x, Tensor):
-            value = Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), name)
+            value = Value(*like(x), name)
         else:
             value = Value((), type(x).__name__, name)
         self.values[number] = value
@@ -469,12 +426,10 @@ class _PassRecorder(Watching):
 
     def hold(self, x: Tensor, number: int) -> None:
         """From now on x has this number."""
-        base = self._bases.setdefault(_memory(x), number)
-        if base != number:
-            self.values[number] = replace(self.values[number], base=base)
-        held = _Numbered(x, number, len(self._storage(x).written))
-        self._held[id(x)] = held
-        self._seen[_key(x)] = held
+        self._held.hold(x, number)
+        memory = self._held.memory(x)
+        if memory is not None and memory.value != number:
+            self.values[number] = replace(self.values[number], base=memory.value)
 
     def _operand(self, x: Any) -> int:
         return self._number(x) if isinstance(x, Tensor) else self._literal(x)
@@ -485,31 +440,29 @@ class _PassRecorder(Watching):
         return number
 
     def _number(self, x: Tensor) -> int:
-        held = self._held.get(id(x)) or self._seen.get(_key(x))
-        if held is None:
+        known = self._held.find(x)
+        if known is None:
             number = self.new(x, self._known.get(id(x)) or _numbers_in(x))
             self.captured[number] = x
-            self._before.add(_memory(x))
+            self._undo.watch(x)
             self.hold(x, number)
-            return self._read(x, number)
-        written = self._storage(x).written[held.writes :]
-        if written:
-            held = self._updated(x, held, written)
-        if id(x) not in self._held:
-            self._held[id(x)] = _Numbered(x, held.number, held.writes)
-        return self._read(x, held.number)
+        elif written := self._held.since(known):
+            number = self._updated(x, known.value, written)
+        else:
+            number = known.value
+        return self._read(x, number)
 
     def _read(self, x: Tensor, number: int) -> int:
         if not self._phase:
             self._tracked[number] = self._tracked.get(number, False) or x.requires_grad
         return number
 
-    def _updated(self, x: Tensor, held: _Numbered, written: Sequence[int]) -> _Numbered:
+    def _updated(self, x: Tensor, before: int, written: Sequence[int]) -> int:
         """x after others wrote to its memory."""
         number, origin = self.new(x), self._origin()
         node = Node(
             "update",
-            (held.number, *written),
+            (before, *written),
             (number,),
             "update",
             source=origin.source,
@@ -519,39 +472,23 @@ class _PassRecorder(Watching):
         )
         self.made.append(_Made(node, -1, torch.is_grad_enabled()))
         self.hold(x, number)
-        return self._held[id(x)]
+        return number
 
-    def _storage(self, x: Tensor) -> _SharedMemory:
-        return self._storages.setdefault(_memory(x), _SharedMemory())
-
-    # --- what is put back, and what f holds
-
-    def _keep(self, x: Tensor) -> None:
-        """The contents of what was there before, when it is about to be written to."""
-        self._number(x)  # met now for the first time, it was there before
-        key = _memory(x)
-        if key in self._before and key not in self._contents and x.layout is torch.strided:
-            with upstream.disable_current_modes():
-                storage = x.untyped_storage()
-                self._contents[key] = storage, storage.clone()
-
-    def put_back(self) -> None:
-        """What was written to in place, as it stood."""
-        for storage, contents in self._contents.values():
-            storage.copy_(contents)
+    # --- what f holds
 
     def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
         """What f holds that requires grad and reaches the outputs, by name."""
         own = {id(x) for x in given}
-        found: dict[str, Tensor] = {}
+        found: dict[str, tuple[int, Tensor]] = {}
         for x in reversed(list(leaves_of(list(outs)))):
-            held = self._held.get(id(x))
-            if id(x) not in own and held is not None:
-                name = self.values[held.number].name or f"captured tensor {len(found)}"
-                found[name] = x
-                self.values[held.number] = replace(self.values[held.number], name=name)
-        order = {name: self._held[id(x)].number for name, x in found.items()}
-        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+            known = self._held.get(x)
+            if id(x) not in own and known is not None:
+                value = self.values[known.value]
+                name = value.name or f"captured tensor {len(found)}"
+                found[name] = known.value, x
+                self.values[known.value] = replace(value, name=name)
+        ordered = sorted(found.items(), key=lambda item: item[1][0])
+        return {name: x for name, (_, x) in ordered}
 
     # --- the whole
 
@@ -561,7 +498,8 @@ class _PassRecorder(Watching):
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
         if order == SECOND:
             nodes = self._with_losses(ends, nodes)
-        nodes = _needed(ends.outputs, nodes)
+        stays = lambda node: not (node.phase or node.mark)  # what is not on the way to later passes
+        nodes = [nodes[i] for i in needed(nodes, ends.outputs, stays)]
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)
         inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
@@ -641,16 +579,6 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
-def _needed(outputs: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
-    """Without what later passes and gradtools do on the way, and nothing reads."""
-    read, kept = set(outputs), []
-    for node in reversed(nodes):
-        if not (node.phase or node.mark) or not read.isdisjoint(node.outputs):
-            read.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
-
-
 # --- aten's operations -------------------------------------------------------------------
 
 _SAME = frozenset({"detach", "alias", "lift_fresh"})
@@ -665,18 +593,6 @@ def _numbers_in(x: Tensor) -> str:
             return numbers_text(x.shape, x.tolist)
     except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
         return ""
-
-
-def _memory(x: Tensor) -> int:
-    return id(x.untyped_storage()) if x.layout is torch.strided else id(x)
-
-
-def _key(x: Tensor) -> Any:
-    """What two tensors share that show the same memory alike."""
-    if x.layout is not torch.strided:
-        return id(x)
-    shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-    return _memory(x), shown
 
 
 __all__ = ["gradient_graph"]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, increment_version
-from torch.utils.hooks import RemovableHandle
 
 from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError
@@ -179,7 +178,7 @@ class Forward(ChunkProgram):
         check = self.verification
         watched = check.watching(i) if check else nullcontext()
         with again, without_cached_weights() as weights, watched as seen:
-            hooks = RemovableHandle.next_id, hook_count()
+            hooks = upstream.hooks_made(), hook_count()
             outs, carry = self._called(i, pieces, own)
             check_cached(self.asked, self.start, weights)
             if not self.is_again:

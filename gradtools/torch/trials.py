@@ -10,7 +10,6 @@ and the same in ct. What is lost, and who is refused, is said in customcode.py.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,40 +22,30 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import is_of
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.patches import functions_applied
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
-# Beneath Function, so that who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = upstream.Functions
 
 
 @contextmanager
 def standing_in(call: Callable[[Any, Any, Args], Any]) -> Iterator[None]:
     """Inside, `call(kind, apply, args)` stands for the calls of Functions in this thread."""
-    thread, busy = threading.get_ident(), False
-    before = _FUNCTIONS.__dict__.get("apply")
+    busy = False
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(kind: Any, apply: Any, args: Args, kwargs: Any) -> Any:
         nonlocal busy
-        beneath = super(_FUNCTIONS, cls).apply if before is None else before.__get__(None, cls)
-        ours = threading.get_ident() == thread and not busy and issubclass(cls, function.Function)
-        if not ours or kwargs:
-            return beneath(*args, **kwargs)
+        if busy or kwargs or not issubclass(kind, function.Function):
+            return apply(*args, **kwargs)
         busy = True
         try:
-            return call(cls, beneath, args)
+            return call(kind, apply, args)
         finally:
             busy = False
 
-    _FUNCTIONS.apply = classmethod(apply)
-    try:
+    with functions_applied(around):
         yield
-    finally:
-        if before is None:
-            del _FUNCTIONS.apply
-        else:
-            _FUNCTIONS.apply = before
 
 
 def kept_as_it_is() -> AbstractContextManager[Any]:

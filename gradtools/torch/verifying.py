@@ -250,7 +250,7 @@ def register_own_hook(x: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHand
 
 def hook_count() -> int:
     """How many hooks were set in this process, but for those that watch modules here."""
-    return RemovableHandle.next_id - _OWN_HOOKS[0]
+    return upstream.hooks_made() - _OWN_HOOKS[0]
 
 
 def kinds_of(nodes: Iterable[Any]) -> Counter[str]:

@@ -15,7 +15,7 @@ import torch
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.recorded import Recorded
-from gradtools.seeing.graph import Node
+from gradtools.seeing.graph import needed
 from gradtools.seeing.program import LeafProgram
 from gradtools.torch.modes import Modes
 from gradtools.torch.recording.observing import put_back, recording, watchable
@@ -42,8 +42,9 @@ def formula_graph(program: LeafProgram) -> Recorded:
             f"{program.asked}: a program can be recorded in plain eager code only, not inside a "
             "transform of torch.func, in compiled code, or while another is recorded."
         )
-    with put_back(program.run, program.leaves) as start:
-        names = {id(x): name.removeprefix("f.") for x, name in reversed(start.reached.watched)}
+    with put_back(program.run, program.leaves) as undo:
+        watched = reversed(undo.start.reached.watched)
+        names = {id(x): name.removeprefix("f.") for x, name in watched}
         recorder = FormulaRecorder(OPERATIONS, FUNCTIONS, names, origin_of)
         with recording(), torch.inference_mode(False), torch.enable_grad():
             found = _recorded(program, recorder)
@@ -68,7 +69,8 @@ def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         outputs = [_output(recorder, y) for y in ys]
     captured = recorder.captured
     wanted = tuple(v for v, x in captured.items() if x.requires_grad and is_inexact(x))
-    nodes = _read(recorder.writer.frames[0], outputs)
+    nodes = recorder.writer.frames[0]
+    nodes = [nodes[i] for i in needed(nodes, [y.number for y in outputs])]
     graph = recorder.writer.graph(nodes, inputs, outputs)
     return Recorded(
         graph.nodes,
@@ -81,16 +83,6 @@ def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         run=_with_others(program, [captured[v] for v in wanted]),
         narrow=recorder.narrow,
     )
-
-
-def _read(nodes: Sequence[Node], outputs: Sequence[Ref]) -> list[Node]:
-    """Without what nothing reads."""
-    read, kept = {y.number for y in outputs}, []
-    for node in reversed(nodes):
-        if not read.isdisjoint(node.outputs):
-            read.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
 
 
 def _copied(x: Any, tracked: bool) -> Any:

@@ -67,6 +67,27 @@ def _is_private(node: ast.AST) -> bool:
     return any(list(names.private_in(ast.Module([node], []))))
 
 
+# --- patches -------------------------------------------------------------------------------------
+
+
+def test_classes_of_a_framework_are_patched_in_the_rooms_alone():
+    found = [use for use in names.patches() if use.file not in names.ROOMS]
+    assert not found, "\n".join(["put these into torch/patches.py:", *map(str, found)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.nn.Module.__call__ = f",
+        "from torch.autograd import Function\ndef g():\n    setattr(Function, 'apply', f)",
+        "from gradtools.torch import _upstream as upstream\n_F = upstream.Functions\ndel _F.apply",
+        "import jax.numpy as jnp\njnp.sin = f",
+    ],
+)
+def test_the_sweep_sees_patches(text):
+    assert list(names.patches_in(ast.parse(text)))
+
+
 # --- frames and texts ----------------------------------------------------------------------------
 
 # Who finds the user's line, or says where a function stands. Nothing is computed otherwise for it.

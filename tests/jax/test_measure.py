@@ -229,3 +229,12 @@ def test_factorisations_and_transforms_are_counted():
 def test_what_costs_nothing_is_not_noted_as_uncounted(f):
     found = gt.measure(f, jnp.eye(3))
     assert (found.flops, found.notes) == (0, ())
+
+
+def test_a_function_with_its_own_batching_rule_is_counted_by_what_it_runs():
+    @jax.custom_batching.custom_vmap
+    def f(x):
+        return 2 * x
+
+    f.def_vmap(lambda size, batched, x: (2 * x, True))
+    assert gt.measure(f, jnp.ones(5)).flops == 5

@@ -12,7 +12,8 @@ from jax import lax  # noqa: E402
 from jax.experimental import io_callback  # noqa: E402
 
 from gradtools.jax.graphs import graph_of  # noqa: E402
-from gradtools.jax.tracing import reached, reached_matrix, uses_primitive  # noqa: E402
+from gradtools.jax.jaxprs import uses_primitive  # noqa: E402
+from gradtools.jax.tracing import reached, reached_matrix  # noqa: E402
 from gradtools.seeing.flow import dependence_matrix, losses  # noqa: E402
 from gradtools.seeing.graph import Dependence  # noqa: E402
 

@@ -5,7 +5,7 @@ from one, of an attribute (`x._version`), or of a string by which one is asked f
 operators (`torch.ops.aten._softmax`) are not: they are the dispatcher's, and stand in its public
 tables. Nor are those of the standard library, nor our own.
 
-Beside them: decisions by the text of an error, and by frames of the stack.
+Beside them: patches of classes, decisions by the text of an error, and by frames of the stack.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ def uses_of_frames() -> list[Use]:
 def uses_of_texts() -> list[Use]:
     """Every line that decides by the text of an error."""
     return sorted({Use(f, *found) for f, tree in _trees().items() for found in texts_in(tree)})
+
+
+def patches() -> list[Use]:
+    """Every line that puts something into a class or a module of a framework."""
+    return sorted({Use(f, *found) for f, tree in _trees().items() for found in patches_in(tree)})
 
 
 @cache
@@ -183,6 +188,35 @@ def frames_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "__file__"
             case ast.Attribute(attr="__file__") | ast.Constant(value="__file__"):
                 yield node.lineno, "__file__"
+
+
+def patches_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The lines of one file that set an attribute of what a framework's module holds."""
+    theirs = {"upstream", *FRAMEWORKS}
+    for node in tree.body:
+        match node:
+            case ast.Import(names=names):
+                theirs |= {a.asname for a in names if a.asname and _root(a.name) in FRAMEWORKS}
+            case ast.ImportFrom(module=str(module)) if _root(module) in FRAMEWORKS:
+                theirs |= {a.asname or a.name for a in node.names}
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ) if isinstance(value, ast.Attribute) and _first_name(value) in theirs:
+                theirs.add(name)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ctx=ast.Store() | ast.Del()) if _first_name(node) in theirs:
+                yield node.lineno, ast.unparse(node)
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[holder, *_]):
+                if _first_name(holder) in theirs:
+                    yield node.lineno, ast.unparse(node)
+
+
+def _first_name(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 _SAID = re.compile(

@@ -121,6 +121,17 @@ def test_what_was_written_in_place_is_another_value_for_its_views_too():
     assert add.inputs[0] == update.outputs[0]
 
 
+def test_a_tensor_that_is_given_other_data_is_what_that_is():
+    def f(x):
+        y, other = torch.zeros(2), 3 * x
+        y.data = other.detach()
+        return (x * y).sum()
+
+    _, _, stop, product, _ = gt.gradient_graph(f, torch.ones(2), order=0).nodes
+    assert (stop.operation, product.operation) == ("stop", "multiply")
+    assert stop.outputs[0] in product.inputs
+
+
 def test_a_saved_tensor_that_is_then_overwritten_is_refused():
     def f(x):
         y = torch.exp(x)

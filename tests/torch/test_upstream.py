@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+import sys
 import threading
 import warnings
 
@@ -411,6 +412,28 @@ def test_hooks_of_a_leaf_are_seen_and_none_there_is_put_back():
     assert upstream.tensor_hooks(x) is not None
     upstream.set_tensor_hooks(x, None)
     assert torch.equal(pickle.loads(pickle.dumps(x)), x)
+
+
+def test_every_hook_that_is_set_counts():
+    x = _x().requires_grad_()
+    y, before = 2 * x, upstream.hooks_made()
+    y.register_hook(lambda g: g), y.grad_fn.register_hook(lambda given, taken: None)
+    x.register_post_accumulate_grad_hook(lambda x: None)
+    assert upstream.hooks_made() == before + 3
+
+
+def test_a_frame_of_checkpoint_is_known():
+    seen = []
+
+    def f(x):
+        frame = sys._getframe()
+        while frame is not None:
+            seen.append(upstream.is_of_checkpoint(frame))
+            frame = frame.f_back
+        return x
+
+    torch.utils.checkpoint.checkpoint(f, _x(), use_reentrant=False)
+    assert any(seen) and not seen[0]
 
 
 # --- operators and modules -----------------------------------------------------------------------

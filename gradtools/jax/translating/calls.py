@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.errors import MissingRuleError
-from gradtools.jax import places, tracing
+from gradtools.jax import jaxprs, places
 from gradtools.jax._upstream import Literal, is_of_random
 from gradtools.jax.crossing import called_inside, crossing
 from gradtools.jax.marks import function_name, is_chunk
@@ -39,7 +39,7 @@ def opened(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry] | None:
     name = eqn.primitive.name
     if name == "platform_index":
         return [_known(_platform(eqn.params["platforms"]))]
-    if name in _CALLS or name in tracing.RULED:
+    if name in (*jaxprs.CALLS, *jaxprs.RULED):
         return _call(w, eqn, entries)
     if name in _RULES:
         return _rule(w, eqn, entries)
@@ -67,32 +67,21 @@ def _platform(platforms: Sequence[Any]) -> int:
 
 # --- calls -------------------------------------------------------------------------------
 
-_CALLS = (
-    *("jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint"),
-    *("named_call", "composite", "custom_vmap_call", "core_closed_call"),
-)
-
-
-def _inside(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """The program of a call, and its constants."""
-    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    closed = next(eqn.params[key] for key in keys if key in eqn.params)
-    return tracing.open_jaxpr(closed), getattr(closed, "consts", ())
-
 
 def _call(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-    jaxpr, consts = _inside(eqn)
+    (program,) = jaxprs.programs(eqn)
+    jaxpr = program.jaxpr
     own = bool(places.is_own(jaxpr)) and not places.is_gradtools(jaxpr)
     if own:
         found = _draw(w, eqn, jaxpr, entries) or _word(w, eqn, jaxpr, entries)
         if found is not None:
             return found
     ruled = own and eqn.primitive.name == "custom_jvp_call"
-    if ruled and tracing.uses_primitive(jaxpr, lambda e: e.primitive.name in _UNDERIVABLE):
+    if ruled and jaxprs.uses_primitive(jaxpr, lambda e: e.primitive.name in _UNDERIVABLE):
         return list(w.marked(eqn, _name(eqn, jaxpr), [w.number(e) for e in entries]))
     if _has_rule(eqn, jaxpr, own) and w.depth < _DEEPEST:
         return custom_rule(w, eqn, entries, _name(eqn, jaxpr), _of_rule(eqn), again=True)
-    return w.run(jaxpr, [w.held(c) for c in consts], entries)
+    return w.run(*_program(w, program), entries)
 
 
 def _of_rule(eqn: Any) -> Callable[[Any, list[Entry]], Sequence[Entry]]:
@@ -113,7 +102,7 @@ def _has_rule(eqn: Any, jaxpr: Any, own: bool) -> bool:
 
     The rules that JAX gives its own functions say what their code says, but for numerical care.
     """
-    if not tracing.is_ruled(eqn) or is_chunk(jaxpr):
+    if not jaxprs.is_ruled(eqn) or is_chunk(jaxpr):
         return False
     return not (own and eqn.primitive.name == "custom_jvp_call")
 
@@ -144,7 +133,7 @@ def _draw(w: Any, eqn: Any, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]
 
 
 def _draws(jaxpr: Any) -> bool:
-    return tracing.uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in _RANDOM)
+    return jaxprs.uses_primitive(jaxpr, lambda eqn: eqn.primitive.name in _RANDOM)
 
 
 # --- words -------------------------------------------------------------------------------
@@ -379,10 +368,10 @@ def _body(
     return inner.graph(*[inner.number(out) for out in run(inner, given)])
 
 
-def _program(w: Any, closed: Any) -> tuple[Any, list[Entry]]:
+def _program(w: Any, found: Any) -> tuple[Any, list[Entry]]:
     """A program's equations, and what it holds, as operands."""
-    consts = [w.held(c) for c in getattr(closed, "consts", ())]
-    return tracing.open_jaxpr(closed), consts
+    program = jaxprs.Program.of(found)
+    return program.jaxpr, [w.held(c) for c in program.consts]
 
 
 def _numbers(w: Any, entries: Sequence[Entry]) -> tuple[int, ...]:
@@ -398,8 +387,8 @@ def _made(eqn: Any, extra: int = 0) -> list[Any]:
 
 
 def _scan(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-    jaxpr, held = _program(w, eqn.params["jaxpr"])
-    consts, carried = tracing.scan_counts(eqn)
+    jaxpr, held = _program(w, *jaxprs.programs(eqn))
+    consts, carried = jaxprs.scan_counts(eqn)
     length, reverse = int(eqn.params["length"]), bool(eqn.params["reverse"])
     own, carry, xs = (
         entries[:consts],
@@ -465,11 +454,9 @@ def _while(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
     first, second = p["cond_nconsts"], p["body_nconsts"]
     carry: list[Entry] = [w.number(e) for e in entries[first + second :]]
     parts, bodies, numbers = [], [], []
-    for key, own in (
-        ("cond_jaxpr", entries[:first]),
-        ("body_jaxpr", entries[first : first + second]),
-    ):
-        jaxpr, held = _program(w, p[key])
+    owned = entries[:first], entries[first : first + second]
+    for program, own in zip(jaxprs.programs(eqn), owned, strict=True):
+        jaxpr, held = _program(w, program)
         fixed = [*held, *own]
         count = len(held)
         run = lambda inner, given, jaxpr=jaxpr, n=count: inner.run(jaxpr, given[:n], given[n:])
@@ -488,7 +475,7 @@ def _while(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _cond(w: Any, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-    branches = [_program(w, b) for b in eqn.params["branches"]]
+    branches = [_program(w, branch) for branch in jaxprs.programs(eqn)]
     index, operands = entries[0], entries[1:]
     if isinstance(index, Known):
         k = min(max(int(index.value), 0), len(branches) - 1)
@@ -607,8 +594,7 @@ def custom_rule(
     operands: list[Entry] = [w.number(e) for e in entries]
     forward = _body(w, lambda inner, xs: [*value(inner, xs), *xs], operands, avals, again)
     closed = jax.make_jaxpr(pulled(eqn))(avals, _avals(eqn.outvars))
-    jaxpr, consts = tracing.open_jaxpr(closed), getattr(closed, "consts", ())
-    run = lambda inner, xs: inner.run(jaxpr, [inner.held(c) for c in consts], xs)
+    run = lambda inner, xs: inner.run(*_program(inner, closed), xs)
     every = [*avals, *_avals(eqn.outvars)]
     backward = _body(w, run, [0] * len(every), every, deeper=True)
     attributes = {"name": name, "residuals": len(operands), "once": again and not w.depth}

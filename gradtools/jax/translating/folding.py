@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.jax import tracing
+from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal
-from gradtools.jax.tracing import is_inexact
+from gradtools.jax.jaxprs import is_inexact
 from gradtools.jax.trees import conj
 
 Fold = Callable[..., Any]
@@ -55,7 +55,7 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
         for atom, value in zip(eqn.invars, values, strict=True)
         if not isinstance(atom, Literal)
     }
-    empty = tracing.open_jaxpr(jax.make_jaxpr(lambda: ())())
+    empty = jaxprs.open_jaxpr(jax.make_jaxpr(lambda: ())())
     one = empty.replace(
         eqns=[eqn],
         invars=list(given),

@@ -20,7 +20,7 @@ from gradtools.jax.translating.folding import function_of, pullback_of
 from gradtools.seeing.formula.builder import Builder
 from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.graph import Graph, Node, Value
+from gradtools.seeing.graph import Graph, Node, Value, needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,14 +268,11 @@ class Writer(Builder):
     def graph(self, *outputs: int) -> Graph:
         """The program, without what no output reads."""
         found = super().graph(*outputs)
-        used, kept = set(outputs), []
-        for node in reversed(found.nodes):
-            if used & set(node.outputs):
-                used |= set(node.inputs)
-                kept.append(node)
+        nodes = tuple(found.nodes[i] for i in needed(found.nodes, outputs))
+        used = {v for node in nodes for v in node.inputs}.union(outputs)
         captured = tuple(v for v in found.captured if v in used)
         self.arrays = {v: self.arrays[v] for v in captured}
-        return replace(found, nodes=tuple(kept[::-1]), captured=captured)
+        return replace(found, nodes=nodes, captured=captured)
 
 
 _NARROW = (jnp.float32, jnp.complex64, jnp.float16, jnp.bfloat16)

@@ -14,8 +14,8 @@ import torch
 
 from gradtools.seeing.graph import Dependence, Links
 from gradtools.torch.recording import operations
-from gradtools.torch.recording.numbering import base_of, storage_of
-from gradtools.torch.wrappers import is_inexact
+from gradtools.torch.recording.values import may_share
+from gradtools.torch.wrappers import is_inexact, unwrapped
 
 if TYPE_CHECKING:
     from gradtools.torch.recording.recorder import RecordedCall
@@ -91,9 +91,7 @@ def _read(call: RecordedCall, dropped: set[int]) -> list[int]:
 
 
 def _link(call: RecordedCall, k: int, y: Tensor, found: Sequence[int]) -> Dependence:
-    if call.name in operations.EACH_ITS_OWN and storage_of(base_of(y)) != storage_of(
-        call.tensors[k]
-    ):
+    if call.name in operations.EACH_ITS_OWN and not may_share(unwrapped(y), call.tensors[k]):
         return _NONE
     if not (is_inexact(y) and is_inexact(call.tensors[k])):
         return _CUT

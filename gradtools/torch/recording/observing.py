@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.recording import Refusal, Run
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, leaves_of
-from gradtools.torch.recording import operations
-from gradtools.torch.recording.numbering import storage_of
+from gradtools.torch.patches import functions_applied, parameters_made
 from gradtools.torch.recording.recorder import Recorder, Replace
-from gradtools.torch.recording.unseen import watching
+from gradtools.torch.recording.undo import Undo
 from gradtools.torch.state import Snapshot
 from gradtools.torch.watching import recorded
-from gradtools.torch.wrappers import is_inexact, tensors_in, unwrapped
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
 _ONE = threading.RLock()  # what is watched while a run is recorded belongs to the process
@@ -123,13 +121,10 @@ def observed(
             "a run can be recorded in plain eager code only, not inside a transform of torch.func, "
             "in compiled code, or while another run is recorded."
         )
-    with put_back(run, leaves) as start:
-        recorder = Recorder(_execute.__code__, replace)
-        try:
-            with recording(), torch.inference_mode(False), torch.enable_grad():
-                yield _run(recorder, start, run, leaves, names)
-        finally:
-            recorder.kept.put_back()
+    with put_back(run, leaves) as undo:
+        recorder = Recorder(_execute.__code__, undo.watch, replace)
+        with recording(), torch.inference_mode(False), torch.enable_grad():
+            yield _run(recorder, undo.start, run, leaves, names)
 
 
 @contextmanager
@@ -144,64 +139,16 @@ def recording() -> Iterator[None]:
 
 
 @contextmanager
-def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Snapshot]:
+def put_back(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     """Inside, f may run; afterwards all that it can reach is as it was."""
     with _ONE:
-        start = Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)])
+        undo = Undo(Snapshot.of(_roots(run), [x for x in leaves if isinstance(x, Tensor)]))
         try:
-            with _eagerly(), _Unwritten(start):
-                yield start
+            with _eagerly(), undo:
+                yield undo
         finally:
-            start.restore()
-
-
-class _Unwritten(TorchFunctionMode):
-    """Inside, what f holds is kept before a call writes to it, and put back at the end.
-
-    A snapshot holds the contents of no parameter.
-    """
-
-    def __init__(self, start: Snapshot) -> None:
-        super().__init__()
-        watched = [unwrapped(x) for x, _ in start.reached.watched]
-        held = [x for x in watched if storage_of(x) is not None]
-        with upstream.DisableTorchFunction():  # it is no write of a run around this one
-            self._held = {storage_of(x): x.untyped_storage() for x in held}
-        self._known = frozenset(self._held)
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        self._assigned: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(fun, "__name__", "")
-        if name in _HANDS_OUT or operations.changes_in_place(name, kwargs):
-            with upstream.disable_current_modes():
-                for x in map(unwrapped, tensors_in((args, kwargs))):
-                    self._keep(x, assigned=name == "__set__" and x is args[0])
-        return fun(*args, **kwargs)
-
-    def _keep(self, x: Tensor, assigned: bool) -> None:
-        key = storage_of(x)
-        if assigned and key in self._known:  # x.data = ...: x has other memory then
-            self._assigned.append((x, x.data))
-        storage = self._held.pop(key, None)
-        if storage is not None:
-            contents = _bytes(storage)
-            self._kept.append((contents, contents.clone()))
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        for x, data in reversed(self._assigned):
-            x.data = data
-        for contents, kept in self._kept:
-            contents.copy_(kept)
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
-
-
-_HANDS_OUT = ("numpy", "__array__", "__dlpack__", "untyped_storage")  # memory that may be written
+            undo.put_back()
+            undo.start.restore()
 
 
 def _roots(run: Run) -> list[Any]:
@@ -241,7 +188,8 @@ def _run(
 
 
 def _execute(recorder: Recorder, run: Run, aliases: Sequence[Any]) -> list[Any]:
-    with watching(recorder):
+    functions, parameters = functions_applied(recorder.ruled), parameters_made(recorder.wrapped)
+    with recorder.scopes.watching(), functions, parameters, recorder:
         return list(run(aliases))
 
 

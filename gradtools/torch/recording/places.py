@@ -34,7 +34,7 @@ def place(end: CodeType) -> tuple[Source | None, str]:
     kind, mark = LIBRARY, ""
     while frame is not None and frame.f_code is not end:
         of = kind_of(frame.f_code.co_filename)
-        if of == LIBRARY and upstream.is_of_checkpoint(frame.f_code.co_filename):
+        if of == LIBRARY and upstream.is_of_checkpoint(frame):
             mark = "checkpoint"
         elif of < kind:
             found, kind = frame, of

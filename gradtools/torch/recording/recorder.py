@@ -28,13 +28,12 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.customcode import Called
 from gradtools.torch.marks import CHUNK, function_of_ours, reason_of_detach
 from gradtools.torch.recording import functions, operations
-from gradtools.torch.recording.kept import Kept
 from gradtools.torch.recording.links import links_of
-from gradtools.torch.recording.numbering import Numbering, base_of, version_of
+from gradtools.torch.recording.numbering import Numbering, version_of
 from gradtools.torch.recording.places import Scopes, line_of_error, place
 from gradtools.torch.recording.refusals import refusal_of
 from gradtools.torch.recording.tags import fingerprint, hosts_in, plain_hosts, tagged, tags_in
-from gradtools.torch.wrappers import tensors_in
+from gradtools.torch.wrappers import tensors_in, unwrapped
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
@@ -114,6 +113,7 @@ class Recorder(TorchFunctionMode):
     Args:
         end: The code of the function that runs the user's program: there the search for the
             user's line ends.
+        note_captured: As in `Numbering`.
         replace: Which leavings, by number, and what makes of their data what is there instead.
 
     Attributes:
@@ -126,15 +126,19 @@ class Recorder(TorchFunctionMode):
         quiet: Whether nothing is written down now.
     """
 
-    def __init__(self, end: CodeType, replace: Replace | None = None) -> None:
+    def __init__(
+        self,
+        end: CodeType,
+        note_captured: Callable[[Tensor], None],
+        replace: Replace | None = None,
+    ) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.leavings: list[Leaving] = []
         self.entries: dict[int, list[Any]] = {}
         self.refusal: tuple[BaseException, Refusal] | None = None
-        self.numbering = Numbering(self.add)
+        self.numbering = Numbering(self.add, note_captured)
         self.outside = self.numbering.outside
-        self.kept = Kept(self.numbering)
         self.scopes = Scopes()
         self._end, self._replace = end, replace
         self.quiet = False
@@ -152,7 +156,6 @@ class Recorder(TorchFunctionMode):
             return self.ruled(kind, partial(fun, kind), args, kwargs)
         call = self.entering(fun, args, kwargs)
         with self.silent():  # what it calls in turn belongs to it
-            self.kept.before(call)
             try:
                 out = fun(*args, **kwargs)
             except Exception as error:
@@ -171,6 +174,8 @@ class Recorder(TorchFunctionMode):
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A call of a torch.autograd.Function, which is one link whatever it does inside."""
+        if self.quiet:
+            return apply(*args, **kwargs)
         call = self.entering(kind, (*args, *functions.captured_by(args)), kwargs)
         call.raw, (call.name, call.mark) = "apply", functions.name_and_mark(kind, args)
         with self.silent():
@@ -185,11 +190,22 @@ class Recorder(TorchFunctionMode):
                 self._note_rule(call, kind, apply, args, out)
             return out
 
+    def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor becomes a Parameter or a Buffer."""
+        if self.quiet:
+            return make(*args, **kwargs)
+        call = self.entering(kind, args, kwargs)
+        call.name = kind.__name__
+        with self.silent():
+            out = make(*args, **kwargs)
+            self.write(call, out)
+            return out
+
     def entering(self, fun: Any, args: Any, kwargs: Any) -> RecordedCall:
         """What a call is given."""
         with self.silent():
             raw, given = getattr(fun, "__name__", ""), list(tensors_in((args, kwargs)))
-            numbers, tensors = [self.numbering.of(x) for x in given], [base_of(x) for x in given]
+            numbers, tensors = [self.numbering.of(x) for x in given], [unwrapped(x) for x in given]
             self.numbering.refresh(tensors)
             return RecordedCall(
                 raw,
@@ -266,7 +282,7 @@ class Recorder(TorchFunctionMode):
         if not (changed or fresh):
             return
         outs = [*changed, *_unlike(fresh)]
-        walks = [numbering.walk(base_of(y)) for y in outs]
+        walks = [numbering.walk(unwrapped(y)) for y in outs]
         dropped = {id(x) for x in changed} if call.overwritten() else set()
         hosts = self._come_back((call.args, call.kwargs))
         if call.raw == "__get__" and call.name == "grad":
@@ -453,4 +469,4 @@ def _reads_only(fun: Any) -> bool:
 
 def _unlike(xs: Sequence[Tensor]) -> list[Tensor]:
     """Each once."""
-    return list({id(base_of(x)): x for x in xs}.values())
+    return list({id(unwrapped(x)): x for x in xs}.values())

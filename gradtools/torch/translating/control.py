@@ -6,15 +6,14 @@ after the other. They are compiled otherwise, and what they compute could not be
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.torch import _upstream as upstream
+from gradtools.torch.patches import control_flow_called
 
 Tensor = torch.Tensor
 
@@ -47,22 +46,13 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 _REFUSED = ("associative_scan", "map_impl", "flex_attention", "switch")
 
 
-@contextmanager
-def followed() -> Iterator[None]:
+def followed() -> AbstractContextManager[None]:
     """Inside, this thread's control flow runs in Python."""
-    thread, plain = threading.get_ident(), upstream.HigherOrderOperator.__call__
+    return control_flow_called(_follow)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and self.name() in _FOLLOWED:
-            return _FOLLOWED[self.name()](*args, **kwargs)
-        if threading.get_ident() == thread and self.name() in _REFUSED:
-            raise GradtoolsError(
-                f"formula: PyTorch's {self.name()} has no translation; write it as a loop."
-            )
-        return plain(self, *args, **kwargs)
 
-    upstream.HigherOrderOperator.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        upstream.HigherOrderOperator.__call__ = plain  # type: ignore[method-assign]
+def _follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    name = operator.name()
+    if name in _REFUSED:
+        raise GradtoolsError(f"formula: PyTorch's {name} has no translation; write it as a loop.")
+    return _FOLLOWED.get(name, call)(*args, **kwargs)

@@ -7,49 +7,14 @@ from the new root. Parts that are boxes are slices, all others are taken by inde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.torch import _upstream as upstream
+from gradtools.torch.recording.values import offsets
 from gradtools.torch.translating.writer import Ref, Writer
 
 Tensor = torch.Tensor
-
-
-@dataclass
-class Shown:
-    """A tensor that is known, its value, and how often its memory had been written to."""
-
-    tensor: Tensor
-    ref: Ref
-    writes: int
-
-
-@dataclass
-class Memory:
-    """A piece of memory: the tensor that was met first, and how often it was written to."""
-
-    root: Shown
-    writes: int = 0
-
-
-def memory_of(x: Tensor) -> int:
-    """Which piece of memory a tensor shows."""
-    with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
-        return id(x.untyped_storage()) if x.layout is torch.strided else id(x)
-
-
-def key_of(x: Tensor) -> Any:
-    """What two tensors share that show the same memory alike."""
-    with upstream.DisableTorchFunction():
-        if x.layout is not torch.strided:
-            return id(x)
-        shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-        return memory_of(x), shown
 
 
 def places(x: Tensor, root: Tensor) -> np.ndarray:
@@ -59,23 +24,13 @@ def places(x: Tensor, root: Tensor) -> np.ndarray:
             "formula: f writes in place through a view of another dtype, or of a conjugate; "
             "write it by an operation that is not in place."
         )
-    offsets = _offsets(root).ravel()
-    order = np.argsort(offsets, kind="stable")
-    wanted = _offsets(x)
-    found = np.searchsorted(offsets[order], wanted.ravel())
+    known, wanted = offsets(root).ravel(), offsets(x)
+    order = np.argsort(known, kind="stable")
+    found = np.searchsorted(known[order], wanted.ravel())
     found = order[np.minimum(found, len(order) - 1)] if len(order) else found
-    if len(found) and not np.array_equal(offsets[found], wanted.ravel()):
+    if len(found) and not np.array_equal(known[found], wanted.ravel()):
         raise GradtoolsError("formula: f reads memory beyond what it made; copy it first.")
     return found.reshape(wanted.shape)
-
-
-def _offsets(x: Tensor) -> np.ndarray:
-    """For each element its place in memory."""
-    found = np.full((1,) * x.dim() or (), x.storage_offset(), dtype=np.int64)
-    for axis, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        along = np.arange(n, dtype=np.int64) * stride
-        found = found + along.reshape([-1 if a == axis else 1 for a in range(x.dim())])
-    return found
 
 
 def read(w: Writer, root: Ref, where: np.ndarray) -> Ref:

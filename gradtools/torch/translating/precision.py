@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
-from gradtools.torch.translating.memory import memory_of
-from gradtools.torch.translating.rules import applied
+from gradtools.torch.patches import functions_applied
+from gradtools.torch.recording.values import memory_of
 
 Tensor = torch.Tensor
 _DOUBLE = {
@@ -96,7 +96,7 @@ def reading(place: Mapping[int, Tensor], wide: bool) -> Iterator[None]:
         yield
         return
     mode, before = _Reading(place, wide), getattr(_here, "reading", None)
-    with applied(mode.around), mode:
+    with functions_applied(mode.around), mode:
         _here.reading = mode if wide else before
         try:
             yield

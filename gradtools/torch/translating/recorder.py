@@ -25,8 +25,9 @@ from gradtools.seeing.formula.recorded import body_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.flops import inside_of
+from gradtools.torch.operands import written
+from gradtools.torch.recording.values import Values, view_of
 from gradtools.torch.translating import memory
-from gradtools.torch.translating.memory import Memory, Shown, key_of, memory_of
 from gradtools.torch.translating.writer import Ref, Writer, like
 from gradtools.torch.wrappers import is_inexact, tensors_in
 
@@ -68,9 +69,7 @@ class FormulaRecorder:
         self.narrow = ""  # a dtype short of double in which a kernel computes whatever it is given
         self.crossed = 0  # how many calls of another framework's functions were written down
         self.thread = threading.get_ident()
-        self.held: dict[int, Shown] = {}
-        self.seen: dict[Any, Shown] = {}
-        self.storages: dict[int, Memory] = {}
+        self.held = Values[Ref]()
         self.tensors: dict[int, Tensor] = {}
         self.fixed: set[int] = set()  # values that depend on no argument
 
@@ -84,14 +83,8 @@ class FormulaRecorder:
 
     def hold(self, x: Tensor, ref: Ref, alone: bool = False) -> None:
         """From now on x has this value; alone: others that show the same memory have not."""
-        key = memory_of(x)
-        storage = self.storages.get(key)
-        if storage is None:
-            storage = self.storages[key] = Memory(Shown(x, ref, 0))
-        held = self.held[id(x)] = Shown(x, ref, storage.writes)
+        self.held.hold(x, ref, alone)
         self.tensors[ref.number] = x
-        if not alone:
-            self.seen[key_of(x)] = held
 
     def ref(self, x: Tensor) -> Ref:
         """The value of a tensor."""
@@ -99,17 +92,18 @@ class FormulaRecorder:
             return self._ref(x)
 
     def _ref(self, x: Tensor) -> Ref:
-        held = self.held.get(id(x)) or self.seen.get(key_of(x))
-        if held is None:
-            self.hold(x, self.met(x))
-            return self.held[id(x)].ref
-        storage = self.storages[memory_of(held.tensor)]
-        if held.writes != storage.writes:
-            ref = memory.read(self.writer, storage.root.ref, memory.places(x, storage.root.tensor))
-            self.hold(x, ref)
-            return ref
-        self.held.setdefault(id(x), Shown(x, held.ref, held.writes))
-        return held.ref
+        known = self.held.find(x)
+        if known is not None and not self.held.since(known):
+            return known.value
+        ref = self.met(x) if known is None else self._read(x)
+        self.hold(x, ref)
+        return ref
+
+    def _read(self, x: Tensor) -> Ref:
+        """What a tensor shows of memory that is known."""
+        shown = self.held.memory(x)
+        assert shown is not None
+        return memory.read(self.writer, shown.value, memory.places(x, shown.root))
 
     def met(self, x: Tensor) -> Ref:
         """A tensor that nothing made before our eyes."""
@@ -117,12 +111,10 @@ class FormulaRecorder:
         if found is not None:
             of, cast = found
             self.hold(cast, Ref(self.ref(of).number, *like(cast)))
-            if id(x) in self.held:
-                return self.held[id(x)].ref
-        storage = self.storages.get(memory_of(x))
-        if storage is not None:  # a view of something known
-            where = memory.places(x, storage.root.tensor)
-            return memory.read(self.writer, storage.root.ref, where)
+            if (known := self.held.get(x)) is not None:
+                return known.value
+        if self.held.memory(x) is not None:  # a view of something known
+            return self._read(x)
         if id(x) in self.names or x.requires_grad:
             self.lost = self.lost or id(x) not in self.names
             ref = self.writer.value(like(x), self.names.get(id(x), ""))
@@ -166,19 +158,20 @@ class FormulaRecorder:
 
     def _written(self, x: Tensor, ref: Ref) -> None:
         """x has a new value, in place."""
-        storage = self.storages[memory_of(x)]
-        root = storage.root
-        if key_of(x) == key_of(root.tensor):
-            root.ref = ref
-        elif {root.ref.number, ref.number} <= self.fixed:
-            root.ref = self.constant(root.tensor)
+        shown = self.held.memory(x)
+        assert shown is not None
+        root = shown.root
+        if view_of(x) == view_of(root):
+            shown.value = ref
+        elif {shown.value.number, ref.number} <= self.fixed:
+            shown.value = self.constant(root)
         else:
-            where = memory.places(x, root.tensor)
-            root.ref = memory.write(self.writer, root.ref, where, ref)
-        storage.writes += 1
+            where = memory.places(x, root)
+            shown.value = memory.write(self.writer, shown.value, where, ref)
+        shown.written.append(ref)
         self.hold(x, ref)
-        if self.held.get(id(root.tensor)) is not None:
-            self.hold(root.tensor, root.ref)
+        if self.held.get(root) is not None:
+            self.hold(root, shown.value)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -203,12 +196,12 @@ class FormulaRecorder:
             out = func(*args, **kwargs)
             self.hold(out, self.ref(args[0]))
             return out
-        if name == "copy_" and key_of(args[0]) == key_of(args[1]):  # the end of y[0] += 1
+        if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return func(*args, **kwargs)
         if name.removeprefix("_foreach_").rstrip("_") in _OF_EACH and name.startswith("_foreach_"):
             with again():
                 return _each(name, args, kwargs)
-        writes = list(_written(func, args, kwargs))
+        writes = list(written(func, args, kwargs))
         bound = self._bound(func, args, kwargs)
         translation = self.operations.get(_functional(name, bool(writes)))
         if translation is None and not writes and bound.given:
@@ -360,7 +353,7 @@ class FormulaRecorder:
         refs = list(found) if isinstance(found, list | tuple) else [found]
         for y, ref in zip(outs, refs, strict=True):
             ref = self._stopped(y, self._fitted(y, ref))
-            self.hold(y, ref, alone=key_of(y) in self.seen)
+            self.hold(y, ref, alone=self.held.is_shown(y))
         return (out,)
 
 
@@ -466,14 +459,6 @@ def _decomposition(func: Any) -> Any:
 
 def _functional(name: str, writes: bool) -> str:
     return name.removesuffix("_") if writes and not name.endswith("__") else name
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to."""
-    for i, argument in enumerate(upstream.arguments_of(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(value)
 
 
 def refs_in(x: Any) -> Iterator[Ref]:

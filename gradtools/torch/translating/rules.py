@@ -12,9 +12,8 @@ leaves PyTorch on the way, such as a kernel in NumPy, has no translation and is 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 
 from gradtools.rules import Rule
 from gradtools.seeing.graph import Body
-from gradtools.torch import _upstream as upstream
+from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.translating.recorder import Computing, FormulaRecorder
 from gradtools.torch.translating.writer import Ref, like
@@ -31,39 +30,8 @@ from gradtools.torch.wrappers import is_inexact, tensors_in
 Tensor = torch.Tensor
 _DEEPEST = 2  # a formula is of second order at most
 
-# Beneath Function: who keeps a bound `apply` comes by here as well.
-_FUNCTIONS: Any = upstream.Functions
-_APPLY = "apply"
 
-
-@contextmanager
-def applied(around: Callable[[Any, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
-    """Inside, this thread's functions with rules are called by `around(cls, apply, args, kwargs)`.
-
-    One may stand inside of another.
-    """
-    thread = threading.get_ident()
-    before = vars(_FUNCTIONS).get("apply")
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = getattr(super(_FUNCTIONS, cls), _APPLY)
-        beneath = plain if before is None else before.__get__(None, cls)
-        if threading.get_ident() != thread:
-            return beneath(*args, **kwargs)
-        return around(cls, beneath, args, kwargs)
-
-    _FUNCTIONS.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if before is None:
-            del _FUNCTIONS.apply
-        else:
-            _FUNCTIONS.apply = before
-
-
-@contextmanager
-def watched(recorder: FormulaRecorder) -> Iterator[None]:
+def watched(recorder: FormulaRecorder) -> AbstractContextManager[None]:
     """Inside, functions with rules are written down."""
 
     def around(cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
@@ -71,8 +39,7 @@ def watched(recorder: FormulaRecorder) -> Iterator[None]:
             return apply(*args, **kwargs)
         return _Applied(recorder, cls, args).run(apply, kwargs)
 
-    with applied(around):
-        yield
+    return functions_applied(around)
 
 
 class _Applied:
@@ -123,8 +90,7 @@ class _Applied:
         asked = [x for x in self.xs if x.requires_grad]
         to = [y for y in outs if y.requires_grad]
         first = len(w.values)
-        known = dict(recorder.held), dict(recorder.seen)
-        with w.frame() as nodes, torch.enable_grad():
+        with recorder.held.apart(), w.frame() as nodes, torch.enable_grad():
             cts = [torch.ones_like(y, requires_grad=True) for y in to]
             given = [recorder.introduce(ct, "") for ct in cts]
             recorder.depth += 1
@@ -137,7 +103,6 @@ class _Applied:
             place = {id(x): g for x, g in zip(asked, found, strict=True)}
             pairs = zip(self.xs, self.given, strict=True)
             results = [self._cotangent(place.get(id(x)), r) for x, r in pairs]
-        recorder.held, recorder.seen = known
         residuals = self._residuals(nodes, results, first)
         made = self._node(outs, refs, to, given, nodes, results, residuals)
         for y, ref in zip(outs, made, strict=True):
@@ -209,6 +174,3 @@ class _Applied:
         made = w.node("opaque", given, [like(y) for y in outs], **more)
         for y, ref in zip(outs, made, strict=True):
             self.recorder.hold(y, ref)
-
-
-__all__ = ["applied", "watched"]

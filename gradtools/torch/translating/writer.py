@@ -14,12 +14,11 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import torch
 
 from gradtools.seeing.graph import Body, Graph, Node, Value
-from gradtools.torch import _upstream as upstream
+from gradtools.torch.recording.values import Like as Like
+from gradtools.torch.recording.values import like as like
 
-Tensor = torch.Tensor
 Shape = tuple[int, ...]
 _KINDS = ("bool", "int64", "float64", "complex128")
 
@@ -48,15 +47,6 @@ class Ref:
         if self.dtype.startswith(("float", "bfloat")):
             return 2
         return 3 if self.dtype.startswith("complex") else int(self.dtype != "bool")
-
-
-Like = tuple[Shape, str]
-
-
-def like(x: Tensor) -> Like:
-    """A tensor's shape and dtype."""
-    with upstream.DisableTorchFunction():
-        return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 
 class Writer:

@@ -1,0 +1,226 @@
+"""Jaxprs, read: what an equation runs, what it writes, and which equations are needed.
+
+The one list of the primitives that run jaxprs: calls, loops, branches, and functions with rules of
+JAX's. How data flows is read in `tracing.py`, what an equation costs in `flops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+
+from gradtools.jax.lifetimes import LIFE
+
+Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr, so neither name serves on both sides
+Eqn = Any
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr itself, which before jax 0.12 stands in another with its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
+    """The jaxprs in a parameter of an equation, or in all of them."""
+    if hasattr(open_jaxpr(value), "eqns"):
+        yield open_jaxpr(value)
+    elif isinstance(value, dict):
+        yield from sub_jaxprs(tuple(v for key, v in value.items() if key != LIFE))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from sub_jaxprs(item)
+
+
+def is_inexact(var: Any) -> bool:
+    """Whether a variable is floating or complex."""
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_ref(var: Any) -> bool:
+    return hasattr(var.aval, "inner_aval")
+
+
+def targets(eqn: Eqn) -> list[Any]:
+    """What an equation writes: its outputs, and the mutable references it is given."""
+    return [*eqn.outvars, *filter(_is_ref, eqn.invars)]
+
+
+def uses_primitive(closed_jaxpr: Jaxpr, predicate: Callable[[Eqn], bool]) -> bool:
+    """Is there an equation, at any depth, for which the predicate holds?
+
+    Args:
+        closed_jaxpr: What ``jax.make_jaxpr(f)(*args)`` returns.
+        predicate: Called with equations until it is true; each sub-jaxpr is visited once.
+
+    Returns:
+        Whether it was true for one.
+    """
+    pending, seen = [open_jaxpr(closed_jaxpr)], set()
+    while pending:
+        jaxpr = pending.pop()
+        if id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
+        if any(predicate(eqn) for eqn in jaxpr.eqns):
+            return True
+        pending.extend(inner for eqn in jaxpr.eqns for inner in sub_jaxprs(eqn.params))
+    return False
+
+
+def overwrites(eqn: Eqn) -> bool:
+    """Whether an equation sets every entry of its first operand."""
+    name, atoms = eqn.primitive.name, eqn.invars
+    if name == "dynamic_update_slice":
+        return bool(atoms[0].aval.shape == atoms[1].aval.shape)
+    if name != "scatter" or atoms[1].aval.size:
+        return False
+    return bool(atoms[0].aval.size == atoms[2].aval.size)
+
+
+def needed(jaxpr: Jaxpr, effects: bool = True) -> list[Eqn]:
+    """The equations of which a result is read, or that have effects; see `live`."""
+    read, kept = {id(v) for v in jaxpr.outvars}, []
+    for eqn in reversed(jaxpr.eqns):
+        if (effects and eqn.effects) or any(id(v) in read for v in eqn.outvars):
+            kept.append(eqn)
+            read.update(map(id, eqn.invars))
+    return kept[::-1]
+
+
+def live(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr without what no result needs, in what its equations run, too; its inputs stay."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+# --- what an equation runs ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """A jaxpr and the arrays that it holds."""
+
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, found: Any) -> Program:
+        """Of a jaxpr with its constants or without."""
+        return cls(open_jaxpr(found), tuple(getattr(found, "consts", ())))
+
+
+def programs(eqn: Eqn) -> list[Program]:
+    """What an equation runs: of a while its condition and body, of a cond its branches."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "while":
+        return [Program.of(params["cond_jaxpr"]), Program.of(params["body_jaxpr"])]
+    if name == "cond":
+        return [Program.of(branch) for branch in params["branches"]]
+    keys = ("call",) if name == "custom_vmap_call" else ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    found = next((params[key] for key in keys if key in params), None)
+    return [] if found is None else [Program.of(found)]
+
+
+CALLS = (
+    *("jit", "pjit", "closed_call", "core_call", "core_closed_call", "call", "xla_call"),
+    *("remat", "remat2", "remat_call", "checkpoint", "named_call", "composite"),
+)
+"""The primitives that are what they run and nothing else."""
+
+RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+"""Functions with a rule of JAX's."""
+
+_OTHERS = ("shard_map", "custom_vmap_call")  # a device runs a part; no reverse mode leads through
+
+
+def is_ruled(eqn: Eqn) -> bool:
+    """Whether an equation is a function with a custom rule of JAX's."""
+    return eqn.primitive.name in RULED
+
+
+def may_not_run(eqn: Eqn) -> bool:
+    """Whether a loop may run no time at all."""
+    name = eqn.primitive.name
+    return name == "while" or (name == "scan" and not eqn.params["length"])
+
+
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
+    """How many constants and carries a scan has; jax 0.12 keeps them as a tree of its inputs."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts.vals)), len(list(carry.vals))
+
+
+@dataclass(frozen=True)
+class Body:
+    """A jaxpr inside an equation, and how its ends are tied to those of the equation.
+
+    ``inputs[i]`` is the equation's input that enters as input i. Output k leaves as output k,
+    unless the body is a ``gate``, which only decides (the condition of a while). A carry
+    (k, i) is the output k of the equation that comes back as input i.
+    """
+
+    jaxpr: Jaxpr
+    inputs: Sequence[int]
+    carries: tuple[tuple[int, int], ...] = ()
+    gate: bool = False
+
+
+def bodies(eqn: Eqn) -> list[Body]:
+    """The bodies of an equation; none if it is opaque: every input may flow anywhere."""
+    if any(map(_is_ref, eqn.invars)):
+        return []
+    return _STRUCTURED.get(eqn.primitive.name, _own_body)(eqn)
+
+
+def _own_body(eqn: Eqn) -> list[Body]:
+    """The body of a primitive that says by `gradtools_flow` how data flows in an equation."""
+    jaxpr = getattr(eqn.primitive, "gradtools_flow", lambda _: None)(eqn)
+    return [] if jaxpr is None else [Body(open_jaxpr(jaxpr), range(len(eqn.invars)))]
+
+
+def _call_body(eqn: Eqn) -> list[Body]:
+    inner = [program.jaxpr for program in programs(eqn)]
+    return [Body(jaxpr, range(len(eqn.invars))) for jaxpr in inner if _fits(jaxpr, eqn)]
+
+
+def _fits(jaxpr: Jaxpr, eqn: Eqn) -> bool:
+    return (len(jaxpr.invars), len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
+
+
+def _cond_bodies(eqn: Eqn) -> list[Body]:
+    inputs = range(1, len(eqn.invars))
+    return [Body(branch.jaxpr, inputs) for branch in programs(eqn)]
+
+
+def _scan_body(eqn: Eqn) -> list[Body]:
+    consts, carried = scan_counts(eqn)
+    carries = tuple((k, consts + k) for k in range(carried))
+    return [Body(programs(eqn)[0].jaxpr, range(len(eqn.invars)), carries)]
+
+
+def _while_bodies(eqn: Eqn) -> list[Body]:
+    """The condition, then the body: an equation's inputs are their constants, then the carry."""
+    gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carry = range(gates + consts, len(eqn.invars))
+
+    owned = range(gates), range(gates, gates + consts)
+
+    def body(program: Program, own: range, gate: bool) -> Body:
+        carries = tuple((k, len(own) + k) for k in range(len(carry)))
+        return Body(program.jaxpr, [*own, *carry], carries, gate)
+
+    return list(map(body, programs(eqn), owned, (True, False)))
+
+
+_STRUCTURED: dict[str, Callable[[Eqn], list[Body]]] = {
+    **dict.fromkeys((*CALLS, *RULED, *_OTHERS), _call_body),
+    "cond": _cond_bodies,
+    "scan": _scan_body,
+    "while": _while_bodies,
+}

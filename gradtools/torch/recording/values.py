@@ -1,0 +1,183 @@
+"""Which value each tensor of a recorded run stands for: the one table of all recordings.
+
+A tensor is known by its identity; else as one that shows the same elements of the same memory as a
+tensor that is known. Memory keeps what was written to it, so that each tensor that shows some of it
+can be asked what was written since it got its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from gradtools.torch import _upstream as upstream
+
+Tensor = torch.Tensor
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Known(Generic[V]):
+    """A tensor, its value, the memory that it showed, and how often that had been written to."""
+
+    tensor: Tensor
+    value: V
+    memory: int
+    writes: int
+
+
+@dataclass
+class Memory(Generic[V]):
+    """A piece of memory.
+
+    Attributes:
+        owner: The storage, or a tensor that has none; its id is no other's as long as it lives.
+        root: The tensor that was met first.
+        value: What that one is now.
+        tensors: All that show some of it.
+        written: The values that were written to it.
+    """
+
+    owner: Any
+    root: Tensor
+    value: V
+    tensors: list[Tensor] = field(default_factory=list)
+    written: list[V] = field(default_factory=list)
+
+
+class Values(Generic[V]):
+    """Tensors, each with its value."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Known[V]] = {}
+        self._alike: dict[Any, Known[V]] = {}
+        self._memories: dict[int, Memory[V]] = {}
+
+    def get(self, x: Tensor) -> Known[V] | None:
+        """What is known of this very tensor."""
+        return self._known.get(id(x))
+
+    def find(self, x: Tensor) -> Known[V] | None:
+        """What is known of this tensor as it lies now, or of another that shows the same."""
+        known = self._known.get(id(x))
+        if known is None or known.memory != memory_of(x):  # since x.data = ... it is another
+            known = self._alike.get(view_of(x))
+            if known is not None:
+                self._known[id(x)] = Known(x, known.value, known.memory, known.writes)
+        return known
+
+    def hold(self, x: Tensor, value: V, alone: bool = False) -> Known[V]:
+        """From now on x has this value; alone: others that show the same memory have not."""
+        owner, before = owner_of(x), self._known.get(id(x))
+        key = id(owner)
+        memory = self._memories.get(key)
+        if memory is None:
+            memory = self._memories[key] = Memory(owner, x, value)
+        if before is None or before.memory != key:
+            memory.tensors.append(x)
+        known = self._known[id(x)] = Known(x, value, key, len(memory.written))
+        if not alone:
+            self._alike[view_of(x)] = known
+        return known
+
+    def memory(self, x: Tensor) -> Memory[V] | None:
+        """The memory that x shows, if anything is known of it."""
+        return self._memories.get(memory_of(x))
+
+    def since(self, known: Known[V]) -> Sequence[V]:
+        """What was written to a tensor's memory since it got its value."""
+        return self._memories[known.memory].written[known.writes :]
+
+    def sharing(self, x: Tensor) -> Iterator[Tensor]:
+        """The known tensors, other than x, whose memory overlaps with that of x."""
+        memory = self.memory(x)
+        for other in memory.tensors if memory is not None else ():
+            if other is not x and memory_of(other) == memory_of(x) and _overlap(x, other):
+                yield other
+
+    def is_shown(self, x: Tensor) -> bool:
+        """Whether some known tensor shows just what x shows."""
+        return view_of(x) in self._alike
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, what becomes known is forgotten at the end."""
+        before = dict(self._known), dict(self._alike)
+        try:
+            yield
+        finally:
+            self._known, self._alike = before
+
+
+Like = tuple[tuple[int, ...], str]
+
+
+def like(x: Tensor) -> Like:
+    """A tensor's shape and dtype."""
+    with upstream.DisableTorchFunction():
+        return tuple(x.shape), str(x.dtype).removeprefix("torch.")
+
+
+def owner_of(x: Tensor) -> Any:
+    """The storage of a tensor, or itself: where two tensors have one owner, they share memory."""
+    with upstream.DisableTorchFunction():  # a mode may give another tensor in its place
+        return x.untyped_storage() if x.layout is torch.strided else x
+
+
+def memory_of(x: Tensor) -> int:
+    """Which piece of memory a tensor shows."""
+    return id(owner_of(x))
+
+
+def may_share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share memory; of what has no strides nothing tells."""
+    strided = a.layout is torch.strided and b.layout is torch.strided
+    return not strided or memory_of(a) == memory_of(b)
+
+
+def holds_numbers(x: Tensor) -> bool:
+    """Whether there is a storage with contents behind a tensor."""
+    return x.layout is torch.strided and x.device.type != "meta"
+
+
+def view_of(x: Tensor) -> Any:
+    """What two tensors have in common that show the same elements of the same memory alike."""
+    with upstream.DisableTorchFunction():
+        if x.layout is not torch.strided:
+            return id(x)
+        shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+        return memory_of(x), shown
+
+
+def offsets(x: Tensor) -> np.ndarray:
+    """For each element its place in memory."""
+    found = np.full((1,) * x.dim() or (), x.storage_offset(), dtype=np.int64)
+    for axis, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        along = np.arange(n, dtype=np.int64) * stride
+        found = found + along.reshape([-1 if a == axis else 1 for a in range(x.dim())])
+    return found
+
+
+_EXACT = 1 << 16  # entries up to which overlap is decided entry by entry
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0 or a.itemsize != b.itemsize:
+        return a.numel() > 0 and b.numel() > 0
+    (a_low, a_high), (b_low, b_high) = _span(a), _span(b)
+    if a_high < b_low or b_high < a_low:
+        return False
+    dense = a_high - a_low < a.numel() or b_high - b_low < b.numel()
+    if dense or max(a_high, b_high) > _EXACT:
+        return True
+    return bool(np.isin(offsets(a), offsets(b)).any())
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return int(x.storage_offset()), int(x.storage_offset() + reach)

@@ -123,6 +123,8 @@ ALONE = {
     ("jax", "lifting.py"): "arrays of a trace that a rule would outlive; PyTorch refuses them",
     ("jax", "manual_axes.py"): "types under shard_map; PyTorch's processes are its user's",
     ("jax", "homogeneous.py"): "what a jaxpr proves of a rule; PyTorch computes it",
+    ("jax", "jaxprs.py"): "what a jaxpr's equations run; PyTorch's run is recorded",
+    ("torch", "patches.py"): "classes of PyTorch whose calls are seen; JAX's are in the jaxpr",
     ("torch", "direct.py"): "eager calls without more ado; JAX's are traced",
     ("torch", "joining.py"): "nodes of one pass add up together; JAX sums cotangents itself",
     ("torch", "summing.py"): "gradients of chunks are added as they come; JAX does it in a scan",

@@ -168,7 +168,7 @@ def test_a_lost_gradient_in_a_classifier_is_named():
     with pytest.warns(match="guard_gradients") as caught:
         gt.guard_gradients(loss)(*BATCH.values())
     text = str(caught[0].message)
-    assert "detached at test_integration_transformers.py" in text and "head" not in text
+    assert "detached at test_transformers.py" in text and "head" not in text
     assert caught[0].filename == __file__
 
 

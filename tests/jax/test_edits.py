@@ -110,9 +110,9 @@ def test_an_edit_of_reverse_mode_alone_is_named_where_it_cuts_what_else_it_is_gi
     def f(x, s):
         return jax.lax.scan(lambda x, _: (EDITED_BY[edit](x, s), None), x, None, 2)[0].sum()
 
-    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_jax_edits"):
+    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_edits"):
         wrap(gt.grad(f, 1))(X, jnp.array(2.0))
-    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_jax_edits"):
+    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_edits"):
         jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))
 
 

@@ -330,7 +330,7 @@ def test_the_message_names_the_operation_and_the_line():
 
     line = f.__code__.co_firstlineno + 1
     with pytest.raises(
-        DisconnectedInputError, match=rf"cut by \w+ at test_jax_engine\.py:{line}\b"
+        DisconnectedInputError, match=rf"cut by \w+ at test_engine\.py:{line}\b"
     ):
         gt.grad(f)(X)
 

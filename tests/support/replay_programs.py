@@ -2,7 +2,7 @@
 
 `chunked`, `frozen` and `checkpoint` compute a part of a program again. Each program here must give
 what the plain one gives, and leave behind what the plain one leaves, or be refused in gradtools'
-own words. `replay_worlds` says what a program is, `test_torch_replay_programs` judges.
+own words. `replay_worlds` says what a program is, `test_replay_programs` judges.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Worlds in which what is computed again is compared with what was computed.
 
 A program is a world that is made anew for each run: a step, which computes numbers by way of an
-operator, and a reader of the state behind it. `test_torch_replay_programs` runs the step by our
+operator, and a reader of the state behind it. `test_replay_programs` runs the step by our
 operator and by the plain way (a loop over chunks, double backward, or f itself), and judges.
 """
 

@@ -2,7 +2,7 @@
 
     python -m pytest tests/torch/test_cuda.py -rs
 
-What needs no GPU to be seen is in test_torch_other_device.py.
+What needs no GPU to be seen is in test_other_device.py.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def test_parameters_of_a_module_in_a_closure():
     net = Net()
     lines = told(lambda: gt.guard_gradients(lambda x: net(x).sum())(X))
     assert sorted(line.partition(":")[0] for line in lines) == [f"net.{name}" for name in LOST]
-    assert any("detached at test_torch_guard.py:" in line for line in lines)
+    assert any("detached at test_guard.py:" in line for line in lines)
     assert "net.forgotten.weight: unused" in lines
 
 

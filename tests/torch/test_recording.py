@@ -386,7 +386,7 @@ def test_f_that_gives_something_else_each_time_is_not_followed():
 def test_the_corpus_covers_every_kind():
     covered = {cause.kind for cause in CAUSES}
     of_a_line = {name for name, kind in KINDS.items() if kind.has_place}  # others are of a model
-    of_numbers = {"not_finite", "faint", "empty"}  # in test_both_gradients_of_no_use
+    of_numbers = {"not_finite", "faint", "empty"}  # in test_gradients_of_no_use
     in_jax = {"stopped_in_rule"}
     assert of_a_line - covered == {"host_number", *of_numbers, *in_jax}
     partial = {cause.kind for cause in CAUSES if not cause.whole}
@@ -467,7 +467,7 @@ def test_the_error_names_the_cut():
 
     line = f.__code__.co_firstlineno + 1
     with pytest.raises(
-        DisconnectedInputError, match=f"cut by detach at test_torch_recording.py:{line}"
+        DisconnectedInputError, match=f"cut by detach at test_recording.py:{line}"
     ):
         gt.grad(f)(X)
 

@@ -144,7 +144,7 @@ def test_a_refusal_is_explained_once_and_points_at_the_users_line():
 
     text = str(_raised(WAYS["grad"], lambda x: gt.grad(f)(x).sum()))
     assert text.count("PyTorch says") == 1
-    assert f"test_torch_words_of_errors.py:{f.__code__.co_firstlineno + 1}" in text
+    assert f"test_words_of_errors.py:{f.__code__.co_firstlineno + 1}" in text
 
 
 def test_f_may_catch_pytorchs_refusal_by_its_type():

@@ -182,7 +182,7 @@ class _Differs(GradtoolsError):
 _FREE_SIGNS = (
     "formula: the value of f depends on the signs (for complex ones the phases) of singular "
     "vectors or eigenvectors, which nothing determines and each library chooses for itself, so "
-    "that it cannot be compared. Ask for a function that does not depend on them, such as u * s @ vh."
+    "that it cannot be compared. Ask for what does not depend on them, such as u * s @ vh."
 )
 _AS_RECORDED = (
     "written as f computes it, for with names such as softplus the values differ at the arguments:"

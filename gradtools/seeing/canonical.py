@@ -257,6 +257,11 @@ class Canonical:
         found = self._fresh(shape, ("axes",))
         return Form(key, found.sizes, found.dims, found.shape)
 
+    def held(self, node: Node, shape: tuple[int, ...]) -> Form:
+        """A small array of known numbers, as one that is captured is told."""
+        value = self.graph.values[node.outputs[0]]
+        return self._leaf(shape, "", ("leaf", node.attributes["value"], value.dtype))
+
     def joined(self, axis: int, given: Sequence[Form], shape: Sequence[int]) -> Form:
         """Arrays one after the other."""
         operands = tuple((self._whole(form), ()) for form in given)
@@ -538,6 +543,8 @@ def _broadcast(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[
 def _constant(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
     if given and not given[0].sizes:
         return [Form(given[0].key, (), ((),) * len(shape), shape)]
+    if isinstance(node.attributes["value"], str):
+        return [c.held(node, shape)]
     return [c._number(float(node.attributes["value"]), shape)]
 
 

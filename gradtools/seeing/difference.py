@@ -101,6 +101,11 @@ class GraphDifference:
         graphs = self.first, self.second
         held = [[g.values[v] for v in g.captured] for g in graphs]
         counts = [sum(1 for x in side if x.shape and not are_numbers(x.name)) for side in held]
+        made = [[n for n in g.nodes if n.operation == "constant"] for g in graphs]
+        counts = [
+            count + sum(1 for n in nodes if not (n.inputs or n.attributes))
+            for count, nodes in zip(counts, made, strict=True)
+        ]
         if not any(counts):
             return []
         return [f"the numbers in {counted(max(counts), 'captured array')} are not compared"]

@@ -179,6 +179,11 @@ class _FormulaDiffers(GradtoolsError):
     """The formula is not what the framework computes."""
 
 
+_FREE_SIGNS = (
+    "formula: the value of f depends on the signs (for complex ones the phases) of singular "
+    "vectors or eigenvectors, which nothing determines and each library chooses for itself, so "
+    "that it cannot be compared. Ask for what does not depend on them, such as u * s @ vh."
+)
 _AS_RECORDED = (
     "written as f computes it, for with names such as softplus the values differ at the arguments:"
 )
@@ -294,7 +299,8 @@ class _RecordedRun:
                 return self._of_one_run(formula, held, _OTHER_DRAWS)
             as_recorded = self._as_recorded(derived, held)
             if as_recorded is None or not isinstance(error, Differs):
-                raise _FormulaDiffers(str(error)) from error
+                signs = isinstance(error, Differs) and formula.has_free_signs
+                raise _FormulaDiffers(_FREE_SIGNS if signs else str(error)) from error
             return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
         try:
             self._at_given(formula, held)

@@ -152,7 +152,9 @@ class LiveBytes(Watching):
         found = func(*args, **(kwargs or {}))
         if (inside := inside_of(func, args)) is not None and (cost := inside.cost()) is not None:
             self.peak = max(self.peak, self.now + math.prod(args[2]) * cost.peak_bytes)
-        given = {_key(x) for x in upstream.tree_leaves((args, kwargs)) if _is_plain(x)}
+        fresh = func is torch.ops.aten.lift_fresh.default  # of numbers of Python's
+        before = () if fresh else upstream.tree_leaves((args, kwargs))
+        given = {_key(x) for x in before if _is_plain(x)}
         for x in upstream.tree_leaves(found):
             if _is_plain(x):
                 self._note(x.untyped_storage(), given)

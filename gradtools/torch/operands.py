@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradtools.seeing.attributes import numbers_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
 from gradtools.torch.wrappers import tensors_in
@@ -171,6 +172,7 @@ _NAMES = {name: name for name in _OWN.split()} | {
     "new_ones": "constant",
     "new_full": "constant",
     "scalar_tensor": "constant",
+    "lift_fresh": "constant",
 }
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     "rsub": lambda xs: [xs[1], xs[0], *xs[2:]],
@@ -336,6 +338,9 @@ def _rolled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
 def _made(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A constant: what it is filled with; its shape and dtype are those of its value."""
     values = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+    if call.name == "lift_fresh" and call.out is not None:
+        held = numbers_text(call.out.shape, call.out.tolist)
+        return operation, {"value": held} if held else {}
     if call.name in operations.NO_DATA and "fill_value" in call.given:
         return operation, {"value": call.given["fill_value"]}
     filled = {"value": values[call.name]} if call.name in values else {}

@@ -38,6 +38,24 @@ PROGRAMS = {
     "a product of sums": lambda p, x, w: x.sum(0) * p.exp(x).sum(0),
     "a maximum": lambda p, x, w: p.where(x > 0.7, p.exp(x), x * x),
 }
+# The same of PyTorch's own words; t is torch, F is torch.nn.functional.
+OF_PYTORCH = {
+    "rows of a list": lambda t, F, x: x[[0, 1]],
+    "rows of a tensor": lambda t, F, x: x[t.tensor([0, 1])] * 2,
+    "an embedding": lambda t, F, x: F.embedding(t.tensor([0, 1]), x),
+    "a mask": lambda t, F, x: x[x > 0.7],
+    "a limit": lambda t, F, x: x.exp().clamp(0, 2),
+    "layer norm": lambda t, F, x: F.layer_norm(x, (4,)),
+    "batch norm": lambda t, F, x: F.batch_norm(x, None, None, training=True),
+    "attention": lambda t, F, x: F.scaled_dot_product_attention(*[x[None]] * 3),
+    "cross entropy": lambda t, F, x: F.cross_entropy(x, t.tensor([0, 1, 2, 3, 0, 1])),
+    "a pool": lambda t, F, x: F.max_pool1d(x[None], 2),
+    "a convolution": lambda t, F, x: F.conv1d(x[None].exp(), t.ones(2, 6, 3)),
+    "an inverse": lambda t, F, x: t.linalg.inv(x.T @ x + t.eye(4)),
+    "singular values": lambda t, F, x: t.linalg.svdvals(x),
+    "sorted": lambda t, F, x: x.sort(1)[0],
+    "a running product": lambda t, F, x: x.cumprod(0),
+}
 RNG = np.random.default_rng(0)
 X, W = RNG.uniform(0.5, 1.0, (6, 4)).astype(np.float32), RNG.normal(size=(4, 4)).astype(np.float32)
 
@@ -102,6 +120,14 @@ def test_what_pytorch_keeps_is_what_its_hooks_are_handed(name):
     f = lambda x, w: PROGRAMS[name](torch, x, w)
     args = torch.tensor(X), torch.tensor(W)
     assert told(gt, f, *args) == (by_hooks(f, *args),) * 2
+
+
+@pytest.mark.parametrize("name", OF_PYTORCH)
+def test_what_pytorchs_own_functions_keep_is_what_its_hooks_are_handed(name):
+    torch = pytest.importorskip("torch")
+    gt = importlib.import_module("gradtools.torch")
+    f = lambda x: OF_PYTORCH[name](torch, torch.nn.functional, x)
+    assert told(gt, f, torch.tensor(X)) == (by_hooks(f, torch.tensor(X)),) * 2
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

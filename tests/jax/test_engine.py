@@ -329,9 +329,7 @@ def test_the_message_names_the_operation_and_the_line():
         return jnp.sum(hard * 1.0)
 
     line = f.__code__.co_firstlineno + 1
-    with pytest.raises(
-        DisconnectedInputError, match=rf"cut by \w+ at test_engine\.py:{line}\b"
-    ):
+    with pytest.raises(DisconnectedInputError, match=rf"cut by \w+ at test_engine\.py:{line}\b"):
         gt.grad(f)(X)
 
 

@@ -817,6 +817,14 @@ def test_writing_beyond_the_end_is_marked_for_it_is_dropped():
     assert formula.marked == ("scatter",)
 
 
+@pytest.mark.parametrize("update", [(3,), (3, 2)])
+def test_of_what_is_written_twice_to_one_place_the_last_stays(update):
+    at, u = jnp.asarray([0, 0, 2]), jnp.arange(1.0, 1 + np.prod(update)).reshape(update)
+    x = jnp.ones((4, *update[1:]))
+    found = gt.formula(lambda x, u: x.at[at].set(u), x, u, wrt=(0, 1))
+    assert found.check is not None and not found.marked
+
+
 def test_reading_beyond_the_end_gives_what_jax_fills_in():
     formula = checked(lambda x: jnp.take(x, jnp.asarray([0, 9]), fill_value=2.0), real(3))
     assert formula.marked == ()

@@ -179,6 +179,8 @@ def one(node, given):
         (body,) = node.bodies
         return computed(body.graph, [given[i] for i in body.inputs])
     told, given = dict(node.attributes), [*given]
+    if node.operation == "constant" and isinstance(told.get("value"), str):
+        return [np.asarray(eval(told["value"]))]
     if node.operation == "pad" and len(given) == 2:  # both may be attributes in the vocabulary
         told["value"] = float(given.pop())
     if node.operation == "clip" and len(given) == 3:

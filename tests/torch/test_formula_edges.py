@@ -247,3 +247,10 @@ def test_an_operation_on_lists_is_one_on_each_tensor(write, line):
     found = gt.formula(f, torch.rand(3) + 1)
     assert not found.marked and found.check is not None
     assert line is None or found.lines(0) == [line]
+
+
+def test_a_function_of_the_signs_of_singular_vectors_is_refused_for_that():
+    torch.manual_seed(0)
+    with pytest.raises(GradtoolsError, match=r"signs .* of singular vectors .* each library") as e:
+        gt.formula(lambda A: torch.linalg.svd(A, full_matrices=False)[0], torch.randn(4, 3))
+    assert "report" not in str(e.value)

@@ -466,9 +466,7 @@ def test_the_error_names_the_cut():
         return (y**2).sum()
 
     line = f.__code__.co_firstlineno + 1
-    with pytest.raises(
-        DisconnectedInputError, match=f"cut by detach at test_recording.py:{line}"
-    ):
+    with pytest.raises(DisconnectedInputError, match=f"cut by detach at test_recording.py:{line}"):
         gt.grad(f)(X)
 
 

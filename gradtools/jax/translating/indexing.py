@@ -280,8 +280,11 @@ def _update_in_order(
 
 def _written(w: Any, mode: str, x: int, u: int, places: _Places) -> int | None:
     given = {"axes": places.axes}
-    if mode in ("set", "add"):
-        return w("scatter", x, u, *places.indices, mode=mode, **given)
+    if mode == "set":
+        u, indices = _last(w, u, places)
+        return w("scatter", x, u, *indices, mode="set", **given)
+    if mode == "add":
+        return w("scatter", x, u, *places.indices, mode="add", **given)
     if mode == "sub":
         return w("scatter", x, w("negate", u), *places.indices, mode="add", **given)
     if not _are_different(w, places):
@@ -292,11 +295,29 @@ def _written(w: Any, mode: str, x: int, u: int, places: _Places) -> int | None:
 
 def _are_different(w: Any, places: _Places) -> bool:
     """Whether no place is written twice."""
+    rows = _rows(w, places)
+    return rows is not None and np.unique(rows, axis=1).shape[1] == rows.shape[1]
+
+
+def _rows(w: Any, places: _Places) -> np.ndarray | None:
+    """The places, one in each column; None where they are not known."""
     known = [w.concrete(i) for i in places.indices]
     if any(k is None for k in known):
-        return False
-    rows = np.stack([np.broadcast_to(k, places.shape).ravel() for k in known])
-    return np.unique(rows, axis=1).shape[1] == rows.shape[1]
+        return None
+    return np.stack([np.broadcast_to(k, places.shape).ravel() for k in known])
+
+
+def _last(w: Any, u: int, places: _Places) -> tuple[int, list[int]]:
+    """What stays of an update that writes some places twice, and where: the last of each."""
+    rows = _rows(w, places)
+    if rows is None or np.unique(rows, axis=1).shape[1] == rows.shape[1]:
+        return u, places.indices
+    first = np.unique(rows[:, ::-1], axis=1, return_index=True)[1]
+    kept = np.sort(rows.shape[1] - 1 - first)
+    rest = w.shape(u)[len(places.shape) :]
+    flat = w("reshape", u, shape=(rows.shape[1], *rest))
+    held = [w.constant(at) for at in (kept, *rows[:, kept])]
+    return w("index", flat, held[0], axes=(0,)), held[1:]
 
 
 def _scatter(mode: str) -> Any:

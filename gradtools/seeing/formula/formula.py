@@ -311,6 +311,13 @@ class Formula:
         plain = [(arrays(xs), arrays(gs), arrays(us)) for xs, gs, us in chosen]
         return compare(self, derivation, plain, tolerance, captured, convert)
 
+    @property
+    def has_free_signs(self) -> bool:
+        """Whether the program reads singular vectors or eigenvectors."""
+        values = {"svd": 1, "eigh": 0}
+        read = order(self._derived.lowered.program.outputs)
+        return any(x.op in values and x["output"] != values[x.op] for x in read)
+
     def near(
         self, inputs: Sequence[Any], step: float = 0.1
     ) -> Callable[[np.random.Generator], tuple]:

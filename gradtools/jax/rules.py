@@ -170,8 +170,15 @@ def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Rule:
 
 def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
     """The jaxpr of what the author of a rule wrote."""
-    try:
+    with _in_words(rule):
         return jax.make_jaxpr(fun)(*at)
+
+
+@contextmanager
+def _in_words(rule: Rule) -> Iterator[None]:
+    """Says what JAX says of code that reads the value of a traced array, of an author's rule."""
+    try:
+        yield
     except _READS_A_VALUE as error:
         if rule.contract is None:
             raise
@@ -671,7 +678,7 @@ def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
 def _tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
     n, operands = len(operands) - sum(given), tuple(_arrays(operands))
     assert rule.tangent is not None
-    with _promoting(rule):
+    with _promoting(rule), _in_words(rule):
         return rule.tangent(operands[:n], spread(operands[n:], given))
 
 
@@ -680,7 +687,7 @@ def _cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, y
 
     def run(*operands: Any) -> list[Any]:
         assert rule.cotangent is not None
-        with _promoting(rule):
+        with _promoting(rule), _in_words(rule):
             found = rule.cotangent(operands[:n], spread(operands[n:], given))
         return [ct for ct, w in zip(found, wanted, strict=True) if w]
 

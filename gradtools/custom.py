@@ -318,6 +318,8 @@ class CustomRule:
         except TypeError as error:
             raise self._unhashable(statics, others) from error
         if found is None:
+            if self._arrays_in(statics):
+                raise self._unhashable(statics, others)  # PyTorch's tensors are hashable
             full = _marked(iter(others), arrays)
             treedef = self._backend.from_sketch(structure)
             found = self._shapes[key] = Shaped(self, statics, treedef, full)
@@ -326,22 +328,29 @@ class CustomRule:
                 del self._by_key[self._shapes.popitem(last=False)[1].rule.key]
         return found
 
+    def _arrays_in(self, tree: Any) -> list[Any]:
+        backend = self._backend
+        leaves = backend.flatten(tree)[0]
+        return [x for x in leaves if backend.is_array(x) or isinstance(x, np.ndarray)]
+
     def _unhashable(self, statics: Any, others: Any) -> GradtoolsError:
+        backend = self._backend
         name, x = next(
             (name, x)
             for name, x in [*zip(self._taken.statics, statics, strict=True)]
             + [(None, o) for o in others]
-            if not _is_hashable(x)
+            if not _is_hashable(x) or self._arrays_in(x)
         )
-        came = describe(self._backend, x)
+        came, held = describe(backend, x), self._arrays_in(x)
         if name is None:
             return GradtoolsError(
                 f"{self.__name__}: an argument holds {came}, which is neither an array nor "
                 "hashable. Pass arrays, or make it hashable."
             )
-        if self._backend.is_array(x) or isinstance(x, np.ndarray):
+        if held:
+            what = f"is {came}" if held[0] is x else f"holds {describe(backend, held[0])}"
             return GradtoolsError(
-                f"{self.__name__}: the static argument {name!r} is {came}, and an array selects no "
+                f"{self.__name__}: the static argument {name!r} {what}, and an array selects no "
                 "program. Take it out of static_argnames; bwd may return None for it."
             )
         return GradtoolsError(

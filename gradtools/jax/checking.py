@@ -17,12 +17,10 @@ import numpy as np
 from gradtools.contract import Contract
 from gradtools.errors import warn
 from gradtools.jax import homogeneous
-from gradtools.jax.primitives import Mask, eval_cotangent
+from gradtools.jax.primitives import READS_A_VALUE, Mask, eval_cotangent
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
 from gradtools.linearity import is_linear
 from gradtools.rules import Linearized, Rule, saved_from, spread
-
-READS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
 def looks_of(xs: Sequence[Any]) -> Any:

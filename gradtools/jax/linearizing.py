@@ -15,9 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradtools.errors import GradtoolsError, refusal
+from gradtools.errors import GradtoolsError
 from gradtools.jax.checking import (
-    READS_A_VALUE,
     hold_evaluated,
     hold_maps,
     hold_transposed,
@@ -28,7 +27,7 @@ from gradtools.jax.checking import (
 )
 from gradtools.jax.lifetimes import remembered
 from gradtools.jax.manual_axes import varies
-from gradtools.jax.primitives import Mask
+from gradtools.jax.primitives import READS_A_VALUE, Mask, in_words
 from gradtools.jax.transposing import NOT_LINEAR, transpose_map
 from gradtools.jax.trees import conj, filled, likes_of, struct_of, without_none, zeros_of
 from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
@@ -81,20 +80,8 @@ def _linearized_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Rule:
 
 def _traced(rule: Rule, fun: Callable[..., Any], at: Sequence[Any]) -> Any:
     """The jaxpr of what the author of a rule wrote."""
-    try:
+    with in_words(rule):
         return jax.make_jaxpr(fun)(*at)
-    except READS_A_VALUE as error:
-        if rule.contract is None:
-            raise
-        raise refusal(error, f"{rule.contract.name}: {_IS_TRACED} JAX says: {error}") from error
-
-
-_IS_TRACED = (
-    "its rule reads the value of an array (a Python if or while, bool(), float(), NumPy) where it "
-    "is traced, as it is under jit, vmap, in loops and at second order. Use jax.numpy.where or "
-    "jax.lax.cond; pass what selects the program by static_argnames; take NumPy code into the "
-    "program by host_function."
-)
 
 
 def evaluated_now(rule: Rule, xs: Sequence[Any], given: Mask | None) -> Any:

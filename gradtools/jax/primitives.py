@@ -7,14 +7,15 @@ and `outs` what comes out. How they are differentiated and batched stands in `ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
+from gradtools.errors import refusal
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Primitive, prints_as
 from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, recalled, remembered
@@ -23,6 +24,25 @@ from gradtools.jax.trees import is_inexact
 from gradtools.rules import Rule, spread
 
 Mask = tuple[bool, ...]
+
+READS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+_IS_TRACED = (
+    "its rule reads the value of an array (a Python if or while, bool(), float(), NumPy) where it "
+    "is traced, as it is under jit, vmap, in loops and at second order. Use jax.numpy.where or "
+    "jax.lax.cond; pass what selects the program by static_argnames; take NumPy code into the "
+    "program by host_function."
+)
+
+
+@contextmanager
+def in_words(rule: Rule) -> Iterator[None]:
+    """Says what JAX says of code that reads the value of a traced array, of an author's rule."""
+    try:
+        yield
+    except READS_A_VALUE as error:
+        if rule.contract is None:
+            raise
+        raise refusal(error, f"{rule.contract.name}: {_IS_TRACED} JAX says: {error}") from error
 
 
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
@@ -53,7 +73,7 @@ def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
     """The rule's tangent map."""
     n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
     assert rule.tangent is not None
-    with promoting(rule):
+    with promoting(rule), in_words(rule):
         return rule.tangent(operands[:n], spread(operands[n:], given))
 
 
@@ -63,7 +83,7 @@ def eval_cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: An
 
     def run(*operands: Any) -> list[Any]:
         assert rule.cotangent is not None
-        with promoting(rule):
+        with promoting(rule), in_words(rule):
             found = rule.cotangent(operands[:n], spread(operands[n:], given))
         return [ct for ct, w in zip(found, wanted, strict=True) if w]
 

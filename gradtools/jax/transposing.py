@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.jax import tracing
-from gradtools.jax.checking import READS_A_VALUE, check_linear
+from gradtools.jax.checking import check_linear
 from gradtools.jax.manual_axes import varies, varying
-from gradtools.jax.primitives import primal_p
+from gradtools.jax.primitives import READS_A_VALUE, primal_p
 from gradtools.jax.trees import conj, struct_of, without_none, zeros_of
 from gradtools.rules import Rule
 

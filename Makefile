@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 demo: $(STAMP)
 	$(BIN)/gradtools demo
 
-# What a contributor waits for; CI runs all (tests/tiers.py says which tests are left out).
+# What a contributor waits for; CI runs all (tests/support/tiers.py says which tests are left out).
 test: MARKED := not slow and not sweep and not ahead
 test-all: MARKED := not sweep and not ahead
 test test-all: $(STAMP)
@@ -26,7 +26,7 @@ test test-all: $(STAMP)
 
 # Whether the quick tests see what is wrong: half an hour or more.
 mutants: $(STAMP)
-	$(BIN)/python tests/mutants.py --workers $(WORKERS)
+	$(BIN)/python tests/support/mutants.py --workers $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -61,7 +61,7 @@ AHEAD_ENV := JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 XLA_FLAGS=--xla_gpu_autot
     TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-4 \
     GRADTOOLS_TEST_OPTIMIZED=1 PYTHONPATH=.
 tpu cuda: $(AHEAD)/.installed
-	$(AHEAD_ENV) $(AHEAD)/bin/python -m pytest -m ahead -k $@ tests/test_jax_ahead_of_time.py $(PYTEST_ARGS)
+	$(AHEAD_ENV) $(AHEAD)/bin/python -m pytest -m ahead -k $@ tests/jax/test_ahead_of_time.py $(PYTEST_ARGS)
 	$(AHEAD_ENV) $(AHEAD)/bin/python benchmarks/ahead_of_time.py $@
 
 $(AHEAD)/.installed: $(STAMP)

@@ -4,9 +4,10 @@
 
 Counted are Python's objects, the bytes of live arrays, and entries of caches (in JAX also the
 compiled programs): after some calls that fill what is filled once, and again at the end. The
-operators are used as in tests/every_operator.py. In PyTorch each call makes its operator of new
-functions, which is the hardest for caches; in JAX it is made once, for eager JAX keeps what it
-compiled for functions that are new in each call (see tests/test_leaks.py, which measures that).
+operators are used as in tests/support/every_operator.py. In PyTorch each call makes its operator of
+new functions, which is the hardest for caches; in JAX it is made once, for eager JAX keeps what it
+compiled for functions that are new in each call (see tests/house/test_leaks.py, which measures
+that).
 
 A run takes the operators in the order of their cost, each for --seconds at most, and keeps what it
 found in out/leaks.jsonl, so one that was ended goes on where it was; a second process that begins
@@ -32,7 +33,7 @@ from time import process_time
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 
 from every_operator import POINT, USES, Use, World, healthy  # noqa: E402, it is no package
 
@@ -178,9 +179,9 @@ def report(runs: list[Run]) -> Iterator[str]:
         "Live before many calls of an operator, and how much more after them. In PyTorch each call "
         "makes its operator of new functions; in JAX it is made once. The object a call of "
         "`mixed_partial` in JAX is a dead weak reference in JAX's own caches, as `jax.jvp` of a "
-        "`jax.grad` written by hand leaves one (tests/test_leaks.py measures both). Of each public "
-        "name in JAX one use at least is called so often; some of the costliest of x * x alone "
-        "(--square), in place of sin(x) + x * x."
+        "`jax.grad` written by hand leaves one (tests/house/test_leaks.py measures both). Of each "
+        "public name in JAX one use at least is called so often; some of the costliest of x * x "
+        "alone (--square), in place of sin(x) + x * x."
     )
     for backend in ONCE:
         found = [r for r in runs if r.backend == backend]

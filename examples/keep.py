@@ -2,7 +2,8 @@
 
     python examples/keep.py [NAME ...]    # all of them take some ten minutes
 
-`tests/test_examples.py` runs the examples and holds what is kept to it, but for its numbers.
+`tests/examples/test_examples.py` runs the examples and holds what is kept to it, but for its
+numbers.
 """
 
 import os

@@ -138,7 +138,7 @@ class Accumulation(Operators):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TargetLeaf:
     """A leaf of the target and the gradient meant for it.
 
     Attributes:
@@ -167,20 +167,20 @@ class Trees:
     leaf_paths: Callable[[Any], list[str]]
 
 
-def paired(trees: Trees, asked: str, target: Any, grads: Any) -> list[Entry]:
+def paired(trees: Trees, asked: str, target: Any, grads: Any) -> list[TargetLeaf]:
     """One entry for each leaf of target, in the order in which it flattens."""
     leaves, treedef = trees.flatten(target)
     numbered = trees.unflatten(treedef, list(range(len(leaves))))
-    given = dict(_Pairing(trees, asked).pairs(numbered, grads, ""))
+    given = dict(_TargetWalk(trees, asked).pairs(numbered, grads, ""))
     paths = trees.leaf_paths(target)
     return [
-        Entry(path, leaf, given.get(i))
+        TargetLeaf(path, leaf, given.get(i))
         for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
     ]
 
 
 @dataclass(frozen=True)
-class _Pairing:
+class _TargetWalk:
     """Walks the target, its leaves replaced by their numbers, and the gradients side by side."""
 
     trees: Trees
@@ -280,7 +280,7 @@ class _State:
     weight: Any
 
 
-class Wing(Protocol):
+class AccumulationWing(Protocol):
     """What a wing's `accumulate.py` provides: the backend's `accumulation`."""
 
     def write_gradients(self, target: Any, grads: Any, *, add: bool) -> Any:
@@ -319,7 +319,7 @@ class GradientAccumulator:
         self._backend = backend
         self._precision = _precision(dtype)
         self._compensated = compensated
-        self._wing: Wing = backend.accumulation
+        self._wing: AccumulationWing = backend.accumulation
         self._trace = self._wing.current_trace()
         self._lock = Lock()
         self._state: _State | None = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what a type checker, and an editor, sees
     from gradtools.seeing.formulating import Formulating
     from gradtools.seeing.graphing import Graphing
     from gradtools.seeing.measures import Measures
-    from gradtools.seeing.operators import Seeing
+    from gradtools.seeing.operators import SeeingOperators
     from gradtools.tiled import Tiling
 
     class Api(
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what a type checker, and an editor, sees
         Pairs,
         Accumulation,
         Models,
-        Seeing,
+        SeeingOperators,
         Graphing,
         Formulating,
         Measures,
@@ -81,7 +81,7 @@ _ROOMS = {
     "pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
-    "seeing.operators:Seeing": "dependence why_zero guard_gradients",
+    "seeing.operators:SeeingOperators": "dependence why_zero guard_gradients",
     "seeing.graphing:Graphing": "gradient_graph graph_diff",
     "seeing.formulating:Formulating": "formula",
     "seeing.measures:Measures": "measure",

@@ -29,14 +29,14 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Chunks, Options
+    from gradtools.chunks import ChunkOptions, Chunks
     from gradtools.host import Kernel, KernelCall, Results
     from gradtools.seeing.graph import Graph
     from gradtools.seeing.passes import Differentiated, Live
-    from gradtools.seeing.program import Program
+    from gradtools.seeing.program import LeafProgram
     from gradtools.seeing.recording import Recording, Run, Vanished
-    from gradtools.seeing.training import Held, Optimised
-    from gradtools.tiled import Sweep
+    from gradtools.seeing.training import HeldArray, Optimised
+    from gradtools.tiles import Sweep
 
 Array = Any
 P = ParamSpec("P")
@@ -47,7 +47,7 @@ Fun = Callable[..., tuple[list[Array], list[Array]]]
 _PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)  # who takes a pullback's
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Evaluation:
     """One evaluation of a function, and its derivative there.
 
@@ -335,6 +335,10 @@ class Rules(Differentiation):
 
         return spread(self.pull(pushed, zeros, cts), moving)
 
+    def scaled(self, x: Any, factor: float) -> Array | None:
+        """x with the derivative times a number, in the framework's own way; None: by a rule."""
+        return None
+
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
         return self.apply_rule(by_key(key), *xs)
 
@@ -436,7 +440,7 @@ class Programs(Rules):
 class Recomputation(Programs):
     """Chunks and frozen functions: by default a loop, each chunk computed again; f as it is."""
 
-    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
+    def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         """f, which is computed again where its derivative is taken."""
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -514,7 +518,7 @@ class Recomputation(Programs):
         return None
 
     def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
-        """The output leaves of one use, a `chunking.Chunks` of one chunk that shares all."""
+        """The output leaves of one use, a `chunks.Chunks` of one chunk that shares all."""
         return whole.call(0, 0, [], whole.shared, [])[0]
 
     def is_replaying(self) -> bool:
@@ -580,11 +584,13 @@ class Seeing(Tiles):
         """The model that f is, or holds if the wing looks for one; None if there is none."""
         return None
 
-    def held(self, asked: str, model: Any) -> list[Held]:
+    def held(self, asked: str, model: Any) -> list[HeldArray]:
         """The arrays of a model, or of a tree of models and arrays."""
         return self._lacks(asked)
 
-    def optimised(self, asked: str, optimizer: Any, model: Any, held: Sequence[Held]) -> Optimised:
+    def optimised(
+        self, asked: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
+    ) -> Optimised:
         """What an optimiser changes."""
         return self._lacks(asked)
 
@@ -609,7 +615,7 @@ class Seeing(Tiles):
         """The passes of a program as one graph, its effects undone; or what is held of results."""
         return self._lacks("gradient_graph")
 
-    def formula_graph(self, program: Program) -> Graph:
+    def formula_graph(self, program: LeafProgram) -> Graph:
         """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
 
         ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
@@ -617,7 +623,7 @@ class Seeing(Tiles):
         """
         return self._lacks("formula")
 
-    def trying(self, program: Program, wide: bool) -> AbstractContextManager[Any]:
+    def trying(self, program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
         """Inside, f may run as if it had never run: what it changes is undone at the end.
 
         wide: Arrays of 64 bits may be made, and what f holds is read in float64 and complex128.

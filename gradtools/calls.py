@@ -84,7 +84,9 @@ class Call:
         self._out_is_leaf = not isinstance(out, tuple | list | dict)
         out_leaves, self._out_def = backend.flatten(out)
         self._out_count = len(out_leaves)
-        aux_leaves, self._aux_def = backend.flatten(aux)
+        aux_leaves: list[Any] = []
+        if self.has_aux:
+            aux_leaves, self._aux_def = backend.flatten(aux)
         self._inexact: list[bool] = []
         outs: list[Array] = []
         extras: list[Array] = []
@@ -156,13 +158,12 @@ class Call:
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
         """`(out, aux)` of f from the flat lists. What f did to its modules is written."""
-        if self.opened is not None:
-            self.settle(extras)
+        self.settle(extras)
         diff, rest = iter(outs), iter(extras)
         leaves = [next(diff) if inexact else next(rest) for inexact in self._inexact]
         aux = [static[0] if static else next(rest) for static in self._aux_static]
-        backend = self.backend
-        return backend.unflatten(self._out_def, leaves), backend.unflatten(self._aux_def, aux)
+        out = self.backend.unflatten(self._out_def, leaves)
+        return out, self.backend.unflatten(self._aux_def, aux) if self.has_aux else None
 
     def settle(self, extras: Sequence[Array]) -> None:
         """Writes what f did to the modules that it is given."""
@@ -223,6 +224,8 @@ def normalized_argnums(
     asked: str, argnums: Any, count: int, name: str = "argnums"
 ) -> tuple[int, ...]:
     """argnums as a tuple of positions from 0, each checked against the number of arguments."""
+    if argnums == 0 and type(argnums) is int and count:
+        return (0,)
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     positions = []
     for i in given:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Node:
+class OpenedContainer:
     """A container that was opened.
 
     Attributes:
@@ -62,7 +62,7 @@ class OpenedTree:
     """
 
     treedef: Any
-    nodes: tuple[tuple[int, Node], ...]
+    nodes: tuple[tuple[int, OpenedContainer], ...]
 
     @property
     def num_leaves(self) -> int:
@@ -107,12 +107,12 @@ class Containers:
         if not any(map(_KINDS.__getitem__, map(type, leaves))):
             return leaves, treedef
         found: list[Any] = []
-        nodes: list[tuple[int, Node]] = []
+        nodes: list[tuple[int, OpenedContainer]] = []
         for place, x in enumerate(leaves):
             parts = None if self.is_whole(x) else _parts(x)
             inner, inside = ([x], None) if parts is None else self._of_parts(parts)
             if parts is not None and any(map(self.is_array, inner)):
-                nodes.append((place, Node(type(x), tuple(parts), inside, _pattern(x))))
+                nodes.append((place, OpenedContainer(type(x), tuple(parts), inside, _pattern(x))))
                 found += inner
             else:
                 found.append(x)
@@ -183,7 +183,7 @@ def _parts(x: Any) -> dict[Any, Any] | None:
     return {name: part for name, part in found.items() if part is not missing}
 
 
-def _parts_like(node: Node, x: Any) -> Any:
+def _parts_like(node: OpenedContainer, x: Any) -> Any:
     """The parts of something that stands where a container did, in its order."""
     parts = _parts(x) if not isinstance(x, dict) else x
     if parts is None or parts.keys() != set(node.keys):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gradtools.seeing.graph import Graph
 
 
-class Inside(Protocol):
+class ForeignProgram(Protocol):
     """What looks into a function of the other framework, by what its arguments look like."""
 
     @property
@@ -58,7 +58,7 @@ class Crossed:
         batch: The sizes of the axes of batches.
     """
 
-    inside: Inside
+    inside: ForeignProgram
     inputs: tuple[int, ...]
     batch: tuple[int, ...]
 

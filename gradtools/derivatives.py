@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
 from gradtools.arguments import Argument, arguments
-from gradtools.backend import Array, Backend, Evaluation, Fun, Operators, P, R, T
+from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.batches import Batch
 from gradtools.blocks import blocks
 from gradtools.calls import Call, describe, like_function, normalized_argnums, with_article
@@ -98,7 +98,7 @@ class Derivatives(Operators):
             >>> gt.to_numpy(g["w"]).tolist()
             [2.0, 4.0]
         """
-        _check_scalar("grad", f, disconnected_inputs)
+        _one_of("grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         asked = "grad", f, argnums, has_aux, disconnected_inputs
         return _named("grad", f, partial(self._gradient_at, asked))
 
@@ -157,7 +157,7 @@ class Derivatives(Operators):
             >>> float(value), float(g)
             (9.0, 6.0)
         """
-        _check_scalar("value_and_grad", f, disconnected_inputs)
+        _one_of("value_and_grad", "disconnected_inputs", disconnected_inputs, _DISCONNECTED)
         asked = "value_and_grad", f, argnums, has_aux, disconnected_inputs
         return _named("value_and_grad", f, partial(self._value_and_gradient_at, asked))
 
@@ -197,7 +197,6 @@ class Derivatives(Operators):
         pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
-        _check_scalar("minimax_value_and_grad", f, "raise")
         asked = "minimax_value_and_grad", f, (*down, *up), False, "raise"
         call = partial(self._value_and_directions, asked, len(down))
         return _named("minimax_value_and_grad", f, call)
@@ -527,7 +526,6 @@ class Derivatives(Operators):
             [1.0, 9.0]
         """
         _check_chunk_size("per_example_grad", chunk_size)
-        _check_scalar("per_example_grad", f, "raise")
         asked = "per_example_grad", f, argnums, False, "raise"
         return _named("per_example_grad", f, partial(self._per_example, asked, in_axes, chunk_size))
 
@@ -615,21 +613,19 @@ class Derivatives(Operators):
         call = Call(self._backend, asked, f, args, kwargs, positions, has_aux)
         groups = {"zeros": None, "strict": [1] * len(call.leaves)}.get(disconnected, call.counts)
         found = self._backend.vjp(call, call.leaves, groups=groups, once=True)
-        grads = self._gradient(call, found, disconnected)
-        value, aux = call.output(found.outs, found.extras)
+        value = call.scalar(found.outs, found.extras)
+        grads: Sequence[Any] = found.pullback([self._backend.ones_like(value)])
+        if not (found.checked and is_reached(grads)):
+            if disconnected != "zeros":
+                Connection(self._backend, call, found, grads).check(disconnected)
+            grads = self._filled(call, grads)
+        aux = None
+        if has_aux:
+            aux = call.output(found.outs, found.extras)[1]
+        else:
+            call.settle(found.extras)
         trees = call.to_trees(grads)
         return value, aux, trees if isinstance(argnums, tuple | list) else trees[0]
-
-    def _gradient(self, call: Call, found: Evaluation, disconnected: str) -> list[Array]:
-        grads = self._pulled(call, found)
-        if disconnected != "zeros" and not (found.checked and is_reached(grads)):
-            Connection(self._backend, call, found, grads).check(disconnected)
-        return self._filled(call, grads)
-
-    def _pulled(self, call: Call, found: Evaluation) -> list[Array | None]:
-        """The pullback of one, of a real scalar."""
-        out = call.scalar(found.outs, found.extras)
-        return found.pullback([self._backend.ones_like(out)])
 
     def _filled(self, call: Call, grads: Sequence[Array | None]) -> list[Array]:
         zeros = self._backend.zeros_like
@@ -640,7 +636,8 @@ class Derivatives(Operators):
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
             found = self._backend.vjp(fun, list(leaves), groups=None, once=True)
-            grads = self._pulled(call, found)
+            out = call.scalar(found.outs, found.extras)
+            grads = found.pullback([self._backend.ones_like(out)])
             refuse_cut(call, found.cut(grads))
             return self._filled(call, grads), found.extras if call.opened is not None else []
 
@@ -767,11 +764,6 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
 def _named(operator: str, f: Any, call: partial[Any]) -> Callable[..., Any]:
     _callable(operator, f)
     return like_function(f"{operator}(", f, call, ")")
-
-
-def _check_scalar(asked: str, f: Any, disconnected: str) -> None:
-    _one_of(asked, "disconnected_inputs", disconnected, _DISCONNECTED)
-    _callable(asked, f)
 
 
 def _callable(asked: str, f: Any, name: str = "f") -> None:

@@ -196,7 +196,8 @@ class Edits(Operators):
 
     def _scaled(self, name: str, x: Any, scale: Any, sign: int) -> Any:
         backend = self._backend
-
+        if type(scale) is float and (found := backend.scaled(x, sign * scale)) is not None:
+            return found
         is_number = isinstance(scale, int | float)  # of these no operation takes the sign
         signed = -scale if is_number and sign < 0 else scale
 

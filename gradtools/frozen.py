@@ -22,10 +22,10 @@ from typing import Any
 from gradtools.backend import F, Operators
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
-from gradtools.chunking import SUMMED, Chunks, Cut, Options
+from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition
 from gradtools.errors import GradtoolsError
 
-_ONE = Cut(1, 1)  # a use is one chunk
+_ONE = Partition(1, 1)  # a use is one chunk
 
 
 class Freezing(Operators):
@@ -93,16 +93,18 @@ class Freezing(Operators):
             raise GradtoolsError(
                 f"frozen: G is {with_article(type(G).__name__)}; expected a function."
             )
-        Options(0, memory_budget, verify).check(G, 1, "frozen")
-        options = Options(0, verify=verify)
+        ChunkOptions(0, memory_budget, verify).check(G, 1, "frozen")
+        options = ChunkOptions(0, verify=verify)
         uses = self._backend.frozen_uses(memory_budget)
 
         return like_function("frozen_", G, partial(self._frozen, G, options, uses))
 
-    def _frozen(self, G: Any, options: Options, uses: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _frozen(
+        self, G: Any, options: ChunkOptions, uses: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         return self._backend.uncompiled(self._use, G, options, uses, args, kwargs)
 
-    def _use(self, G: Any, options: Options, uses: Any, args: Any, kwargs: Any) -> Any:
+    def _use(self, G: Any, options: ChunkOptions, uses: Any, args: Any, kwargs: Any) -> Any:
         batch = Batch.whole(self._backend, "frozen", args, kwargs)
         whole = Chunks(self._backend, G, batch, SUMMED, (), (), _ONE, options)
         return whole.result(self._backend.run_frozen(whole, uses), [])

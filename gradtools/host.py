@@ -27,7 +27,7 @@ from gradtools.containers import whole
 from gradtools.errors import GradtoolsError
 
 if TYPE_CHECKING:
-    from gradtools.crossings import Inside
+    from gradtools.crossings import ForeignProgram
 
 Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
 
@@ -127,7 +127,7 @@ class Kernel:
     vectorized: bool = False
     name: str = ""
     raw: bool = False
-    inside: Inside | None = None
+    inside: ForeignProgram | None = None
     traced: dict[str, KernelCall] = field(default_factory=dict, init=False)
     calls: dict[Any, KernelCall] = field(default_factory=dict, init=False)
     known: dict[Any, tuple[KernelCall, Results]] = field(default_factory=dict, init=False)
@@ -313,7 +313,11 @@ class KernelCall:
         return out(*self._arguments(specs)) if callable(out) else out
 
     def run(
-        self, xs: Sequence[np.ndarray], expected: Results, batch: Shape = ()
+        self,
+        xs: Sequence[np.ndarray],
+        expected: Results,
+        batch: Shape = (),
+        locked: bool = False,
     ) -> list[np.ndarray]:
         """Calls the kernel.
 
@@ -321,19 +325,20 @@ class KernelCall:
             xs: NumPy arrays with len(batch) axes in front, each as long as batch's or 1.
             expected: What comes out for one example, see `results`.
             batch: The sizes of the batch axes.
+            locked: Whether they are read-only and in C order already.
 
         Returns:
             New arrays of the expected shapes behind the batch axes, bfloat16 as float32.
         """
-        if not self.kernel.raw:
-            xs = [_read_only(x) for x in xs]
+        if not (locked or self.kernel.raw):
+            xs = [read_only(x) for x in xs]
         full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs] if batch else xs
         if self.kernel.raw:
             return self._called(full, expected, batch)
         if not batch:
             return self._copied(xs, expected)
         if self.kernel.vectorized:
-            return self._copied([_read_only(x) for x in full], expected, batch)
+            return self._copied([read_only(x) for x in full], expected, batch)
         ys = [np.empty((*batch, *s.shape), _carrier(s.dtype)) for s in expected.specs]
         for i in np.ndindex(*batch):
             found = self._called([x[(*i, ...)] for x in full], expected)
@@ -449,7 +454,7 @@ def _carrier(dtype: str) -> str:
     return _CARRIED.get(dtype, dtype)
 
 
-def _read_only(x: np.ndarray) -> np.ndarray:
+def read_only(x: np.ndarray) -> np.ndarray:
     """x in C order, without a way to make it writable again."""
     if x.dtype.kind not in _PLAIN_KINDS:  # a framework's own, which NumPy knows as raw bytes
         x = x.astype(_carrier(x.dtype.name))

@@ -34,7 +34,7 @@ def refusal(asked: str, name: str, model: Any) -> GradtoolsError:
 
 
 @dataclass(frozen=True)
-class Wing:
+class KerasWing:
     """What is the framework's own.
 
     Attributes:
@@ -52,7 +52,7 @@ class Wing:
     drawing: Callable[[Any, Any], AbstractContextManager[Any]] = lambda key, arrays: nullcontext()
 
 
-def functionalize(module: Any, variables: Any, train: bool | None, wing: Wing) -> tuple:
+def functionalize(module: Any, variables: Any, train: bool | None, wing: KerasWing) -> tuple:
     """``(apply, params, state)``: params and state map the variables' paths to arrays."""
     keras = sys.modules["keras"]
     backend = keras.backend.backend()

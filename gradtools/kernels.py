@@ -16,10 +16,12 @@ from typing import Any, overload
 
 from gradtools.backend import Array, Backend, Operators
 from gradtools.contract import checked_word
-from gradtools.custom import CustomRule, Parameters, Shaped
+from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Linearized, Rule, spread
+from gradtools.shaped import Shaped
+from gradtools.signatures import Parameters
 
 
 class HostFunctions(Operators):

@@ -19,7 +19,7 @@ from gradtools.arguments import arguments
 from gradtools.backend import Backend, F, Operators, P, R
 from gradtools.batches import Batch
 from gradtools.calls import like_function, with_article
-from gradtools.chunking import Options
+from gradtools.chunks import ChunkOptions
 from gradtools.errors import GradtoolsError
 
 Array = Any
@@ -298,9 +298,11 @@ class Models(Operators):
             array([2., 2.], dtype=float32)
         """
         _check_function("checkpoint", f)
-        return self._backend.like_module(f, partial(self._checkpoint_of, Options(0, verify=verify)))
+        return self._backend.like_module(
+            f, partial(self._checkpoint_of, ChunkOptions(0, verify=verify))
+        )
 
-    def _checkpoint_of(self, options: Options, f: Callable[..., Any]) -> Callable[..., Any]:
+    def _checkpoint_of(self, options: ChunkOptions, f: Callable[..., Any]) -> Callable[..., Any]:
         return like_function("checkpointed_", f, self._backend.checkpoint(f, options))
 
     def compile(self, f: Callable[P, R], **options: Any) -> Callable[P, R]:

@@ -94,6 +94,7 @@ class Rule:
         captures: Whether a map may close over arrays of a running trace. False saves the search.
         closed_over: Positions of inputs that were closed over; to differentiate them raises.
         written: The functions of its author, in which captured arrays are looked for.
+        called: What these are called, as pairs such as ("bwd", "sin_bwd"), for whoever prints.
         source: The rule that it was made for, if any: what is known of that holds for it too.
         dense: Whether the maps are handed zeros for what is floating, and not None.
         symbolic: Which maps are handed None for a zero although the rule is dense, and results
@@ -101,7 +102,10 @@ class Rule:
         contract: What the author's maps are held to; None: they are trusted.
         perturbed: In a rule that was evaluated for some inputs alone, which these are; its maps
             hold for no others, which `whole` has.
-        whole: The rule for all inputs, where there are `perturbed` ones.
+        whole: The rule for all inputs, where there are `perturbed` ones, and for all outputs, where
+            some are `used` alone.
+        used: In a rule of which some outputs are used alone, which these are. Its value gives no
+            others; its derivative is that of `whole`.
         unlifted: In a rule whose value alone was lifted out of a trace, the rule as it was.
         identity: Whether the outputs are inputs as they came, which pictures tell.
         key: A text by which compiled code finds the rule again, see `by_key`.
@@ -133,12 +137,14 @@ class Rule:
     captures: bool = True
     closed_over: tuple[int, ...] = ()
     written: tuple[Any, ...] = ()
+    called: tuple[tuple[str, str], ...] = ()
     source: Rule | None = None
     dense: bool = False
     symbolic: frozenset[str] = frozenset()
     contract: Contract | None = None
     perturbed: tuple[bool, ...] | None = None
     whole: Rule | None = None
+    used: tuple[bool, ...] | None = None
     unlifted: Rule | None = None
     identity: bool = False
     key: str = field(default_factory=lambda: next(KEYS))

@@ -32,7 +32,7 @@ for contrastive loss (Inf-CL), 2024.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import isqrt
@@ -45,10 +45,17 @@ from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import as_array, is_numeric, like_function, with_article
 from gradtools.errors import GradtoolsError
 from gradtools.reductions import KINDS, Reduction, wide
-from gradtools.rules import Linearized, Rule
+from gradtools.tile_rules import (
+    Reduced,
+    apply_over_tiles,
+    fold_columns,
+    moving_inputs,
+    parted,
+    reduced_second,
+    replaced_at,
+)
+from gradtools.tiles import COLUMNS, ROWS, SHARED, Arrays, Sweep, TileGrid
 
-ROWS, COLUMNS, SHARED = "rows", "columns", "shared"
-Arrays = list[Any]
 Names = int | str | Sequence[int | str]
 _TILE = (512, 512)  # rows and columns, where nothing else is said
 
@@ -125,23 +132,23 @@ class Tiling(Operators):
                 f"tiled: f is {with_article(type(f).__name__)}; expected a function of a tile of "
                 "rows and a tile of columns."
             )
-        options = Options(
+        options = TileOptions(
             "tiled", reduce, over, _sizes("tiled", tile_size), memory_budget, progress
         )
         options.check()
         sides = _names("rows", rows), _names("columns", columns)
         return like_function("tiled_", f, partial(self._tiled, f, options, sides))
 
-    def _tiled(self, f: Any, options: Options, sides: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _tiled(self, f: Any, options: TileOptions, sides: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self._backend.uncompiled(self._run_tiled, f, options, sides, args, kwargs)
 
-    def _run_tiled(self, f: Any, options: Options, sides: Any, args: Any, kwargs: Any) -> Any:
-        call, xs = _Call.of(self._backend, options, f, sides, args, kwargs)
-        return _folded(call, xs) if options.own else call.reduced(xs)
+    def _run_tiled(self, f: Any, options: TileOptions, sides: Any, args: Any, kwargs: Any) -> Any:
+        call, xs = TiledCall.of(self._backend, options, f, sides, args, kwargs)
+        return fold_columns(call, xs) if options.own else call.reduced(xs)
 
 
 @dataclass(frozen=True)
-class Options:
+class TileOptions:
     """What a user of `tiled` chose."""
 
     asked: str
@@ -200,13 +207,13 @@ def _names(what: str, given: Any) -> tuple[int | str, ...]:
 # --- one call ----------------------------------------------------------------------------
 
 
-class _Call:
+class TiledCall:
     """One call as a function of flat arrays, each with the side that it belongs to.
 
     How f's output is reduced is known once f has seen a tile.
     """
 
-    def __init__(self, backend: Backend, options: Options, f: Any) -> None:
+    def __init__(self, backend: Backend, options: TileOptions, f: Any) -> None:
         self.backend, self.options, self.asked, self.f = backend, options, options.asked, f
         self.roles: list[str] = []
         self._statics: list[Any] = []
@@ -218,15 +225,15 @@ class _Call:
         self._template: Any = None
         self._treedef: Any = None
         self._keywords: tuple[str, ...] = ()
-        self.cut = Cut(1, 1, 1, 1)
+        self.cut = TileGrid(1, 1, 1, 1)
         self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
         self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
         self.may_capture = True  # others than these
 
     @classmethod
     def of(
-        cls, backend: Backend, options: Options, f: Any, sides: Any, args: Any, kwargs: Any
-    ) -> tuple[_Call, Arrays]:
+        cls, backend: Backend, options: TileOptions, f: Any, sides: Any, args: Any, kwargs: Any
+    ) -> tuple[TiledCall, Arrays]:
         """The call, and its arrays."""
         call, xs = cls(backend, options, f), list[Any]()
         values = [*args, *kwargs.values()]  # a list, for JAX sorts what a dict holds
@@ -236,9 +243,9 @@ class _Call:
             paths += [f"{key!r}{path}" for path in backend.leaf_paths(value)]
         for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
             call._add(xs, leaf, role, path)
-        call.call = _Written(backend, f, call._statics, call._treedef, call._keywords)
+        call.call = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
         rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
-        call.cut = Cut(rows, columns, *(options.sizes or _TILE))
+        call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
             call.cut = call._within(xs, options.budget)
         fun = call.call
@@ -316,7 +323,7 @@ class _Call:
         """The functions of the user."""
         return (self.f, *(self.options.reduce if self.options.own else ()))
 
-    def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: Cut) -> Sweep:
+    def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
         """A program over the tiles of this call."""
         return Sweep(tile, roles, groups, cut, self.asked, self.options.progress)
 
@@ -327,7 +334,9 @@ class _Call:
             self._read(out, treedef)
         shape = self.shape_of(xs)
         for kind, side, places in zip(self.kinds, self.sides, self.places, strict=True):
-            kind.check([_turned(self.backend, out[i], side) for i in places], _order(shape, side))
+            kind.check(
+                [reduced_second(self.backend, out[i], side) for i in places], _order(shape, side)
+            )
         return out
 
     def _tiles(self) -> list[list[int | None]]:
@@ -409,15 +418,15 @@ class _Call:
 
     def reduced(self, xs: Arrays) -> Any:
         """f's output with results in place of scores."""
-        flat = _apply(self.backend, _Reduced(self), xs)
-        ys = _parted(flat, [len(dtypes) for dtypes in self.dtypes])
+        flat = apply_over_tiles(self.backend, Reduced(self), xs)
+        ys = parted(flat, [len(dtypes) for dtypes in self.dtypes])
         at, treedef = self.backend.flatten(self._template)
         found = [self.backend.cast(ys[k][i], self.dtypes[k][i]) for k, i in at]
         return self.backend.unflatten(treedef, found)
 
     # --- the size of a tile
 
-    def _within(self, xs: Arrays, budget: int) -> Cut:
+    def _within(self, xs: Arrays, budget: int) -> TileGrid:
         """The largest square tile whose gradient takes so many bytes, by one that is measured."""
         per_pair = self._bytes_of(xs, _PROBE) / _PROBE**2
         side = isqrt(int(budget / max(per_pair, 1)))
@@ -426,17 +435,17 @@ class _Call:
                 f"{self.asked}: memory_budget is {budget} bytes, but the derivative of a single "
                 f"pair takes about {int(per_pair)}. Give more, or make f leaner."
             )
-        return Cut(self.cut.rows, self.cut.columns, side, side)
+        return TileGrid(self.cut.rows, self.cut.columns, side, side)
 
     def _bytes_of(self, xs: Arrays, side: int) -> int:
         """What the gradient of one tile of so many rows and columns takes at most."""
         backend = self.backend
         sides = [None if role == SHARED else side for role in self.roles]
-        moving = _moving(self, xs, None)
+        moving = moving_inputs(self, xs, None)
 
         def gradient(*tile: Array) -> Arrays:
             def scores(*changed: Array) -> tuple[Arrays, Arrays]:
-                outs, _ = backend.flatten(self.call(_replaced(tile, moving, changed)))
+                outs, _ = backend.flatten(self.call(replaced_at(tile, moving, changed)))
                 return [backend.xp.exp(wide(backend, x)) for x in outs], []
 
             found = backend.vjp(scores, [tile[i] for i in moving], groups=None, once=True)
@@ -446,7 +455,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _FlatTile:
     """f at one tile, of flat arrays. Holds nothing of the call, so that no cycle keeps tensors."""
 
     backend: Backend
@@ -486,345 +495,3 @@ def _unknown(asked: str, what: str, came: Any) -> GradtoolsError:
 
 def _order(shape: tuple[int, int], side: str) -> tuple[int, int]:
     return shape if side == ROWS else shape[::-1]
-
-
-def _turned(backend: Backend, x: Array, side: str) -> Array:
-    """A tile with the reduced axis second: that of results which belong to columns is first."""
-    if side == ROWS or len(getattr(x, "shape", ())) < 2:
-        return x
-    return backend.xp.permute_dims(x, (1, 0, *range(2, len(x.shape))))
-
-
-def _replaced(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> Arrays:
-    full = list(xs)
-    for i, x in zip(places, new, strict=True):
-        full[i] = x
-    return full
-
-
-def _parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Arrays]:
-    left = iter(flat)
-    return [[next(left) for _ in range(n)] for n in counts]
-
-
-# --- sweeps ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the matrix of pairs is cut into tiles, as equal as can be."""
-
-    rows: int
-    columns: int
-    most_rows: int
-    most_columns: int
-
-    def blocks(self, side: str) -> list[tuple[int, int, int]]:
-        """Runs of blocks of one length: where each begins, the length, how many there are."""
-        n, most = (self.rows, self.most_rows) if side == ROWS else (self.columns, self.most_columns)
-        least = -(-n // most)  # blocks; some more, if they are then all alike, are one program
-        count = next((k for k in range(least, 2 * least + 1) if n % k == 0), least)
-        whole, rest = divmod(n, size := -(-n // count))
-        found = [(0, size, whole), (whole * size, rest, 1)]
-        return found if rest else found[:1]
-
-    @property
-    def tiles(self) -> int:
-        """How many tiles there are."""
-        rows, columns = (sum(n for *_, n in self.blocks(side)) for side in (ROWS, COLUMNS))
-        return rows * columns
-
-
-@dataclass(frozen=True)
-class Group:
-    """Arrays of a tile's result that are merged together."""
-
-    side: str
-    merge: Callable[[Arrays, Arrays], Arrays]
-    identity: Callable[[int], Sequence[float]] = lambda n: [0.0] * n
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A program over all tiles.
-
-    Attributes:
-        tile: A tile's arrays to the states of each group.
-        roles: The side of each array that is cut, or SHARED.
-        groups: How states of tiles are merged, asked once a tile has been seen.
-        cut: Where the tiles are.
-        asked: The operator, for messages.
-        progress: Whether a bar is shown.
-    """
-
-    tile: Callable[[Arrays], list[Arrays]]
-    roles: Sequence[str]
-    groups: Callable[[], Sequence[Group]]
-    cut: Cut
-    asked: str = "tiled"
-    progress: bool = False
-
-
-def added(a: Arrays, b: Arrays) -> Arrays:
-    """The sums of two tiles' arrays."""
-    return [x + y for x, y in zip(a, b, strict=True)]
-
-
-# --- the sum over tiles as a rule ---------------------------------------------------------
-
-
-def _apply(backend: Backend, of: _Sum | _Reduced, xs: Sequence[Array]) -> Arrays:
-    rule = Rule(
-        of.name,
-        primal=of.primal,
-        linearize=of.linearize,
-        written=of.call.written,
-        symbolic=frozenset({"cotangent"}),
-        closed_over=of.call.captured,
-        captures=of.call.may_capture,
-    )
-    return backend.apply_rule(rule, *xs)
-
-
-@dataclass(frozen=True, eq=False)
-class _Sum:
-    """T[h], a sum over tiles.
-
-    Attributes:
-        call: Whose tiles these are.
-        h: A tile's arrays to arrays.
-        roles: The side of each argument.
-        sides: The side of each result, or one side for all.
-        cut: Where the tiles are.
-        name: What messages call it.
-        dtypes: Those of h's results, known once h has seen a tile.
-    """
-
-    call: _Call
-    h: Callable[[Arrays], Arrays]
-    roles: tuple[str, ...]
-    sides: Sequence[str] | str
-    cut: Cut
-    name: str = "tiled"
-    dtypes: list[str] = field(default_factory=list)
-
-    def apply(self, xs: Sequence[Array]) -> Arrays:
-        """The sums, differentiable."""
-        return _apply(self.call.backend, self, xs)
-
-    def primal(self, *xs: Array) -> Arrays:
-        """The sums."""
-        backend = self.call.backend
-        found = backend.sweep(self.call.sweep(self._tile, self.roles, self._groups, self.cut), xs)
-        return [backend.cast(x, dtype) for (x,), dtype in zip(found, self.dtypes, strict=True)]
-
-    def _tile(self, xs: Arrays) -> list[Arrays]:
-        found, backend = self.h(xs), self.call.backend
-        self.dtypes[:] = [backend.dtype_name(x) for x in found]
-        return [[wide(backend, x)] for x in found]
-
-    def _groups(self) -> list[Group]:
-        return [Group(self._side(i), added) for i in range(len(self.dtypes))]
-
-    def _side(self, i: int) -> str:
-        return self.sides if isinstance(self.sides, str) else self.sides[i]
-
-    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        """The sums, and both maps, which are sums over tiles again."""
-        ys, moving = self.primal(*xs), _moving(self.call, xs, perturbed)
-        saves = tuple(range(len(xs)))
-        return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
-
-    def _tangent(self, xs: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
-        given, n = _given(dxs), len(xs)
-
-        def pushed(tile: Arrays) -> Arrays:
-            xs = tile[:n]
-            at = _at(self.h, xs, given)
-            return self.call.backend.push(at, [xs[i] for i in given], tile[n:])
-
-        roles = (*self.roles, *(self.roles[i] for i in given))
-        push = replace(self, h=pushed, roles=roles, name="tiled (tangent)", dtypes=[])
-        return push.apply([*xs, *(dxs[i] for i in given)])
-
-    def _cotangent(self, moving: list[int], xs: Sequence[Array], cts: Sequence[Any]) -> Arrays:
-        given, n = _given(cts), len(xs)
-
-        def pulled(tile: Arrays) -> Arrays:
-            cts = dict(zip(given, tile[n:], strict=True))
-            full = lambda outs: [cts.get(i) for i in range(len(outs))]
-            xs = tile[:n]
-            return self.call.backend.pull(_at(self.h, xs, moving), [xs[i] for i in moving], full)
-
-        pull = replace(
-            self,
-            h=pulled,
-            roles=(*self.roles, *map(self._side, given)),
-            sides=[self.roles[i] for i in moving],
-            name="tiled (cotangent)",
-            dtypes=[],
-        )
-        return _replaced([None] * n, moving, pull.apply([*xs, *(cts[i] for i in given)]))
-
-
-def _given(entries: Sequence[Any]) -> list[int]:
-    return [i for i, x in enumerate(entries) if x is not None]
-
-
-def _moving(call: _Call, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> list[int]:
-    """Which arguments are differentiated."""
-    inexact = [i for i, x in enumerate(xs) if call.backend.is_inexact(x) and i not in call.captured]
-    return [i for i in inexact if perturbed is None or perturbed[i]]
-
-
-def _at(h: Callable[[Arrays], Arrays], xs: Arrays, places: Sequence[int]) -> Any:
-    """h as a function of some of its arguments."""
-    return lambda *changed: h(_replaced(xs, places, changed))
-
-
-# --- reductions as a rule ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Reduced:
-    """The reductions of a call, of one sweep."""
-
-    call: _Call
-    name: str = "tiled"
-
-    def primal(self, *xs: Array) -> Arrays:
-        """The results of all reductions, flat."""
-        call = self.call
-        states = call.backend.sweep(call.sweep(self._tile, call.roles, self._groups, call.cut), xs)
-        pairs = zip(call.kinds, states, strict=True)
-        return [y for kind, state in pairs for y in kind.finish(state)]
-
-    def _tile(self, xs: Arrays) -> list[Arrays]:
-        return [kind.lift(part) for kind, part in self._parts(self.call.of_tile(xs), xs)]
-
-    def _groups(self) -> list[Group]:
-        pairs = zip(self.call.kinds, self.call.sides, strict=True)
-        return [Group(side, kind.merge, kind.states) for kind, side in pairs]
-
-    def _parts(self, out: Arrays, xs: Sequence[Array]) -> list[tuple[Reduction, Arrays]]:
-        """Each reduction with its part of f's output at a tile."""
-        call, index = self.call, {COLUMNS: xs[-2], ROWS: xs[-1]}
-        triples = zip(call.kinds, call.places, call.sides, strict=True)
-        return [
-            (
-                kind,
-                [_turned(call.backend, out[i], side) for i in places]
-                + [index[side]] * kind.indexed,
-            )
-            for kind, places, side in triples
-        ]
-
-    def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        """The results, and both maps, which are sums over tiles."""
-        ys, moving = self.primal(*xs), _moving(self.call, xs, perturbed)
-        saves = tuple(range(len(xs) + len(ys)))
-        return Linearized(ys, [], saves, self._tangent, partial(self._cotangent, moving))
-
-    def _read(self, saved: Sequence[Array]) -> tuple[Arrays, list[Arrays], list[Arrays]]:
-        """Arguments, results, and those results that are read at each tile."""
-        call, n = self.call, len(self.call.roles)
-        ys = _parted(saved[n:], [len(dtypes) for dtypes in call.dtypes])
-        stats = [kind.stats(group) for kind, group in zip(call.kinds, ys, strict=True)]
-        return list(saved[:n]), ys, stats
-
-    def _tangent(self, saved: Sequence[Array], dxs: Sequence[Any]) -> Arrays:
-        call = self.call
-        xs, ys, stats = self._read(saved)
-        given, n, counts = _given(dxs), len(xs), [len(group) for group in stats]
-
-        def pushed(tile: Arrays) -> Arrays:
-            *known, moved = _parted(tile[n:], [*counts, len(given)])
-            xs, at = tile[:n], _at(call.of_tile, tile[:n], given)
-            out, moved = call.backend.value_and_push(at, [xs[i] for i in given], moved)
-            triples = zip(self._parts(out, xs), self._parts(moved, xs), known, strict=True)
-            return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
-
-        roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
-        sizes = [len(places) for places in call.places]
-        total = _Sum(call, pushed, roles, self._spread(sizes), call.cut, "tiled (tangent)")
-        sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
-        triples = zip(call.kinds, _parted(sums, sizes), ys, strict=True)
-        return [dy for kind, group, of in triples for dy in kind.pushed(group, of)]
-
-    def _spread(self, counts: Sequence[int]) -> list[str]:
-        """The side of each reduction, as often as it has arrays."""
-        return [s for s, n in zip(self.call.sides, counts, strict=True) for _ in range(n)]
-
-    def _cotangent(self, moving: list[int], saved: Sequence[Array], cts: Sequence[Any]) -> Arrays:
-        call = self.call
-        xs, ys, stats = self._read(saved)
-        n, groups = len(xs), _parted(cts, [len(dtypes) for dtypes in call.dtypes])
-        known = [
-            [*s, *kind.pulling(y, g)] if _given(g) else []
-            for kind, s, y, g in zip(call.kinds, stats, ys, groups, strict=True)
-        ]
-        counts, firsts = [len(group) for group in known], [len(group) for group in stats]
-        if not any(counts):
-            return [None] * n
-
-        def pulled(tile: Arrays) -> Arrays:
-            xs, at = tile[:n], _at(call.of_tile, tile[:n], moving)
-            cts = partial(of_scores, xs, _parted(tile[n:], counts))
-            return call.backend.pull(at, [xs[i] for i in moving], cts)
-
-        def of_scores(xs: Arrays, at_tile: list[Arrays], out: Arrays) -> Arrays:
-            full: Arrays = [None] * len(out)
-            for k, (kind, part) in enumerate(self._parts(out, xs)):
-                if at_tile[k]:
-                    found = kind.pull(part, at_tile[k][: firsts[k]], at_tile[k][firsts[k] :])
-                    turned = [_turned(call.backend, ct, call.sides[k]) for ct in found]
-                    full = _replaced(full, call.places[k], turned)
-            return full
-
-        roles, out = (*call.roles, *self._spread(counts)), [call.roles[i] for i in moving]
-        total = _Sum(call, pulled, roles, out, call.cut, "tiled (cotangent)")
-        return _replaced([None] * n, moving, total.apply([*xs, *(x for g in known for x in g)]))
-
-
-# --- a reduction of the user's own ---------------------------------------------------------
-
-
-def _folded(call: _Call, xs: Arrays) -> Any:
-    """The result of (init, combine, finish), a sum over tiles of whole rows."""
-    init, combine, finish = call.options.reduce
-    backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
-
-    def first(tile: Arrays) -> Arrays:
-        leaves, treedef = backend.flatten(init(call.call(tile[:-2])))
-        state_def[:] = [treedef]
-        return [as_array(backend, call.asked, x, "init's state") for x in leaves]
-
-    def of_tile(tile: Arrays) -> Arrays:
-        rows, columns = call.shape_of(tile)
-        one = Cut(rows, columns, rows, columns)
-        return _Sum(call, first, tuple(call.roles), ROWS, one).apply(tile)
-
-    def step(xs: Arrays, state: Arrays, columns: Arrays) -> Arrays:
-        one = of_tile(_replaced(xs, at, columns))
-        a, b = (backend.unflatten(state_def[0], x) for x in (state, one))
-        return backend.flatten(combine(a, b))[0]
-
-    def of_rows(xs: Arrays) -> Arrays:
-        state: Arrays = []
-        for start, size, count in cut.blocks(COLUMNS):
-            if not state:
-                state = of_tile(_replaced(xs, at, [xs[i][:size] for i in at]))
-                start, count = start + size, count - 1
-            if count:
-                stop = start + size * count
-                columns = [xs[i][start:stop] for i in at]
-                state = backend.fold(partial(step, xs), state, columns, count)
-        leaves, treedef = backend.flatten(finish(backend.unflatten(state_def[0], state)))
-        out[:] = [treedef]
-        return leaves
-
-    at = [i for i, role in enumerate(call.roles) if role == COLUMNS]
-    roles = tuple(SHARED if role == COLUMNS else role for role in call.roles)
-    rows = Cut(cut.rows, 1, cut.most_rows, 1)
-    leaves = _Sum(call, of_rows, roles, ROWS, rows).apply(xs)
-    return backend.unflatten(out[0], leaves)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from gradtools.testing.devices import placed
 from gradtools.testing.plugin import BACKENDS, wanted_backends
 
 GENERATORS = pytest.StashKey[list]()
+CLOCK = pytest.StashKey[float]()
 TIMES: dict[str, float] = {}  # seconds, of each test
 
 
@@ -47,8 +49,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Each phase's processor time, also of the processes that it waited for.
+
+    It is the same beside other work, which seconds by the clock are not.
+    """
+    report = yield
+    now = sum(os.times()[:4])
+    report.processor_time = now - item.config.stash.get(CLOCK, now)
+    item.config.stash[CLOCK] = now
+    return report
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + report.duration
+    TIMES[report.nodeid] = TIMES.get(report.nodeid, 0.0) + report.processor_time
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -97,17 +112,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file named test_torch_* or test_jax_* needs that backend; test_both_* needs both.
+    """What stands in torch/ or jax/ needs that backend, as do files named so; both/ needs both.
 
     Tests with other packages are collected where they are asked for: by mark, or by file.
     """
-    name, wanted = collection_path.name, wanted_backends(config)
-    if name.startswith("test_integration_") and config.option.markexpr != "integration":
+    if collection_path.suffix != ".py":
+        return None
+    name, folder = collection_path.name, collection_path.parent.name
+    if folder == "integration" and config.option.markexpr != "integration":
         return None if any(Path(a.partition("::")[0]).name == name for a in config.args) else True
-    for backend in BACKENDS:
-        if name.startswith((f"test_{backend}_", "test_both_")) and backend not in wanted:
-            return True
-    return None
+    absent = [backend for backend in BACKENDS if backend not in wanted_backends(config)]
+    needed = {folder, name.removeprefix("test_").partition("_")[0]}
+    return True if any(not needed.isdisjoint((backend, "both")) for backend in absent) else None
 
 
 @pytest.fixture(scope="module", autouse=True)

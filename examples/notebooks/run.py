@@ -4,7 +4,7 @@
 
 A cell is run as Jupyter runs it, without Jupyter: what it prints is kept, and the value of its last
 line in the form in which that shows itself. The site shows what is kept, and the tests
-(`tests/test_notebooks.py`) hold it to what the cells give now.
+(`tests/examples/test_notebooks.py`) hold it to what the cells give now.
 """
 
 from __future__ import annotations

@@ -24,13 +24,15 @@ import numpy as np
 
 from gradtools.connection import refuse_cut
 from gradtools.crossings import Cost, Crossing, noted, noting
-from gradtools.custom import CustomRule, Parameters, Shaped
+from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.host import Kernel, Spec
 from gradtools.rules import KEYS, Entries, Rule, spread
 from gradtools.seeing.formula.recorded import Recorded, as_recorded
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
+from gradtools.shaped import Shaped
+from gradtools.signatures import Parameters
 
 Array = Any
 Mask = tuple[bool, ...]
@@ -65,13 +67,13 @@ class Foreign:
         self.fun: Any = None  # of a function that is no derivative, what its author wrote
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
-        self._known: dict[Any, Known] = {}
+        self._known: dict[Any, KnownOfShapes] = {}
         self._mapped: dict[Any, Run] = {}
 
     def __repr__(self) -> str:
         return f"<{self.guest.name} function {self.name}>"
 
-    def known(self, xs: Sequence[Array]) -> Known:
+    def known(self, xs: Sequence[Array]) -> KnownOfShapes:
         """What is known of calls with the host's arrays like these."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         found = self._known.get(key)
@@ -79,9 +81,9 @@ class Foreign:
             found = _kept(self._known, key, self.known_of(self.guest.specs_of(self.name, xs)))
         return found
 
-    def known_of(self, ins: tuple[Spec, ...]) -> Known:
+    def known_of(self, ins: tuple[Spec, ...]) -> KnownOfShapes:
         """The same by what the arrays look like."""
-        return self._known.get(ins) or _kept(self._known, ins, Known(self, ins))
+        return self._known.get(ins) or _kept(self._known, ins, KnownOfShapes(self, ins))
 
     def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
         """The outputs where xs have values and nothing follows the program; else None."""
@@ -135,7 +137,7 @@ class Foreign:
                 return list(filter(guest.is_inexact, run(*_at(xs, at, moving)))), []
 
             at = [x for x, m in zip(xs, moving, strict=True) if m]
-            return list(guest.backend.jvp(Asked(inexact, guest.operator), at, list(dxs))[2])
+            return list(guest.backend.jvp(DerivativeOf(inexact, guest.operator), at, list(dxs))[2])
 
         def outs(specs: Sequence[Spec]) -> list[Spec]:
             return list(filter(_is_inexact, self.outs(specs[:n])))
@@ -154,7 +156,7 @@ class Foreign:
                 return [y for y, g in zip(ys, given, strict=True) if g], []
 
             at = [x for x, m in zip(xs, moving, strict=True) if m]
-            asked = Asked(chosen, guest.operator)
+            asked = DerivativeOf(chosen, guest.operator)
             found = guest.backend.vjp(asked, at, groups=None, once=True)
             pulled = found.pullback(list(cts))
             if self.base is self:
@@ -193,7 +195,7 @@ class Foreign:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class DerivativeOf:
     """A function whose derivative is taken, and the operator that messages name."""
 
     f: Callable[..., tuple[list[Array], list[Array]]]
@@ -205,7 +207,7 @@ class Asked:
 
 
 @dataclass(eq=False)
-class Known:
+class KnownOfShapes:
     """What is known of calls of a function with arrays of these shapes and dtypes.
 
     Attributes:
@@ -223,7 +225,7 @@ class Known:
     captured: str = ""
 
     @cached_property
-    def base(self) -> Known:
+    def base(self) -> KnownOfShapes:
         """What is known of the function of which this is a derivative."""
         base = self.of.base
         return self if base is self.of else base.known_of(self.ins[: self.of.arity])
@@ -288,7 +290,7 @@ class Known:
         shared = _shared(full, len(batch))
         mapped = self.of.over(shared, len(batch))
         run = lambda *arrays: mapped(*_without_copies(arrays, shared))
-        program = Program(
+        program = LeafProgram(
             guest.backend, "formula", run, list(map(guest.gt.asarray, xs)), {}, moving
         )
         try:
@@ -422,7 +424,7 @@ class Bridged(CustomRule):
                 return self._at(flat, xs)
         return super().__call__(args, kwargs)
 
-    def _at(self, flat: Flat, xs: Sequence[Any]) -> Any:
+    def _at(self, flat: FlatBridged, xs: Sequence[Any]) -> Any:
         ys = flat.foreign.applied(*xs)
         return self._backend.unflatten(flat.structure(xs), ys)
 
@@ -437,15 +439,15 @@ class Bridged(CustomRule):
                 )
 
     def _begin(self) -> None:
-        self._flat: dict[str, Flat] = {}
-        self._calls: dict[Any, Flat] = {}
+        self._flat: dict[str, FlatBridged] = {}
+        self._calls: dict[Any, FlatBridged] = {}
         super()._begin()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: x for k, x in super().__getstate__().items() if k not in ("_flat", "_calls")}
 
     def _rule(self, shape: Shaped) -> Rule:
-        flat = Flat(self, shape)
+        flat = FlatBridged(self, shape)
         rule = replace(flat.foreign.rule, primal=flat.primal, key=next(KEYS))
         self._flat[rule.key] = flat
         return rule
@@ -457,7 +459,7 @@ def _of_trees(args: Any, kwargs: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Flat:
+class FlatBridged:
     """A bridged function at one structure of its arguments: a function of flat lists."""
 
     of: Bridged

@@ -17,7 +17,7 @@ import torch
 
 import gradtools.jax
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import Known
+from gradtools.bridge.functions import KnownOfShapes
 from gradtools.bridge.memory import (
     array_of,
     array_of_numpy,
@@ -38,6 +38,12 @@ from gradtools.torch.wrappers import is_wrapped
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
+_READS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
 
 class JaxGuest:
@@ -135,13 +141,13 @@ class JaxGuest:
 
     # --- calls
 
-    def called(self, known: Known, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
+    def called(self, known: KnownOfShapes, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
         """The function at tensors."""
         ys = self._evaluated(known, run, [array_of(x, _argument(known.of.name)) for x in xs])
         return tensors_of_own(ys, xs)
 
     def called_on_host(
-        self, known: Known, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
         """The same of NumPy arrays."""
         self._hold_wide(known.of.name, known.ins)
@@ -149,8 +155,17 @@ class JaxGuest:
         ys = self._evaluated(known, run, [array_of_numpy(a, s) for a, s in pairs])
         return [numpy_of_array(y) for y in ys]
 
-    def _evaluated(self, known: Known, run: Any, xs: Sequence[Any]) -> list[Any]:
-        ys = run(*xs)
+    def _evaluated(self, known: KnownOfShapes, run: Any, xs: Sequence[Any]) -> list[Any]:
+        try:
+            ys = run(*xs)
+        except _READS_VALUES as error:
+            if not self.jit:
+                raise
+            raise GradtoolsError(
+                f"to_torch: {known.of.name} reads values of its arguments (a Python if, float(), "
+                "np.asarray), which have none while jax.jit compiles it. Say to_torch(f, "
+                f"jit=False), or use jnp.where or jax.lax.cond. JAX says: {error}"
+            ) from error
         if any(isinstance(y, jax.core.Tracer) for y in ys):
             raise GradtoolsError(
                 f"to_torch: {known.of.name} closes over an array that JAX traces or "

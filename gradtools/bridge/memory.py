@@ -58,6 +58,8 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
     if t.requires_grad or t.is_conj() or t.is_neg():
         t = t.detach().resolve_conj().resolve_neg()
+    if upstream.is_zero(t):  # a zero without memory, as PyTorch's derivatives make
+        t = t.clone()
     if 0 in t.stride():  # broadcast, as a cotangent of a sum is: JAX takes it by an error alone
         t = t.contiguous()
     try:
@@ -112,11 +114,21 @@ def unshared(ys: list[Tensor]) -> list[Tensor]:
     PyTorch counts that in the storage; there is no public name for the count. The list is emptied,
     for it holds them as well, and so does whoever calls with a tensor.
     """
-    alone, found = _owners_of_new(), []
+    found = []
     while ys:
         t = ys.pop(0).detach()
-        found.append(t if upstream.owners_of_memory(t) <= alone else t.clone())
+        found.append(t.clone() if is_held(t) else t)
     return found
+
+
+def is_kept(ts: Sequence[Tensor], i: int) -> bool:
+    """Whether anything but the list holds one of its tensors, or the memory of it."""
+    return sys.getrefcount(ts[i]) > _HELD_ONCE or is_held(ts[i])
+
+
+def is_held(t: Tensor) -> bool:
+    """Whether anything holds the memory of a tensor besides this one."""
+    return upstream.owners_of_memory(t) > _owners_of_new()
 
 
 @cache

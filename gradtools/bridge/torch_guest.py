@@ -2,16 +2,16 @@
 
 PyTorch may write in a tensor, draw from streams that the process shares, and close over parameters;
 a JAX program knows of none of these. So the first call of a function with arrays of its kind is
-made on copies, and looked at: an argument that it writes is copied from then on, and what would be
-lost (random numbers, written buffers, parameters that are to be trained) is refused by name. Later
-calls share memory, and are held to what the first did by the tensors' version counters.
+made on copies, twice, and looked at: an argument that it writes or keeps is copied from then on,
+and what would be lost (random numbers, written buffers, parameters that are to be trained) is
+refused by name. Later calls share memory, and are held to what the first did by version counters.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +23,11 @@ from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import Known
+from gradtools.bridge.functions import KnownOfShapes
 from gradtools.bridge.memory import (
     array_of,
     comes_back,
+    is_kept,
     numpy_of_tensor,
     of_one_cpu,
     tensor_of,
@@ -40,12 +41,13 @@ from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import captured
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.passes import FORWARD, Differentiated
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Flops
 from gradtools.torch.measures import LiveBytes
 from gradtools.torch.modules import SEEDING
+from gradtools.torch.verifying import figures, is_near
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))
@@ -139,7 +141,7 @@ class TorchGuest:
         with self._faked(specs) as xs:
             if _taken(run, [x.clone() for x in xs]) is None:
                 return None
-            program = Program(self.backend, "gradient_graph", lambda *xs: run(*xs), xs, {})
+            program = LeafProgram(self.backend, "gradient_graph", lambda *xs: run(*xs), xs, {})
             return self.backend.gradient_graph(Differentiated(program, FORWARD))
 
     def cost(self, run: Any, specs: Sequence[Spec]) -> Cost | None:
@@ -164,6 +166,7 @@ class TorchGuest:
         """Inside, operations give shapes and no numbers; tensors of these shapes."""
         with (
             upstream.outermost(),
+            torch.inference_mode(False),
             upstream.fake_tensors(allow_non_fake_inputs=True),
             torch.enable_grad(),
         ):
@@ -171,28 +174,34 @@ class TorchGuest:
 
     # --- calls
 
-    def called(self, known: Known, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    def called(self, known: KnownOfShapes, run: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """The function at JAX's arrays."""
+        if torch.is_inference_mode_enabled():  # whose tensors count no versions
+            with torch.inference_mode(False):
+                return self.called(known, run, xs)
         ys = self._evaluated(known, run, [tensor_of(x) for x in xs])
         who = f"to_jax: what {known.of.name} returns"
         return [array_of(y, who) for y in unshared(ys)]
 
     def called_on_host(
-        self, known: Known, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, known: KnownOfShapes, run: Any, arrays: Sequence[np.ndarray], depth: int
     ) -> list[np.ndarray]:
         """The same of NumPy arrays, in a thread of JAX's."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.called_on_host(known, run, arrays, depth)
         pairs = zip(arrays, known.ins, strict=True)
         ts = [tensor_of_numpy(a, s) for a, s in pairs]
         ys = self._evaluated(known, run, ts)
         return [numpy_of_tensor(y) for y in unshared(ys)]
 
-    def _evaluated(self, known: Known, run: Any, ts: list[Tensor]) -> list[Tensor]:
+    def _evaluated(self, known: KnownOfShapes, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = known.base
         if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
             with upstream.outermost():  # beneath an operation of PyTorch's, which called JAX
                 return self._evaluated(known, run, ts)
-        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
-            with torch.inference_mode(False), torch.enable_grad():  # as in a thread of JAX's
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():  # as in a thread of JAX's
                 return self._evaluated(known, run, ts)
         if not base.seen:
             self._look(base, _one_of(ts, base))
@@ -225,18 +234,18 @@ class TorchGuest:
 
     # --- the first call
 
-    def _look(self, base: Known, ts: Sequence[Tensor]) -> None:
+    def _look(self, base: KnownOfShapes, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
-        name, copies = base.of.name, [t.clone() for t in ts]
+        name, copies, more = base.of.name, _copies(ts), _copies(ts)
         held, draws = _captured(base.of.fun), False
         versions = {key: upstream.version_of(t) for key, t in held.items()}
         stream = torch.get_rng_state()
         ys = base.of.run(*copies)
-        if not torch.equal(stream, torch.get_rng_state()):
-            with SEEDING:  # another thread may have drawn in the meantime
-                again = torch.get_rng_state()
-                ys = base.of.run(*[t.clone() for t in ts])
-                draws = not torch.equal(again, torch.get_rng_state())
+        drawn = not torch.equal(stream, torch.get_rng_state())
+        with SEEDING if drawn else nullcontext():  # another thread may have drawn in the meantime
+            again = torch.get_rng_state()
+            others = base.of.run(*more)
+            draws = drawn and not torch.equal(again, torch.get_rng_state())
         if draws:
             torch.set_rng_state(stream)
             raise GradtoolsError(
@@ -252,16 +261,32 @@ class TorchGuest:
                 "evaluation: that of a derivative too. Bridge the module: apply, params, state = "
                 "to_jax(module) hands its buffers in and out."
             )
+        if not all(map(is_near, map(figures, ys), map(figures, others))):
+            raise GradtoolsError(
+                f"to_jax: {name} gives other numbers when it is evaluated again at the same "
+                "arguments, as each derivative does: it draws from a random stream (NumPy's, "
+                "Python's, a torch.Generator), or keeps something from call to call. Make it a "
+                "function of its arguments."
+            )
         leaf = next(leaves_of([y for y in ys if y.requires_grad]), None)
         if leaf is not None:
             names = [key for key, t in held.items() if t is leaf]
             what = names[0] if names else f"a tensor of shape {tuple(leaf.shape)}"
             base.captured = _REQUIRES.format(name=name, what=what)
-        written = [
-            not _same(t, c) or upstream.version_of(c) > 0 for t, c in zip(ts, copies, strict=True)
-        ]
-        base.written = tuple([i for i, w in enumerate(written) if w])
+        del ys, others
+        base.written = tuple(
+            [i for i, t in enumerate(ts) if any(_is_touched(t, xs, i) for xs in (copies, more))]
+        )
         base.seen = True
+
+
+def _copies(ts: Sequence[Tensor]) -> list[Tensor]:
+    return [t.clone() for t in ts]
+
+
+def _is_touched(t: Tensor, copies: Sequence[Tensor], i: int) -> bool:
+    """Whether a function wrote in the copy of t that it was given, or holds it still."""
+    return is_kept(copies, i) or upstream.version_of(copies[i]) > 0 or not _same(t, copies[i])
 
 
 def _taken(run: Any, xs: Sequence[Tensor]) -> list[Tensor] | None:
@@ -285,7 +310,7 @@ def _bytes(t: Tensor) -> np.ndarray:
     return numpy_of_tensor(t).reshape(-1).view(np.uint8)
 
 
-def _one_of(ts: Sequence[Tensor], base: Known) -> list[Tensor]:
+def _one_of(ts: Sequence[Tensor], base: KnownOfShapes) -> list[Tensor]:
     """The arguments of the function that is derived, of the first example of a batch."""
     found = []
     for t, spec in zip(ts, base.ins, strict=False):

@@ -1,7 +1,7 @@
 """The scenario matrix run on this machine, and its support table: `gradtools check`.
 
-Each backend's cells are computed and judged one by one; a `Verdict` keeps what came of each. The
-table has a row for each operator and says how many of its cells held, in which dtypes and
+Each backend's cells are computed and judged one by one; a `CellVerdict` keeps what came of each.
+The table has a row for each operator and says how many of its cells held, in which dtypes and
 transforms, and the worst error in units of the tolerance. What is left out is listed with its
 reason. The table of docs/support.md is `support_table()`: it depends on the cells alone, and not on
 a machine.
@@ -41,7 +41,7 @@ _KEPT = 250  # cells after which JAX forgets what it compiled
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CellVerdict:
     """What came of one cell.
 
     Attributes:
@@ -59,21 +59,21 @@ class Verdict:
     failure: str = ""
 
 
-def judged(cell: Cell, backend: str) -> Verdict:
+def judged(cell: Cell, backend: str) -> CellVerdict:
     """Runs one cell, unless it is left out."""
     from gradtools.conformance.trial import trial
 
     if cell.reason:
-        return Verdict(backend, cell)
+        return CellVerdict(backend, cell)
     try:
         outcomes = trial(cell, backend)
     except Exception as error:  # a cell that raises is a result of the check
-        return Verdict(backend, cell, float("nan"), "", f"{type(error).__name__}: {error}")
+        return CellVerdict(backend, cell, float("nan"), "", f"{type(error).__name__}: {error}")
     if not outcomes:
-        return Verdict(backend, cell, float("nan"), "", "nothing was compared")
+        return CellVerdict(backend, cell, float("nan"), "", "nothing was compared")
     worst = max(outcomes, key=lambda o: float("inf") if o.error != o.error else o.error)
     failure = "" if worst else f"{worst.oracle}: {worst.error:.3g} tolerances {worst.remark}"
-    return Verdict(backend, cell, worst.error, worst.oracle, failure.strip())
+    return CellVerdict(backend, cell, worst.error, worst.oracle, failure.strip())
 
 
 def chosen(backend: str, quick: bool = False, containing: str = "") -> list[Cell]:
@@ -140,18 +140,18 @@ def _lacking(run: Sequence[Cell], operator: Any) -> str:
 _SHORT = {"checkpoint": "checkp.", "complex128": "c128", "complex64": "c64", "bfloat16": "bf16"}
 
 
-def worst_table(verdicts: Sequence[Verdict]) -> str:
+def worst_table(verdicts: Sequence[CellVerdict]) -> str:
     """Operator and backend by transform and dtype: the worst error in units of the tolerance."""
     heads = "".join(f"{_SHORT.get(name, name):>9}" for name in (*TRANSFORMS, *DTYPES))
     lines = [f"{'operator':<27}{'backend':<8}{'order':>5}{'held':>10}{heads}"]
-    groups: dict[tuple[str, str], list[Verdict]] = {}
+    groups: dict[tuple[str, str], list[CellVerdict]] = {}
     for verdict in verdicts:
         if not verdict.cell.reason:
             groups.setdefault((verdict.cell.operator.name, verdict.backend), []).append(verdict)
     return "\n".join([*lines, *(_worst_row(*key, groups[key]) for key in sorted(groups))])
 
 
-def _worst_row(name: str, backend: str, group: Sequence[Verdict]) -> str:
+def _worst_row(name: str, backend: str, group: Sequence[CellVerdict]) -> str:
     held = f"{sum(not v.failure for v in group)}/{len(group)}"
     by_transform = [_worst(v.worst for v in group if v.cell.transform == t) for t in TRANSFORMS]
     by_dtype = [_worst(v.worst for v in group if v.cell.dtype == d) for d in DTYPES]
@@ -167,7 +167,7 @@ def _worst(errors: Iterable[float]) -> str:
     return f"{max(found):.0e}" if found else "-"
 
 
-def left_out(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], int]:
+def left_out(verdicts: Sequence[CellVerdict]) -> dict[tuple[str, str], int]:
     """How many cells each backend leaves out for each reason."""
     return dict(Counter((v.backend, v.cell.reason) for v in verdicts if v.cell.reason))
 
@@ -217,7 +217,7 @@ def _compile_quickly() -> None:
         os.environ["XLA_FLAGS"] = f"{quick} {flags}".strip()
 
 
-def _counted(number: int, backend: str, cell: Cell) -> Verdict:
+def _counted(number: int, backend: str, cell: Cell) -> CellVerdict:
     """The verdict on the cell of this number; now and then memory is given back."""
     if number % _KEPT == _KEPT - 1:
         forget_compiled(backend)
@@ -295,7 +295,9 @@ def _dots(asked: Sequence[Any]) -> Iterator[Any]:
     print(file=sys.stderr)
 
 
-def _print(options: argparse.Namespace, here: Sequence[str], verdicts: Sequence[Verdict]) -> None:
+def _print(
+    options: argparse.Namespace, here: Sequence[str], verdicts: Sequence[CellVerdict]
+) -> None:
     if options.json:
         print(json.dumps(_record(here, verdicts), indent=1))
         return
@@ -311,7 +313,7 @@ def _print(options: argparse.Namespace, here: Sequence[str], verdicts: Sequence[
     print(f"\n{len(run)} cells run over {over} programs; {len(failed)} failed")
 
 
-def _record(here: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def _record(here: Sequence[str], verdicts: Sequence[CellVerdict]) -> dict[str, Any]:
     """The result as JSON's types; NaN, which JSON has not, as null."""
     number = lambda x: x if x == x and abs(x) != float("inf") else None
     each = [

@@ -40,7 +40,7 @@ EAGER = "eager"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellComparison:
     """One comparison of a cell.
 
     Attributes:
@@ -177,16 +177,18 @@ class Problem:
 
     # --- judging
 
-    def near(self, oracle: str, found: Any, expected: Any, scale: Any, order: int = 1) -> Outcome:
+    def near(
+        self, oracle: str, found: Any, expected: Any, scale: Any, order: int = 1
+    ) -> CellComparison:
         """An outcome: the largest error relative to the largest entry of scale."""
         found, expected = np.asarray(found), np.asarray(expected)
         if found.shape != expected.shape:
-            return Outcome(oracle, np.nan, f"shape {found.shape}, not {expected.shape}")
+            return CellComparison(oracle, np.nan, f"shape {found.shape}, not {expected.shape}")
         if not found.size:
-            return Outcome(oracle, 0.0)
+            return CellComparison(oracle, 0.0)
         largest = max(float(np.max(np.abs(scale))), float(np.max(np.abs(expected))), 1e-30)
         error = float(np.max(np.abs(found - expected))) / largest
-        return Outcome(oracle, error / self._allowed(oracle, order))
+        return CellComparison(oracle, error / self._allowed(oracle, order))
 
     def _allowed(self, oracle: str, order: int) -> float:
         dtype = real_name(self.cell.dtype)
@@ -194,37 +196,41 @@ class Problem:
             return FINITE_DIFFERENCES[dtype] * (10 if order == 2 else 1)
         return tolerance(dtype, order)
 
-    def slopes(self, grads: Sequence[Any], factor: float = 1.0, **more: Any) -> Iterator[Outcome]:
+    def slopes(
+        self, grads: Sequence[Any], factor: float = 1.0, **more: Any
+    ) -> Iterator[CellComparison]:
         """<gradient, t> against the loss's slope, for two directions."""
         for seed in (1, 2):
             t = self.ref.draw(seed)
             expected = factor * self.ref.slope(t, **more)
             yield self.near(DIFFERENCES, dot(grads, t), expected, size(grads, t))
 
-    def slope(self, found: Any, t: Sequence[Any], factor: float = 1.0, **more: Any) -> Outcome:
+    def slope(
+        self, found: Any, t: Sequence[Any], factor: float = 1.0, **more: Any
+    ) -> CellComparison:
         """A number against the loss's slope along t."""
         expected = np.asarray(factor * self.ref.slope(t, **more))
         return self.near(DIFFERENCES, found, expected, self.ref.steepness(t))
 
     def curvatures(
         self, product: Sequence[Any], t: Any, factor: float = 1.0, **more: Any
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[CellComparison]:
         """<H t, s> against the loss's second derivative, for one more direction."""
         s = self.ref.draw(3)
         expected = factor * self.ref.curvature(s, t, **more)
         yield self.near(DIFFERENCES, dot(product, s), expected, size(product, s), 2)
 
-    def entries(self, found: Sequence[Any], expected: Sequence[Any]) -> Iterator[Outcome]:
+    def entries(self, found: Sequence[Any], expected: Sequence[Any]) -> Iterator[CellComparison]:
         """J t against differences, entry by entry."""
         for x, y in zip(found, expected, strict=True):
             yield self.near(DIFFERENCES, x, y, y)
 
-    def value(self, found: Any, expected: Any) -> Outcome:
+    def value(self, found: Any, expected: Any) -> CellComparison:
         """A value against NumPy's."""
         return self.near(CALL, found, np.asarray(expected), expected, 0)
 
 
-class Batch(Problem):
+class BatchProblem(Problem):
     """The problem whose first argument is a batch, and whose loss is the sum over its rows."""
 
     ref: BatchReference

@@ -21,13 +21,13 @@ from gradtools.conformance.problem import (
     DIFFERENCES,
     DOT,
     EAGER,
-    Batch,
-    Outcome,
+    BatchProblem,
+    CellComparison,
     Problem,
 )
 from gradtools.conformance.reference import Leaves, dot, each_leaf, far, leaves_of, moved, size
 
-Judge = Callable[[list[np.ndarray]], Iterator[Outcome]]
+Judge = Callable[[list[np.ndarray]], Iterator[CellComparison]]
 _SCALE = 0.6
 
 
@@ -39,7 +39,7 @@ class Ask:
     judge: Judge
 
 
-def trial(cell: Cell, backend: str) -> list[Outcome]:
+def trial(cell: Cell, backend: str) -> list[CellComparison]:
     """Computes a cell in one backend and judges it. What the framework raises goes through."""
     problem, ask = _posed(cell, backend)
     found, second = _transformed(problem, ask.compute)
@@ -53,14 +53,16 @@ def answers(cell: Cell, backend: str) -> list[np.ndarray]:
 
 
 def _posed(cell: Cell, backend: str) -> tuple[Problem, Ask]:
-    problem = (Batch if cell.operator.batched else Problem)(cell, backend)
+    problem = (BatchProblem if cell.operator.batched else Problem)(cell, backend)
     return problem, ASKS[cell.operator.name](problem)
 
 
 # --- transforms --------------------------------------------------------------------------
 
 
-def _transformed(p: Problem, compute: Callable[..., Any]) -> tuple[list[np.ndarray], list[Outcome]]:
+def _transformed(
+    p: Problem, compute: Callable[..., Any]
+) -> tuple[list[np.ndarray], list[CellComparison]]:
     """The answer under the cell's transform; of vmap and loop a second row, held to eager."""
     flat = lambda *leaves: [x for x in p.waist.flatten(compute(*leaves))[0] if x is not None]
     at = p.arrays(p.ref.leaves)
@@ -80,7 +82,7 @@ def _compiled(p: Problem, flat: Callable[..., Leaves]) -> Callable[..., Leaves]:
     return p.gt.compile(flat, backend="aot_eager")
 
 
-def _two_rows(p: Problem, flat: Any, at: Leaves) -> tuple[list[np.ndarray], list[Outcome]]:
+def _two_rows(p: Problem, flat: Any, at: Leaves) -> tuple[list[np.ndarray], list[CellComparison]]:
     second = p.arrays(moved(p.ref.leaves, 0.01, p.ref.draw(7)))
     rows = [p.gt.xp.stack([a, b]) for a, b in zip(at, second, strict=True)]
     mapped = p.gt.vmap(flat) if p.cell.transform == "vmap" else _looped(p, flat)
@@ -137,7 +139,7 @@ def _gradients(p: Problem, name: str) -> Ask:
         value, grads = call(leaves)
         return (value[0] if aux else value), grads
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         yield p.value(found[0], p.ref.loss(p.ref.leaves))
         yield from p.slopes(found[1:])
 
@@ -155,7 +157,7 @@ def _vjp(p: Problem, name: str) -> Ask:
         like = [p.waist.cast(c, y) for c, y in zip(given, found, strict=True)]
         return pullback(like)
 
-    def judge(grads: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(grads: list[np.ndarray]) -> Iterator[CellComparison]:
         expected, scale = dot(cts, p.ref.push(t)), size(grads, t)
         yield p.near(DIFFERENCES, dot(grads, t), expected, scale)
         _, pushed = p.gt.jvp(p.outs, p.along(p.ref.leaves), p.along(t))
@@ -183,7 +185,7 @@ def _pushed(p: Problem, name: str) -> Ask:
         out, pushforward = p.gt.linearize(p.outs, *p.active(leaves))
         return out, pushforward(*along)
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         values = p.ref.outputs(p.ref.leaves)
         for x, y in zip(found[: len(values)], values, strict=True):
             yield p.value(x, y)
@@ -214,7 +216,7 @@ def _jacobian(p: Problem, name: str) -> Ask:
     t = p.ref.draw(5)
     flat, positions = _of_leaves(p, p.outs)
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         expected = p.ref.push(t)
         rows = zip(_rows(p, found), expected, strict=True)
         yield from p.entries([_times(row, t, y.shape) for row, y in rows], expected)
@@ -227,7 +229,7 @@ def _hessian(p: Problem, name: str) -> Ask:
     t = p.ref.draw(5)
     flat, positions = _of_leaves(p, p.loss)
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         rows = zip(_rows(p, found), p.ref.leaves, strict=True)
         yield from p.curvatures([_times(row, t, np.shape(x)) for row, x in rows], t)
 
@@ -239,7 +241,7 @@ def _hvp(p: Problem, name: str) -> Ask:
     t, mode = p.ref.draw(5), name.partition(", ")[2].replace(" ", "_")
     along = p.along(t)
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         count = len(p.ref.leaves)
         yield from p.slopes(found[:count])
         yield from p.curvatures(found[count:], t)
@@ -273,7 +275,7 @@ def _twice(p: Problem, loss: Callable[..., Any], factor: float = 1.0, **more: An
 
 @_asks("checkpoint, twice", "frozen, twice", "chunked, twice")
 def _memory_twice(p: Problem, name: str) -> Ask:
-    if isinstance(p, Batch):
+    if isinstance(p, BatchProblem):
         return _twice(p, p.loss_of(p.chunked()))
     kind = p.gt.frozen if name.startswith("frozen") else p.gt.checkpoint
     return _twice(p, p.loss_of(kind(p.f)))
@@ -285,19 +287,19 @@ def _frozen(p: Problem, name: str) -> Ask:
 
 
 @_asks("chunked")
-def _chunked(p: Batch, name: str) -> Ask:
+def _chunked(p: BatchProblem, name: str) -> Ask:
     return _gradient_of(p, p.loss_of(p.chunked()), p.slopes)
 
 
 @_asks("per_example_grad", "microbatched")
-def _of_rows(p: Batch, name: str) -> Ask:
+def _of_rows(p: BatchProblem, name: str) -> Ask:
     one, gt = p.array(np.asarray(1.0)), p.gt
     each = gt.per_example_grad(p.scaled_loss)
     mean = lambda s, batch: gt.xp.mean(gt.vmap(p.scaled_loss, in_axes=(None, 0))(s, batch))
     micro = gt.microbatched(mean, 2)
     operator = each if name == "per_example_grad" else micro
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         rows = p.ref.slopes_of_rows()
         if name == "microbatched":
             yield p.value(found[0], p.ref.loss(p.ref.leaves) / len(rows))
@@ -319,7 +321,7 @@ def _accumulated(p: Problem, name: str) -> Ask:
         accumulator.add(grad(*p.active([at(x) for x in leaves])), 1.0)
         return accumulator.sum(), accumulator.mean()
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         count, t = len(p.ref.leaves), p.ref.draw(1)
         shift = lambda leaves: [x + 0.125 * x0 for x, x0 in zip(leaves, p.ref.leaves, strict=True)]
         slopes = 3 * p.ref.slope(t), p.ref.slope(t, shift)
@@ -341,7 +343,7 @@ def _minimax(p: Problem, name: str) -> Ask:
     game = p.gt.minimax_value_and_grad(loss, p.positions, (players,))
     rate = p.array(np.asarray(s))
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         value = p.ref.loss(p.ref.leaves)
         yield p.value(found[0], s * value)
         yield from p.slopes(found[1:-1], s)
@@ -405,7 +407,7 @@ def _reverse_only(p: Problem, name: str) -> Ask:
     edited = p.gt.grad(EDITS[name](p), p.positions, disconnected_inputs="zeros")
     count = len(p.ref.leaves)
 
-    def judge(found: list[np.ndarray]) -> Iterator[Outcome]:
+    def judge(found: list[np.ndarray]) -> Iterator[CellComparison]:
         grads = [far(g) for g in found[count:]]
         yield from p.slopes(grads)
         for x, y in zip(found[:count], _expected(p, name, grads), strict=True):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gradtools.demo.data import Array, Batch, Domains, batches, initial_weights
+from gradtools.demo.data import Array, Domains, StepData, batches, initial_weights
 from gradtools.demo.settings import Settings
-from gradtools.demo.training import Side
+from gradtools.demo.training import FrameworkRun
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Record:
 
 
 def train(
-    sides: Sequence[Side],
+    sides: Sequence[FrameworkRun],
     domains: Domains,
     settings: Settings,
     record: Record,
@@ -66,7 +66,7 @@ def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
     return float(np.sqrt(difference / norm))
 
 
-def _plain(side: Side, batch: Batch, scale: float, record: Record) -> list[Array]:
+def _plain(side: FrameworkRun, batch: StepData, scale: float, record: Record) -> list[Array]:
     before = side.evaluations()
     grads = side.plain_gradients(batch, scale)
     record.plain_evaluations += side.evaluations() - before
@@ -74,7 +74,7 @@ def _plain(side: Side, batch: Batch, scale: float, record: Record) -> list[Array
     return grads
 
 
-def _evaluations(sides: Sequence[Side]) -> int:
+def _evaluations(sides: Sequence[FrameworkRun]) -> int:
     return sum(side.evaluations() for side in sides)
 
 
@@ -89,7 +89,7 @@ def _note(
         record.plain_differences.append(relative_difference(grads, other))
 
 
-def _look(sides: Sequence[Side], domains: Domains, record: Record, number: int) -> None:
+def _look(sides: Sequence[FrameworkRun], domains: Domains, record: Record, number: int) -> None:
     record.looks.append(number)
     for side in sides:
         predicted = side.predict(domains.held_out)

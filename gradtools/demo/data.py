@@ -34,7 +34,7 @@ class Domains:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepData:
     """What one step sees."""
 
     source: Array
@@ -74,13 +74,15 @@ def shift(images: Array, rng: np.random.Generator) -> Array:
     return np.clip(0.8 * turned + 0.1 + 0.1 * rng.standard_normal(turned.shape), 0.0, 1.0)
 
 
-def batches(domains: Domains, settings: Settings, seed: int) -> Iterator[Batch]:
+def batches(domains: Domains, settings: Settings, seed: int) -> Iterator[StepData]:
     """The same sequence of batches for every run of a seed."""
     rng = np.random.default_rng([seed, 1])
     for _ in range(settings.steps):
         source = rng.integers(0, len(domains.source), settings.batch)
         target = rng.integers(0, len(domains.target), settings.batch)
-        yield Batch(domains.source[source], domains.source_labels[source], domains.target[target])
+        yield StepData(
+            domains.source[source], domains.source_labels[source], domains.target[target]
+        )
 
 
 def initial_weights(settings: Settings, seed: int) -> Weights:

@@ -14,9 +14,9 @@ import optax
 from numpy.typing import NDArray
 
 import gradtools.jax as gt
-from gradtools.demo.data import Array, Batch, Layers, Weights
+from gradtools.demo.data import Array, Layers, StepData, Weights
 from gradtools.demo.settings import Settings
-from gradtools.demo.training import Params, Program
+from gradtools.demo.training import Networks, Params
 
 
 class Network(nn.Module):
@@ -57,7 +57,7 @@ class JaxSide:
         if self._compiled is None:  # the networks' shapes are the same for every seed
             self._compiled = self._compile(pure)
 
-    def step(self, batch: Batch, scale: float) -> tuple[float, list[Array]]:
+    def step(self, batch: StepData, scale: float) -> tuple[float, list[Array]]:
         """One jitted step; the scale is traced, so its schedule compiles nothing anew."""
         step, _, _ = self._functions()
         self._params, self._optimizer_state, value, grads = step(
@@ -65,7 +65,7 @@ class JaxSide:
         )
         return float(value), list(_leaves(grads))
 
-    def plain_gradients(self, batch: Batch, scale: float) -> list[Array]:
+    def plain_gradients(self, batch: StepData, scale: float) -> list[Array]:
         """The gradients by two evaluations."""
         _, plain, _ = self._functions()
         return list(_leaves(plain(self._params, *_arrays(batch, scale))))
@@ -81,7 +81,7 @@ class JaxSide:
         return self._evaluations
 
     def _compile(self, pure: dict[str, tuple[Any, Any, Any]]) -> tuple[Any, ...]:
-        program = Program(
+        program = Networks(
             gt,
             networks={name: apply for name, (apply, _, _) in pure.items()},
             states={name: state for name, (_, _, state) in pure.items()},
@@ -113,7 +113,7 @@ def _functional(name: str, layers: Layers) -> tuple[Any, Any, Any]:
     return apply, params, state
 
 
-def _arrays(batch: Batch, scale: float) -> tuple[tuple[Any, ...], Any]:
+def _arrays(batch: StepData, scale: float) -> tuple[tuple[Any, ...], Any]:
     return (batch.source, batch.labels, batch.target), np.asarray(scale)
 
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from gradtools.demo.compare import Record, train
 from gradtools.demo.data import Domains, load_domains
 from gradtools.demo.settings import QUICK, Settings
-from gradtools.demo.training import Side
+from gradtools.demo.training import FrameworkRun
 
 
 def run_demo(
@@ -40,7 +40,7 @@ def run_demo(
     return 0
 
 
-def make_side(name: str, settings: Settings) -> Side:
+def make_side(name: str, settings: Settings) -> FrameworkRun:
     """One framework's side; imports that framework and no other."""
     if name == "torch":
         from gradtools.demo.torch_side import TorchSide
@@ -51,7 +51,9 @@ def make_side(name: str, settings: Settings) -> Side:
     return JaxSide(settings)
 
 
-def train_all(sides: Sequence[Side], settings: Settings, seeds: Sequence[int]) -> list[Record]:
+def train_all(
+    sides: Sequence[FrameworkRun], settings: Settings, seeds: Sequence[int]
+) -> list[Record]:
     """For every seed one training without reversal and one with, in that order."""
     with ExitStack() as stack:
         for side in sides:
@@ -65,7 +67,11 @@ def train_all(sides: Sequence[Side], settings: Settings, seeds: Sequence[int]) -
 
 
 def _train(
-    sides: Sequence[Side], domains: Domains, settings: Settings, record: Record, bar: "tqdm[None]"
+    sides: Sequence[FrameworkRun],
+    domains: Domains,
+    settings: Settings,
+    record: Record,
+    bar: "tqdm[None]",
 ) -> Record:
     bar.set_description(f"seed {record.seed}, {'with' if record.reverses else 'without'} reversal")
     return train(sides, domains, settings, record, bar.update)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools.demo.data import Array, Batch, Layers, Weights
+from gradtools.demo.data import Array, Layers, StepData, Weights
 from gradtools.demo.settings import Settings
-from gradtools.demo.training import Params, Program
+from gradtools.demo.training import Networks, Params
 
 
 class TorchSide:
@@ -39,7 +39,7 @@ class TorchSide:
         modules = {name: _network(layers, name) for name, layers in weights.items()}
         pure = {name: gt.functionalize(module) for name, module in modules.items()}
         self._params: Params = {name: params for name, (_, params, _) in pure.items()}
-        self._program = Program(
+        self._program = Networks(
             gt,
             networks={name: apply for name, (apply, _, _) in pure.items()},
             states={name: state for name, (_, _, state) in pure.items()},
@@ -52,14 +52,14 @@ class TorchSide:
             momentum=self._settings.momentum,
         )
 
-    def step(self, batch: Batch, scale: float) -> tuple[float, list[Array]]:
+    def step(self, batch: StepData, scale: float) -> tuple[float, list[Array]]:
         """One step; the parameters are updated in place, and so are their aliases."""
         value, grads = self._program.gradients(self._params, *_arrays(batch, scale))
         gt.assign_gradients(self._trained, grads)
         self._optimizer.step()
         return float(value), list(_leaves(grads))
 
-    def plain_gradients(self, batch: Batch, scale: float) -> list[Array]:
+    def plain_gradients(self, batch: StepData, scale: float) -> list[Array]:
         """The gradients by two evaluations."""
         grads = self._program.plain_gradients(self._params, *_arrays(batch, scale))
         return list(_leaves(grads))
@@ -89,7 +89,7 @@ def _network(layers: Layers, name: str) -> nn.Sequential:
     return nn.Sequential(*(modules if name == "features" else modules[:-1]))
 
 
-def _arrays(batch: Batch, scale: float) -> tuple[tuple[Any, ...], Any]:
+def _arrays(batch: StepData, scale: float) -> tuple[tuple[Any, ...], Any]:
     arrays = tuple(gt.asarray(x) for x in (batch.source, batch.labels, batch.target))
     return arrays, gt.asarray(np.asarray(scale))
 

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from gradtools.demo.data import Array, Batch, Weights
+from gradtools.demo.data import Array, StepData, Weights
 
 Params = dict[str, Any]
 Apply = Callable[..., tuple[Any, Any]]
 
 
-class Side(Protocol):
+class FrameworkRun(Protocol):
     """One framework's run of the program."""
 
     name: str
@@ -29,10 +29,10 @@ class Side(Protocol):
     def start(self, weights: Weights) -> None:
         """Builds the networks and a fresh optimiser."""
 
-    def step(self, batch: Batch, scale: float) -> tuple[float, list[Array]]:
+    def step(self, batch: StepData, scale: float) -> tuple[float, list[Array]]:
         """One training step; returns the loss and the gradients, in one order for both sides."""
 
-    def plain_gradients(self, batch: Batch, scale: float) -> list[Array]:
+    def plain_gradients(self, batch: StepData, scale: float) -> list[Array]:
         """The same gradients the plain way: two evaluations, no reversal."""
 
     def predict(self, images: Array) -> NDArray[Any]:
@@ -43,7 +43,7 @@ class Side(Protocol):
 
 
 @dataclass(frozen=True)
-class Program:
+class Networks:
     """The three networks of one backend and the cost that ties them."""
 
     gt: ModuleType

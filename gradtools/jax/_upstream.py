@@ -6,7 +6,7 @@ place, `jax.extend.core`, comes with all of Pallas, which was half of the time t
 left are fields of records (an equation's source, a jaxpr's origin) that only pictures, formulas
 and messages read, one name of a method, what takes a DLPack capsule, and what guards transfers.
 All were seen with JAX 0.10.2; each entry says what to do when it is gone.
-`tests/test_jax_upstream.py` holds that each still does what is relied on.
+`tests/jax/test_upstream.py` holds that each still does what is relied on.
 """
 
 from __future__ import annotations
@@ -84,6 +84,19 @@ def is_exporting(ctx: Any) -> bool:
     """Whether a lowering is `jax.export`'s. Gone: JAX's words, of serialized host_callbacks."""
     parameters = getattr(ctx.module_context, "lowering_parameters", None)
     return bool(getattr(parameters, "for_export", False))
+
+
+def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:
+    """Of an equation of this primitive of ours, a printed jaxpr shows these parameters.
+
+    JAX's own primitives with rules are shown so. Gone: the rule's repr, and no program.
+    """
+
+    def write(eqn: Any, context: Any, settings: Any) -> Any:
+        params = shown(eqn)
+        return _core._pp_eqn(eqn.replace(params=params), context, settings, params=list(params))
+
+    _core.pp_eqn_rules[primitive] = write
 
 
 # --- what a maintainer of JAX would refuse ------------------------------------------------------

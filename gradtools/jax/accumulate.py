@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.accumulate import Entry, Trees, paired
+from gradtools.accumulate import TargetLeaf, Trees, paired
 from gradtools.errors import GradtoolsError
 from gradtools.jax import trees
 from gradtools.jax._upstream import get_opaque_trace_state
@@ -87,14 +87,14 @@ def _zeros(g: Any) -> Any:
     return g if array is None else jnp.zeros_like(array)
 
 
-def _written(entry: Entry, add: bool) -> Any:
+def _written(entry: TargetLeaf, add: bool) -> Any:
     if entry.grad is None:
         return entry.target
     g: Any = _array(entry.grad)
     return _array(entry.target) + g if add else copied(g)
 
 
-def _check(asked: str, entry: Entry) -> None:
+def _check(asked: str, entry: TargetLeaf) -> None:
     p: Any = _array(entry.target)
     g: Any = _array(entry.grad)
     for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):

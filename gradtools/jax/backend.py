@@ -12,13 +12,14 @@ import numpy as np
 
 from gradtools.backend import Array, Backend, Lazily
 from gradtools.jax import arrays, engines, parts, shardings, trees, wrapping
-from gradtools.jax.rules import apply_rule, attempt, pull, push, transpose, value_and_push
+from gradtools.jax.rules import apply_rule, attempt
 from gradtools.jax.stateful import checkpointed, explained, stateful
+from gradtools.jax.transposing import pull, push, transpose, value_and_push
 from gradtools.jax.trees import LinearMap, is_inexact
 from gradtools.rules import Rule
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Options
+    from gradtools.chunks import ChunkOptions
     from gradtools.host import Kernel
 
 
@@ -177,7 +178,7 @@ class JaxBackend(Backend):
                 return jax.vmap(f)(*batch)
             return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
-    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
+    def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         # what is computed again is the same program: nothing to verify
         return partial(checkpointed, f)
 

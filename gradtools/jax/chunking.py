@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.chunking import Chunks, Cut, progress_bar
+from gradtools.chunks import Chunks, Partition, progress_bar
 from gradtools.errors import GradtoolsError, warn
 from gradtools.jax import jaxprs, shardings
 from gradtools.jax._upstream import is_batch_statistic
@@ -88,7 +88,9 @@ def _sum_chunks(chunks: Chunks) -> list[Array]:
     return sums or []
 
 
-def _add_run(step: _Step, sums: list[Array] | None, state: list[Array], stacked: Any) -> Any:
+def _add_run(
+    step: _ChunkProgram, sums: list[Array] | None, state: list[Array], stacked: Any
+) -> Any:
     """The sums with those of a run of chunks, and the modules' state after it."""
     avals = step.out_avals
     if sums is None:
@@ -98,7 +100,7 @@ def _add_run(step: _Step, sums: list[Array] | None, state: list[Array], stacked:
 
 
 @chunk
-def _add_step(step: _Step, carry: Any, inputs: Any) -> tuple[Any, None]:
+def _add_step(step: _ChunkProgram, carry: Any, inputs: Any) -> tuple[Any, None]:
     sums, state = carry
     outs, state = step(*inputs, state)
     return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), None
@@ -108,7 +110,7 @@ def _add_step(step: _Step, carry: Any, inputs: Any) -> tuple[Any, None]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ChunkRun:
     """Chunks in a row that look alike, and whether their graphs are kept."""
 
     kind: int
@@ -120,17 +122,17 @@ class _Run:
         return self.numbers[0]
 
 
-def _runs(kinds: list[int], first_kept: int) -> Iterator[_Run]:
+def _runs(kinds: list[int], first_kept: int) -> Iterator[_ChunkRun]:
     marked = ((kind, i >= first_kept) for i, kind in enumerate(kinds))
     start = 0
     for (kind, kept), members in groupby(marked):
         stop = start + len(list(members))
-        yield _Run(kind, range(start, stop), kept)
+        yield _ChunkRun(kind, range(start, stop), kept)
         start = stop
 
 
 def _run(
-    steps: _Steps, run: _Run, carry: list[Array], bar: _Bar
+    steps: _Steps, run: _ChunkRun, carry: list[Array], bar: _Bar
 ) -> tuple[list[Array], list[Array]]:
     """The output leaves of a run, stacked, and the carry after it."""
     if len(run.numbers) == 1:
@@ -157,7 +159,7 @@ def _run(
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _ChunkProgram:
     """f on a chunk of some shape, seen once as a jaxpr and then run from it."""
 
     closed: Any
@@ -224,7 +226,7 @@ class _Steps:
             if looks not in known:
                 known.append(looks)
             self.kinds.append(known.index(looks))
-        self._traced: dict[Any, _Step] = {}
+        self._traced: dict[Any, _ChunkProgram] = {}
 
     def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
         """The function of a kind of chunk; not traced ahead where there is one chunk of it."""
@@ -232,7 +234,7 @@ class _Steps:
             return self._of(self.kinds.index(kind))
         return self.traced(kind, carry)
 
-    def traced(self, kind: int, carry: list[Array]) -> _Step:
+    def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
         """The function of a kind of chunk, as a jaxpr that a scan can repeat."""
         key = kind, *map(_varying, carry)
         if key in self._traced:
@@ -243,7 +245,7 @@ class _Steps:
         closed, found = jax.make_jaxpr(self._of(number), return_shape=True)(*shapes, carry)
         _warn_of_batch_norm(self.chunks.batch.asked, self.name, closed)
         outs, count = closed.out_avals, len(found[0])
-        step = _Step(owning(closed), jax.tree.structure(found), outs[:count], outs[count:])
+        step = _ChunkProgram(owning(closed), jax.tree.structure(found), outs[:count], outs[count:])
         if any(_varying(a) - _varying(x) for a, x in zip(step.carry_avals, carry, strict=True)):
             step = self.traced(kind, step.widened(carry))
         self._traced[key] = step
@@ -261,7 +263,7 @@ class _Steps:
         slots = [s.at(number, size) for s in self.splits if s.inexact]
         return np.int32(number), slots, [x for x in self.lists[number] if _is_array(x)]
 
-    def stacked(self, run: _Run) -> tuple[Any, ...]:
+    def stacked(self, run: _ChunkRun) -> tuple[Any, ...]:
         """`(index, slots, lists)` of a run, stacked."""
         size = len(self.chunks.cut.rows[run.first])
         slots = [s.stacked(run.numbers, size) for s in self.splits if s.inexact]
@@ -306,7 +308,7 @@ class _Steps:
 class _Split:
     """An array that is split, and its chunks by their numbers."""
 
-    def __init__(self, x: Array, axis: int, cut: Cut) -> None:
+    def __init__(self, x: Array, axis: int, cut: Partition) -> None:
         self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
         self.entry = shardings.entries(x)[axis]
         self._rows = x if self.entry is None else shardings.whole(x, axis)
@@ -457,7 +459,9 @@ def promoted(x: Array, aval: Any) -> Array:
 # --- outputs
 
 
-def _joined(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]], entry: Any) -> Array:
+def _joined(
+    cut: Partition, axis: int, parts: Sequence[tuple[_ChunkRun, Array]], entry: Any
+) -> Array:
     """The stacked outputs of runs, one after the other along the axis, in the batch's order.
 
     Over a mesh of Explicit axes the result is sharded along it as the batch is.
@@ -501,7 +505,7 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
     return jnp.concatenate(parts, axis)
 
 
-def _check_shapes(cut: Cut, axis: int, parts: Sequence[tuple[_Run, Array]]) -> None:
+def _check_shapes(cut: Partition, axis: int, parts: Sequence[tuple[_ChunkRun, Array]]) -> None:
     first, known = parts[0]
     for run, x in parts:
         rest = [s[1 : axis + 1] + s[axis + 2 :] for s in (x.shape, known.shape)]

@@ -54,7 +54,7 @@ def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple
         nonlocal complete
         try:
             return _run(fun, inner, answers, shapes_too)
-        except _Asked as question:
+        except _ValueNeeded as question:
             complete = False
             return question.inner
 
@@ -62,7 +62,7 @@ def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple
     return closed, shapes, complete
 
 
-class _Asked(BaseException):
+class _ValueNeeded(BaseException):
     """A value that is not known yet; no user's ``except Exception`` may catch it."""
 
     def __init__(self, inner: Any) -> None:
@@ -105,7 +105,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
     def answer(self, tracer: _AnsweringTracer) -> Any:
         """The next answer."""
         if self._asked == len(self._answers):
-            raise _Asked([tracer.inner])
+            raise _ValueNeeded([tracer.inner])
         self._asked += 1
         return self._answers[self._asked - 1]
 

@@ -21,8 +21,8 @@ from gradtools.calls import Call
 from gradtools.connection import refuse_cut
 from gradtools.jax import jaxprs, signs, tracing
 from gradtools.jax._upstream import scopes_of
+from gradtools.jax.primitives import reverse_only_p
 from gradtools.jax.refusals import explained
-from gradtools.jax.rules import reverse_only_p
 from gradtools.jax.trees import LinearMap, conj, zeros_of
 
 _SCOPE = "gradtools_derivative"
@@ -130,7 +130,7 @@ def _pushed(push: Any, tangents: list[Array]) -> list[Array]:
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TracedFunction:
     """A function of flat arrays, seen once as a jaxpr and then run from it."""
 
     closed: Any
@@ -179,7 +179,7 @@ class _Traced:
         """For each leaf: does it reach a derivative taken inside, constant or cut afterwards?"""
         if not jaxprs.uses_primitive(self.closed, _is_derivative):
             return [False] * len(self.closed.in_avals), [False] * len(self.closed.in_avals)
-        inside = tracing.Inside(_is_derivative)
+        inside = tracing.InnerDerivatives(_is_derivative)
         return inside.constants_and_cuts(self.closed, len(self.out_avals))
 
     @property
@@ -198,7 +198,7 @@ def _cut_of(fun: Fun, leaves: list[Array]) -> list[int]:
     return [] if traced is None else traced.cut()
 
 
-def _refuse_signs(fun: Fun, leaves: list[Array], traced: _Traced | None = None) -> None:
+def _refuse_signs(fun: Fun, leaves: list[Array], traced: _TracedFunction | None = None) -> None:
     """Raises where a derivative goes through the sign of complex numbers, as far as it is seen.
 
     What is not traced for its own sake is so only if it is given complex numbers, and once.
@@ -236,7 +236,7 @@ def _is_derivative(eqn: Any) -> bool:
     return any(name == _SCOPE for name, _ in scopes_of(eqn))
 
 
-def _traced(fun: Fun, leaves: list[Array]) -> _Traced | None:
+def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
     """fun as a jaxpr; None where it branches on values or leaves the framework.
 
     The jaxpr is what is then evaluated, so the user's function runs once. Where this fails, what
@@ -246,4 +246,4 @@ def _traced(fun: Fun, leaves: list[Array]) -> _Traced | None:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
     except _UNTRACEABLE:
         return None
-    return _Traced(closed, jax.tree.structure(shapes), closed.out_avals[: len(shapes[0])])
+    return _TracedFunction(closed, jax.tree.structure(shapes), closed.out_avals[: len(shapes[0])])

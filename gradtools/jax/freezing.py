@@ -20,14 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array
-from gradtools.chunking import Chunks
+from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, is_of, warn
 from gradtools.jax._upstream import ClosedJaxpr
 from gradtools.jax.arrays import asarray
 from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.refusals import explained
-from gradtools.jax.rules import apply_rule, transpose
+from gradtools.jax.rules import apply_rule
 from gradtools.jax.stateful import stateful
+from gradtools.jax.transposing import transpose
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import Linearized, Rule, spread
 
@@ -76,7 +77,7 @@ def _as_key(x: Array, like: Any) -> Any:
     return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if keys else x
 
 
-class _Traced:
+class _TracedOnce:
     """A function of flat arrays that Python runs once, for all that differentiates it.
 
     Each derivative repeats the program that was found, which is as good and does not multiply
@@ -114,7 +115,7 @@ class _Use:
         self.fun, self.moving, self.budget = fun, [is_inexact(x) for x in xs], budget
         self.written: Any = (fun,)
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else values may decide what G does
-            self.fun = _Traced(fun, xs)
+            self.fun = _TracedOnce(fun, xs)
             self.written = (list(self.fun.closed.consts),)
         self.rule = Rule(
             "frozen", self.fun, linearize=self.linearize, written=self.written, flow=self.fun
@@ -147,7 +148,7 @@ class _Use:
         count, inexact, rest = len(xs), self.inexact, iter(others)
         floating = iter(ys)
         outs = [next(floating) if i else next(rest) for i in inexact]
-        graph = _Graph(count, len(left), treedef, kept)
+        graph = _KeptLinearMap(count, len(left), treedef, kept)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return self.pushed(saved[:count], dxs)
@@ -165,7 +166,9 @@ class _Use:
 
     def reverse_only(self, xs: Entries) -> str | None:
         """What G holds that has no forward mode: JAX tells only where it would run."""
-        known = self.fun.closed if isinstance(self.fun, _Traced) else jax.make_jaxpr(self.fun)(*xs)
+        known = (
+            self.fun.closed if isinstance(self.fun, _TracedOnce) else jax.make_jaxpr(self.fun)(*xs)
+        )
         if not _holds(known.jaxpr, "custom_vjp_call", "custom_vjp_call_jaxpr"):
             return None
         moved = self.chosen(xs)
@@ -174,7 +177,7 @@ class _Use:
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
         """Whether G may hold such an operation: where values decide what G does, any."""
-        if isinstance(self.fun, _Traced):
+        if isinstance(self.fun, _TracedOnce):
             return _holds(self.fun.closed.jaxpr, *names)
         try:
             return _holds(jax.make_jaxpr(self.fun)(*xs).jaxpr, *names)
@@ -242,7 +245,7 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class _Graph:
+class _KeptLinearMap:
     """What an evaluation left: a linear map as flat arrays.
 
     Attributes:
@@ -273,7 +276,7 @@ class _Graph:
         return (*range(self.stop if self.kept else self.count), *range(self.stop, self.stop + more))
 
 
-def _pullback(use: _Use, graph: _Graph, there: list[bool]) -> Rule:
+def _pullback(use: _Use, graph: _KeptLinearMap, there: list[bool]) -> Rule:
     """The rule of (arguments, what the evaluation left, cotangents) to cotangents."""
     count, extras = graph.count, graph.size
 
@@ -369,7 +372,7 @@ def _pullback(use: _Use, graph: _Graph, there: list[bool]) -> Rule:
     return rule
 
 
-def _pushed_by_graph(use: _Use, graph: _Graph, saved: Entries, dxs: Entries) -> list[Any]:
+def _pushed_by_graph(use: _Use, graph: _KeptLinearMap, saved: Entries, dxs: Entries) -> list[Any]:
     """The tangents of the outputs by the graph that was kept, as a rule of all that they read.
 
     The graph depends on the arguments, which its arrays do not show: so its derivative is that

@@ -28,6 +28,7 @@ from gradtools.jax.crossing import crossing
 from gradtools.jax.jaxprs import Eqn, Jaxpr
 from gradtools.jax.marks import function_name, is_chunk
 from gradtools.lines import names_in
+from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.crossing import opened
 from gradtools.seeing.doctor import source_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Source, Value
@@ -69,7 +70,7 @@ def graph_of(
     """
     consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
     jaxpr = jaxprs.open_jaxpr(closed_jaxpr)
-    return _Reader(in_places, rules).graph(jaxpr, _Place(), names, outputs, consts)[0]
+    return _JaxprReader(in_places, rules).graph(jaxpr, _Place(), names, outputs, consts)[0]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class _Place:
 _Read = tuple[Graph, list[bool]]  # and which outputs are what is left of a zero derivative
 
 
-class _Reader:
+class _JaxprReader:
     """Reads jaxprs; one that is called several times from one place is read once."""
 
     def __init__(self, in_places: bool, rules: Sequence[Any]) -> None:
@@ -113,7 +114,9 @@ class _Reader:
         consts: Sequence[str] = (),
         flat: Sequence[bool] = (),
     ) -> _Read:
-        values = _Values(var for var, is_flat in zip(jaxpr.invars, flat, strict=False) if is_flat)
+        values = _JaxprValues(
+            var for var, is_flat in zip(jaxpr.invars, flat, strict=False) if is_flat
+        )
         captured = [values.new(v, name) for v, name in _named(jaxpr.constvars, consts)]
         inputs = [values.new(v, name) for v, name in _named(jaxpr.invars, names)]
         nodes = [self.node(eqn, values, place) for eqn in jaxpr.eqns]
@@ -129,7 +132,7 @@ class _Reader:
         )
         return graph, [values.is_flat(atom) for atom in jaxpr.outvars]
 
-    def node(self, eqn: Eqn, values: _Values, place: _Place) -> Node:
+    def node(self, eqn: Eqn, values: _JaxprValues, place: _Place) -> Node:
         operation, here = _operation(eqn), _inside(eqn, place)
         inner, loss = jaxprs.bodies(eqn), None
         inputs = tuple(values.read(atom) for atom in eqn.invars)
@@ -161,7 +164,7 @@ class _Reader:
             node = opened(node, values.found, crossed.inside, crossed.inputs)
         return _in_places(eqn, node, values)
 
-    def body_of(self, eqn: Eqn, body: Any, values: _Values, here: _Place) -> Body:
+    def body_of(self, eqn: Eqn, body: Any, values: _JaxprValues, here: _Place) -> Body:
         site, own = here.site, places.is_own(body.jaxpr)
         if own is not None:
             site = places.source(eqn, site) if own else None
@@ -177,7 +180,7 @@ class _Reader:
             skippable=jaxprs.may_not_run(eqn),
         )
 
-    def links(self, eqn: Eqn, inner: Sequence[Any], values: _Values) -> Links | None:
+    def links(self, eqn: Eqn, inner: Sequence[Any], values: _JaxprValues) -> Links | None:
         """What an equation carries, where it is not what a node's bodies and dtypes say."""
         name = eqn.primitive.name
         if jaxprs.is_ruled(eqn):
@@ -220,7 +223,7 @@ class _Reader:
         )
 
 
-class _Values:
+class _JaxprValues:
     """The values of one jaxpr, by number."""
 
     def __init__(self, flat: Iterable[Any] = ()) -> None:
@@ -268,15 +271,15 @@ def _value(aval: Any, name: str) -> Value:
 
 
 def _text(value: Any) -> str:
-    """A single number, to be read in place of a name."""
-    if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
+    """What a small array holds, to be read in place of a name."""
+    if isinstance(value, jax.core.Tracer):
         return ""
     dtype = getattr(value, "dtype", None)
     known = dtype is None or isinstance(dtype, np.dtype)  # a random key is no number
-    return f"{np.asarray(value).item():.6g}" if known else ""
+    return numbers_text(np.shape(value), lambda: np.asarray(value).tolist()) if known else ""
 
 
-def _in_places(eqn: Eqn, node: Node, values: _Values) -> Node:
+def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
     """A node with its operands as both frameworks have them; an exponent is one of them."""
     order, exponent = operands.order_of(eqn), operands.exponent_of(eqn)
     if exponent is not None:

@@ -30,9 +30,15 @@ class MortalPrimitive(Primitive):
     Args:
         name: Its name.
         owner: Which of its parameters must not be kept alive.
+
+    Attributes:
+        gradtools_flow: Of an equation, the jaxpr of its data flow, or None; for `tracing`.
+        gradtools_program: Of an equation, the jaxpr of what it computes; for `homogeneous`.
     """
 
     multiple_results = True
+    gradtools_flow: Callable[[Any], Any]
+    gradtools_program: Callable[[Any], Any]
 
     def __init__(self, name: str, owner: str) -> None:
         super().__init__(name)
@@ -57,6 +63,11 @@ def _life_of(owner: Any) -> Any:
     return life
 
 
+def owned_by(owner: Any, name: str) -> dict[str, Any]:
+    """The parameters of an equation that is given another owner, called `name`."""
+    return {name: owner, LIFE: ((_life_of(owner),),)}
+
+
 def mortal(run: Callable[..., T]) -> Callable[..., T]:
     """A function of a primitive's parameters, without the one that is there for its lifetime."""
 
@@ -70,12 +81,17 @@ def mortal(run: Callable[..., T]) -> Callable[..., T]:
 
 def remembered(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     """`make()`, made once for each key while the owner lives; the last 64 of them."""
-    kept = vars(owner).setdefault("_remembered", {})
-    found = kept.get(key)
+    found = recalled(owner, key)
     if found is not None:
         return found
     made = make()
+    kept = vars(owner).setdefault("_remembered", {})
     for old in list(kept)[: len(kept) - MOST + 1]:
         kept.pop(old, None)
     kept[key] = made
     return made
+
+
+def recalled(owner: Any, key: tuple[Any, ...]) -> Any:
+    """What `remembered` made for this key; None if nothing, or no more."""
+    return vars(owner).get("_remembered", {}).get(key)

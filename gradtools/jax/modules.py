@@ -281,7 +281,7 @@ def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
     ]
 
 
-_KERAS = keras_layers.Wing("jax", lambda x: x, lambda x: x, _keras_seeds)
+_KERAS = keras_layers.KerasWing("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
 # Checks

@@ -88,6 +88,10 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in values)
 
 
+def _unless(usual: Any, value: Any) -> Any:
+    return None if value == usual else value
+
+
 def _is_choice(eqn: Eqn) -> bool:
     return len(eqn.invars) == 3 and eqn.invars[0].aval.dtype == np.bool_
 
@@ -104,7 +108,9 @@ def _broadcast(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _reshaped(p: Any, eqn: Eqn) -> Attributes:
-    return {"shape": _shape(eqn.outvars[0])}
+    order = eqn.primitive.name == "reshape" and p["dimensions"]  # transposed so before
+    found: Attributes = {"shape": _shape(eqn.outvars[0])}
+    return {**found, "permutation": _ints(order)} if order else found
 
 
 def _sliced(p: Any, eqn: Eqn) -> Attributes:
@@ -170,13 +176,13 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _pooled(p: Any, eqn: Eqn) -> Attributes:
-    ones, none = (1,) * len(p["window_dimensions"]), ((0, 0),) * len(p["window_dimensions"])
+    none = ((0, 0),) * len(p["window_dimensions"])
     found: dict[str, Any] = {
         "window": _ints(p["window_dimensions"]),
         "stride": _ints(p["window_strides"]),
     }
     found["padding"] = tuple(_ints(pair) for pair in p["padding"])
-    usual = {"stride": ones, "padding": none}
+    usual = {"stride": found["window"], "padding": none}
     return {key: value for key, value in found.items() if value != usual.get(key)}
 
 
@@ -242,7 +248,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "pad": _padded,
     "concatenate": lambda p, e: {"axis": p["dimension"]},
     "convert_element_type": lambda p, e: {"dtype": str(e.outvars[0].aval.dtype)},
-    "sort": lambda p, e: {"axis": p["dimension"], "num_keys": p["num_keys"]},
+    "sort": lambda p, e: {"axis": p["dimension"], "num_keys": _unless(1, p["num_keys"])},
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
     "iota": lambda p, e: {"axis": p["dimension"]},
     "integer_pow": lambda p, e: {},

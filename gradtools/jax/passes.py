@@ -81,7 +81,7 @@ def gradient_graph(asked: Differentiated | Live) -> Graph:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Directions:
     """What is differentiated along what.
 
     Attributes:
@@ -157,12 +157,12 @@ class _Plan:
         return [gradient_of(self.names[k]) for k in self.wrt]
 
 
-def _plan(asked: Differentiated, traced: Any, forward: Graph) -> _Plan:
+def _plan(asked: Differentiated, traced: Any, forward: Graph) -> _Directions:
     program, connected = asked.program, dependence_matrix(forward)
     avals = traced.closed.out_avals
     outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
     reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
-    return _Plan(
+    return _Directions(
         closed=traced.closed,
         leaves=program.leaves,
         wrt=[i for i in program.wrt if reached(i)],

@@ -47,7 +47,7 @@ class Moving:
 
 
 @dataclass(frozen=True)
-class Step:
+class TapeStep:
     """One operation as it ran.
 
     Attributes:
@@ -112,7 +112,7 @@ _compiled = partial(jax.jit, static_argnums=0)(_at_once)
 class Tape:
     """Runs a jaxpr beside its graph; `steps` are what carried a derivative, in order."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TapeStep] = field(default_factory=list)
     _count: int = 0
 
     def run(self, closed: Any, graph: Graph, args: Sequence[Moving]) -> list[Moving]:
@@ -158,7 +158,7 @@ class Tape:
         entering = {i: x for i, x in enumerate(operands) if x.leaves}
         leaving = {k: y for k, y in enumerate(outs) if y.leaves}
         if entering and leaving:
-            self.steps.append(Step(apply, arrays, entering, leaving, node, **about))
+            self.steps.append(TapeStep(apply, arrays, entering, leaving, node, **about))
         return outs
 
     # --- what is written out
@@ -250,4 +250,4 @@ def _key(eqn: Any) -> Hashable:
     return key
 
 
-__all__ = ["Moving", "Step", "Tape"]
+__all__ = ["Moving", "TapeStep", "Tape"]

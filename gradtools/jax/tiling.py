@@ -20,10 +20,10 @@ from gradtools.jax import shardings
 from gradtools.jax._upstream import Literal
 from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
-from gradtools.jax.rules import varying, varying_alike
+from gradtools.jax.manual_axes import varying, varying_alike
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
-from gradtools.tiled import COLUMNS, ROWS, SHARED, Group, Sweep, added
+from gradtools.tiles import COLUMNS, ROWS, SHARED, MergeGroup, Sweep, added
 
 Arrays = list[Any]
 States = list[Arrays]  # one list for each group, empty where a group has another side
@@ -44,7 +44,7 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
     A device has its part of that side and all of the other; what belongs to the other, or to
     neither, is merged at the end. One side suffices: rows, where both are sharded.
     """
-    whole = _Sweep(program, xs)
+    whole = _SweepRun(program, xs)
     side = next((side for side in (ROWS, COLUMNS) if whole.divides(side)), None)
     if side is None:
         return whole.run()
@@ -54,7 +54,7 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
     groups = whole.seen()
 
     def run(*xs: Any) -> States:
-        states = _Sweep(part, xs).run()
+        states = _SweepRun(part, xs).run()
         return [
             state if group.side == side else _over_devices(group, state, entry)
             for group, state in zip(groups, states, strict=True)
@@ -77,7 +77,7 @@ def _run(program: Sweep, xs: Sequence[Any]) -> States:
     return [whole.placed(state, group) for state, group in zip(states, groups, strict=True)]
 
 
-def _over_devices(group: Group, state: Arrays, entry: Any) -> Arrays:
+def _over_devices(group: MergeGroup, state: Arrays, entry: Any) -> Arrays:
     """A group's states of all devices, merged."""
     if group.merge is added:
         return [jax.lax.psum(x, entry) for x in state]
@@ -85,7 +85,7 @@ def _over_devices(group: Group, state: Arrays, entry: Any) -> Arrays:
     return reduce(group.merge, [[x[i] for x in parts] for i in range(len(parts[0]))])
 
 
-class _Sweep:
+class _SweepRun:
     """One run of a program over tiles."""
 
     def __init__(self, program: Sweep, xs: Sequence[Any]) -> None:
@@ -117,7 +117,7 @@ class _Sweep:
             for k, g in enumerate(self.groups)
         ]
 
-    def placed(self, state: Arrays, group: Group) -> Arrays:
+    def placed(self, state: Arrays, group: MergeGroup) -> Arrays:
         """A group's states, sharded as the arrays of its side are."""
         if group.side == SHARED:
             return state
@@ -136,7 +136,7 @@ class _Sweep:
         mine = (x for x, role in zip(self.given, self.roles, strict=True) if role == side)
         return next(jax.typeof(x).sharding.mesh for x in mine if shardings.entries(x)[0])
 
-    def seen(self) -> Sequence[Group]:
+    def seen(self) -> Sequence[MergeGroup]:
         """The groups, which a tile tells."""
         self._looks(self.rows[0][1], self.columns[0][1])
         return self.program.groups()

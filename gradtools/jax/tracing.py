@@ -295,10 +295,10 @@ class _CutOutside(Flow):
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """As there, and inside of these equations any flow."""
-        return (self.uncut if self.made(eqn) else super()).step(eqn, bits)
+        return self.uncut.step(eqn, bits) if self.made(eqn) else super().step(eqn, bits)
 
 
-class Inside:
+class InnerDerivatives:
     """What flows through derivatives that a program takes itself; `made` tells their equations.
 
     An input *enters* one if it reaches, less the cut table, the result of such an equation.

@@ -21,7 +21,7 @@ from gradtools.jax.parts import module_kinds, opened, part_of
 from gradtools.jax.seeing import trace
 from gradtools.jax.stateful import explained, held_in, stateful
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.training import TABLE, Held, Optimised
+from gradtools.seeing.training import TABLE, HeldArray, Optimised
 
 
 def lifted(
@@ -65,10 +65,10 @@ def model_of(f: Any) -> Any:
     return found[0] if len(found) == 1 else (found or None)
 
 
-def held(asked: str, model: Any) -> list[Held]:
+def held(asked: str, model: Any) -> list[HeldArray]:
     """The arrays of a model, or of a tree of models and arrays."""
     found = [
-        Held(_name(path), x)
+        HeldArray(_name(path), x)
         for path, x in jax.tree.leaves_with_path(part_of(model))
         if hasattr(x, "dtype") and is_inexact(x)
     ]
@@ -81,7 +81,7 @@ def held(asked: str, model: Any) -> list[Held]:
     return list({id(one.array): one for one in reversed(found)}.values())[::-1]
 
 
-def _not_leaves(model: Any) -> Iterator[Held]:
+def _not_leaves(model: Any) -> Iterator[HeldArray]:
     """What modules hold that no gradient goes to."""
     kinds = module_kinds()
     nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
@@ -92,12 +92,12 @@ def _not_leaves(model: Any) -> Iterator[Held]:
             other = nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngState, nnx.OptState))
             for below, x in jax.tree.leaves_with_path(nnx.state(top, other)):
                 if hasattr(x, "dtype") and is_inexact(x):
-                    yield Held(_name((*path, *below)), x, TABLE)
+                    yield HeldArray(_name((*path, *below)), x, TABLE)
         elif equinox is not None and isinstance(top, equinox.Module):
             yield from _static(equinox, top, _name(path))
 
 
-def _static(equinox: Any, module: Any, name: str) -> Iterator[Held]:
+def _static(equinox: Any, module: Any, name: str) -> Iterator[HeldArray]:
     """The arrays in static fields of an equinox module and of its parts."""
     is_module = lambda x: isinstance(x, equinox.Module)
     for field in fields(module):
@@ -106,7 +106,7 @@ def _static(equinox: Any, module: Any, name: str) -> Iterator[Held]:
         if field.metadata.get("static"):
             for path, x in jax.tree.leaves_with_path(value):
                 if isinstance(x, jax.Array) and is_inexact(x):
-                    yield Held(_name((here, *path)), x, "static")
+                    yield HeldArray(_name((here, *path)), x, "static")
             continue
         for path, part in jax.tree.leaves_with_path(value, is_leaf=is_module):
             if is_module(part):
@@ -116,7 +116,7 @@ def _static(equinox: Any, module: Any, name: str) -> Iterator[Held]:
 # --- optimisers --------------------------------------------------------------------------
 
 
-def optimised(asked: str, optimizer: Any, model: Any, held: Sequence[Held]) -> Optimised:
+def optimised(asked: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
     """What an optimiser changes: one of optax, its state, the pair of both, or one of flax.nnx."""
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)
     if nnx is not None and _is_an_optimizer(optimizer):
@@ -161,7 +161,7 @@ def _probed(tx: Any, state: Any, part: Any) -> Optimised:
         return Optimised(lambda one: None)
     as_is = raw if len(raw) < len(leaves) else set()
 
-    def why(one: Held) -> str:
+    def why(one: HeldArray) -> str:
         handed_on = "a mask hands its gradient on as it is, so a step ascends"
         return handed_on if id(one.array) in as_is else ""
 
@@ -189,7 +189,7 @@ def _stranger(name: str) -> tuple[str, str]:
     return f"optimizer{name}" if name.startswith("[") else f"optimizer.{name}", ""
 
 
-def _by_names(asked: str, state: Any, held: Sequence[Held]) -> Optimised:
+def _by_names(asked: str, state: Any, held: Sequence[HeldArray]) -> Optimised:
     """By the names of what the state keeps for each array, where it keeps anything."""
     nnx = sys.modules.get("flax.nnx")
     arrays = [

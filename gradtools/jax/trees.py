@@ -83,3 +83,31 @@ jax.tree_util.register_pytree_node(
     lambda linear: ((linear.native,), linear.run),
     lambda run, children: LinearMap(run, *children),
 )
+
+
+def likes_of(xs: Sequence[Any]) -> list[Any]:
+    """What each array looks like; None for one that is not differentiated."""
+    avals = [jax.typeof(x) for x in xs]
+    return [aval.update(weak_type=False) if is_inexact(aval) else None for aval in avals]
+
+
+def without_none(xs: Sequence[Any]) -> list[Any]:
+    """The entries that are not None."""
+    return [x for x in xs if x is not None]
+
+
+def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
+    """`values` with zeros for None, where there is something to be zero."""
+    pairs = zip(values, likes, strict=True)
+    return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
+
+
+def struct_of(aval: Any) -> Any:
+    """Shape, dtype and sharding of an array or its type."""
+    sharding = aval.sharding if any(shardings.entries(aval)) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def all_known(xs: Sequence[Any]) -> bool:
+    """Whether no x is a tracer."""
+    return not any(isinstance(x, jax.core.Tracer) for x in xs)

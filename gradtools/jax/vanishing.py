@@ -26,7 +26,7 @@ import numpy as np
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.jax import jaxprs
 from gradtools.jax.seeing import Traced, graph_once, trace
-from gradtools.jax.tape import Moving, Step, Tape
+from gradtools.jax.tape import Moving, Tape, TapeStep
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing import extremes
 from gradtools.seeing.flow import joined
@@ -66,7 +66,7 @@ class _Returned:
         noise: What counts as zero, being rounding noise.
     """
 
-    steps: Sequence[Step]
+    steps: Sequence[TapeStep]
     reached: int = 0
     stops: dict[int, tuple[dict[int, Any], list[int]]] = field(default_factory=dict)
     sums: list[tuple[Moving, list[int]]] = field(default_factory=list)
@@ -147,7 +147,7 @@ class _Back:
         taken = {k: self._taken(x) for k, x in enumerate(args) if x.leaves}
         return {k: ct for k, ct in taken.items() if ct is not None}
 
-    def _back(self, at: int, step: Step) -> None:
+    def _back(self, at: int, step: TapeStep) -> None:
         cts = {k: self._taken(y) for k, y in step.results.items()}
         given = {k: self._shaken(ct, at, k) for k, ct in cts.items() if ct is not None}
         if not given:
@@ -175,7 +175,7 @@ class _Back:
         uniform = np.random.default_rng((self._draw, at, k)).uniform(-1.0, 1.0, ct.shape)
         return extremes.shaken(ct, uniform.astype(info.dtype), float(info.eps)).astype(ct.dtype)
 
-    def _pulled(self, step: Step, given: dict[int, Any], wanted: list[int]) -> list[Any]:
+    def _pulled(self, step: TapeStep, given: dict[int, Any], wanted: list[int]) -> list[Any]:
         """None for each operand of what leaves JAX inside, which is told already."""
         try:
             return step.pulled(given, wanted)
@@ -208,7 +208,10 @@ _Kept = dict[int, tuple[dict[int, Any], dict[int, Any]]]  # of a step: given, an
 
 
 def _noise(
-    steps: Sequence[Step], outs: Sequence[Moving], args: Sequence[Moving], grads: Mapping[int, Any]
+    steps: Sequence[TapeStep],
+    outs: Sequence[Moving],
+    args: Sequence[Moving],
+    grads: Mapping[int, Any],
 ) -> set[int]:
     """The leaves, by position, whose gradients are rounding noise."""
     left = set(grads)
@@ -317,7 +320,7 @@ def _stopped(found: _Returned, leaf: int) -> Iterator[tuple[int, Vanished]]:
             yield at, _at(step, given, stopped) if not noise else _noted(found, leaf, cancels)
 
 
-def _at(step: Step, given: dict[int, Any], stopped: list[int]) -> Vanished:
+def _at(step: TapeStep, given: dict[int, Any], stopped: list[int]) -> Vanished:
     if step.node.mark == "custom rule" and _is_always_zero(step, given, stopped):
         return Vanished(replace(step.node, loss="rule"))
     if all(not step.operands[i].array.size for i in stopped):
@@ -330,7 +333,7 @@ def _at(step: Step, given: dict[int, Any], stopped: list[int]) -> Vanished:
     return Vanished(step.node, factor > 0 and not cancels, tuple(stopped), cancels)
 
 
-def _is_always_zero(step: Step, given: dict[int, Any], stopped: list[int]) -> bool:
+def _is_always_zero(step: TapeStep, given: dict[int, Any], stopped: list[int]) -> bool:
     """Whether a rule hands on nothing elsewhere, too."""
     rng = np.random.default_rng(0)
     ones = {k: jnp.ones_like(ct) for k, ct in given.items()}
@@ -390,7 +393,7 @@ def _reached_at_once(closed: Any, leaves: Sequence[Any]) -> int:
     return sum(1 << i for i, g in zip(inexact, gradients, strict=True) if _any(g))
 
 
-def _leaves_jax(step: Step) -> bool:
+def _leaves_jax(step: TapeStep) -> bool:
     """Whether an operation calls back into Python, of which JAX has no derivative."""
     closed = jax.make_jaxpr(step.apply)(step.arrays)
     return jaxprs.uses_primitive(closed, lambda eqn: eqn.primitive.name.endswith("_callback"))

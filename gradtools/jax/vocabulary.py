@@ -31,12 +31,12 @@ from gradtools.jax.translating.indexing import INDEXING
 from gradtools.jax.translating.tables import TABLE
 from gradtools.jax.translating.writing import Entry, Known, Writer
 from gradtools.seeing.formula.recorded import Recorded
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 
 _LEAVES = {**TABLE, **INDEXING}
 
 
-def formula_graph(program: Program) -> Recorded:
+def formula_graph(program: LeafProgram) -> Recorded:
     """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
 
     Args:
@@ -48,7 +48,7 @@ def formula_graph(program: Program) -> Recorded:
     """
     traced = seeing.trace(program.run, program.leaves)
     names = seeing.captured_arrays(program.run)
-    writer = _Reader()
+    writer = _JaxprTranslator()
     leaves = zip(program.names, program.leaves, strict=True)
     entries = [writer.leaf(name, x) for name, x in leaves]
     consts = [writer.held(c, names.get(id(c), "")) for c in getattr(traced.closed, "consts", ())]
@@ -65,12 +65,12 @@ def formula_graph(program: Program) -> Recorded:
     )
 
 
-class _Reader(Writer):
+class _JaxprTranslator(Writer):
     """Writes what a jaxpr says."""
 
-    def inner(self, deeper: bool = False) -> _Reader:
+    def inner(self, deeper: bool = False) -> _JaxprTranslator:
         """The reader of a program inside."""
-        return _Reader(self.depth + deeper, inside=True, narrow=self.narrow)
+        return _JaxprTranslator(self.depth + deeper, inside=True, narrow=self.narrow)
 
     def run(self, jaxpr: Any, consts: Sequence[Entry], args: Sequence[Entry]) -> list[Entry]:
         """Writes a jaxpr's equations; the entries of its outputs."""
@@ -114,7 +114,7 @@ class _Reader(Writer):
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
-def trying(program: Program, wide: bool) -> AbstractContextManager[Any]:
+def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
     """Inside, f may run: JAX keeps nothing of it. wide: arrays of 64 bits may be made."""
     return jax.enable_x64(True) if wide else nullcontext()
 

@@ -91,7 +91,7 @@ _CELLS = 16_000_000  # of the table of weights; longer programs are cut where th
 
 
 @dataclass(frozen=True)
-class Step:
+class AlignedStep:
     """An operation that computes something.
 
     Attributes:
@@ -121,8 +121,8 @@ class Step:
 class Alignment:
     """Pairs of groups of steps, each with the numbers of one side's and the other's steps."""
 
-    first: tuple[Step, ...]
-    second: tuple[Step, ...]
+    first: tuple[AlignedStep, ...]
+    second: tuple[AlignedStep, ...]
     pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     def left(self, side: int) -> list[int]:
@@ -132,14 +132,14 @@ class Alignment:
         return [step.number for step in steps if step.number not in paired]
 
 
-def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[Step, ...]:
+def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[AlignedStep, ...]:
     """The steps of a graph, those of its bodies too.
 
     Args:
         graph: The graph.
         whole: The names of calls that stay one step although they have a program inside.
     """
-    steps: list[Step] = []
+    steps: list[AlignedStep] = []
     _collect(graph, {}, whole, steps)
     first = {id(node) for _, node in forward_alone(graph).walk()}
     return tuple(
@@ -149,7 +149,7 @@ def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[Step, .
 
 
 def _collect(
-    graph: Graph, made: dict[int, frozenset[int]], whole: frozenset[str], steps: list[Step]
+    graph: Graph, made: dict[int, frozenset[int]], whole: frozenset[str], steps: list[AlignedStep]
 ) -> None:
     for node in graph.nodes:
         reads = frozenset[int]().union(*(made.get(v, frozenset()) for v in node.inputs))
@@ -167,7 +167,7 @@ def _collect(
             found = reads
         else:
             outputs = tuple(graph.values[v] for v in node.outputs)
-            steps.append(Step(node, name, outputs, reads, len(steps), float(node.phase)))
+            steps.append(AlignedStep(node, name, outputs, reads, len(steps), float(node.phase)))
             found = frozenset({steps[-1].number})
         made.update(dict.fromkeys(node.outputs, found))
 
@@ -217,7 +217,7 @@ def aligned(a: Graph, b: Graph) -> Alignment:
 _Pairs = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def _of_one_pass(first: Sequence[Step], second: Sequence[Step]) -> _Pairs:
+def _of_one_pass(first: Sequence[AlignedStep], second: Sequence[AlignedStep]) -> _Pairs:
     found: _Pairs = []
     matched = [*_matched(first, second)]
     ends = [(-1, -1), *matched, (len(first), len(second))]
@@ -229,7 +229,9 @@ def _of_one_pass(first: Sequence[Step], second: Sequence[Step]) -> _Pairs:
     return found
 
 
-def _matched(first: Sequence[Step], second: Sequence[Step]) -> Iterator[tuple[int, int]]:
+def _matched(
+    first: Sequence[AlignedStep], second: Sequence[AlignedStep]
+) -> Iterator[tuple[int, int]]:
     """The common subsequence of most weight."""
     if len(first) * len(second) <= _CELLS:
         yield from _by_table(first, second)
@@ -241,7 +243,9 @@ def _matched(first: Sequence[Step], second: Sequence[Step]) -> Iterator[tuple[in
         yield i + cut, j + other
 
 
-def _sure_pair(first: Sequence[Step], second: Sequence[Step], near: int) -> tuple[int, int]:
+def _sure_pair(
+    first: Sequence[AlignedStep], second: Sequence[AlignedStep], near: int
+) -> tuple[int, int]:
     """Where to cut two long programs: at steps that exist once in each; else in proportion."""
     once = [_once(steps) for steps in (first, second)]
     shared = [(i, once[1][key]) for key, i in once[0].items() if key in once[1]]
@@ -252,14 +256,14 @@ def _sure_pair(first: Sequence[Step], second: Sequence[Step], near: int) -> tupl
     return cut, cut * len(second) // len(first)
 
 
-def _once(steps: Sequence[Step]) -> dict[tuple[object, ...], int]:
+def _once(steps: Sequence[AlignedStep]) -> dict[tuple[object, ...], int]:
     found: dict[tuple[object, ...], list[int]] = {}
     for i, step in enumerate(steps):
         found.setdefault((step.name, step.size, _scope(step)), []).append(i)
     return {key: places[0] for key, places in found.items() if len(places) == 1}
 
 
-def _by_table(first: Sequence[Step], second: Sequence[Step]) -> list[tuple[int, int]]:
+def _by_table(first: Sequence[AlignedStep], second: Sequence[AlignedStep]) -> list[tuple[int, int]]:
     weights = _weights(first, second)
     best = np.zeros((len(first) + 1, len(second) + 1), np.float32)
     for i in range(len(first)):
@@ -277,7 +281,7 @@ def _by_table(first: Sequence[Step], second: Sequence[Step]) -> list[tuple[int, 
     return pairs[::-1]
 
 
-def _weights(first: Sequence[Step], second: Sequence[Step]) -> np.ndarray:
+def _weights(first: Sequence[AlignedStep], second: Sequence[AlignedStep]) -> np.ndarray:
     """What a pair weighs: 2 for the name, 1 each for size, dtype and modules; 0: no pair."""
     names, sizes, dtypes, scopes = (
         _numbered([key(s) for s in first], [key(s) for s in second])
@@ -296,11 +300,11 @@ def _numbered(first: Sequence[object], second: Sequence[object]) -> tuple[np.nda
     return one, two
 
 
-def _dtypes(step: Step) -> tuple[str, ...]:
+def _dtypes(step: AlignedStep) -> tuple[str, ...]:
     return tuple(value.dtype for value in step.outputs)
 
 
-def _scope(step: Step) -> str:
+def _scope(step: AlignedStep) -> str:
     """The modules around a step, in letters that both frameworks' names share."""
     return "/".join(re.sub(r"[^a-z0-9]", "", name.lower()) for name in step.node.scope)
 
@@ -308,7 +312,7 @@ def _scope(step: Step) -> str:
 # --- what is made of what ----------------------------------------------------------------
 
 
-def _made_of(first: Sequence[Step], second: Sequence[Step]) -> _Pairs:
+def _made_of(first: Sequence[AlignedStep], second: Sequence[AlignedStep]) -> _Pairs:
     """Operations of a gap, with the steps on the other side that they are made of."""
     found = [(a, b) for a, b in _wholes(first, second)]
     taken = {number for _, parts in found for number in parts}
@@ -319,7 +323,7 @@ def _made_of(first: Sequence[Step], second: Sequence[Step]) -> _Pairs:
 
 
 def _wholes(
-    wholes: Sequence[Step], others: Sequence[Step]
+    wholes: Sequence[AlignedStep], others: Sequence[AlignedStep]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Each operation that is made of parts, with the consecutive ones that end in its result."""
     start = 0
@@ -333,7 +337,9 @@ def _wholes(
             yield (whole.number,), tuple(others[i].number for i in stretch)
 
 
-def _stretch(whole: Step, parts: frozenset[str], others: Sequence[Step], start: int) -> list[int]:
+def _stretch(
+    whole: AlignedStep, parts: frozenset[str], others: Sequence[AlignedStep], start: int
+) -> list[int]:
     """The longest run of parts from `start` on that ends in something of the whole's size."""
     while start < len(others) and others[start].name not in parts:
         start += 1
@@ -348,7 +354,9 @@ def _stretch(whole: Step, parts: frozenset[str], others: Sequence[Step], start: 
 # --- what is left ------------------------------------------------------------------------
 
 
-def _in_another_order(first: Sequence[Step], second: Sequence[Step], pairs: _Pairs) -> None:
+def _in_another_order(
+    first: Sequence[AlignedStep], second: Sequence[AlignedStep], pairs: _Pairs
+) -> None:
     """Pairs steps of one name and size that read what is paired already, until none is left."""
     partner = {a: set(two) for one, two in pairs for a in one}
     changed = True
@@ -372,7 +380,7 @@ def _in_another_order(first: Sequence[Step], second: Sequence[Step], pairs: _Pai
                     break
 
 
-def _renamed(first: Sequence[Step], second: Sequence[Step], pairs: _Pairs) -> _Pairs:
+def _renamed(first: Sequence[AlignedStep], second: Sequence[AlignedStep], pairs: _Pairs) -> _Pairs:
     """What stands between the same neighbours, of one size, under two names."""
     left = Alignment(tuple(first), tuple(second), tuple(pairs))
     ones, twos = left.left(0), left.left(1)
@@ -423,4 +431,12 @@ def share(alignment: Alignment) -> float:
     return paired / total if total else 1.0
 
 
-__all__ = ["Alignment", "Step", "aligned", "common_name", "forward_alone", "share", "steps_of"]
+__all__ = [
+    "Alignment",
+    "AlignedStep",
+    "aligned",
+    "common_name",
+    "forward_alone",
+    "share",
+    "steps_of",
+]

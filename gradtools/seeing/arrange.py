@@ -254,7 +254,7 @@ class _Draft:
 
     def level(self) -> Level:
         """The arranged level."""
-        places = _Places(self.block, self.ranks, self.last)
+        places = _LevelPlaces(self.block, self.ranks, self.last)
         strands = [
             Strand(places.through(source, target), tuple(arrows))
             for (source, target), arrows in self.strands.items()
@@ -269,7 +269,7 @@ class _Draft:
         )
 
 
-class _Places:
+class _LevelPlaces:
     """The places of a level: one for each child and port, one for each row that a line passes."""
 
     def __init__(self, block: Block, ranks: dict[int, int], last: int) -> None:

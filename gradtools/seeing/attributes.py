@@ -7,8 +7,9 @@ A shape is not told here, for what comes out has its own beside it.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradtools.seeing.graph import Node
@@ -89,4 +90,29 @@ def is_number(text: str) -> bool:
     return True
 
 
-__all__ = ["call_text", "is_number", "mark_text", "text_of", "told"]
+_MOST_NUMBERS = 64
+
+
+def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
+    """What a small array holds, in place of a name: "2.5", "[0, 2]"; of a large one nothing.
+
+    Args:
+        shape: Its shape.
+        listed: Gives its numbers as nested lists.
+    """
+    count = math.prod(shape)
+    return _listed(listed()) if 0 < count <= _MOST_NUMBERS else ""
+
+
+def _listed(values: Any) -> str:
+    if isinstance(values, list):
+        return f"[{', '.join(map(_listed, values))}]"
+    return f"{values:.6g}"
+
+
+def are_numbers(text: str) -> bool:
+    """Whether a captured value's name is what it holds."""
+    return text.startswith("[") or is_number(text)
+
+
+__all__ = ["are_numbers", "call_text", "is_number", "mark_text", "numbers_text", "text_of", "told"]

@@ -44,7 +44,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Written:
+class CanonicalExpression:
     """An expression: an operation, what makes it what it is, and its operands.
 
     Each operand is a number with the labels of its axes: the same label, the same axis.
@@ -241,7 +241,9 @@ class Canonical:
         made = []
         for k, shape in enumerate(shapes):
             fresh = self._fresh(shape, ("fresh", k))
-            key = self.expressions.number(Written(named, (*told, ("result", (k, shape))), operands))
+            key = self.expressions.number(
+                CanonicalExpression(named, (*told, ("result", (k, shape))), operands)
+            )
             made.append(Form(key, fresh.sizes, fresh.dims, fresh.shape))
         return made
 
@@ -258,7 +260,9 @@ class Canonical:
     def joined(self, axis: int, given: Sequence[Form], shape: Sequence[int]) -> Form:
         """Arrays one after the other."""
         operands = tuple((self._whole(form), ()) for form in given)
-        key = self.expressions.number(Written("concatenate", (("axis", axis),), operands))
+        key = self.expressions.number(
+            CanonicalExpression("concatenate", (("axis", axis),), operands)
+        )
         return self.fresh_axes(key, shape)
 
     def elementwise(
@@ -270,9 +274,9 @@ class Canonical:
         for form in given:
             for p, n in enumerate(form.shape, rank - len(form.shape)):
                 shape[p] = n if shape[p] == 1 else shape[p]
+        given = self._aligned(given, rank)
         if commutes:
             given = sorted(given, key=lambda form: (form.key, form.dims))
-        given = self._aligned(given, rank)
         labels: dict[tuple[int, int], int] = {}
         sizes: list[int] = []
         operands = []
@@ -284,7 +288,7 @@ class Canonical:
                     sizes.append(form.sizes[axis])
             operands.append((form.key, tuple(labels[where[a]] for a in range(len(form.sizes)))))
         dims = tuple(tuple(labels[q, j] for q, j in sorted(labels) if q == p) for p in range(rank))
-        expression = Written(operation, tuple(attributes), tuple(operands))
+        expression = CanonicalExpression(operation, tuple(attributes), tuple(operands))
         key = self.expressions.number(expression)
         return Form(key, tuple(sizes), dims, tuple(shape))
 
@@ -317,7 +321,7 @@ class Canonical:
     def _split_one(self, form: Form, place: int, parts: tuple[int, ...]) -> Form:
         (axis,) = form.dims[place]
         key = self.expressions.number(
-            Written("split", (("axis", axis), ("parts", parts)), ((form.key, ()),))
+            CanonicalExpression("split", (("axis", axis), ("parts", parts)), ((form.key, ()),))
         )
         more = len(parts) - 1
         moved = lambda a: a if a < axis else a + more
@@ -340,7 +344,7 @@ class Canonical:
         if not removed and repeats == 1:
             key = x.key
         else:
-            key = self.expressions.number(Written(operation, told, ((x.key, ()),)))
+            key = self.expressions.number(CanonicalExpression(operation, told, ((x.key, ()),)))
         places = [p for p in range(len(x.shape)) if keep or p not in gone]
         dims = tuple(() if p in gone else tuple(number[a] for a in x.dims[p]) for p in places)
         shape = tuple(1 if p in gone else x.shape[p] for p in places)
@@ -352,7 +356,7 @@ class Canonical:
         if not axes and x.shape[axis] != 1:
             raise _NoForm
         told = (*attributes, ("axes", axes))
-        key = self.expressions.number(Written(operation, told, ((x.key, ()),)))
+        key = self.expressions.number(CanonicalExpression(operation, told, ((x.key, ()),)))
         return Form(key, x.sizes, x.dims, x.shape)
 
     def contracted(self, subscripts: str, *given: Form) -> Form:
@@ -394,7 +398,7 @@ class Canonical:
         }
         repeats = prod(n for c, n in shapes.items() if c not in out and not lengths.get(c))
         told = (("out", tuple(kept)), *((("repeats", repeats),) if repeats != 1 else ()))
-        key = self.expressions.number(Written("matmul", told, tuple(operands)))
+        key = self.expressions.number(CanonicalExpression("matmul", told, tuple(operands)))
         dims = tuple(
             tuple(number[labels[c, j]] for j in range(len(lengths.get(c, ())))) for c in out
         )
@@ -507,13 +511,17 @@ def _same(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]
 
 @_rule("transpose")
 def _transposed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    x, order = given[0], node.attributes["permutation"]
-    return [Form(x.key, x.sizes, tuple(x.dims[p] for p in order), tuple(x.shape[p] for p in order))]
+    return [_in_order(given[0], node.attributes["permutation"])]
+
+
+def _in_order(x: Form, order: Sequence[int]) -> Form:
+    return Form(x.key, x.sizes, tuple(x.dims[p] for p in order), tuple(x.shape[p] for p in order))
 
 
 @_rule("reshape squeeze expand_dims unsqueeze")
 def _reshape(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    return [c.reshaped(given[0], shape)]
+    order = node.attributes.get("permutation", range(len(given[0].shape)))
+    return [c.reshaped(_in_order(given[0], order), shape)]
 
 
 @_rule("broadcast expand")
@@ -551,8 +559,13 @@ def _sliced(c: Canonical, x: Form, place: int, start: int, limit: int, stride: i
     if not x.dims[place]:
         return Form(x.key, x.sizes, x.dims, shape)
     (axis,) = x.dims[place]
+    of, inner = x.key, c.expressions.known[x.key]
+    if isinstance(inner, CanonicalExpression) and inner.operation == "slice":
+        ((_, (along, first, length, step)),) = inner.attributes
+        if along == axis and length != 1:
+            start, stride, of = first + start * step, stride * step, inner.operands[0][0]
     at = (axis, start, count, stride if count > 1 else 1)
-    key = c.expressions.number(Written("slice", (("at", at),), ((x.key, ()),)))
+    key = c.expressions.number(CanonicalExpression("slice", (("at", at),), ((of, ()),)))
     left = [i for i in range(len(x.sizes)) if i != axis or count != 1]
     number = {i: k for k, i in enumerate(left)}
     sizes = tuple(count if i == axis else x.sizes[i] for i in left)
@@ -562,14 +575,20 @@ def _sliced(c: Canonical, x: Form, place: int, start: int, limit: int, stride: i
 
 @_rule("pad slice_backward select_backward")
 def _placed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
-    """Something between zeros."""
+    """Something between zeros; what is placed twice is placed once. A negative pad is a slice."""
     x, a = given[0], node.attributes
     value = c.expressions.value(given[1].key) if len(given) > 1 else float(a.get("value", 0))
     axis = a.get("axis", 0)
     strides = [1] * len(shape)
     if node.operation == "pad":
         starts = a["low"]
-        if any(a.get("interior", ())) or min(*a["low"], *a["high"], 0) < 0:
+        if any(a.get("interior", ())):
+            raise _NoForm
+        if max(*a["low"], *a["high"], 0) == 0:
+            for p, low in enumerate(starts):
+                x = _sliced(c, x, p, -low, shape[p] - low, 1) if x.shape[p] != shape[p] else x
+            return [x]
+        if min(*a["low"], *a["high"]) < 0:
             raise _NoForm
     else:
         starts = [0] * len(shape)
@@ -580,12 +599,20 @@ def _placed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
         x = Form(x.key, x.sizes, dims, (*x.shape[:axis], 1, *x.shape[axis:]))
     if all(x.shape[p] == shape[p] for p in range(len(shape))):
         return [x]
-    at = tuple(
-        (x.dims[p] or (-1,), starts[p], strides[p], n)
-        for p, n in enumerate(shape)
-        if x.shape[p] != n or x.dims[p]
+    at = tuple((x.dims[p] or (-1,), starts[p], strides[p], n) for p, n in enumerate(shape))
+    inner = c.expressions.known[x.key]
+    plain = c.fresh_axes(x.key, x.shape).dims == x.dims and 1 not in x.shape
+    if isinstance(inner, CanonicalExpression) and inner.operation == "place" and plain:
+        (_, before), (_, around) = inner.attributes
+        if around == value and all(stride == 1 for *_, stride, _ in (*at, *before)):
+            at = tuple(
+                (dims, first + start, 1, n)
+                for (dims, first, *_), (_, start, _, n) in zip(before, at, strict=True)
+            )
+            x = Form(inner.operands[0][0], (), (), ())
+    key = c.expressions.number(
+        CanonicalExpression("place", (("at", at), ("value", value)), ((x.key, ()),))
     )
-    key = c.expressions.number(Written("place", (("at", at), ("value", value)), ((x.key, ()),)))
     return [c.fresh_axes(key, shape)]
 
 
@@ -659,7 +686,7 @@ _RELATIONS: dict[str, Callable[[Any, Any], bool]] = {"<": lt, "<=": le, "==": eq
 def _is_positive(c: Canonical, key: int) -> bool:
     """Whether it is a power of e, or a sum of such."""
     expression = c.expressions.known[key]
-    if not isinstance(expression, Written):
+    if not isinstance(expression, CanonicalExpression):
         return False
     if expression.operation == "sum":
         return _is_positive(c, expression.operands[0][0])
@@ -749,7 +776,7 @@ def _power(c: Canonical, x: Form, exponent: float) -> Form:
     if c.loosely and isinstance(value, float) and (value > 0 or (exponent == -1 and value)):
         return c._number(value**exponent, x.shape)
     inner = c.expressions.known[x.key]
-    if c.loosely and isinstance(inner, Written) and inner.operation == "power":
+    if c.loosely and isinstance(inner, CanonicalExpression) and inner.operation == "power":
         (base, _), (power, _) = inner.operands
         known = c.expressions.value(power)
         if isinstance(known, float) and exponent == -1:
@@ -787,7 +814,7 @@ def _flat(c: Canonical, operation: str, given: Sequence[Form]) -> Form:
 
 def _parts(c: Canonical, operation: str, form: Form) -> list[Form]:
     expression = c.expressions.known[form.key]
-    if not isinstance(expression, Written) or expression.operation != operation:
+    if not isinstance(expression, CanonicalExpression) or expression.operation != operation:
         return [form]
     found = []
     for key, labels in expression.operands:
@@ -832,6 +859,8 @@ def _mean_rule(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[
 
 def _mean(c: Canonical, x: Form, axes: Sequence[int], keep: bool, less: float = 0.0) -> Form:
     count = prod(x.shape[p] for p in axes) - less
+    if count <= 0:  # the variance of one number, which is NaN
+        raise _NoForm
     return _times(c, c.reduced("sum", x, axes, keep), c._number(1.0 / count))
 
 
@@ -948,6 +977,6 @@ __all__ = [
     "Canonical",
     "Expressions",
     "Form",
-    "Written",
+    "CanonicalExpression",
     "attributes_of",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from gradtools.seeing.attributes import call_text, mark_text
-from gradtools.seeing.flatten import Flat, Group, Link, Notes, Unit
+from gradtools.seeing.flatten import BlockGroup, FlatGraph, Link, Notes, Unit
 from gradtools.seeing.graph import Graph, Node
 from gradtools.seeing.letters import Letters, stand_in
 from gradtools.seeing.nesting import in_parts, nested
@@ -42,7 +42,7 @@ def outline_of(
         An `Outline` with one column for each pass.
     """
     patterns = (expand,) if isinstance(expand, str) else tuple(expand)
-    flat = Flat(graph, notes)
+    flat = FlatGraph(graph, notes)
     blocks = nested(flat)
     if fold if fold is not None else len(flat.units) > FOLD_FROM:
         folding = Folding(flat, patterns)
@@ -60,10 +60,10 @@ def outline_of(
     return Outline(columns, arrows, values, title, keys, alive=frozenset(flat.alive))
 
 
-def _frozen(flat: Flat, group: Group, numbers: Iterator[int], letters: Letters) -> Block:
+def _frozen(flat: FlatGraph, group: BlockGroup, numbers: Iterator[int], letters: Letters) -> Block:
     children = tuple(
         _frozen(flat, item, numbers, letters)
-        if isinstance(item, Group)
+        if isinstance(item, BlockGroup)
         else _box(flat, item, letters)
         for item in group.children
     )
@@ -76,7 +76,7 @@ def _frozen(flat: Flat, group: Group, numbers: Iterator[int], letters: Letters) 
     )
 
 
-def _box(flat: Flat, unit: Unit, letters: Letters) -> Box:
+def _box(flat: FlatGraph, unit: Unit, letters: Letters) -> Box:
     alert = next((link.cut for link in flat.entering(unit.key) if link.cut), "")
     made, given = letters.made(unit), tuple(letters.operands(unit))
     if unit.node is None or unit.value is not None:
@@ -99,6 +99,7 @@ def _box(flat: Flat, unit: Unit, letters: Letters) -> Box:
         hint=_hint(node),
         made=made,
         call=call_text(node, given, flat.shape_of(unit)),
+        named=bool(unit.name),
     )
 
 
@@ -109,7 +110,7 @@ def _hint(node: Node) -> str:
 
 
 def _arrows(
-    flat: Flat, alias: Mapping[int, int], copies: Mapping[int, Mapping[int, int]]
+    flat: FlatGraph, alias: Mapping[int, int], copies: Mapping[int, Mapping[int, int]]
 ) -> tuple[Arrow, ...]:
     """The links between the units that stand for their ends, those of one pair merged."""
     groups: dict[tuple[int, int], list[Link]] = {}
@@ -120,7 +121,7 @@ def _arrows(
     return tuple(_arrow(flat, pair, links) for pair, links in groups.items())
 
 
-def _arrow(flat: Flat, pair: tuple[int, int], links: list[Link]) -> Arrow:
+def _arrow(flat: FlatGraph, pair: tuple[int, int], links: list[Link]) -> Arrow:
     cuts = [link.cut for link in links]
     return Arrow(
         *pair,

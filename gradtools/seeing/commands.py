@@ -14,7 +14,7 @@ from gradtools.inputs import Given
 from gradtools.seeing.formula import Formula, files
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.measures import Measurement
-from gradtools.seeing.report import Report
+from gradtools.seeing.report import GradientReport
 from gradtools.seeing.saving import SUFFIXES
 
 
@@ -32,9 +32,9 @@ def why_zero(options: argparse.Namespace) -> int:
     return 1 if report else 0
 
 
-def _reported(options: argparse.Namespace) -> Report:
+def _reported(options: argparse.Namespace) -> GradientReport:
     given = Given.by(options)
-    found: Report = given.gt.why_zero(given.f, *given.args, wrt=tuple(options.wrt))
+    found: GradientReport = given.gt.why_zero(given.f, *given.args, wrt=tuple(options.wrt))
     return found
 
 

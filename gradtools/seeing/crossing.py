@@ -11,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from gradtools.crossings import Inside
+from gradtools.crossings import ForeignProgram
 from gradtools.seeing.graph import Body, Dependence, Graph, Links, Node, Value
 
 BRIDGED = "bridged"
 _OF_THE_CALL = ("key", "batch")
 
 
-def opened(node: Node, values: Mapping[int, Value], inside: Inside, inputs: Sequence[int]) -> Node:
+def opened(
+    node: Node, values: Mapping[int, Value], inside: ForeignProgram, inputs: Sequence[int]
+) -> Node:
     """The node with the other framework's operations inside, where these can be told.
 
     Args:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.align import Step, aligned, forward_alone
+from gradtools.seeing.align import AlignedStep, aligned, forward_alone
+from gradtools.seeing.attributes import are_numbers
 from gradtools.seeing.collapse import outline_of
 from gradtools.seeing.edges import reason, strengths_of
-from gradtools.seeing.equality import ELSE, Pair
+from gradtools.seeing.equality import ELSE, GraphPair
 from gradtools.seeing.graph import Dependence, Graph, Node
 from gradtools.seeing.outline import Arrow, Block, Outline, counted, size_text, value_text
 from gradtools.seeing.passes import INNER
@@ -70,7 +71,8 @@ class GraphDifference:
         return f"GraphDifference({self.headline()})"
 
     def __str__(self) -> str:
-        return "\n".join([self.headline(), *self._kept(), *self._unproved(), *self._told()])
+        told = *self._kept(), *self._unproved(), *self._unread(), *self._told()
+        return "\n".join([self.headline(), *told])
 
     def headline(self) -> str:
         """One line: how much is alike, and how much is not."""
@@ -93,6 +95,15 @@ class GraphDifference:
     def _unproved(self) -> list[str]:
         names = dict.fromkeys(node.operation for node in self.by_name)
         return [f"alike by name and shape alone: {', '.join(names)}"] if names else []
+
+    def _unread(self) -> list[str]:
+        """Captured arrays whose numbers are not compared: those that have names, or are large."""
+        graphs = self.first, self.second
+        held = [[g.values[v] for v in g.captured] for g in graphs]
+        counts = [sum(1 for x in side if x.shape and not are_numbers(x.name)) for side in held]
+        if not any(counts):
+            return []
+        return [f"the numbers in {counted(max(counts), 'captured array')} are not compared"]
 
     def _told(self) -> list[str]:
         lines = []
@@ -214,7 +225,7 @@ def compared(a: Graph, b: Graph, names: tuple[str, str]) -> GraphDifference:
     """How two graphs differ."""
     crossing = _is_crossing(a, b)
     ones, twos = (forward_alone(a), forward_alone(b)) if crossing else (a, b)
-    alignment, pair = aligned(ones, twos), Pair(ones, twos, crossing)
+    alignment, pair = aligned(ones, twos), GraphPair(ones, twos, crossing)
     of = _owners(a), _owners(b)
     equal = pair.is_equal()
     matched, changed = [], []
@@ -277,8 +288,8 @@ def _owners(graph: Graph) -> dict[int, Graph]:
 
 
 def _differences(
-    one: Step,
-    two: Step,
+    one: AlignedStep,
+    two: AlignedStep,
     owners: tuple[Mapping[int, Graph], ...],
     equal: bool,
     same: bool,
@@ -305,11 +316,11 @@ def _differences(
     return tuple(found)
 
 
-def _first(step: Step) -> str:
+def _first(step: AlignedStep) -> str:
     return value_text(step.outputs[0]) if step.outputs else "nothing"
 
 
-def _flow(graph: Graph, step: Step) -> str:
+def _flow(graph: Graph, step: AlignedStep) -> str:
     """How a derivative flows through a step: the strongest of its links."""
     if not any(value.is_inexact for value in step.outputs):
         return "none"

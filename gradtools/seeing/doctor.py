@@ -32,7 +32,7 @@ from gradtools.seeing.flow import (
 )
 from gradtools.seeing.graph import Dependence, Graph, Node, Source
 from gradtools.seeing.passes import CUSTOM
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording, Refusal, Vanished
 
 # --- the diagnosis -----------------------------------------------------------------------
@@ -52,7 +52,7 @@ _FLAT = frozenset(
 )
 
 
-def diagnosed(backend: Backend, program: Program, recording: Recording) -> list[Finding]:
+def diagnosed(backend: Backend, program: LeafProgram, recording: Recording) -> list[Finding]:
     """The findings for each leaf that is asked about."""
     if recording.refusal is not None:
         return [refused(program, recording.refusal)]
@@ -69,7 +69,7 @@ def diagnosed(backend: Backend, program: Program, recording: Recording) -> list[
     return _across(backend, program, findings)
 
 
-def _across(backend: Backend, program: Program, findings: list[Finding]) -> list[Finding]:
+def _across(backend: Backend, program: LeafProgram, findings: list[Finding]) -> list[Finding]:
     """The same, and what is lost in a call of another framework's function as that one says it."""
     if not any(finding.kind == "rule" for finding in findings):
         return findings
@@ -102,7 +102,7 @@ def _nudged(backend: Backend, leaf: Any) -> Any:
     return backend.cast(backend.asarray((x * 1.0009765625 + 1e-3).astype(x.dtype)), leaf)
 
 
-def refused(program: Program, refusal: Refusal) -> Finding:
+def refused(program: LeafProgram, refusal: Refusal) -> Finding:
     """The finding for what the framework refused."""
     names = [program.names[index] for index in program.wrt]
     name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
@@ -171,7 +171,7 @@ def _without_repeats(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _from_ends(
-    program: Program, recording: Recording, index: int, best: Dependence
+    program: LeafProgram, recording: Recording, index: int, best: Dependence
 ) -> list[Finding]:
     """What the ends of the program say: a number that is returned, an argument that is not read."""
     name, line = program.names[index], source_of(program.f)
@@ -272,7 +272,7 @@ def source_of(f: Any) -> Source | None:
 # --- the guard ---------------------------------------------------------------------------
 
 
-def differentiated(program: Program, recording: Recording) -> list[tuple[str, int | None]]:
+def differentiated(program: LeafProgram, recording: Recording) -> list[tuple[str, int | None]]:
     """The name and the value of everything that is to get a gradient."""
     is_model = hasattr(program.f, "parameters")
     asked = [*recording.parameters] if is_model else of_modules_in_use(recording.parameters)
@@ -289,7 +289,7 @@ def of_modules_in_use(
     return [(name, value) for name, value in parameters if root(name) in used]
 
 
-def unreached(program: Program, recording: Recording) -> list[tuple[str, str]]:
+def unreached(program: LeafProgram, recording: Recording) -> list[tuple[str, str]]:
     """The name of what does not reach the output, and in few words why."""
     if recording.refusal is not None:
         return [
@@ -318,7 +318,7 @@ _STEPS = (1e-3, 0.1, 1.0)  # times the size of the leaf's entries
 _RUNS = 8  # so many runs are spent on it
 
 
-def moved(backend: Backend, program: Program, indices: Sequence[int]) -> dict[int, bool | None]:
+def moved(backend: Backend, program: LeafProgram, indices: Sequence[int]) -> dict[int, bool | None]:
     """For each leaf whether the output changes when it is moved; None where that is not known.
 
     All are moved together first: where that changes nothing, a few runs answer for all of them.
@@ -327,16 +327,16 @@ def moved(backend: Backend, program: Program, indices: Sequence[int]) -> dict[in
     indices = [k for k in indices if 0 not in program.leaves[k].shape]
     if not indices:
         return found
-    trial = _Trial(backend, program)
+    trial = _MovedRun(backend, program)
     if len(indices) > 1 and trial.changes(indices) is False:
         return found | dict.fromkeys(indices, False)
     return found | {k: trial.changes([k]) for k in indices if trial.runs < _RUNS}
 
 
-class _Trial:
+class _MovedRun:
     """What f gives, here and at arguments that are moved a little, then more."""
 
-    def __init__(self, backend: Backend, program: Program) -> None:
+    def __init__(self, backend: Backend, program: LeafProgram) -> None:
         self._backend, self._program = backend, program
         self.runs = 0
         self._before = self._outputs(program.leaves)

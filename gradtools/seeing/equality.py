@@ -12,15 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradtools.seeing.align import Alignment
-from gradtools.seeing.attributes import text_of
-from gradtools.seeing.canonical import BRANCHING, WRITTEN_OUT, Canonical, Expressions, Form, Written
+from gradtools.seeing.attributes import are_numbers, text_of
+from gradtools.seeing.canonical import (
+    BRANCHING,
+    WRITTEN_OUT,
+    Canonical,
+    CanonicalExpression,
+    Expressions,
+    Form,
+)
 from gradtools.seeing.graph import Graph, Node
 
 ELSE = "computes something else"
 Groups = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Pair:
+class GraphPair:
     """Two graphs that are compared.
 
     Args:
@@ -91,10 +98,8 @@ class Pair:
                 yield nodes, (f"outputs: {len(a.outputs)} ≠ {len(b.outputs)}",)
                 return
             one, two = forms[0][k], forms[1][k]
-            if (one.key, one.dims) != (two.key, two.dims):
-                name = a.values[a.outputs[k]].name or f"output {k}"
-                what = _axes(name, one, two) if one.key == two.key else f"{name} is another value"
-                yield nodes, (what,)
+            if one != two:
+                yield nodes, (_otherwise(a.values[a.outputs[k]].name or f"output {k}", one, two),)
 
     def _canonical(
         self,
@@ -148,7 +153,7 @@ class Pair:
 def _is_settled(expressions: Expressions, key: int) -> bool:
     """Whether a value is a number, enters, or is made by a step that has its counterpart."""
     expression = expressions.known[key]
-    if not isinstance(expression, Written):
+    if not isinstance(expression, CanonicalExpression):
         return not (isinstance(expression, tuple) and expression[0] == "later")
     arranged = expression.operation in ("split", "iota")
     return arranged and all(_is_settled(expressions, k) for k, _ in expression.operands)
@@ -186,11 +191,28 @@ def _operands(
             if one.dims != two.dims:
                 yield _axes(f"operand {place + 1}", one, two)
             continue
-        values = [expressions.value(form.key) for form in (one, two)]
+        values = [_held(expressions, form.key) for form in (one, two)]
         if None not in values:
             yield f"constant: {_number(values[0])} ≠ {_number(values[1])}"
         else:
             yield "reads something else"
+
+
+def _otherwise(name: str, one: Form, two: Form) -> str:
+    """How two values that leave under one name differ."""
+    if one.key != two.key:
+        return f"{name} is another value"
+    if one.dims != two.dims:
+        return _axes(name, one, two)
+    return f"shape of {name}: {text_of(one.shape)} ≠ {text_of(two.shape)}"
+
+
+def _held(expressions: Expressions, key: int) -> Any:
+    """The number or numbers that a value is, where that is known."""
+    known = expressions.known[key]
+    if isinstance(known, tuple) and known[0] == "leaf" and are_numbers(known[1]):
+        return text_of(known[1])
+    return expressions.value(key)
 
 
 def _number(value: Any) -> str:
@@ -227,7 +249,8 @@ def _names_of_leaves(a: Graph, b: Graph) -> tuple[dict[int, str], dict[int, str]
         for side in (0, 1):
             turns = iter(range(len(sides[side])))
             for v, name in zip(sides[side], names[side], strict=True):
-                found[side][v] = name if name in shared else f"{kind} {next(turns)}"
+                known = name in shared or are_numbers(name)
+                found[side][v] = name if known else f"{kind} {next(turns)}"
     return found
 
 
@@ -242,4 +265,4 @@ def _in_turn(graph: Graph, values: Sequence[int]) -> list[int]:
     return [*read, *(v for v in wanted if v not in read)]
 
 
-__all__ = ["ELSE", "Pair"]
+__all__ = ["ELSE", "GraphPair"]

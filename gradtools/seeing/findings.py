@@ -8,7 +8,7 @@ from gradtools.seeing.graph import Source
 
 
 @dataclass(frozen=True)
-class Kind:
+class FindingKind:
     """A kind of loss.
 
     Attributes:
@@ -28,98 +28,98 @@ class Kind:
 
 _NOT_TRAINED = ("is not trained:", "are not trained:")
 
-KINDS: dict[str, Kind] = {
-    "detached": Kind(
+KINDS: dict[str, FindingKind] = {
+    "detached": FindingKind(
         "the gradient is stopped on purpose",
         "remove the detach or stop_gradient, or stop only what must stay constant",
     ),
-    "left_framework": Kind(
+    "left_framework": FindingKind(
         "the computation leaves the framework, which sees only a constant come back",
         "write it with the framework's own operations; where it must be NumPy, give it a rule "
         "(host_function, custom_rule), or straight_through(f, surrogate) if it is discrete",
     ),
-    "integer_cast": Kind(
+    "integer_cast": FindingKind(
         "a floating array becomes an integer or a boolean, which has no derivative",
         "cast later, after what is to be differentiated, or use straight_through(f)",
     ),
-    "discrete": Kind(
+    "discrete": FindingKind(
         "a discrete step: its result jumps and is constant in between",
         "use a smooth version (sigmoid for a comparison, softmax for argmax or one-hot), or "
         "straight_through(f, surrogate)",
     ),
-    "zero_derivative": Kind(
+    "zero_derivative": FindingKind(
         "its derivative is zero everywhere",
         "use straight_through(f), which keeps the value and passes the gradient on",
     ),
-    "no_grad": Kind(
+    "no_grad": FindingKind(
         "it runs while gradients are switched off",
         "move it out of no_grad or inference_mode",
     ),
-    "in_place_data": Kind(
+    "in_place_data": FindingKind(
         "an array is overwritten behind the back of differentiation",
         "write y = ... instead of changing x.data in place",
     ),
-    "rule": Kind(
+    "rule": FindingKind(
         "its own rule carries no derivative to this input",
         "return a cotangent for this input in the rule instead of None",
     ),
-    "inside_rule": Kind(
+    "inside_rule": FindingKind(
         "its backward pass reads what no graph connects to this input (a value computed inside of "
         "forward, or detached), so that the derivative of its gradient is lost",
         "save it as an output: return it from forward, save_for_backward it there, and add its "
         "cotangent's term in backward; or save the inputs and compute it again in backward",
     ),
-    "stopped_in_rule": Kind(
+    "stopped_in_rule": FindingKind(
         "the backward pass of this rule stops it, so that the derivative of its gradient is lost",
         "take the stop_gradient out of the rule, or give its backward a rule of its own",
     ),
-    "unused": Kind(
+    "unused": FindingKind(
         "nothing of the argument flows to the output",
         "use the argument, or differentiate another one",
     ),
-    "overwritten": Kind(
+    "overwritten": FindingKind(
         "every entry of it is overwritten, so that nothing of it is left",
         "overwrite a part, add instead of setting, or set before what is to be differentiated",
     ),
-    "captured": Kind(
+    "captured": FindingKind(
         "f reads this array from outside instead of taking it as its argument",
         "use the argument that f is given: what is captured is a constant to it",
     ),
-    "host_number": Kind(
+    "host_number": FindingKind(
         "the result is a NumPy or Python number, which carries no derivative",
         "return the framework's own array",
     ),
-    "multiplied_by_zero": Kind(
+    "multiplied_by_zero": FindingKind(
         "it is multiplied by zero at these values",
         "see where the other factor becomes zero; start it elsewhere, or mask later",
         numerical=True,
     ),
-    "dead": Kind(
+    "dead": FindingKind(
         "it is flat at these values: relu below zero, clip outside of its bounds",
         "use a leaky or smooth version (leaky_relu, gelu, softplus), or scale what enters",
         numerical=True,
     ),
-    "saturated": Kind(
+    "saturated": FindingKind(
         "it is so far in its flat part that the derivative rounds to zero",
         "scale what enters, or work with logits and a log-space loss",
         numerical=True,
     ),
-    "cancelled": Kind(
+    "cancelled": FindingKind(
         "what reaches it over several paths adds up to zero at these values",
         "look for a constant in disguise, such as the sum of a softmax, or x - x",
         numerical=True,
     ),
-    "underflow": Kind(
+    "underflow": FindingKind(
         "the factors are not zero, but their product is too small for the dtype",
         "use float32 or float64, work in log space, or scale the loss",
         numerical=True,
     ),
-    "empty": Kind(
+    "empty": FindingKind(
         "nothing is selected here: an index, a slice or a mask without an entry",
         "see why it selects nothing at these values",
         numerical=True,
     ),
-    "not_finite": Kind(
+    "not_finite": FindingKind(
         "from here on its gradient is NaN or infinite at these values",
         "keep what enters away from where the derivative is none, as sqrt, norm and log have at 0; "
         "behind where, put a harmless value in first: sqrt(where(x > 0, x, 1))",
@@ -129,66 +129,66 @@ KINDS: dict[str, Kind] = {
             "get gradients that are NaN or infinite:",
         ),
     ),
-    "faint": Kind(
+    "faint": FindingKind(
         "its gradient is too small for a step to show in the output; it shrinks most here",
         "use an activation that does not saturate, a residual connection or a normalisation",
         numerical=True,
         headline=("gets a gradient that vanishes:", "get gradients that vanish:"),
     ),
-    "unread": Kind(
+    "unread": FindingKind(
         "the loss does not read it",
         "use it in what the loss is computed from, or leave it out of the model",
         has_place=False,
     ),
-    "no_graph": Kind(
+    "no_graph": FindingKind(
         "the loss was computed without a graph: under no_grad or inference_mode, detached, or from "
         "frozen parameters alone",
         "compute it with gradients on; given a closure, why_zero names the line",
         has_place=False,
     ),
-    "zero_gradient": Kind(
+    "zero_gradient": FindingKind(
         "its .grad is zero everywhere after the backward pass",
         "ask why_zero with a closure that computes the loss: it names the line",
         numerical=True,
         has_place=False,
     ),
-    "frozen": Kind(
+    "frozen": FindingKind(
         "its requires_grad is False",
         "call requires_grad_(True) if it is to be trained, else leave it out of the optimiser",
         has_place=False,
     ),
-    "plain_list": Kind(
+    "plain_list": FindingKind(
         "it stands in a plain list, tuple or dict, in which a module does not see its parts",
         "use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
-    "unregistered": Kind(
+    "unregistered": FindingKind(
         "it asks for a gradient and is no parameter, so that parameters() does not list it",
         "make it one, as the last step: self.name = nn.Parameter(tensor), and move the module",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
-    "buffer": Kind(
+    "buffer": FindingKind(
         "it asks for a gradient and is registered as a buffer, which parameters() does not list",
         "register it as an nn.Parameter",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
-    "static": Kind(
+    "static": FindingKind(
         "it stands in a static field, which is no leaf of the module",
         "make it a field that is not static, or an nnx.Param",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
-    "not_optimised": Kind(
+    "not_optimised": FindingKind(
         "no step of the optimiser changes it",
         "make the optimiser from the parameters of the whole model, after its last layer was "
         "added, or add_param_group; see what a mask or a label leaves out",
         headline=_NOT_TRAINED,
         has_place=False,
     ),
-    "other_model": Kind(
+    "other_model": FindingKind(
         "the optimiser holds it, and it is no parameter of the model",
         "make the optimiser from the model that is trained, after that was copied, loaded, wrapped "
         "or moved",

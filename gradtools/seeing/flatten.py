@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from gradtools.seeing.attributes import is_number
+from gradtools.seeing.attributes import are_numbers, is_number, text_of
 from gradtools.seeing.crossing import BRIDGED
 from gradtools.seeing.edges import alive_anyway, cut_reason, lost_links, reason, strengths_of
 from gradtools.seeing.graph import Body, Dependence, Graph, Node, Value
@@ -54,19 +54,19 @@ class Unit:
 
 
 @dataclass
-class Group:
+class BlockGroup:
     """What becomes a block."""
 
     kind: str
     title: str
     scope: tuple[str, ...]
     phase: int
-    children: list[Unit | Group]
+    children: list[Unit | BlockGroup]
     count: int = 1
     mark: str = ""
 
 
-Entry = Unit | Group
+Entry = Unit | BlockGroup
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Link:
     cut: str | None
 
 
-class Flat:
+class FlatGraph:
     """A graph with its bodies opened up: units, and the links between them."""
 
     def __init__(self, graph: Graph, notes: Notes = MappingProxyType({})) -> None:
@@ -113,9 +113,8 @@ class Flat:
 
     def _leaf(self, kind: str, graph: Graph, value: int, name: str) -> Unit:
         known = graph.values[value]
-        return self._unit(
-            kind, 0, value=known, name=known.spoken or known.name or name or "constant"
-        )
+        held = text_of(known.name) if are_numbers(known.name) else known.name
+        return self._unit(kind, 0, value=known, name=known.spoken or held or name or "constant")
 
     def _entries(
         self,
@@ -213,9 +212,9 @@ class Flat:
         scope: tuple[str, ...],
         made: dict[int, Makers],
         numbers: dict[int, int],
-    ) -> Group:
+    ) -> BlockGroup:
         """A node with programs inside: a group, whose values are followed through."""
-        group = Group(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
+        group = BlockGroup(_kind(node), _called(node), scope, node.phase, [], mark=node.mark)
         deciding = set(range(len(node.inputs))).difference(*(b.inputs for b in node.bodies))
         if deciding or not node.inputs:
             unit = self._operation(graph, node, position, ())
@@ -231,7 +230,7 @@ class Flat:
             children = self._entries(body.graph, inner, own, node.scope)
             name = _body_name(node, number)
             if len(node.bodies) > 1 and children:
-                children = [Group("branch", name, (), node.phase, children)]
+                children = [BlockGroup("branch", name, (), node.phase, children)]
             group.children += children
             if not body.gate:
                 for v, out in zip(node.outputs, body.graph.outputs, strict=True):
@@ -240,7 +239,7 @@ class Flat:
         self._end(node, group)
         return group
 
-    def _end(self, node: Node, group: Group) -> None:
+    def _end(self, node: Node, group: BlockGroup) -> None:
         """Remembers which unit ends a call, and tells there how the call compares."""
         units = units_of(group.children)
         if units:

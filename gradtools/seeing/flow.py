@@ -32,7 +32,7 @@ _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
 
 
-class _Reached(Protocol):
+class _ReachedValues(Protocol):
     def get(self, value: int, default: Dependence, /) -> Dependence: ...
 
 
@@ -463,7 +463,11 @@ def _any(masks: Iterable[int]) -> int:
 
 
 def _terms(
-    graph: Graph, start: Strengths, reached: _Reached, outputs: Iterable[int], call: Node | None
+    graph: Graph,
+    start: Strengths,
+    reached: _ReachedValues,
+    outputs: Iterable[int],
+    call: Node | None,
 ) -> Iterator[Loss]:
     """The losses behind every term that has no derivative and is added to one that has."""
     matters = _behind(graph, tuple(outputs))
@@ -477,7 +481,7 @@ def _terms(
 
 
 def _behind_terms(
-    graph: Graph, node: Node, start: Strengths, reached: _Reached, call: Node | None
+    graph: Graph, node: Node, start: Strengths, reached: _ReachedValues, call: Node | None
 ) -> Iterator[Loss]:
     """The losses behind the lost terms of an additive node."""
     flowing, lost = _parts(graph, node, reached)
@@ -525,7 +529,7 @@ def _makes(graph: Graph, loss: Loss, terms: Sequence[int]) -> bool:
     return loss.call is None and not reached.isdisjoint(terms)
 
 
-def _parts(graph: Graph, node: Node, reached: _Reached) -> tuple[set[int], list[int]]:
+def _parts(graph: Graph, node: Node, reached: _ReachedValues) -> tuple[set[int], list[int]]:
     """What flows into a node with its derivative, and what is added to that without."""
     strengths = [reached.get(value, _NONE) for value in node.inputs]
     flowing = {v for v, s in zip(node.inputs, strengths, strict=True) if s == _FULL}
@@ -535,7 +539,7 @@ def _parts(graph: Graph, node: Node, reached: _Reached) -> tuple[set[int], list[
     return flowing, lost
 
 
-def _taken_before(graph: Graph, flowing: set[int], reached: _Reached) -> set[int]:
+def _taken_before(graph: Graph, flowing: set[int], reached: _ReachedValues) -> set[int]:
     """What stands behind the lost values that were added on the way to these values."""
     behind = flowing.union(*(ancestors(graph, v) for v in flowing))
     before: set[int] = set()
@@ -549,7 +553,7 @@ def _taken_before(graph: Graph, flowing: set[int], reached: _Reached) -> set[int
     return before
 
 
-def _first_lost(graph: Graph, value: int, reached: _Reached) -> set[int]:
+def _first_lost(graph: Graph, value: int, reached: _ReachedValues) -> set[int]:
     """Behind a lost value those at which the derivative was lost."""
     lost = {v for v in (value, *ancestors(graph, value)) if reached.get(v, _NONE) < _FULL}
     return {
@@ -560,7 +564,7 @@ def _first_lost(graph: Graph, value: int, reached: _Reached) -> set[int]:
     }
 
 
-def _terms_in_bodies(node: Node, reached: _Reached, call: Node | None) -> Iterator[Loss]:
+def _terms_in_bodies(node: Node, reached: _ReachedValues, call: Node | None) -> Iterator[Loss]:
     entering = [reached.get(value, _NONE) for value in node.inputs]
     after = [reached.get(value, _NONE) for value in node.outputs]
     for body in node.bodies:

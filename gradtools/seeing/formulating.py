@@ -19,7 +19,7 @@ import numpy as np
 from gradtools.backend import Backend, Operators, P
 from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing.graph import Graph
-from gradtools.seeing.program import Program, spoken
+from gradtools.seeing.program import LeafProgram, spoken
 
 if TYPE_CHECKING:  # half of what gradtools would import, of which most programs need nothing
     from gradtools.seeing.formula import Formula
@@ -98,22 +98,22 @@ class Formulating(Operators):
                 "formula: f is looked at with numbers, in plain eager code only, not inside of a "
                 "transform (vmap, grad, jit) or in compiled code. Call formula outside."
             )
-        program = Program(self._backend, "formula", f, args, kwargs, wrt)
+        program = LeafProgram(self._backend, "formula", f, args, kwargs, wrt)
         names = _leaf_names(f, program.names)
         leaves = list(program.leaves)
         try:
             return _formulated(program, names, order, wide=True)
-        except _Differs as error:
+        except _FormulaDiffers as error:
             raise GradtoolsError(str(error)) from error.__cause__
         except Exception:  # f does not run in double precision: in its own it says why
             program.leaves = leaves
         return _in_own_precision(program, names, order)
 
 
-def _in_own_precision(program: Program, names: Sequence[str], order: int) -> Formula:
+def _in_own_precision(program: LeafProgram, names: Sequence[str], order: int) -> Formula:
     try:
         return _formulated(program, names, order, wide=False)
-    except _Differs as error:
+    except _FormulaDiffers as error:
         raise GradtoolsError(str(error)) from error.__cause__
     except GradtoolsError:
         raise
@@ -143,7 +143,7 @@ _NO_DERIVATIVE = (
 )
 
 
-def _missing(program: Program) -> str:
+def _missing(program: LeafProgram) -> str:
     """What the framework raises when it differentiates f, which runs; empty if it does."""
     if not _runs(program):
         return ""
@@ -166,7 +166,7 @@ def _missing(program: Program) -> str:
     return ""
 
 
-def _runs(program: Program) -> bool:
+def _runs(program: LeafProgram) -> bool:
     """Whether f runs when nobody writes it down."""
     try:
         program.backend.rerun(program.run, program.leaves)
@@ -175,7 +175,7 @@ def _runs(program: Program) -> bool:
     return True
 
 
-class _Differs(GradtoolsError):
+class _FormulaDiffers(GradtoolsError):
     """The formula is not what the framework computes."""
 
 
@@ -206,7 +206,7 @@ def _leaf_names(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
 # --- the formula and its comparison ------------------------------------------------------
 
 
-def _formulated(program: Program, names: Sequence[str], order: int, wide: bool) -> Formula:
+def _formulated(program: LeafProgram, names: Sequence[str], order: int, wide: bool) -> Formula:
     """The formula of one run, compared."""
     from gradtools.seeing.formula import derive
     from gradtools.seeing.formula.recorded import as_recorded
@@ -217,7 +217,9 @@ def _formulated(program: Program, names: Sequence[str], order: int, wide: bool) 
         if wide:
             program.leaves = [_widened(backend, x) for x in program.leaves]
         recorded = as_recorded(backend.formula_graph(program))
-        case = _Case(program, recorded, wide, [*given, *_held(backend, recorded, recorded.wanted)])
+        case = _RecordedRun(
+            program, recorded, wide, [*given, *_held(backend, recorded, recorded.wanted)]
+        )
     opened = recorded.opened
     called = dict(zip(recorded.inputs, names, strict=True))
     active = [*program.wrt, *range(len(recorded.inputs), len(opened.inputs))]
@@ -252,7 +254,7 @@ def _held(backend: Backend, recorded: Recorded, numbers: Sequence[int]) -> list[
 
 
 @dataclass
-class _Case:
+class _RecordedRun:
     """A recorded run, to be held against automatic differentiation.
 
     Attributes:
@@ -262,7 +264,7 @@ class _Case:
         given: The values of its inputs, and of what is wanted.
     """
 
-    program: Program
+    program: LeafProgram
     recorded: Recorded
     wide: bool
     given: list[np.ndarray]
@@ -292,7 +294,7 @@ class _Case:
                 return self._of_one_run(formula, held, _OTHER_DRAWS)
             as_recorded = self._as_recorded(derived, held)
             if as_recorded is None or not isinstance(error, Differs):
-                raise _Differs(str(error)) from error
+                raise _FormulaDiffers(str(error)) from error
             return as_recorded.noted(f"{_AS_RECORDED} {error.values()}", given=True)
         try:
             self._at_given(formula, held)
@@ -336,7 +338,7 @@ class _Case:
         at_given: bool = False,
     ) -> Formula:
         return formula.verified(
-            _Reference(self, formula, not at_given),
+            _FrameworkNumbers(self, formula, not at_given),
             points=1 if at_given else _POINTS,
             tolerance=self._tolerance(formula.order),
             sample=sample,
@@ -348,7 +350,7 @@ class _Case:
         try:
             found = self._at_given(formula, held, finite=True)
         except GradtoolsError as error:
-            raise _Differs(str(error)) from error
+            raise _FormulaDiffers(str(error)) from error
         return found.noted(f"{why}; compared at the given arguments alone, for which it holds")
 
     def _as_recorded(
@@ -453,13 +455,13 @@ def _single(x: np.ndarray) -> np.ndarray:
     return x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
 
 
-class _Reference:
+class _FrameworkNumbers:
     """The framework's own numbers, in the form that `Formula.verified` compares.
 
     is_near: Whether the points are others than the given arguments, at which f may raise.
     """
 
-    def __init__(self, case: _Case, formula: Formula, is_near: bool) -> None:
+    def __init__(self, case: _RecordedRun, formula: Formula, is_near: bool) -> None:
         self._is_near = is_near
         self._case, self._backend, self._order = case, case.backend, formula.order
         opened = case.recorded.opened

@@ -11,7 +11,7 @@ from gradtools.seeing import difference
 from gradtools.seeing.difference import GraphDifference
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.passes import SECOND, Differentiated, Live, with_spoken_names
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 
 _ORDERS = range(SECOND + 1)
 
@@ -91,7 +91,7 @@ class Graphing(Operators):
             )
         if f is None:
             return self._backend.gradient_graph(Live(outputs))
-        program = Program(self._backend, "gradient_graph", f, args, kwargs, wrt)
+        program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, wrt)
         try:
             graph = self._backend.gradient_graph(Differentiated(program, order))
             return with_spoken_names(graph, program.spoken)
@@ -99,9 +99,10 @@ class Graphing(Operators):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
+            once = ("", ", differentiated once,", ", differentiated twice,")[order]
             raise GradtoolsError(
-                f"gradient_graph: f, differentiated {('not', 'once', 'twice')[order]}, raised "
-                f"{what}. It must run at the arguments at which it is looked at."
+                f"gradient_graph: f{once} raised {what}. "
+                "It must run at the arguments at which it is looked at."
             ) from error
 
     def graph_diff(

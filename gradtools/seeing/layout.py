@@ -16,7 +16,7 @@ from gradtools.seeing.arrange import arrange
 from gradtools.seeing.data import data_of
 from gradtools.seeing.graph import Dependence
 from gradtools.seeing.outline import Arrow, Block, Outline
-from gradtools.seeing.scene import Frame, Label, Line, Picture, Placed
+from gradtools.seeing.scene import Frame, Label, Picture, Placed, SceneLine
 
 _SCREEN = 1800.0, 1400.0
 _NEARLY = 1.75  # screens: so large is still better than hardly anything to see
@@ -53,7 +53,7 @@ def interpreter() -> Any:
 
 def picture_of(outline: Outline, opened: frozenset[int]) -> Picture:
     """Lays an outline out, with some blocks open."""
-    return _Layout(outline).picture(opened)
+    return _OutlineLayout(outline).picture(opened)
 
 
 def fitted(outline: Outline, expand: str | Iterable[str] = ()) -> Picture:
@@ -61,7 +61,7 @@ def fitted(outline: Outline, expand: str | Iterable[str] = ()) -> Picture:
 
     One block of all may be what fits; then the view before it is shown, if it nearly fits.
     """
-    layout = _Layout(outline)
+    layout = _OutlineLayout(outline)
     views = dict.fromkeys(outline.opened(None, expand, limit) for limit in _LIMITS)
     nearly: Picture | None = None
     for opened in views:
@@ -77,7 +77,7 @@ def fitted(outline: Outline, expand: str | Iterable[str] = ()) -> Picture:
     return picture
 
 
-class _Layout:
+class _OutlineLayout:
     """An outline that is laid out with one choice of open blocks after another."""
 
     def __init__(self, outline: Outline) -> None:
@@ -111,9 +111,9 @@ class _Layout:
         return Frame(block, x, y, width, height, found["depth"], found["nameX"])
 
 
-def _line(found: dict[str, Any]) -> Line:
+def _line(found: dict[str, Any]) -> SceneLine:
     steps = tuple((name, tuple(numbers)) for name, numbers in found["steps"])
-    return Line(steps, _arrow(found["arrow"]), found["head"], found["thread"])
+    return SceneLine(steps, _arrow(found["arrow"]), found["head"], found["thread"])
 
 
 def _arrow(found: dict[str, Any]) -> Arrow:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from gradtools.seeing.flatten import Flat, Group, Operand, Unit, units_of
+from gradtools.seeing.flatten import BlockGroup, FlatGraph, Operand, Unit, units_of
 from gradtools.seeing.graph import Dependence
 
 
@@ -21,7 +21,9 @@ class Letters:
         alias: For what is not shown the unit that stands for it.
     """
 
-    def __init__(self, flat: Flat, blocks: Sequence[Group], alias: Mapping[int, int]) -> None:
+    def __init__(
+        self, flat: FlatGraph, blocks: Sequence[BlockGroup], alias: Mapping[int, int]
+    ) -> None:
         self._alias = alias
         self._read: dict[int, set[int]] = {}
         for unit in flat.units:
@@ -49,7 +51,7 @@ class Letters:
             if text:
                 yield _told(operand, text)
 
-    def around(self, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def around(self, group: BlockGroup) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What a block makes for others, and what it reads of others."""
         made, given = self._made.get(id(group), {}), self._given.get(id(group), {})
         return tuple(made), tuple(given.values())
@@ -58,12 +60,12 @@ class Letters:
         found = ((stand_in(self._alias, key), k) for key, k in operand.makers)
         return [*dict.fromkeys(self._names[of] for of in found if of in self._names)]
 
-    def _find_borders(self, blocks: Sequence[Group]) -> None:
-        ways: dict[int, list[Group]] = {}
+    def _find_borders(self, blocks: Sequence[BlockGroup]) -> None:
+        ways: dict[int, list[BlockGroup]] = {}
 
-        def visit(group: Group, way: list[Group]) -> None:
+        def visit(group: BlockGroup, way: list[BlockGroup]) -> None:
             for child in group.children:
-                if isinstance(child, Group):
+                if isinstance(child, BlockGroup):
                     visit(child, [*way, child])
                 else:
                     ways[child.key] = way
@@ -76,7 +78,11 @@ class Letters:
                     self._cross(ways, unit, operand, (stand_in(self._alias, key), k))
 
     def _cross(
-        self, ways: Mapping[int, list[Group]], unit: Unit, operand: Operand, of: tuple[int, int]
+        self,
+        ways: Mapping[int, list[BlockGroup]],
+        unit: Unit,
+        operand: Operand,
+        of: tuple[int, int],
     ) -> None:
         name = self._names.get(of)
         if name is None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtools.seeing.flatten import Entry, Flat, Group, Unit, units_of
+from gradtools.seeing.flatten import BlockGroup, Entry, FlatGraph, Unit, units_of
 from gradtools.seeing.outline import PHASES
 
 _MOST_CHILDREN = 60  # more are cut into stretches
@@ -21,7 +21,7 @@ _LEAVES_ABOVE = 8  # so many outputs stand outside of all blocks; those of argum
 _LEAVES_BESIDE = 24  # so many stand beside the blocks that make them
 
 
-def nested(flat: Flat) -> list[Group]:
+def nested(flat: FlatGraph) -> list[BlockGroup]:
     """One group for each pass, with runs of one scope as groups and leaves where they belong."""
     phases = sorted({entry.phase for entry in flat.entries} | {u.phase for u in flat.outputs})
     phases = phases or [0]
@@ -29,7 +29,7 @@ def nested(flat: Flat) -> list[Group]:
     for phase in phases:
         entries = [entry for entry in flat.entries if entry.phase == phase]
         title = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
-        roots[phase] = Group("pass", title, (), phase, _runs(entries, 0))
+        roots[phase] = BlockGroup("pass", title, (), phase, _runs(entries, 0))
     _place_leaves(flat, roots)
     return [root for root in roots.values() if root.children]
 
@@ -47,7 +47,7 @@ def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
         if name:
             scope = entries[start].scope[: level + 1]
             children = _runs(entries[start:stop], level + 1)
-            found.append(_tidy(Group("scope", name[0], scope, entries[start].phase, children)))
+            found.append(_tidy(BlockGroup("scope", name[0], scope, entries[start].phase, children)))
         else:
             found.append(_opened_up(entries[start]))
         start = stop
@@ -56,13 +56,13 @@ def _runs(entries: Sequence[Entry], level: int) -> list[Entry]:
 
 def _opened_up(entry: Entry) -> Entry:
     """A call whose own entries are nested too."""
-    if isinstance(entry, Group):
+    if isinstance(entry, BlockGroup):
         entry.children = _runs(entry.children, 0)
         return _tidy(entry)
     return entry
 
 
-def _tidy(group: Group) -> Entry:
+def _tidy(group: BlockGroup) -> Entry:
     """A group of one thing is that thing, with both names."""
     if len(group.children) != 1:
         return group
@@ -81,7 +81,7 @@ def _tidy(group: Group) -> Entry:
     return group
 
 
-def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
+def _place_leaves(flat: FlatGraph, roots: Mapping[int, BlockGroup]) -> None:
     """Puts inputs before their first reader, outputs after their maker."""
     ways = _ways(roots.values())
     readers: dict[int, list[int]] = {}
@@ -122,7 +122,7 @@ def _place_leaves(flat: Flat, roots: Mapping[int, Group]) -> None:
 def _outside(way: Sequence[Any]) -> int:
     """The depth of the group of which the way takes one part of several."""
     depth = 0
-    while depth + 2 < len(way) and sum(isinstance(c, Group) for c in way[depth].children) == 1:
+    while depth + 2 < len(way) and sum(isinstance(c, BlockGroup) for c in way[depth].children) == 1:
         depth += 1
     return depth
 
@@ -140,7 +140,7 @@ def _path(unit: Unit) -> str:
 
 
 def _insert(
-    group: Group,
+    group: BlockGroup,
     before: Mapping[tuple[int, int], list[Unit]],
     after: Mapping[tuple[int, int], list[Unit]],
 ) -> None:
@@ -152,20 +152,20 @@ def _insert(
     group.children = children
 
 
-def _groups(group: Group) -> Iterator[Group]:
+def _groups(group: BlockGroup) -> Iterator[BlockGroup]:
     yield group
     for child in group.children:
-        if isinstance(child, Group):
+        if isinstance(child, BlockGroup):
             yield from _groups(child)
 
 
-def _ways(roots: Iterable[Group]) -> dict[int, list[Any]]:
+def _ways(roots: Iterable[BlockGroup]) -> dict[int, list[Any]]:
     """For each unit the groups around it, outermost first, and itself."""
     found: dict[int, list[Any]] = {}
 
-    def visit(group: Group, way: list[Any]) -> None:
+    def visit(group: BlockGroup, way: list[Any]) -> None:
         for child in group.children:
-            if isinstance(child, Group):
+            if isinstance(child, BlockGroup):
                 visit(child, [*way, child])
             else:
                 found[child.key] = [*way, child]
@@ -175,7 +175,7 @@ def _ways(roots: Iterable[Group]) -> dict[int, list[Any]]:
     return found
 
 
-def _home(ways: Sequence[Sequence[Any]]) -> tuple[Group, int]:
+def _home(ways: Sequence[Sequence[Any]]) -> tuple[BlockGroup, int]:
     """The innermost group around all readers, and the place of the first of them in it."""
     depth = 0
     while all(len(way) > depth + 2 and way[depth + 1] is ways[0][depth + 1] for way in ways):
@@ -185,14 +185,14 @@ def _home(ways: Sequence[Sequence[Any]]) -> tuple[Group, int]:
     return home, next(i for i, child in enumerate(home.children) if id(child) in reading)
 
 
-def _index(group: Group, child: Entry) -> int:
+def _index(group: BlockGroup, child: Entry) -> int:
     return next(i for i, other in enumerate(group.children) if other is child)
 
 
-def in_parts(group: Group) -> Group:
+def in_parts(group: BlockGroup) -> BlockGroup:
     """A group with very many children cut into consecutive stretches of them."""
     group.children = [
-        in_parts(child) if isinstance(child, Group) else child for child in group.children
+        in_parts(child) if isinstance(child, BlockGroup) else child for child in group.children
     ]
     while len(group.children) > _MOST_CHILDREN:
         size = max(_PART, math.isqrt(len(group.children)))
@@ -203,8 +203,8 @@ def in_parts(group: Group) -> Group:
     return group
 
 
-def _part(group: Group, start: int, children: list[Entry]) -> Entry:
+def _part(group: BlockGroup, start: int, children: list[Entry]) -> Entry:
     if len(children) == 1:
         return children[0]
     title = f"steps {start + 1}…{start + len(children)}"
-    return Group("steps", title, (*group.scope, title), group.phase, children)
+    return BlockGroup("steps", title, (*group.scope, title), group.phase, children)

@@ -11,13 +11,13 @@ from gradtools.calls import like_function
 from gradtools.errors import GradtoolsError, place_of, warn
 from gradtools.seeing.doctor import apart, diagnosed, differentiated, moved, unreached
 from gradtools.seeing.flow import dependence_matrix
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording
-from gradtools.seeing.report import DependenceTable, Report, grouped
+from gradtools.seeing.report import DependenceTable, GradientReport, grouped
 from gradtools.seeing.training import Loop, after_backward, briefly, trained
 
 
-class Seeing(Operators):
+class SeeingOperators(Operators):
     """The operators that say what differentiation does, bound to one backend."""
 
     def dependence(self, f: Callable[P, Any], *args: Any, **kwargs: Any) -> DependenceTable:
@@ -56,7 +56,7 @@ class Seeing(Operators):
 
         Source: data-flow analysis over the recorded program; asked for in jax#10867.
         """
-        program = Program(self._backend, "dependence", f, args, kwargs)
+        program = LeafProgram(self._backend, "dependence", f, args, kwargs)
         recording = self._recorded(program)
         if recording.refusal is not None:
             refusal = recording.refusal
@@ -75,7 +75,7 @@ class Seeing(Operators):
         model: Any = None,
         optimizer: Any = None,
         **kwargs: Any,
-    ) -> Report:
+    ) -> GradientReport:
         """Every place at which the gradient of f's output to an argument or parameter is lost.
 
         f runs once under observation. Where data flows on to the output and the derivative does
@@ -108,8 +108,8 @@ class Seeing(Operators):
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `Report`, false when nothing is lost: ``.findings`` with kind, line and mend each,
-            ``str()`` to read, ``.to_json()`` to keep.
+            A `GradientReport`, false when nothing is lost: ``.findings`` with kind, line and mend
+            each, ``str()`` to read, ``.to_json()`` to keep.
 
         Raises:
             GradtoolsError: wrt is out of range or names an integer argument; f raises for reasons
@@ -128,21 +128,23 @@ class Seeing(Operators):
         is_model = self._backend.is_model(f)
         in_training = model is not None or optimizer is not None or is_model or not args
         of_arguments = not in_training or (is_model and model is None and self._has_floats(args))
-        found = self._of_arguments(f, args, kwargs, wrt) if of_arguments else Report((), (), {})
+        found = (
+            self._of_arguments(f, args, kwargs, wrt) if of_arguments else GradientReport((), (), {})
+        )
         if not in_training:
             return found
         loop = Loop("why_zero", f, args, kwargs, model, optimizer).with_model(self._backend)
         spent = not callable(f) and self._backend.is_array(f)
         more = (after_backward if spent else trained)(self._backend, loop, self._recorded)
-        return Report(
+        return GradientReport(
             (*found.findings, *more.findings),
             (*found.arguments, *more.names),
             found.depends,
             (*found.notes, *_noted(more.notes)),
         )
 
-    def _of_arguments(self, f: Any, args: Any, kwargs: Any, wrt: Any) -> Report:
-        program = Program(self._backend, "why_zero", f, args, kwargs, wrt)
+    def _of_arguments(self, f: Any, args: Any, kwargs: Any, wrt: Any) -> GradientReport:
+        program = LeafProgram(self._backend, "why_zero", f, args, kwargs, wrt)
         recording = self._recorded(program)
         findings = diagnosed(self._backend, program, recording)
         findings, notes = apart(findings, program.asked_by_argument())
@@ -152,7 +154,7 @@ class Seeing(Operators):
         found = moved(self._backend, program, tried)
         depends = {program.names[k]: found.get(k) for k in asked}
         names = tuple(program.names[k] for k in program.wrt)
-        return Report(tuple(findings), names, depends, _noted(notes))
+        return GradientReport(tuple(findings), names, depends, _noted(notes))
 
     def _has_floats(self, args: Any) -> bool:
         leaves = [x for arg in args for x in self._backend.flatten(arg)[0]]
@@ -232,7 +234,7 @@ class Seeing(Operators):
                 lost, known = briefly(diagnosis.findings), diagnosis.names
                 said = "not trained"
             else:
-                program = Program(
+                program = LeafProgram(
                     backend, "guard_gradients", f, args, kwargs, argnums, "argnums", False
                 )
                 recording = self._recorded(program)
@@ -251,7 +253,7 @@ class Seeing(Operators):
             )
         return None
 
-    def _recorded(self, program: Program) -> Recording:
+    def _recorded(self, program: LeafProgram) -> Recording:
         try:
             return self._backend.record(program.run, program.leaves, program.names)
         except GradtoolsError:

@@ -43,6 +43,7 @@ class Box:
         hint: What more there is to say: the line of the user's code, the framework's own name.
         made: The letters of what it makes.
         call: The operation with its operands in their places; an output's value.
+        named: Whether the first of `lines` is the name of the call that it is; sizes follow.
     """
 
     key: int
@@ -58,6 +59,7 @@ class Box:
     hint: str = ""
     made: str = ""
     call: str = ""
+    named: bool = False
 
     @property
     def heading(self) -> str:

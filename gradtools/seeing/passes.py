@@ -17,7 +17,7 @@ from gradtools.seeing.graph import Graph, Node
 
 if TYPE_CHECKING:
     from gradtools.seeing.graph import Value
-    from gradtools.seeing.program import Program
+    from gradtools.seeing.program import LeafProgram
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
@@ -33,7 +33,7 @@ class Differentiated:
         order: 0 forward alone, 1 with backward, 2 with backward of the backward.
     """
 
-    program: Program
+    program: LeafProgram
     order: int
 
     def output(self, k: int) -> str:

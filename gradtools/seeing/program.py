@@ -1,6 +1,6 @@
 """A user's call, seen as a program of flat leaves.
 
-`Program` flattens ``f(*args, **kwargs)``: its leaves are all arrays among the arguments, each
+`LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are all arrays among the arguments, each
 with the name of its argument and path, and ``run(leaves)`` gives the leaves of what f returns.
 What the user passed is checked here.
 """
@@ -23,7 +23,7 @@ _Taken = tuple[Any, list[tuple[int | None, Any]]]  # a treedef; a number or a st
 _WHOLE = ("gradient_graph", "formula")  # these show every output; others pass by what is none
 
 
-class Program:
+class LeafProgram:
     """``f(*args, **kwargs)`` as a function of its array leaves.
 
     Attributes:

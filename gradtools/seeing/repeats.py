@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.flatten import Entry, Flat, Group, Operand, Unit, units_of
+from gradtools.seeing.flatten import BlockGroup, Entry, FlatGraph, Operand, Unit, units_of
 from gradtools.seeing.graph import Node
 from gradtools.seeing.outline import matches
 
@@ -30,18 +30,18 @@ class Folding:
         copies: For a unit in repeated parts: in which copy of which.
     """
 
-    def __init__(self, flat: Flat, patterns: Sequence[str] = ()) -> None:
+    def __init__(self, flat: FlatGraph, patterns: Sequence[str] = ()) -> None:
         self._flat, self._patterns = flat, patterns
         self._known: dict[Any, int] = {}
         self._signatures: dict[int, int] = {}
         self.alias: dict[int, int] = {}
         self.copies: dict[int, dict[int, int]] = {}
 
-    def block(self, group: Group) -> Group:
+    def block(self, group: BlockGroup) -> BlockGroup:
         """The group with repeated parts folded, inner ones too."""
         group.children = self._folded(group.children)
         only = group.children[0] if len(group.children) == 1 else None
-        if group.kind == "scope" and isinstance(only, Group) and only.kind == "repeat":
+        if group.kind == "scope" and isinstance(only, BlockGroup) and only.kind == "repeat":
             only.title = f"{group.title}.{only.title}"
             return only
         return group
@@ -49,14 +49,14 @@ class Folding:
     def _folded(self, items: list[Entry]) -> list[Entry]:
         found = self._best(items)
         if found is None:
-            return [self.block(item) if isinstance(item, Group) else item for item in items]
+            return [self.block(item) if isinstance(item, BlockGroup) else item for item in items]
         start, period, count = found
         parts = [items[start + k * period : start + (k + 1) * period] for k in range(count)]
         repeat = self._repeat(parts)
         stop = start + period * count
         return [*self._folded(items[:start]), repeat, *self._folded(items[stop:])]
 
-    def _repeat(self, parts: list[list[Entry]]) -> Group:
+    def _repeat(self, parts: list[list[Entry]]) -> BlockGroup:
         number = len(self.alias) + 1
         units = [units_of(part) for part in parts]
         for copy, part in enumerate(units):
@@ -66,10 +66,10 @@ class Folding:
                     self.alias[unit.key] = first.key
         title, scope = _title_of(parts)
         children, mark = parts[0], ""
-        if len(children) == 1 and isinstance(children[0], Group):
+        if len(children) == 1 and isinstance(children[0], BlockGroup):
             mark, children = children[0].mark, children[0].children
         folded = self._folded(children)
-        return Group("repeat", title, scope, parts[0][0].phase, folded, len(parts), mark)
+        return BlockGroup("repeat", title, scope, parts[0][0].phase, folded, len(parts), mark)
 
     def _best(self, items: list[Entry]) -> tuple[int, int, int] | None:
         """Where consecutive parts are alike, so that folding them saves most."""
@@ -105,7 +105,7 @@ class Folding:
         return start + first * period, period, length
 
     def _is_named(self, part: list[Entry]) -> bool:
-        paths = {".".join(item.scope) for item in part if isinstance(item, Group)}
+        paths = {".".join(item.scope) for item in part if isinstance(item, BlockGroup)}
         plain = [pattern for pattern in self._patterns if "*" not in pattern]
         return any(matches(path, pattern) for path in paths for pattern in plain)
 
@@ -183,7 +183,7 @@ def _longest_run(marks: Sequence[int]) -> tuple[int, int]:
 def _title_of(parts: list[list[Entry]]) -> tuple[str, tuple[str, ...]]:
     """What a repeated part is called: "layers.0…11" for one scope each, else its operations."""
     firsts = [part[0] for part in parts]
-    if len(parts[0]) > 1 or not isinstance(firsts[0], Group):
+    if len(parts[0]) > 1 or not isinstance(firsts[0], BlockGroup):
         return "repeated steps", ()
     first, last = firsts[0].title, firsts[-1].title  # type: ignore[union-attr]
     shared = 0

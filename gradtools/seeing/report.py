@@ -57,7 +57,7 @@ class DependenceTable:
 
 
 @dataclass(frozen=True)
-class Report:
+class GradientReport:
     """What `why_zero` found. It is false when nothing is lost.
 
     Attributes:

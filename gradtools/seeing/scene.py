@@ -50,7 +50,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Line:
+class SceneLine:
     """A line of the picture.
 
     Attributes:
@@ -99,7 +99,7 @@ class Picture:
     data: dict[str, Any]
     boxes: tuple[Placed, ...]
     frames: tuple[Frame, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[SceneLine, ...]
     labels: tuple[Label, ...]
     top: float
     width: float

@@ -87,10 +87,10 @@ class _Listing:
             made, given = ", ".join(item.made), ", ".join(item.given)
             call = f"▸ {short(item.name)}({given})"
             return _Text(indent + (f"{made} = {call}" if made else call), "", self._notes(item))
-        *more, last = item.lines or ("",)
+        more, sizes = item.lines[: item.named], ", ".join(item.lines[item.named :])
         arrow = "→ " if item.kind == "output" else ""
         said = "  ".join(filter(None, (*map(shown, more), self._notes(item))))
-        return _Text(f"{indent}{arrow}{shown(item.heading)}", last, said)
+        return _Text(f"{indent}{arrow}{shown(item.heading)}", sizes, said)
 
     def _notes(self, item: Box | Block) -> str:
         kept = self.kept.get(item.key)

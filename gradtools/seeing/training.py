@@ -25,7 +25,7 @@ from gradtools.seeing.doctor import (
 from gradtools.seeing.findings import Finding
 from gradtools.seeing.flow import backward, losses_of
 from gradtools.seeing.graph import Dependence
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording
 
 PARAMETER, FROZEN, TABLE, LOOSE = "parameter", "frozen", "table", "loose"
@@ -34,7 +34,7 @@ _NOT_LISTED = ("plain_list", "unregistered", "buffer", "static")  # keys of KIND
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldArray:
     """An array that a model holds.
 
     Attributes:
@@ -60,13 +60,13 @@ class Optimised:
         why: What else is known of an array that it does not change.
     """
 
-    holds: Callable[[Held], bool | None]
+    holds: Callable[[HeldArray], bool | None]
     strangers: Sequence[tuple[str, str]] = ()
-    why: Callable[[Held], str] = lambda held: ""
+    why: Callable[[HeldArray], str] = lambda held: ""
 
 
 @dataclass
-class Diagnosis:
+class TrainingDiagnosis:
     """What is found of a model in training.
 
     Attributes:
@@ -104,17 +104,17 @@ class Loop:
         return self if self.model is not None else replace(self, model=backend.model_of(self.f))
 
 
-Record = Callable[[Program], Recording]
+Record = Callable[[LeafProgram], Recording]
 
 _CUT_OR_UNREAD = "or the way is cut, of which a finished graph shows nothing; given a closure that \
 computes the loss, why_zero names the line"
 
 
-def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> Diagnosis:
+def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -> TrainingDiagnosis:
     """The findings for what a loop trains; also at these values, if asked for."""
     held = None if loop.model is None else backend.held(loop.asked, loop.model)
-    run = _Run.of(backend, loop, held, record)
-    found = Diagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
+    run = _LossRun.of(backend, loop, held, record)
+    found = TrainingDiagnosis(names=[h.name for h in run.held if h.role not in _NO_PARAMETER])
     run.look(found, values)
     found.findings, noted = apart(found.findings, [found.names])
     found.notes += noted
@@ -122,7 +122,7 @@ def trained(backend: Backend, loop: Loop, record: Record, values: bool = True) -
     return found
 
 
-def after_backward(backend: Backend, loop: Loop, record: Record) -> Diagnosis:
+def after_backward(backend: Backend, loop: Loop, record: Record) -> TrainingDiagnosis:
     """The findings for a loss that was computed already, as far as its graph tells."""
     loss = loop.f
     if loop.model is None:
@@ -136,7 +136,7 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> Diagnosis:
             "closure that computes the loss: lambda: loss(model, batch)."
         )
     if not loss.requires_grad:
-        return Diagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
+        return TrainingDiagnosis([Finding("the loss", "no_graph", "backward")], ["the loss"])
     found = trained(backend, replace(loop, f=lambda: loss), record, values=False)
     found.findings = [
         replace(f, detail=_CUT_OR_UNREAD) if f.kind == "unread" else f for f in found.findings
@@ -151,27 +151,29 @@ def after_backward(backend: Backend, loop: Loop, record: Record) -> Diagnosis:
     return found
 
 
-class _Run:
+class _LossRun:
     """One run of the loss, and what of the model it reads.
 
     Attributes:
         held: What the model holds.
     """
 
-    def __init__(self, backend: Backend, program: Program, recording: Recording) -> None:
+    def __init__(self, backend: Backend, program: LeafProgram, recording: Recording) -> None:
         self.backend, self.program, self.recording = backend, program, recording
-        self.held: list[Held] = []
+        self.held: list[HeldArray] = []
         self._is_lifted = False
         self._spent = False
 
     @classmethod
-    def of(cls, backend: Backend, loop: Loop, held: list[Held] | None, record: Record) -> _Run:
+    def of(
+        cls, backend: Backend, loop: Loop, held: list[HeldArray] | None, record: Record
+    ) -> _LossRun:
         arrays = [] if held is None else [h.array for h in held]
         lifted = backend.lifted(loop.asked, loop.f, loop.args, loop.kwargs, arrays)
         if lifted is None:
-            program = Program(backend, loop.asked, loop.f, loop.args, loop.kwargs)
+            program = LeafProgram(backend, loop.asked, loop.f, loop.args, loop.kwargs)
         else:
-            program = Program(backend, loop.asked, lifted, (arrays,), {}, (0,))
+            program = LeafProgram(backend, loop.asked, lifted, (arrays,), {}, (0,))
             program.names[:] = [h.name for h in held or ()]
         run = cls(backend, program, record(program))
         run._is_lifted = lifted is not None
@@ -184,14 +186,14 @@ class _Run:
             return self.recording.graph.inputs[k : k + 1]
         return self.recording.reads.get(id(self.held[k].array), ())
 
-    def _in_sight(self) -> list[Held]:
+    def _in_sight(self) -> list[HeldArray]:
         """What f itself holds and asks for a gradient."""
         recording = self.recording
         arrays = dict(zip([name for name, _ in recording.parameters], recording.held, strict=True))
         named = of_modules_in_use(recording.parameters)
-        return [Held(name, arrays[name]) for name, _ in named]
+        return [HeldArray(name, arrays[name]) for name, _ in named]
 
-    def look(self, found: Diagnosis, values: bool) -> None:
+    def look(self, found: TrainingDiagnosis, values: bool) -> None:
         """Adds what the run says of each array."""
         if self.recording.refusal is not None:
             lost = refused(self.program, self.recording.refusal)
@@ -243,7 +245,7 @@ class _Run:
             return []
         return [] if found is None else from_values(self.held[k].name, found)
 
-    def _note_what_is_read(self, found: Diagnosis, matters: Any) -> None:
+    def _note_what_is_read(self, found: TrainingDiagnosis, matters: Any) -> None:
         """Notes arrays that the loss would give a gradient, and that ask for none."""
         for role, text in _NOTES:
             names = [
@@ -284,7 +286,7 @@ def _of(finding: Finding, name: str) -> Finding:
     )  # fmt: skip
 
 
-def _optimised(backend: Backend, loop: Loop, run: _Run, found: Diagnosis) -> None:
+def _optimised(backend: Backend, loop: Loop, run: _LossRun, found: TrainingDiagnosis) -> None:
     """Adds what the optimiser does not hold, and what it holds besides."""
     if loop.optimizer is None:
         if run.held and all(

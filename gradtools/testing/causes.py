@@ -16,7 +16,7 @@ import numpy as np
 from gradtools.testing import tolerances
 from gradtools.testing.crossing import Answer, CrossCheck
 from gradtools.testing.kinks import Convention
-from gradtools.testing.patterns import Found, Pair, constant_ratio, equal, shape_cause
+from gradtools.testing.patterns import ArrayPair, Found, constant_ratio, equal, shape_cause
 from gradtools.testing.report import CONVENTION, DIFFERS, Comparison, Report, errors, widened
 from gradtools.testing.scope import Scope
 
@@ -45,13 +45,13 @@ def explain(check: CrossCheck, report: Report, allow: bool) -> None:
     for n, c in enumerate(report.comparisons):
         if not c.agrees and c.cause is None and id(c) in home:
             try:
-                report.comparisons[n] = Diagnosis(check, scope, c, *home[id(c)]).result(allow)
+                report.comparisons[n] = CauseSearch(check, scope, c, *home[id(c)]).result(allow)
             except Exception as error:  # programs may fail nearby; the disagreement stands
                 reason = f"The search for a cause failed: {type(error).__name__}: {error}"
                 report.comparisons[n] = c.because("no known pattern", reason)
 
 
-class Diagnosis:
+class CauseSearch:
     """The questions about one disagreement."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Diagnosis:
     def _parameter(self) -> Found:
         """Parameters are compared before anything is computed from them."""
         a, b = widened(self.a), widened(self.b)
-        pair = Pair(a, b, 1e-6, self.names)
+        pair = ArrayPair(a, b, 1e-6, self.names)
         if equal(a, b, 1e-6):
             return "a constant in float32", "The parameter was rounded when it was copied."
         questions = (pair.layout, pair.sign, lambda: pair.factor({}))
@@ -200,7 +200,7 @@ class Diagnosis:
         near = min(1e3 * self.c.tolerance, 0.03)
         if equal(a, b, near):  # then every pattern that is nearly the identity would hold
             return None
-        pair = Pair(a, b, near, self.names)
+        pair = ArrayPair(a, b, near, self.names)
         order, sizes = self.c.order, self.check.sizes
         questions = (
             *(lambda: pair.zero(order), pair.conjugate, pair.sign, pair.real_part),
@@ -210,7 +210,7 @@ class Diagnosis:
         )
         return next((found for question in questions if (found := question())), None)
 
-    def _ignored(self, pair: Pair) -> Found | None:
+    def _ignored(self, pair: ArrayPair) -> Found | None:
         """A derivative that is right but for the direction it was to be multiplied with."""
         directions = self._directions()
         for direction in directions:
@@ -240,7 +240,7 @@ class Diagnosis:
                 return "swapped leaves", f"{self.c.path} and {other} have each other's numbers."
         return None
 
-    def _decay(self, pair: Pair) -> Found | None:
+    def _decay(self, pair: ArrayPair) -> Found | None:
         """A difference that is a multiple of the differentiated leaf."""
         if self.c.order != 1 or not self.probe.to_leaves:
             return None

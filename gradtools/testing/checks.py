@@ -25,7 +25,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing import numeric, tolerances
-from gradtools.testing.patterns import Pair
+from gradtools.testing.patterns import ArrayPair
 from gradtools.testing.precision import at_precision
 from gradtools.testing.probe import (
     FIRST,
@@ -117,7 +117,7 @@ def check_derivatives(
     at = at_precision(ASKED, precision, [backend_name(ASKED, backend)])
     with double_precision(is_jax(backend) and wants_64_bits(args)), at as notes:
         probe = Probe(ASKED, f, args, backend)
-        check = Check(probe, modes, numeric, allow_jumps, seed)
+        check = DerivativeCheck(probe, modes, numeric, allow_jumps, seed)
         check.report.notes += notes
         check.first_order()
         if order == 2:
@@ -154,7 +154,7 @@ class Direction:
     us: Arrays
 
 
-class Check:
+class DerivativeCheck:
     """The comparisons for one function at one point; they are collected in `report`."""
 
     def __init__(
@@ -733,7 +733,7 @@ def _in_places(a: np.ndarray, b: np.ndarray, largest: float) -> str | None:
     lost = (a == 0) & (np.abs(b) > 1e-4 * largest)
     if lost.any() and np.allclose(a, np.where(lost, 0, b), rtol=1e-4, atol=1e-4 * largest):
         return f"zero in places, {int(lost.sum())} of {lost.size} entries"
-    moved = Pair(a, b, 1e-4, ["analytic", "numeric"]).layout()
+    moved = ArrayPair(a, b, 1e-4, ["analytic", "numeric"]).layout()
     return None if moved is None else f"{moved[0]}: {moved[1][0].lower()}{moved[1][1:].rstrip('.')}"
 
 

@@ -98,7 +98,7 @@ def first_divergence(
         theirs = jax_trace(jax_model, inputs, jax_kwargs, dtype, cotangents.same)
     if mapping is None:
         mapping = match_parameters(torch_model, _nested(theirs.parameters), partial=True)
-    return _Walk(mine, theirs, mapping, dict(layers or {}), dtype, tolerance).report()
+    return _TraceWalk(mine, theirs, mapping, dict(layers or {}), dtype, tolerance).report()
 
 
 class _Cotangents:
@@ -125,14 +125,14 @@ class _Cotangents:
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _LayerPair:
     """One layer in both models."""
 
     mine: Layer
     theirs: Layer
 
 
-class _Walk:
+class _TraceWalk:
     """The comparison of two traces."""
 
     def __init__(
@@ -148,11 +148,11 @@ class _Walk:
         self.dtype, self.tolerance = dtype, tolerance
         self.names = _pair_names(mine, theirs, mapping.modules, layers)
         calls = {(layer.name, layer.call): layer for layer in theirs.layers}
-        self.pairs: list[_Pair] = []
+        self.pairs: list[_LayerPair] = []
         for layer in mine.layers:
             other = calls.get((self.names.get(layer.name), layer.call))  # type: ignore[arg-type]
             if other is not None:
-                self.pairs.append(_Pair(layer, other))
+                self.pairs.append(_LayerPair(layer, other))
 
     def report(self) -> Report:
         """Forward, then backward, then the parameters."""
@@ -194,14 +194,21 @@ class _Walk:
 
     # --- forward
 
-    def _values(self, pair: _Pair) -> list[Comparison]:
+    def _values(self, pair: _LayerPair) -> list[Comparison]:
         return [
             self._compare("value", pair, k, a, b, 0)
             for k, (a, b) in enumerate(zip(pair.mine.outputs, pair.theirs.outputs, strict=False))
         ]
 
     def _compare(
-        self, quantity: str, pair: _Pair, k: int, a: Any, b: Any, order: int, noise: float = 0.0
+        self,
+        quantity: str,
+        pair: _LayerPair,
+        k: int,
+        a: Any,
+        b: Any,
+        order: int,
+        noise: float = 0.0,
     ) -> Comparison:
         path = str(pair.mine) + (f" output {k}" if len(pair.mine.outputs) > 1 else "")
         return min(
@@ -225,7 +232,7 @@ class _Walk:
             else:
                 report.comparisons[n] = c.because("after the first divergence")
 
-    def _why(self, pair: _Pair) -> tuple[str, str]:
+    def _why(self, pair: _LayerPair) -> tuple[str, str]:
         mine, theirs = pair.mine, pair.theirs
         wrong = self._wrong_parameters(mine.name)
         if wrong:
@@ -256,7 +263,7 @@ class _Walk:
         words = shape_words(mine.outputs[0], b) or pattern(a, b)
         return words or "it computes something else", where
 
-    def _before(self, pair: _Pair, differing: list[int]) -> tuple[str, str]:
+    def _before(self, pair: _LayerPair, differing: list[int]) -> tuple[str, str]:
         place = next(k for k, p in enumerate(self.pairs) if p is pair)
         last = str(self.pairs[place - 1].mine) if place else "the inputs"
         x, y = pair.mine.inputs[differing[0]], pair.theirs.inputs[differing[0]]
@@ -328,7 +335,7 @@ class _Walk:
         biggest = [np.max(np.abs(g), initial=0.0) for g in self.mine.gradients.values()]
         return _ROUNDING * tolerances.epsilon(self.dtype) * float(max(biggest, default=0.0))
 
-    def _gradients(self, pair: _Pair, noise: float, explain: bool) -> list[Comparison]:
+    def _gradients(self, pair: _LayerPair, noise: float, explain: bool) -> list[Comparison]:
         found = []
         both = zip(pair.mine.gradients, pair.theirs.gradients, pair.theirs.outputs, strict=False)
         for k, (a, b, y) in enumerate(both):
@@ -341,7 +348,7 @@ class _Walk:
             found.append(c)
         return found
 
-    def _why_gradient(self, pair: _Pair, a: np.ndarray, b: np.ndarray) -> tuple[str, str]:
+    def _why_gradient(self, pair: _LayerPair, a: np.ndarray, b: np.ndarray) -> tuple[str, str]:
         detail = (
             f"All values agree; what comes back to the output of {pair.mine} does not: the "
             "difference arises after it, in what uses it"

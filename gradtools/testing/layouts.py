@@ -73,7 +73,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterPair:
     """One pair: PyTorch's name, JAX's path, the layout, and PyTorch's shape."""
 
     torch_name: str
@@ -96,7 +96,7 @@ class ParameterMapping:
         notes: What was decided without a name to go by.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterPair, ...]
     modules: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -230,7 +230,7 @@ class _Matching:
     ) -> None:
         self.transposed = transposed
         self.mine, self.theirs = dict(mine), dict(theirs)
-        self.entries: list[Entry] = []
+        self.entries: list[ParameterPair] = []
         self.modules: dict[str, str] = {}
         self.left_out: list[str] = []
         self.notes: list[str] = []
@@ -386,7 +386,7 @@ class _Matching:
     # --- bookkeeping
 
     def _found(self, name: str, path: Path, layout: Layout, keep: bool = False) -> None:
-        self.entries.append(Entry(name, path, layout, self.mine[name].shape))
+        self.entries.append(ParameterPair(name, path, layout, self.mine[name].shape))
         del self.theirs[path]
         if not keep:
             del self.mine[name]

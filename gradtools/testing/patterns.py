@@ -20,7 +20,7 @@ Found = tuple[str, str]  # the cause and its detail
 
 
 @dataclass(frozen=True)
-class Pair:
+class ArrayPair:
     """Two arrays of one shape that differ, and how near is near."""
 
     a: np.ndarray

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.checks import Check
+from gradtools.testing.checks import DerivativeCheck
 from gradtools.testing.probe import Arrays, Probe, wide
 
 _POINTS = 1.0, 1.0625, 0.9375  # near enough to be in f's domain
@@ -22,7 +22,7 @@ _DETAIL = (
 )
 
 
-def check_batch(probe: Probe, check: Check) -> None:
+def check_batch(probe: Probe, check: DerivativeCheck) -> None:
     """Compares values, and derivatives in the modes that there are, of three examples at once."""
     points = [[(x * c).astype(x.dtype) for x in probe.leaves] for c in _POINTS]
     us, vs = check._everywhere().us, check.vs
@@ -39,7 +39,7 @@ def check_batch(probe: Probe, check: Check) -> None:
 
 def _compare(
     probe: Probe,
-    check: Check,
+    check: DerivativeCheck,
     points: list[Arrays],
     name: str,
     paths: Sequence[str],

@@ -19,7 +19,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.testing import numeric
-from gradtools.testing.checks import NAMES, Check, _flat, check_settings, is_jax, pattern
+from gradtools.testing.checks import NAMES, DerivativeCheck, _flat, check_settings, is_jax, pattern
 from gradtools.testing.precision import at_precision
 from gradtools.testing.probe import (
     FIRST,
@@ -110,7 +110,7 @@ class RuleCheck:
             raise GradtoolsError(f"{ASKED}: args must be a tuple, got a {type(args).__name__}.")
         self.args = tuple(args)
         self.values = Probe(ASKED, self.rule.fun, self.args, self.backend)
-        self.check = Check(self.values, None, seed=seed)
+        self.check = DerivativeCheck(self.values, None, seed=seed)
         name = getattr(rule, "__name__", None) or getattr(rule, "name", None) or "a rule"
         self.report = Report(f"check_rule of {name} in {self.backend}", NAMES)
         self.check.report = self.report
@@ -215,7 +215,7 @@ class RuleCheck:
         if not any(map(self.values._differentiable, self.waist.flatten(found)[0])):
             return  # nothing that has a derivative
         probe = Probe(ASKED, residuals, self.args, self.backend)
-        check = Check(probe, None, seed=self.seed)
+        check = DerivativeCheck(probe, None, seed=self.seed)
         for i, argument in enumerate(probe.paths):
             us = next(iter(check._directions(i))).us
             moved = self._derivative(probe, us)
@@ -250,7 +250,7 @@ class RuleCheck:
             return
         probe = Probe(ASKED, run, tuple(self.values.leaves), self.backend)
         probe.paths, probe.out_paths = self.values.paths, names
-        check = Check(
+        check = DerivativeCheck(
             probe, None, seed=self.seed, labels={m: f"{m} mode over {part}" for m in FIRST}
         )
         check.allow_jumps = True
@@ -281,7 +281,7 @@ class RuleCheck:
     def whole(self, order: int) -> None:
         """`check_derivatives` of the rule as users call it."""
         probe = Probe(ASKED, self.rule.call, self.args, self.backend)
-        check = Check(probe, None, seed=self.seed)
+        check = DerivativeCheck(probe, None, seed=self.seed)
         check.report = self.report
         check.first_order()
         if order == 2:

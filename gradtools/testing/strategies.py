@@ -24,10 +24,10 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.strategies_program import (
     CALLS,
     REVERSE_ONLY,
+    ArrayKind,
     Composition,
-    Function,
-    Kind,
-    Line,
+    DrawnFunction,
+    DrawnLine,
 )
 
 __all__ = ["Composition", "OPERATORS", "compositions", "example"]
@@ -155,7 +155,7 @@ def _well_placed(program: Composition) -> bool:
     return bool(sight.largest < 1e4 and sight.nearest > 1e-6 and size < 1e4)
 
 
-Names = list[tuple[str, Kind]]
+Names = list[tuple[str, ArrayKind]]
 
 
 @dataclass
@@ -176,22 +176,22 @@ class _Drawing:
     def one(self, among: Sequence[Any]) -> Any:
         return self.draw(self.st.sampled_from(among))
 
-    def program(self, depth: int, order: int) -> Function:
+    def program(self, depth: int, order: int) -> DrawnFunction:
         """A function of one or two arrays that calls an operator at least once."""
-        kinds = [Kind(self.one(SHAPES)) for _ in range(1 + self.below(2))]
+        kinds = [ArrayKind(self.one(SHAPES)) for _ in range(1 + self.below(2))]
         if self.complex and self.below(6) == 5:
-            kinds[0] = Kind(kinds[0].shape, True)
+            kinds[0] = ArrayKind(kinds[0].shape, True)
         return self.function(kinds, [], depth, order, "program", forced=True)
 
     def function(
         self,
-        kinds: Sequence[Kind],
+        kinds: Sequence[ArrayKind],
         outer: Names,
         depth: int,
         order: int,
         name: str = "",
         forced: bool = False,
-    ) -> Function:
+    ) -> DrawnFunction:
         params = [(f"x{next(self.numbers)}", kind) for kind in kinds]
         seen, found = [*outer, *params], []
         for k in range(1 + self.below(self.lines)):
@@ -203,15 +203,15 @@ class _Drawing:
             seen.append((line.name, line.kind))
         out = found[-1].name
         name = name or f"f{next(self.numbers)}"
-        return Function(name, tuple(params), tuple(found), out).pruned()
+        return DrawnFunction(name, tuple(params), tuple(found), out).pruned()
 
-    def recent(self, among: Names) -> tuple[str, Kind]:
+    def recent(self, among: Names) -> tuple[str, ArrayKind]:
         """One of the names, the latest in three cases of four or more."""
         return among[-1] if self.below(4) < 3 else self.one(list(reversed(among)))
 
     # --- simple lines -----------------------------------------------------------------------
 
-    def simple(self, seen: Names, first: Names) -> Line:
+    def simple(self, seen: Names, first: Names) -> DrawnLine:
         """One operation on what is seen; the first operand is among `first`."""
         x, kind = self.recent(first)
         fitting = [op for op in self.names if _fits(op, kind)]
@@ -226,9 +226,9 @@ class _Drawing:
         else:
             kind = _kind_of(op, kind)
         option = self.one(_NUMBERS_OF[op]) if op in _NUMBERS_OF else None
-        return Line(self.fresh(), kind, op, args, option=option)
+        return DrawnLine(self.fresh(), kind, op, args, option=option)
 
-    def pair(self, op: str, kind: Kind, seen: Names) -> tuple[str, Kind] | None:
+    def pair(self, op: str, kind: ArrayKind, seen: Names) -> tuple[str, ArrayKind] | None:
         """A second operand, and the kind of the result."""
         made = [(name, out) for name, k in seen if (out := _kind_of_pair(op, kind, k))]
         return self.one(list(reversed(made))) if made else None
@@ -238,7 +238,7 @@ class _Drawing:
 
     # --- operators ----------------------------------------------------------------------------
 
-    def call(self, seen: Names, depth: int, order: int) -> Line | None:
+    def call(self, seen: Names, depth: int, order: int) -> DrawnLine | None:
         """A call of an operator, or None if none fits what is seen."""
         able = [op for op in self.allowed if _ORDERS[op] <= order]
         able = [op for op in able if any(_may(op, kind) for _, kind in seen)]
@@ -246,13 +246,13 @@ class _Drawing:
             return None
         op = self.one(able)
         x = self.recent([n for n in seen if _may(op, n[1])])
-        inside = _Inside(self, op, seen, depth - 1, order - _ORDERS[op])
-        maker = _MAKERS.get(op, _Inside.of_several)
+        inside = _OperandDraw(self, op, seen, depth - 1, order - _ORDERS[op])
+        maker = _MAKERS.get(op, _OperandDraw.of_several)
         return maker(inside, x)
 
 
 @dataclass
-class _Inside:
+class _OperandDraw:
     """Draws the function and the operands of one operator's call."""
 
     drawing: _Drawing
@@ -261,13 +261,13 @@ class _Inside:
     depth: int
     order: int
 
-    def function(self, kinds: Sequence[Kind], sealed: bool = False) -> Function:
+    def function(self, kinds: Sequence[ArrayKind], sealed: bool = False) -> DrawnFunction:
         outer = [] if sealed or self.drawing.below(3) else self.seen
         return self.drawing.function(kinds, outer, self.depth, self.order)
 
-    def line(self, kind: Kind, xs: Names, f: Function, option: Any = None) -> Line:
+    def line(self, kind: ArrayKind, xs: Names, f: DrawnFunction, option: Any = None) -> DrawnLine:
         args = tuple(name for name, _ in xs)
-        return Line(self.drawing.fresh(), kind, self.op, args, (f,), option)
+        return DrawnLine(self.drawing.fresh(), kind, self.op, args, (f,), option)
 
     def others(self, among: Names, at_most: int = 1) -> Names:
         return [self.drawing.one(among)] if among and self.drawing.below(at_most + 1) else []
@@ -275,10 +275,10 @@ class _Inside:
     def real(self) -> Names:
         return [n for n in self.seen if not n[1].complex]
 
-    def like(self, kind: Kind) -> tuple[str, Kind]:
+    def like(self, kind: ArrayKind) -> tuple[str, ArrayKind]:
         return self.drawing.one([n for n in reversed(self.seen) if n[1] == kind])
 
-    def of_several(self, x: tuple[str, Kind]) -> Line:
+    def of_several(self, x: tuple[str, ArrayKind]) -> DrawnLine:
         """Values and gradients of a function of one or two arrays."""
         same = self.op in ("gt.checkpoint", "gt.frozen", "gt.functionalize", "compiled")
         plain = self.op.startswith(("native", "gt.jacobian"))
@@ -289,12 +289,12 @@ class _Inside:
         k = 0 if same else self.drawing.below(len(xs))
         return self.line(f.kind if same else xs[k][1], xs, f, k)
 
-    def of_directions(self, x: tuple[str, Kind]) -> Line:
+    def of_directions(self, x: tuple[str, ArrayKind]) -> DrawnLine:
         xs = [x, *self.others(self.seen)]
         f = self.function([kind for _, kind in xs])
         return self.line(f.kind, [*xs, *(self.like(kind) for _, kind in xs)], f)
 
-    def of_cotangents(self, x: tuple[str, Kind]) -> Line | None:
+    def of_cotangents(self, x: tuple[str, ArrayKind]) -> DrawnLine | None:
         native = self.op.startswith("native")
         xs = [x, *self.others(self.real() if native else self.seen)]
         f = self.function([kind for _, kind in xs])
@@ -304,38 +304,38 @@ class _Inside:
         k = self.drawing.below(len(xs))
         return self.line(xs[k][1], [*xs, self.drawing.one(given)], f, k)
 
-    def of_second_order(self, x: tuple[str, Kind]) -> Line:
+    def of_second_order(self, x: tuple[str, ArrayKind]) -> DrawnLine:
         f = self.function([x[1]])
         xs = [x] if self.op == "gt.hessian" else [x, self.like(x[1])]
         mode = self.drawing.one(_MODES) if self.op == "gt.hvp" else None
         return self.line(x[1], xs, f, mode)
 
-    def of_rows(self, x: tuple[str, Kind]) -> Line:
+    def of_rows(self, x: tuple[str, ArrayKind]) -> DrawnLine:
         """A function of rows; what comes second is the same for all of them."""
         xs = [x, *self.others(self.seen)]
         sealed = self.op == "gt.chunked"
         f = self.function([_row(x[1]), *(kind for _, kind in xs[1:])], sealed)
-        kind = Kind((x[1].shape[0], *f.kind.shape), f.kind.complex)
+        kind = ArrayKind((x[1].shape[0], *f.kind.shape), f.kind.complex)
         return self.line(kind, xs, f, 1 + self.drawing.below(2))
 
-    def of_examples(self, x: tuple[str, Kind]) -> Line:
+    def of_examples(self, x: tuple[str, ArrayKind]) -> DrawnLine:
         w = self.drawing.one(self.real())
         f = self.function([w[1], _row(x[1])], sealed=True)
         shape = (x[1].shape[0], *w[1].shape) if self.op == "gt.per_example_grad" else w[1].shape
-        return self.line(Kind(shape), [w, x], f, 1 + self.drawing.below(2))
+        return self.line(ArrayKind(shape), [w, x], f, 1 + self.drawing.below(2))
 
-    def of_players(self, x: tuple[str, Kind]) -> Line:
+    def of_players(self, x: tuple[str, ArrayKind]) -> DrawnLine:
         xs = [x, self.drawing.one(self.real())]
         f = self.function([kind for _, kind in xs])
         k = self.drawing.below(2)
         return self.line(xs[k][1], xs, f, k)
 
-    def of_direction(self, z: tuple[str, Kind]) -> Line:
+    def of_direction(self, z: tuple[str, ArrayKind]) -> DrawnLine:
         y = self.drawing.one(self.seen)
         f = self.function([y[1], z[1]])
         return self.line(y[1], [y, z, self.like(z[1])], f)
 
-    def of_loop(self, x: tuple[str, Kind]) -> Line | None:
+    def of_loop(self, x: tuple[str, ArrayKind]) -> DrawnLine | None:
         f = self.function([x[1]])
         if f.kind != x[1]:
             return None
@@ -343,21 +343,21 @@ class _Inside:
 
 
 _OF_EXAMPLES = ("gt.per_example_grad", "gt.microbatched", "gt.GradientAccumulator")
-_MAKERS: dict[str, Callable[[_Inside, Any], Line | None]] = {
-    **dict.fromkeys(("gt.jvp", "gt.linearize", "native.jvp"), _Inside.of_directions),
-    **dict.fromkeys(("gt.vjp", "native.vjp"), _Inside.of_cotangents),
-    **dict.fromkeys(("gt.hvp", "gt.hessian"), _Inside.of_second_order),
-    **dict.fromkeys(("gt.vmap", "native.vmap", "gt.chunked"), _Inside.of_rows),
-    **dict.fromkeys(_OF_EXAMPLES, _Inside.of_examples),
-    "gt.minimax_value_and_grad": _Inside.of_players,
-    "gt.mixed_partial": _Inside.of_direction,
-    "loop": _Inside.of_loop,
+_MAKERS: dict[str, Callable[[_OperandDraw, Any], DrawnLine | None]] = {
+    **dict.fromkeys(("gt.jvp", "gt.linearize", "native.jvp"), _OperandDraw.of_directions),
+    **dict.fromkeys(("gt.vjp", "native.vjp"), _OperandDraw.of_cotangents),
+    **dict.fromkeys(("gt.hvp", "gt.hessian"), _OperandDraw.of_second_order),
+    **dict.fromkeys(("gt.vmap", "native.vmap", "gt.chunked"), _OperandDraw.of_rows),
+    **dict.fromkeys(_OF_EXAMPLES, _OperandDraw.of_examples),
+    "gt.minimax_value_and_grad": _OperandDraw.of_players,
+    "gt.mixed_partial": _OperandDraw.of_direction,
+    "loop": _OperandDraw.of_loop,
 }
 _BY_ROWS = ("gt.vmap", "native.vmap", "gt.chunked", *_OF_EXAMPLES)
 _OF_REALS = ("gt.jacobian", "gt.jacobian, forward", "gt.hessian", "gt.minimax_value_and_grad")
 
 
-def _may(op: str, kind: Kind) -> bool:
+def _may(op: str, kind: ArrayKind) -> bool:
     """Whether an operator takes an array of this kind first."""
     if op in _BY_ROWS and not kind.shape:
         return False
@@ -366,16 +366,16 @@ def _may(op: str, kind: Kind) -> bool:
     return not (op in _OF_EXAMPLES and kind.complex)
 
 
-def _row(kind: Kind) -> Kind:
-    return Kind(kind.shape[1:], kind.complex)
+def _row(kind: ArrayKind) -> ArrayKind:
+    return ArrayKind(kind.shape[1:], kind.complex)
 
 
-def _real_part(drawing: _Drawing, f: Function) -> Function:
-    line = Line(drawing.fresh(), Kind(f.kind.shape), "real", (f.out,))
-    return Function(f.name, f.params, (*f.lines, line), line.name)
+def _real_part(drawing: _Drawing, f: DrawnFunction) -> DrawnFunction:
+    line = DrawnLine(drawing.fresh(), ArrayKind(f.kind.shape), "real", (f.out,))
+    return DrawnFunction(f.name, f.params, (*f.lines, line), line.name)
 
 
-def _fits(op: str, kind: Kind) -> bool:
+def _fits(op: str, kind: ArrayKind) -> bool:
     """Whether an operation takes an array of this kind first."""
     if op in _ROWS and not _has_rows(op, kind):
         return False
@@ -388,7 +388,7 @@ def _fits(op: str, kind: Kind) -> bool:
     return not (kind.complex and (op in _REAL or op in ("where", "complex")))
 
 
-def _has_rows(op: str, kind: Kind) -> bool:
+def _has_rows(op: str, kind: ArrayKind) -> bool:
     if op == "broadcast":
         return 2 * _entries(kind) <= _LARGEST and len(kind.shape) < 3
     least = {"rest": 2, "take": 2}.get(op, 1)
@@ -397,14 +397,14 @@ def _has_rows(op: str, kind: Kind) -> bool:
     return bool(kind.shape) and kind.shape[0] >= least
 
 
-def _entries(kind: Kind) -> int:
+def _entries(kind: ArrayKind) -> int:
     found = 1
     for n in kind.shape:
         found *= n
     return found
 
 
-def _kind_of(op: str, kind: Kind) -> Kind:
+def _kind_of(op: str, kind: ArrayKind) -> ArrayKind:
     """The kind of an operation's result on one array."""
     shape = kind.shape
     shapes = {
@@ -419,32 +419,34 @@ def _kind_of(op: str, kind: Kind) -> Kind:
         shapes |= {"first": shape[1:], "sum of rows": shape[1:]}
         shapes |= {"rest": (shape[0] - 1, *shape[1:]), "take": (3, *shape[1:])}
     is_complex = op == "turn" or (kind.complex and op not in ("real", "imag", "modulus"))
-    return Kind(shapes.get(op, shape), is_complex)
+    return ArrayKind(shapes.get(op, shape), is_complex)
 
 
-def _kind_of_pair(op: str, a: Kind, b: Kind) -> Kind | None:
+def _kind_of_pair(op: str, a: ArrayKind, b: ArrayKind) -> ArrayKind | None:
     """The kind of an operation's result on two arrays, or None if it does not take them."""
     either = a.complex or b.complex
     if op == "matmul":
         return _kind_of_product(a, b)
     if op == "stack":
-        return Kind((2, *a.shape), a.complex) if a == b and 2 * _entries(a) <= _LARGEST else None
+        return (
+            ArrayKind((2, *a.shape), a.complex) if a == b and 2 * _entries(a) <= _LARGEST else None
+        )
     if op == "concat":
         fits = a.shape[1:] == b.shape[1:] and b.shape and a.complex == b.complex
         if not fits or _entries(a) + _entries(b) > _LARGEST:
             return None
-        return Kind((a.shape[0] + b.shape[0], *a.shape[1:]), a.complex)
+        return ArrayKind((a.shape[0] + b.shape[0], *a.shape[1:]), a.complex)
     if op in ("where", "known", "clip pair"):
         return a if a == b else None
     if op == "complex":
-        return Kind(a.shape, True) if a.shape == b.shape and not b.complex else None
+        return ArrayKind(a.shape, True) if a.shape == b.shape and not b.complex else None
     if op == "divide" and b.complex:
         return None
     if a.shape == b.shape or not b.shape:
-        return Kind(a.shape, either)
-    return Kind(b.shape, either) if not a.shape else None
+        return ArrayKind(a.shape, either)
+    return ArrayKind(b.shape, either) if not a.shape else None
 
 
-def _kind_of_product(a: Kind, b: Kind) -> Kind | None:
+def _kind_of_product(a: ArrayKind, b: ArrayKind) -> ArrayKind | None:
     fits = a.complex == b.complex and b.shape and len(b.shape) < 3 and a.shape[-1] == b.shape[0]
-    return Kind((*a.shape[:-1], *b.shape[1:]), a.complex) if fits else None
+    return ArrayKind((*a.shape[:-1], *b.shape[1:]), a.complex) if fits else None

@@ -26,7 +26,7 @@ NATIVE = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class ArrayKind:
     """The shape of an array in 64 bits, and whether it is complex."""
 
     shape: tuple[int, ...]
@@ -34,14 +34,14 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Line:
+class DrawnLine:
     """``name = op(args)``; `inner` are the functions that an operator is given."""
 
     name: str
-    kind: Kind
+    kind: ArrayKind
     op: str
     args: tuple[str, ...] = ()
-    inner: tuple[Function, ...] = ()
+    inner: tuple[DrawnFunction, ...] = ()
     option: Any = None
 
     def names(self) -> set[str]:
@@ -50,21 +50,21 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Function:
+class DrawnFunction:
     """Named parameters, lines, and the name that is returned."""
 
     name: str
-    params: tuple[tuple[str, Kind], ...]
-    lines: tuple[Line, ...]
+    params: tuple[tuple[str, ArrayKind], ...]
+    lines: tuple[DrawnLine, ...]
     out: str
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ArrayKind:
         """The kind of what it returns."""
         kinds = dict(self.params) | {line.name: line.kind for line in self.lines}
         return kinds[self.out]
 
-    def pruned(self) -> Function:
+    def pruned(self) -> DrawnFunction:
         """Without the lines that its result does not need."""
         needed, kept = {self.out}, []
         for line in reversed(self.lines):
@@ -73,7 +73,7 @@ class Function:
                 needed |= line.names()
         return replace(self, lines=tuple(reversed(kept)))
 
-    def walked(self) -> Iterator[Line]:
+    def walked(self) -> Iterator[DrawnLine]:
         """Every line, those of inner functions too."""
         for line in self.lines:
             yield line
@@ -81,12 +81,12 @@ class Function:
                 yield from f.walked()
 
 
-def _read(f: Function) -> Iterator[str]:
+def _read(f: DrawnFunction) -> Iterator[str]:
     for line in f.lines:
         yield from line.names()
 
 
-def constant(kind: Kind, seed: int) -> np.ndarray:
+def constant(kind: ArrayKind, seed: int) -> np.ndarray:
     """An array of a kind that looks drawn and is always the same."""
     count = int(np.prod(kind.shape))
     at = np.arange(count).reshape(kind.shape) + 1.0 + 0.37 * seed
@@ -112,7 +112,7 @@ class Composition:
         True
     """
 
-    function: Function
+    function: DrawnFunction
     seed: int = 0
     compiled: bool = False
 
@@ -385,7 +385,7 @@ CALLS = {
 }
 
 
-def _function(f: Function, depth: int) -> Iterator[str]:
+def _function(f: DrawnFunction, depth: int) -> Iterator[str]:
     pad = "    " * depth
     yield f"{pad}def {f.name}({', '.join(name for name, _ in f.params)}):"
     for line in f.lines:
@@ -395,7 +395,7 @@ def _function(f: Function, depth: int) -> Iterator[str]:
     yield f"{pad}    return {f.out}" + ("" if depth else "\n\n")
 
 
-def _line(line: Line) -> str:
+def _line(line: DrawnLine) -> str:
     if line.op == "constant":
         return SIMPLE["constant"].format(values=constant(line.kind, line.option).tolist())
     if line.op in SIMPLE:
@@ -403,7 +403,7 @@ def _line(line: Line) -> str:
     return CALLS[line.op].format(*line.args, **_parts(line))
 
 
-def _parts(line: Line) -> dict[str, Any]:
+def _parts(line: DrawnLine) -> dict[str, Any]:
     """What the text of an operator's call may name."""
     f, args = line.inner[0], list(line.args)
     names = ", ".join(name for name, _ in f.params)
@@ -432,6 +432,6 @@ def _parts(line: Line) -> dict[str, Any]:
     }
 
 
-def _summed(kind: Kind) -> str:
+def _summed(kind: ArrayKind) -> str:
     """A sum over the first axes, as many as the kind has."""
     return f".sum({tuple(range(len(kind.shape)))})" if kind.shape else ""

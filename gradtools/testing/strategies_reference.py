@@ -48,10 +48,10 @@ from gradtools.testing.strategies_numbers import (
 )
 from gradtools.testing.strategies_program import (
     REVERSE_ONLY,
+    ArrayKind,
     Composition,
-    Function,
-    Kind,
-    Line,
+    DrawnFunction,
+    DrawnLine,
     constant,
 )
 
@@ -180,7 +180,7 @@ SWITCHED: dict[str, Callable[..., Any]] = {
 
 
 @dataclass
-class Evaluation:
+class CompositionValue:
     """One evaluation of a composition.
 
     Attributes:
@@ -195,7 +195,7 @@ class Evaluation:
     shared: dict[Any, tuple[Number, Any]] | None = None
     turn: tuple[int, ...] = ()
 
-    def function(self, f: Function, outer: dict[str, Number], *xs: Number) -> Number:
+    def function(self, f: DrawnFunction, outer: dict[str, Number], *xs: Number) -> Number:
         """The result of f at xs, where outer are the names it may see."""
         names = outer | dict(zip((name for name, _ in f.params), xs, strict=True))
         for line in f.lines:
@@ -214,7 +214,7 @@ class Evaluation:
         found = float(sizes.max(initial=0.0))
         self.sight.largest = max(self.sight.largest, found if np.isfinite(found) else np.inf)
 
-    def _once(self, line: Line, names: dict[str, Number]) -> Number:
+    def _once(self, line: DrawnLine, names: dict[str, Number]) -> Number:
         if self.shared is None:
             return self._line(line, names)
         read = [names[n] for n in sorted(line.names()) if n in names]
@@ -223,7 +223,7 @@ class Evaluation:
             self.shared[key] = self._line(line, names), read
         return self.shared[key][0]
 
-    def _line(self, line: Line, names: dict[str, Number]) -> Number:
+    def _line(self, line: DrawnLine, names: dict[str, Number]) -> Number:
         xs = [names[a] for a in line.args]
         if line.op in SWITCHED:
             return SWITCHED[line.op](self.sight, line, *xs)
@@ -275,7 +275,7 @@ class Evaluation:
         self._note(both)
         return both
 
-    def each(self, f: Callable[..., Any], x: Number, kind: Kind) -> Number:
+    def each(self, f: Callable[..., Any], x: Number, kind: ArrayKind) -> Number:
         """The sum of the rows of f's Jacobian: one pull for each, where that matters."""
         if not self.sight.taped:
             return self.pulled(lambda x: total(f(x)), x)
@@ -313,12 +313,12 @@ class Evaluation:
             self.shared, self.turn = before
 
 
-def _jvp(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+def _jvp(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> Number:
     half = len(xs) // 2
     return e.push(fs[0], xs[:half], xs[half:])
 
 
-def _vjp(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+def _vjp(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> Number:
     """Re<c, f> has the pullback of c for its gradient."""
     (*given, c), k = xs, line.option
     f = lambda x: fs[0](*given[:k], x, *given[k + 1 :])
@@ -328,18 +328,18 @@ def _vjp(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
     return e.pulled(paired, given[k])
 
 
-def _gradient(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+def _gradient(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> Number:
     return e.gradient(fs[0], xs, line.option)
 
 
-def _rows(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+def _rows(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> Number:
     """The Jacobian in reverse mode, summed over its rows."""
     k = line.option
     f = lambda x: fs[0](*xs[:k], x, *xs[k + 1 :])
     return e.each(f, xs[k], line.inner[0].kind)
 
 
-def _pushed_rows(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+def _pushed_rows(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> Number:
     """The Jacobian in forward mode, summed over its rows."""
     k, at = line.option, base(xs[line.option])
     loss = lambda x: total(fs[0](*xs[:k], x, *xs[k + 1 :]))
@@ -350,33 +350,33 @@ def _pushed_rows(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
     return found
 
 
-def _hvp(e: Evaluation, line: Line, fs: Any, x: Number, t: Number) -> Number:
+def _hvp(e: CompositionValue, line: DrawnLine, fs: Any, x: Number, t: Number) -> Number:
     return e.second(fs[0], x, t, line.option)
 
 
-def _hessian(e: Evaluation, line: Line, fs: Any, x: Number) -> Number:
+def _hessian(e: CompositionValue, line: DrawnLine, fs: Any, x: Number) -> Number:
     if e.sight.taped:
         return e.each(lambda x: e.gradient(fs[0], [x], 0), x, line.kind)
     return e.second(fs[0], x, np.ones_like(base(x)), "auto")
 
 
-def _plain(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+def _plain(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> Number:
     return fs[0](*xs)
 
 
-def _mapped(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+def _mapped(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> Number:
     return e.rows(fs[0], xs, [True] + [False] * (len(xs) - 1))
 
 
-def _chunked(e: Evaluation, line: Line, fs: Any, *xs: Number) -> Number:
+def _chunked(e: CompositionValue, line: DrawnLine, fs: Any, *xs: Number) -> Number:
     return e.rows(fs[0], xs, [True] + [False] * (len(xs) - 1), line.option)
 
 
-def _each(e: Evaluation, line: Line, fs: Any, w: Number, x: Number) -> Number:
+def _each(e: CompositionValue, line: DrawnLine, fs: Any, w: Number, x: Number) -> Number:
     return e.rows(lambda w, x: e.gradient(fs[0], [w, x], 0), [w, x], [False, True])
 
 
-def _micro(e: Evaluation, line: Line, fs: Any, w: Number, x: Number) -> Number:
+def _micro(e: CompositionValue, line: DrawnLine, fs: Any, w: Number, x: Number) -> Number:
     """The mean over all rows; each chunk's loss is its own mean, which clips may see."""
     count = len(base(x))
     found: Number = np.zeros_like(base(w))
@@ -392,20 +392,22 @@ def _micro(e: Evaluation, line: Line, fs: Any, w: Number, x: Number) -> Number:
     return found
 
 
-def _accumulated(e: Evaluation, line: Line, fs: Any, w: Number, x: Number) -> np.ndarray:
+def _accumulated(e: CompositionValue, line: DrawnLine, fs: Any, w: Number, x: Number) -> np.ndarray:
     """A mean of the rows' gradients, by weights 1, 2, and so on, cut from what it was made of."""
     each = base(_each(e, line, fs, w, x))
     return np.asarray(np.average(each, axis=0, weights=1.0 + np.arange(len(each))))
 
 
-def _minimax(e: Evaluation, line: Line, fs: Any, x: Number, y: Number) -> Number:
+def _minimax(e: CompositionValue, line: DrawnLine, fs: Any, x: Number, y: Number) -> Number:
     k = line.option
     touched = lambda *xs: add(add(total(fs[0](*xs)), total(xs[0])), total(xs[1]))
     loss = lambda x_k: touched(*(x_k if i == k else v for i, v in enumerate((x, y))))
     return scaled(e.pulled(loss, (x, y)[k]), -1.0 if k else 1.0)
 
 
-def _mixed(e: Evaluation, line: Line, fs: Any, y: Number, z: Number, u: Number) -> Number:
+def _mixed(
+    e: CompositionValue, line: DrawnLine, fs: Any, y: Number, z: Number, u: Number
+) -> Number:
     """(d/dy) <u, (d/dz) f(y, G(z))> = (d/dy) <w, (d/dg) f(y, g)>, where w = J_G u."""
     G = lambda z: mul(sin(z), z)
     g, w = G(z), e.push(G, [z], [u])
@@ -415,7 +417,7 @@ def _mixed(e: Evaluation, line: Line, fs: Any, y: Number, z: Number, u: Number) 
     return e.pulled(lambda y: e.push(partial(loss, y), [g], [w]), y)
 
 
-def _loop(e: Evaluation, line: Line, fs: Any, x: Number) -> Number:
+def _loop(e: CompositionValue, line: DrawnLine, fs: Any, x: Number) -> Number:
     for trip in range(line.option):
         e.turn = (*e.turn, trip)
         x = sin(fs[0](x))
@@ -460,5 +462,5 @@ def evaluated(composition: Composition, taped: bool = False) -> tuple[np.ndarray
     """
     sight = Sight(taped=taped or bool(composition.operators() & {*REVERSE_ONLY}))
     with np.errstate(all="ignore"):
-        found = Evaluation(sight).function(composition.function, {}, *composition.inputs())
+        found = CompositionValue(sight).function(composition.function, {}, *composition.inputs())
     return base(found), sight

@@ -1,9 +1,9 @@
 """Every private name of PyTorch that this wing relies on, and why: the one room that may.
 
-All other files go through here, which `tests/test_upstream.py` reads from their source; tests in
-`tests/test_torch_upstream.py` hold that each name still does what is relied on, and that no public
-way has come. Each entry says what it is for, and what to do when it is gone. All were seen with
-PyTorch 2.13; where there is an upstream issue it is named. What is merely another name costs
+All other files go through here, which `tests/house/test_upstream.py` reads from their source; tests
+in `tests/torch/test_upstream.py` hold that each name still does what is relied on, and that no
+public way has come. Each entry says what it is for, and what to do when it is gone. All were seen
+with PyTorch 2.13; where there is an upstream issue it is named. What is merely another name costs
 nothing; a function here costs a call, so what is asked at every operation is a name.
 
 Nothing public was found in 2.13 for any of them. What a maintainer of PyTorch would refuse, and for
@@ -167,6 +167,10 @@ set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
 """What `torch.set_grad_enabled` calls, a class that costs three times as much; and what a mode sees
 when f calls that. Gone: the class, and its `__init__` in modes."""
 
+run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
+"""What `torch.autograd.grad` calls when it has looked at its arguments, which are ours and known:
+a third of its time at a small function. Gone: `torch.autograd.grad`."""
+
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 """Which call of the engine runs here, -1 if none: nodes of one pass share sums, others none.
 Gone: a node's own pass is one, so sums are not shared between towers."""
@@ -244,6 +248,10 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+AccumulateGrad: Any = _c._functions.AccumulateGrad
+"""The class of the nodes at which a graph ends in a leaf. Gone: its name."""
+
+
 def sequence_of(node: Any) -> int:
     """When a node was made, as `nodes_made` counts. Gone: walk both graphs."""
     return node._sequence_nr()
@@ -305,6 +313,15 @@ def tensor_hooks(x: Tensor) -> Any:
     them back. Gone: a hook would fire for each chunk; refuse leaves with hooks.
     """
     return x._backward_hooks
+
+
+set_creation_meta: Callable[[Tensor, Any], None] = _c._autograd._set_creation_meta
+IN_CUSTOM_FUNCTION: Any = _c._autograd.CreationMeta.IN_CUSTOM_FUNCTION
+"""A view that may not be written in place, as one that a Function returns: autograd would pass by
+its node. Gone: a Function returns it, at three times the cost."""
+
+tracing_state: Callable[[], Any] = _c._get_tracing_state
+"""What `torch.jit.is_tracing` asks: TorchScript does not trace a hook."""
 
 
 def set_tensor_hooks(x: Tensor, hooks: Any) -> None:
@@ -529,7 +546,7 @@ def is_compiled(f: Any) -> bool:
 # (`compiling`: dynamo takes marks by identity, and importing it to set them takes seconds); one
 # operator of ours, registered for the process (`host`: a compiled program holds no Python objects);
 # CPython's generator read in memory (`randomness`: to copy its state takes longer than a small
-# layer); hooks of leaves taken away while chunks are computed again (`programs`).
+# layer); hooks of leaves taken away while chunks are computed again (`replay`).
 
 
 def is_frameworks_own_question(depth: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradtools.accumulate import Entry, Trees, paired
+from gradtools.accumulate import TargetLeaf, Trees, paired
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
@@ -95,14 +95,14 @@ def _parameters(asked: str, target: Any) -> Any:
     return with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
 
 
-def _plan(asked: str, entries: Iterable[Entry], add: bool) -> list[Callable[[], Any]]:
+def _plan(asked: str, entries: Iterable[TargetLeaf], add: bool) -> list[Callable[[], Any]]:
     """The writes, ready to be done; no caller's tensor is touched or kept by them."""
     merged = _merged(asked, entries, add)
     buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
     return [_write(p, _apart(g.detach(), buffers), add) for p, g in merged]
 
 
-def _merged(asked: str, entries: Iterable[Entry], add: bool) -> list[tuple[Any, Any]]:
+def _merged(asked: str, entries: Iterable[TargetLeaf], add: bool) -> list[tuple[Any, Any]]:
     """(parameter, gradient), each parameter once."""
     found: dict[int, tuple[str, Any, Any]] = {}
     for entry in entries:
@@ -159,7 +159,7 @@ def _memory(x: torch.Tensor) -> Any:
 # --- checks ------------------------------------------------------------------------------
 
 
-def _check(asked: str, entry: Entry) -> None:
+def _check(asked: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
     if not isinstance(p, torch.Tensor):
         _refuse(asked, f"target{path} is a {type(p).__name__}", "a leaf tensor", "Give parameters.")

@@ -14,13 +14,14 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import arrays, engines, parts, trees, wrapping
 from gradtools.torch.compiling import compiled, is_compiling, uncompiled
 from gradtools.torch.engines import asked_of
+from gradtools.torch.hooks import scaled
 from gradtools.torch.refusals import explained
 from gradtools.torch.rules import apply_rule, apply_rule_by_key, transpose
 from gradtools.torch.transposing import pull, push, value_and_push
 from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
-    from gradtools.chunking import Options
+    from gradtools.chunks import ChunkOptions
     from gradtools.host import Kernel
     from gradtools.rules import Rule
 
@@ -110,8 +111,7 @@ class TorchBackend(Backend):
     def zeros(self, look: Any, beside: Array) -> Array:
         return torch.zeros(look[0], dtype=look[1], device=beside.device)
 
-    def ones_like(self, x: Array) -> Array:
-        return torch.ones_like(x, requires_grad=False)
+    ones_like = staticmethod(partial(torch.ones_like, requires_grad=False))
 
     def unit_basis(self, x: Array) -> Array:
         eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
@@ -146,6 +146,7 @@ class TorchBackend(Backend):
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
         return apply_rule(rule, *xs)
 
+    scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)
@@ -208,7 +209,7 @@ class TorchBackend(Backend):
             )
             return list(mapped(*batch))
 
-    def checkpoint(self, f: Any, options: Options) -> Callable[..., Any]:
+    def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         return partial(_checkpointed, self, options, f)
 
     like_module = staticmethod(wrapping.like_module)
@@ -256,7 +257,7 @@ class TorchBackend(Backend):
 
 
 def _checkpointed(
-    backend: TorchBackend, options: Options, f: Any, /, *args: Any, **kwargs: Any
+    backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     if is_compiling() and not engines.is_inside():
         from torch.utils.checkpoint import checkpoint

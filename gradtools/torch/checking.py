@@ -132,18 +132,24 @@ class KernelMet(Exception):
     """A host kernel was to run where there are no numbers for it, or none is asked for."""
 
 
-_STATE = threading.local()
+class _State(threading.local):
+    """What this thread does; a default of the class, for a miss takes longer than a kernel."""
+
+    asking = False
+
+
+_STATE = _State()
 
 
 def refuse_kernel() -> None:
     """Ends a question that would run a host kernel."""
-    if not is_compiling() and getattr(_STATE, "asking", False):
+    if not is_compiling() and _STATE.asking:
         raise KernelMet
 
 
 @contextmanager
 def _kernels_refused(yes: bool = True) -> Iterator[None]:
-    before, _STATE.asking = _STATE.__dict__.get("asking", False), yes
+    before, _STATE.asking = _STATE.asking, yes
     try:
         yield
     finally:

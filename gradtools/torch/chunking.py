@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from gradtools.batches import Batch
-from gradtools.chunking import SUMMED, Chunks, Cut, Options
+from gradtools.chunks import SUMMED, ChunkOptions, Chunks, Partition
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.programs import Forward, Rows, flattened, node_of, pieces_of, untracked
+from gradtools.torch.pieces import Rows, flattened, pieces_of, untracked
+from gradtools.torch.programs import node_of
+from gradtools.torch.replay import Forward
 from gradtools.torch.summing import Sums
 from gradtools.torch.watching import is_plain, is_replaying, marked
 from gradtools.torch.wrappers import is_dual, unwrapped
@@ -56,14 +58,14 @@ def _run(chunks: Chunks) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def checkpointed(
-    backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: Options
+    backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
     """f as a program of one chunk, which is computed again in the backward pass."""
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
     leaves = [x for xs in batch.leaves for x in xs if isinstance(x, Tensor)]
     if not _is_differentiated(leaves):
         return f(*args, **kwargs)
-    whole = Chunks(backend, f, batch, SUMMED, (), (), Cut(1, 1), options)
+    whole = Chunks(backend, f, batch, SUMMED, (), (), Partition(1, 1), options)
     return whole.result(run_chunks(whole)[0], [])
 
 

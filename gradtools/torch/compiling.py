@@ -179,7 +179,7 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
         after = Randomness.now(given)
         found = [outs[i] for i in tracked]
-        point = _Point(_name(f), again, [get_gradient_edge(y) for y in found])
+        point = _CompiledCall(_name(f), again, [get_gradient_edge(y) for y in found])
         for i, y in zip(tracked, _Twice.apply(point, found, *own.values()), strict=True):
             outs[i] = y
         return trees.unflatten(treedef, outs)
@@ -197,7 +197,7 @@ def _in_forward_mode_or_functorch() -> bool:
 
 
 @dataclass
-class _Point:
+class _CompiledCall:
     """A call of a compiled function: how to run it again as it is, and the ends of its graph."""
 
     name: str
@@ -209,7 +209,7 @@ class _Twice(torch.autograd.Function):
     """A compiled function's outputs: the compiled backward pass, or a graph where one is asked."""
 
     @staticmethod
-    def forward(ctx: Any, point: _Point, outs: list[Tensor], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, point: _CompiledCall, outs: list[Tensor], *inputs: Tensor) -> Any:
         ctx.point = point
         ctx.save_for_backward(*inputs)
         return tuple([y.detach() for y in outs])

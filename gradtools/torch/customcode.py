@@ -71,13 +71,15 @@ _PLAIN: set[type] = set()  # PyTorch's own nodes
 
 def surveyed(outs: Sequence[Tensor]) -> Survey:
     """The graph of outs."""
-    found, plain = Survey([], [], [], [], []), _PLAIN
-    todo = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
+    found, plain, accumulates = Survey([], [], [], [], []), _PLAIN, upstream.AccumulateGrad
+    todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
     seen = set(todo)
     while todo:  # as `nodes_of`, at every derivative
         node = todo.pop()
         kind = type(node)
-        if kind not in plain:
+        if kind is accumulates:
+            found.leaves.append(node.variable)
+        elif kind not in plain:
             _note(found, node, kind)
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
@@ -87,9 +89,7 @@ def surveyed(outs: Sequence[Tensor]) -> Survey:
 
 
 def _note(found: Survey, node: Any, kind: Any) -> None:
-    if kind.__name__ == "AccumulateGrad":
-        found.leaves.append(node.variable)
-    elif kind.__name__ == LOST:
+    if kind.__name__ == LOST:
         found.compiled.append(node)
     elif issubclass(kind, BackwardCFunction):
         if not upstream.forward_class(kind).__module__.startswith(_OWN):
@@ -130,6 +130,8 @@ def _node_of(x: Tensor) -> Any:
     """The node that ends in x; None if x is of another level of functorch than what runs."""
     if not x.requires_grad or (is_wrapped(x) and not _is_here(x)):
         return None
+    if x.grad_fn is None and not is_wrapped(x) and upstream.peek_interpreter_stack() is not None:
+        return None  # a leaf outside of the transform that runs
     return x.grad_fn or get_gradient_edge(x).node
 
 
@@ -164,22 +166,27 @@ def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-_SPENT = "gradtools_spent"
-_here = threading.local()
+SPENT = "gradtools_spent"
+_UNSPENT = [False]
 
 
-def spend(aliases: Sequence[Tensor], spent: bool) -> None:
-    """Nobody asks for a spent alias: it is no reason for another result to stay attached."""
-    for alias in aliases:
-        setattr(alias, _SPENT, spent)
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.opened: list[OpenDerivative] = []
+
+
+_here = _Here()
 
 
 def is_spent(x: Tensor) -> bool:
-    """Whether x is an alias of a derivative whose function was evaluated."""
-    return getattr(x, _SPENT, False)
+    """Whether x is an alias of a derivative whose function was evaluated.
+
+    Nobody asks for a spent alias: it is no reason for another result to stay attached.
+    """
+    return getattr(x, SPENT, _UNSPENT)[0]
 
 
-class Opened(NamedTuple):
+class OpenDerivative(NamedTuple):
     """A derivative whose function is being evaluated.
 
     Attributes:
@@ -187,12 +194,14 @@ class Opened(NamedTuple):
         entered: Which of these reach a derivative taken inside.
         constant: Which of these reach one that is constant.
         before: Which had entered one in the functions around when this one began.
+        spent: Whether the aliases are spent, one flag that all of them hold.
     """
 
     aliases: Sequence[Tensor]
     entered: set[int]
     constant: set[int]
     before: list[set[int]]
+    spent: list[bool]
 
     def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
         """Of what is not reached, what entered a derivative: it was cut afterwards."""
@@ -219,23 +228,19 @@ class Opened(NamedTuple):
         ]
 
 
-def being_evaluated() -> list[Opened]:
+def being_evaluated() -> list[OpenDerivative]:
     """The derivatives of this thread whose functions are being evaluated, the innermost last."""
-    try:
-        return _here.opened  # type: ignore[no-any-return]
-    except AttributeError:
-        _here.opened = []
-        return _here.opened
+    return _here.opened
 
 
-def begun(aliases: Sequence[Tensor], around: Sequence[Opened]) -> Opened:
+def begun(aliases: Sequence[Tensor], around: Sequence[OpenDerivative]) -> OpenDerivative:
     """A derivative whose function is about to be evaluated, inside of others."""
     before = [set(each.entered) for each in around] if around else []
-    return Opened(aliases, set(), set(), before)
+    return OpenDerivative(aliases, set(), set(), before, [False])
 
 
 @contextmanager
-def opened(aliases: Sequence[Tensor]) -> Iterator[Opened]:
+def opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
     """Inside, a function is evaluated at the aliases."""
     around = being_evaluated()
     around.append(begun(aliases, around))
@@ -251,7 +256,7 @@ def note_taken(
     leaves: Sequence[Tensor],
     aliases: Sequence[Tensor],
     kept: bool,
-    inside: Opened | None = None,
+    inside: OpenDerivative | None = None,
 ) -> None:
     """Notes, where a function is being evaluated, what a derivative that it takes depends on.
 
@@ -261,7 +266,7 @@ def note_taken(
     inside: The evaluation of outs: what entered a derivative there, of which this one is constant,
         is not cut.
     """
-    around = being_evaluated()
+    around = _here.opened
     if not around:
         return
     befores = inside.before if inside is not None else []
@@ -283,9 +288,6 @@ def note_taken(
 # --- gates at custom code ----------------------------------------------------------------
 
 
-_NOTHING = nullcontext()
-
-
 def guarded(
     asked: str,
     fun: Fun,
@@ -293,13 +295,15 @@ def guarded(
     survey: Survey,
     aliases: Sequence[Tensor],
     again: bool,
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[None] | None:
     """Around a pullback: what custom code loses is refused, and what PyTorch has wrong is right.
+
+    None where there is neither.
 
     again: Whether its result may be differentiated.
     """
     if not (survey.lost or survey.wrong or (again and survey.custom)):
-        return _NOTHING
+        return None
     return _Guard(asked, fun, leaves, survey, aliases).watching(again)
 
 
@@ -579,7 +583,7 @@ class _Calls(TorchFunctionMode):
 def calls_guarded(asked: str) -> AbstractContextManager[Any]:
     """Around a function that functorch differentiates, where that is differentiated again."""
     modes = upstream.function_modes()
-    return _NOTHING if any(isinstance(mode, _Calls) for mode in modes) else _Calls(asked)
+    return nullcontext() if any(isinstance(mode, _Calls) for mode in modes) else _Calls(asked)
 
 
 def _is_tracked_beneath(x: Tensor) -> bool:
@@ -699,7 +703,7 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
     try:
         with (
             standing_in(called),
-            _Operators(key, tried),
+            _OperatorCalls(key, tried),
             upstream.temporarily_clear_interpreter_stack(),
         ):
             rerun(lambda xs: fun(*xs)[0], leaves)
@@ -716,7 +720,7 @@ def _tried(fun: Fun, leaves: Sequence[Tensor], key: _Key, forward: bool) -> set[
 _CALLS = 4  # of one class in f that are tried
 
 
-class _Operators(TorchFunctionMode):
+class _OperatorCalls(TorchFunctionMode):
     """Inside, calls of operators in whose graph a class that is written in C++ stands are tried."""
 
     def __init__(self, key: _Key, tried: Callable[[Any, Args], None]) -> None:

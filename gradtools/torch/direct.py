@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from gradtools.custom import CustomRule, Residuals, Shaped
+from gradtools.custom import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Linearized
+from gradtools.shaped import Residuals, Shaped
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import rules
 from gradtools.torch.checking import Question, hold_linear
@@ -60,16 +61,17 @@ class _Signature:
     def __post_init__(self) -> None:
         self.count = len(self.looks)
         self.fwd: Any = self.shaped.of.fwd
-        self.bwd = self.shaped.of.bwd
+        self.bwd: Any = self.shaped.of.bwd
+        self.jvp: Any = self.shaped.of.jvp
         self.apply = _apply_of(self)
         self.attach: Any = None
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in self.looks]
         pairs = zip(self.looks, self.likes, strict=True)
         self.expected = [(tuple(x[0]), x[1], one is not None) for x, one in pairs]
-        self.plan: _Plan | None = None  # of the last forward pass, and mostly of the next
+        self.plan: _Saved | None = None  # of the last forward pass, and mostly of the next
         # The maps of kernels, to be differentiated again, are evaluated at the arguments; a forward
         # rule reads these as well.
-        times = 0 if self.shaped.refined is None else 1 if self.shaped.of.jvp is None else 2
+        times = 0 if self.shaped.refined is None else 1 if self.jvp is None else 2
         self.again = tuple(range(self.count)) * times
         if self.shaped.contract.check == "never":
             self.ready = True
@@ -251,7 +253,7 @@ def _apply_of(signature: _Signature) -> Callable[..., Any]:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _Saved:
     """What a forward pass leaves for the backward pass, besides tensors.
 
     Attributes:
@@ -286,7 +288,7 @@ class _Plan:
 def _tree(signature: _Signature, out: Any) -> Any:
     """What f returns, of the Function's outputs."""
     outs = (out,) if type(out) is Tensor else out
-    node = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
+    node: Any = next((y.grad_fn for y in outs if y.grad_fn is not None), None)
     if node is None:  # integers, of which no node tells
         return signature.shaped.backend.unflatten(signature.out_def(), outs)
     if node.plan.single:
@@ -325,7 +327,7 @@ def _forward(signature: _Signature, ctx: Any, xs: Sequence[Tensor]) -> Any:
     return _forward_of_any(ctx, signature, xs, plain, out, res, before)
 
 
-def _plan_of(signature: _Signature, res: Any, known: list[Tensor]) -> _Plan | None:
+def _plan_of(signature: _Signature, res: Any, known: list[Tensor]) -> _Saved | None:
     """Where fwd saved arguments and the output alone, in no tree."""
     kept, leaves = (Tensor, (res,)) if type(res) is Tensor else (tuple, res)
     if type(leaves) is not tuple:
@@ -333,7 +335,7 @@ def _plan_of(signature: _Signature, res: Any, known: list[Tensor]) -> _Plan | No
     places = tuple([_place(x, known) for x in leaves])
     if -1 in places:
         return None
-    plan = signature.plan = _Plan(kept, places, (*places, *signature.again))
+    plan = signature.plan = _Saved(kept, places, (*places, *signature.again))
     return plan
 
 
@@ -347,7 +349,7 @@ def _forward_of_any(
 ) -> Any:
     """With a tree of outputs, with views, extras, or what else fwd may save."""
     shaped = signature.shaped
-    plan = ctx.plan = _Plan(single=type(out) is Tensor)
+    plan = ctx.plan = _Saved(single=type(out) is Tensor)
     if plan.single:
         ys = [out]
     else:
@@ -421,12 +423,12 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     versions = list(map(upstream.version_of, tracked))
     dxs = tuple(map(torch.sub, xs, plain))
     with transposing(shaped.rule, EAGER):
-        found = shaped.of.jvp(plain, dxs)
+        found = signature.jvp(plain, dxs)
     if versions != list(map(upstream.version_of, tracked)):
         raise rules.written_error(shaped.rule)
-    y, dy = found if type(found) is tuple and len(found) == 2 else (None, None)
-    if not _are_alike(y, dy):
+    if type(found) is not tuple or len(found) != 2 or not _are_alike(*found):
         return None
+    y, dy = found
     if y.requires_grad:
         raise rules.closed_over_error(shaped.rule)
     if not dy.requires_grad:
@@ -445,7 +447,8 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
 @cache
 def _held_by_a_graph() -> int:
     """How often Python counts a leaf that a graph alone holds; asked where gradients are on."""
-    (node, _), *_ = get_gradient_edge(torch.empty(1, requires_grad=True).sin()).node.next_functions
+    sine = get_gradient_edge(torch.empty(1, requires_grad=True).sin()).node
+    node: Any = sine.next_functions[0][0]
     return sys.getrefcount(node.variable)
 
 
@@ -472,7 +475,7 @@ def _are_alike(y: Any, dy: Any) -> bool:
 
 def _attach_of(signature: _Signature) -> Callable[..., Any]:
     """`apply` of the Function that gives a value its tangent's graph."""
-    plan = _Plan(places=(every := tuple(range(signature.count))), pulling=every)
+    plan = _Saved(places=(every := tuple(range(signature.count))), pulling=every)
 
     class Attached(torch.autograd.Function):
         """y, of which dy is the tangent. A derivative of its backward pass is the rule's."""
@@ -506,7 +509,9 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     plan, shaped = ctx.plan, signature.shaped
     ctx.like_ys = plan.likes or [like(ct) for ct in cts]
     maps = _maps(plan, signature, ctx.like_ys)
-    ctx.point = rules.Point(shaped.rule, maps, count=plan.count, randomness=plan.randomness)
+    ctx.point = rules.RuleApplication(
+        shaped.rule, maps, count=plan.count, randomness=plan.randomness
+    )
     ctx.unusual = rules.unusual(cts)
     ctx.pulling, ctx.looks, ctx.like_xs = plan.pulling, signature.looks, signature.likes
     found = rules.pulled_back(ctx, cts)
@@ -516,7 +521,7 @@ def _the_long_way(ctx: Any, signature: _Signature, cts: tuple[Any, ...]) -> Any:
     return tuple(found)
 
 
-def _maps(plan: _Plan, signature: _Signature, like_ys: Sequence[Any]) -> Linearized:
+def _maps(plan: _Saved, signature: _Signature, like_ys: Sequence[Any]) -> Linearized:
     shaped, kept = signature.shaped, plan.kept
     if shaped.of.bwd is None:
         return shaped.rule.reading([None] * signature.count, [])

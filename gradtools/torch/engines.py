@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import has_torch_function
 
 from gradtools.backend import Evaluation, Fun
 from gradtools.connection import refuse_cut
@@ -31,8 +32,8 @@ from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
 from gradtools.torch.customcode import (
-    Opened,
-    Survey,
+    SPENT,
+    OpenDerivative,
     begun,
     being_evaluated,
     calls_guarded,
@@ -43,13 +44,18 @@ from gradtools.torch.customcode import (
     opened,
     refuse_torchscript,
     scripts_refused,
-    spend,
     surveyed,
 )
 from gradtools.torch.gates import gated
 from gradtools.torch.marks import DERIVATIVE, detached
-from gradtools.torch.modes import LevelTaken, dual_level, forward_mode, outside_of_inference
-from gradtools.torch.refusals import explained
+from gradtools.torch.modes import (
+    LevelTaken,
+    dual_level,
+    forward_mode,
+    is_in_inference,
+    outside_of_inference,
+)
+from gradtools.torch.refusals import explain, explained
 from gradtools.torch.rules import evaluated_to_push
 from gradtools.torch.stopping import Stops
 from gradtools.torch.terms import (
@@ -72,16 +78,17 @@ _is_tracked = attrgetter("requires_grad")
 
 def vjp(fun: Fun, leaves: list[Tensor], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, by the engine that fits."""
-    _note_derivative()
-    with explained(asked_of(fun)):
-        if _in_functorch():
-            return _functorch_vjp(fun, leaves, groups)
+    compiling = is_compiling()
+    _note_derivative(_compiled if compiling else _eager.open)
+    if not compiling and upstream.peek_interpreter_stack() is None:
         return _eager_vjp(fun, leaves, once)
+    with explained(asked_of(fun)):
+        return _functorch_vjp(fun, leaves, groups)
 
 
 def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
     """`(outs, extras, pushed)`, by the engine that fits."""
-    _note_derivative()
+    _note_derivative(_open_derivatives())
     with explained(asked_of(fun)):
         if _in_functorch():
             if not _is_differentiated_again():
@@ -97,7 +104,7 @@ def jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> Any:
 
 def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
-    _note_derivative()
+    _note_derivative(_open_derivatives())
     with explained(asked_of(fun)):
         if _in_functorch():
             return _functorch_linearize(fun, leaves)
@@ -113,7 +120,11 @@ def linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 @skipped_by_dynamo
 def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
     asked = asked_of(fun)
-    outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
+    try:
+        outs, extras, aliases, attached, survey, inside = _evaluate(fun, leaves)
+    except RuntimeError as error:
+        explain(asked, error)
+        raise
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         ys: list[Tensor] = []
@@ -129,20 +140,17 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
         guard = guarded(asked, fun, leaves, survey, aliases, again)
         if not once and any(map(is_wrapped, given)):
             refuse_in_batches(asked, ys, given, first_of(WRONG_IN_BATCHES, outs))
-        with explained(asked), _InUse(aliases), guard:
-            grads: Sequence[Tensor | None] = torch.autograd.grad(
-                ys,
-                aliases,
-                given,
-                retain_graph=create or not once,
-                create_graph=again,  # else tangents go wrong
-                allow_unused=True,
-            )
+        try:
+            # Without `again` tangents go wrong.
+            grads = _pulled(ys, aliases, given, create or not once, again, inside.spent, guard)
+        except RuntimeError as error:
+            explain(asked, error)
+            raise
         if again:
             grads = guarded_gradients(asked, ys, grads)
         note_taken(ys, grads, leaves, aliases, create, inside)
         if not create:
-            grads = [g if g is None else _free(g) for g in grads]
+            grads = _freed(grads)
         return inside.filled(grads, outs)
 
     def where_lost(i: int) -> list[str]:
@@ -150,14 +158,50 @@ def _eager_vjp(fun: Fun, leaves: list[Tensor], once: bool) -> Evaluation:
 
         return where_lost(fun, leaves, i)
 
-    free = (lambda x: x) if attached else _free
     return Evaluation(
-        [free(y) for y in outs],
-        [free(x) for x in extras],
+        outs if attached else _freed(outs),
+        extras if attached else _freed(extras),
         pullback,
         cut=lambda grads: inside.cut(grads, outs),
         where_lost=where_lost,
     )
+
+
+def _pulled(
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    cts: Sequence[Tensor],
+    retain: bool,
+    create: bool,
+    spent: list[bool],
+    guard: AbstractContextManager[None] | None = None,
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad`, whose look at its arguments takes as long as a small backward pass.
+
+    spent: Of aliases that are not spent in the meantime: a checkpoint computes again what must be
+        attached as before. That is not inside of inference mode, where nothing is attached.
+    guard: As `guarded` gives it.
+    """
+    spent[0] = False
+    try:
+        if guard is not None or is_in_inference():
+            return _pulled_within(guard, ys, xs, cts, retain, create)
+        if has_torch_function((*ys, *xs)):  # a mode looks on, or a subclass
+            return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
+        ends, seeds, sources = tuple(ys), tuple(cts), tuple(xs)
+        return upstream.run_engine(
+            ends, seeds, retain, create, sources, allow_unreachable=True, accumulate_grad=False
+        )
+    finally:
+        spent[0] = True
+
+
+def _pulled_within(guard: Any, ys: Any, xs: Any, cts: Any, retain: bool, create: bool) -> Any:
+    keep = torch.is_grad_enabled()
+    with guard or nullcontext(), outside_of_inference():
+        if torch.is_grad_enabled() != keep:  # leaving inference mode switches it on
+            torch.set_grad_enabled(keep)
+        return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)
 
 
 @skipped_by_dynamo
@@ -167,14 +211,10 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
     outs, extras, aliases, attached, survey, inside = evaluated
     tracked = [y for y in outs if y.requires_grad]
     guard = guarded(asked_of(fun), fun, leaves, survey, aliases, True)
-    with outside_of_inference(), torch.enable_grad(), _InUse(aliases), guard:
+    with outside_of_inference(), torch.enable_grad(), guard or nullcontext():
         # Any will do: the pullback is linear. At zero that of logcumsumexp gives NaN.
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
-        pulled = (
-            torch.autograd.grad(tracked, aliases, dummies, create_graph=True, allow_unused=True)
-            if tracked
-            else ()
-        )
+        pulled = _pulled(tracked, aliases, dummies, True, True, inside.spent) if tracked else ()
     refuse_cut(fun, inside.cut(pulled or [None] * len(leaves), outs))
 
     def push(tangents: list[Tensor]) -> list[Tensor]:
@@ -188,67 +228,52 @@ def _eager_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
             create = torch.is_grad_enabled() and (
                 attached or any(t.requires_grad for _, t in moved)
             )
-            with explained(asked_of(fun)), _InUse(aliases):
-                found = torch.autograd.grad(
-                    [p for p, _ in moved],
-                    dummies,
-                    [_normal(t) for _, t in moved],
-                    retain_graph=True,
-                    create_graph=create or upstream.forward_level() >= 0,
-                    allow_unused=True,
-                )
-            found = guarded_gradients(asked_of(fun), [p for p, _ in moved], found)
+            again = create or upstream.forward_level() >= 0
+            ps, ts = [p for p, _ in moved], [_normal(t) for _, t in moved]
+            with explained(asked_of(fun)):
+                found = _pulled(ps, dummies, ts, True, again, inside.spent)
+            found = guarded_gradients(asked_of(fun), ps, found)
             note_taken(tracked, found, leaves, aliases, create, inside)
-            found = [v if v is None or create else _free(v) for v in found]
+            found = found if create else _freed(found)
         pushed = spread(found, [y.requires_grad for y in outs])
         return [torch.zeros_like(y) if t is None else t for y, t in zip(outs, pushed, strict=True)]
 
-    free = (lambda x: x) if attached else _free
-    return [free(y) for y in outs], [free(x) for x in extras], push
+    return (outs, extras, push) if attached else (_freed(outs), _freed(extras), push)
 
 
 def _evaluate(fun: Fun, leaves: list[Tensor]) -> Any:
     """f at aliases of the leaves, once, with a graph, and what is known of that."""
-    keep = torch.is_grad_enabled()
+    keep = torch.is_grad_enabled()  # which leaving inference mode switches on
+    if not is_in_inference():
+        # A mode that looks on is told that gradients are needed.
+        return _evaluated(fun, leaves, keep, keep and not upstream.count_of_function_modes())
+    with torch.inference_mode(False):
+        return _evaluated(fun, leaves, keep, False)
+
+
+def _evaluated(fun: Fun, leaves: list[Tensor], keep: bool, on: bool) -> Any:
     around = being_evaluated()
-    with outside_of_inference():
-        aliases = [_alias(x, keep) for x in leaves]
-        inside = begun(aliases, around)
-        around.append(inside)
-        try:
+    aliases = [_alias(x, keep) for x in leaves]
+    inside = begun(aliases, around)
+    for alias in aliases:
+        setattr(alias, SPENT, inside.spent)
+    around.append(inside)
+    try:
+        if on:
+            outs, extras = fun(*aliases)
+        else:
             with torch.enable_grad():
                 outs, extras = fun(*aliases)
-        finally:
-            around.pop()
+    finally:
+        around.pop()
+        if on and not torch.is_grad_enabled():  # f left it off
+            torch.set_grad_enabled(True)
     survey = surveyed(outs)
     if survey.compiled:
         refuse_lost(asked_of(fun), outs)
-    attached = keep and (any(map(_is_tracked, leaves)) or _reaches_other(survey, aliases))
-    spend(aliases, True)
+    inside.spent[0] = True
+    attached = keep and (any(map(_is_tracked, leaves)) or not all(map(is_spent, survey.leaves)))
     return outs, extras, aliases, attached, survey, inside
-
-
-class _InUse:
-    """While a pullback runs: a checkpoint computes again what then must be attached as before.
-
-    That is not inside of inference mode, where nothing is attached.
-    """
-
-    __slots__ = ("aliases", "outside")
-
-    def __init__(self, aliases: Sequence[Tensor]) -> None:
-        self.aliases = aliases
-
-    def __enter__(self) -> None:
-        keep, self.outside = torch.is_grad_enabled(), outside_of_inference()
-        self.outside.__enter__()
-        if torch.is_grad_enabled() != keep:  # leaving inference mode switches it on
-            torch.set_grad_enabled(keep)
-        spend(self.aliases, False)
-
-    def __exit__(self, *raised: Any) -> None:
-        spend(self.aliases, True)
-        self.outside.__exit__(*raised)
 
 
 def _normal(x: Tensor) -> Tensor:
@@ -281,20 +306,13 @@ def _detached(x: Tensor) -> Tensor:
     return forward_ad.make_dual(primal, tangent)
 
 
-def _free(x: Tensor) -> Tensor:
-    """x, detached if there is anything to detach it from."""
-    return _detached(x) if x.requires_grad else x
+def _freed(xs: Sequence[Any]) -> list[Any]:
+    """The tensors, detached where there is anything to detach them from, and None."""
+    return [_detached(x) if x is not None and x.requires_grad else x for x in xs]
 
 
 def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
     return (x, None) if upstream.forward_level() < 0 else forward_ad.unpack_dual(x)
-
-
-def _reaches_other(survey: Survey, aliases: Sequence[Tensor]) -> bool:
-    """Whether the graph holds a leaf that is not an alias of ours."""
-    own = set(map(id, aliases))
-    others = [leaf for leaf in survey.leaves if id(leaf) not in own]
-    return not all(map(is_spent, others))
 
 
 # --- forward mode ------------------------------------------------------------------------
@@ -327,7 +345,7 @@ def _dual_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor], seen: bool
     note_taken(primals, pushed, leaves, leaves, torch.is_grad_enabled())
     if torch.is_grad_enabled():
         return primals, extras, pushed
-    return [[_free(x) for x in xs] for xs in (primals, extras, pushed)]
+    return [_freed(xs) for xs in (primals, extras, pushed)]
 
 
 def _refuse_unseen(fun: Fun, leaves: Sequence[Tensor], tangents: list[Tensor]) -> None:
@@ -390,7 +408,7 @@ def _is_differentiated_again(own: int = 0) -> bool:
 def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None) -> Evaluation:
     reached: list[bool] = []
     nested: list[bool] = []
-    entered: list[Opened] = []
+    entered: list[OpenDerivative] = []
     wrong: list[str | None] = []
     empty: list[bool] = []
     mended: list[Any] = []
@@ -572,13 +590,19 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 
 # --- whether f takes a derivative itself -------------------------------------------------
 
-_eager = threading.local()
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.open: list[list[bool]] = []
+
+
+_eager = _Here()
 _compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty before and after
 
 
 def _open_derivatives() -> list[list[bool]]:
     """One flag for each derivative whose function is being evaluated."""
-    return _compiled if is_compiling() else _eager.__dict__.setdefault("open", [])
+    return _compiled if is_compiling() else _eager.open
 
 
 def is_inside() -> bool:
@@ -586,8 +610,8 @@ def is_inside() -> bool:
     return bool(_open_derivatives())
 
 
-def _note_derivative() -> None:
-    for flag in _open_derivatives():
+def _note_derivative(still_open: list[list[bool]]) -> None:
+    for flag in still_open:
         flag[0] = True
 
 

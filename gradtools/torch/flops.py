@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradtools.crossings import Inside
+from gradtools.crossings import ForeignProgram
 from gradtools.host import call_by_key
 from gradtools.seeing import measures as costs
 from gradtools.torch import _upstream as upstream
@@ -101,7 +101,7 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, frozenset[s
     return _last_resort(func, args, kwargs, out)
 
 
-def inside_of(func: Any, args: Any) -> Inside | None:
+def inside_of(func: Any, args: Any) -> ForeignProgram | None:
     """What looks into the other framework's function that an operation calls."""
     is_ours = func.namespace == "gradtools" and func.overloadpacket.__name__ == "call_kernel"
     return call_by_key(args[0]).kernel.inside if is_ours else None

@@ -20,7 +20,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradtools.chunking import Chunks
+from gradtools.chunks import Chunks
 from gradtools.errors import GradtoolsError, refusal, warn
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
@@ -37,20 +37,10 @@ from gradtools.torch.gates import gated
 from gradtools.torch.marks import CHUNK, detached
 from gradtools.torch.modes import LevelTaken, Modes, batchings, dual_level
 from gradtools.torch.onetangent import OneTangent, tangent_of
-from gradtools.torch.programs import (
-    Backward,
-    Entries,
-    Forward,
-    Pushed,
-    Rows,
-    _primal,
-    alias_of,
-    flattened,
-    node_of,
-    outputs_of,
-    pulled_back,
-)
+from gradtools.torch.pieces import Entries, Rows, alias_of, flattened, primal_of
+from gradtools.torch.programs import Backward, Pushed, node_of, outputs_of, pulled_back
 from gradtools.torch.refusals import torch_says
+from gradtools.torch.replay import Forward
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
 from gradtools.torch.summing import Sums
@@ -204,7 +194,7 @@ class _Use(Forward):
                 None if g is None else detached(g, CHUNK) for g in known[1]
             ]  # in no graph of its own
             back.pulled_first = [(g, 0 if g is None else upstream.version_of(g)) for g in first]
-        asked = _Asked.apply(back, tuple(cts), *zs)
+        asked = _PullbackInputs.apply(back, tuple(cts), *zs)
         _, grads = node_of(back, rows, asked, known)
         return self.guarded(grads)
 
@@ -335,8 +325,8 @@ class _Use(Forward):
 class _FrozenBackward(Backward):
     """The pullback of a use. It is linear in the cotangents: its pullback is the pushforward.
 
-    In eager code its arguments come in by `_Asked`, to which it hands back what comes in along
-    them; `arguments` are these as they are, for all that is computed.
+    In eager code its arguments come in by `_PullbackInputs`, to which it hands back what comes in
+    along them; `arguments` are these as they are, for all that is computed.
     """
 
     arguments: list[Any] | None = None
@@ -424,8 +414,15 @@ class _FrozenBackward(Backward):
         if self.pulled_first and use.shows_numbers():
             self._compare_transposes(us, along, cts)
         if self.arguments is not None:
-            return [*along, *us]  # `_Asked` makes of us what is asked
+            return [*along, *us]  # `_PullbackInputs` makes of us what is asked
         return [*along, *_along_arguments(self, zs, us, cts)]
+
+    def push(self, widths: Any, width: int, there: Any, rows: Rows, shared: Entries) -> list[Any]:
+        if (
+            self.arguments is not None
+        ):  # `_PullbackInputs` would take their cotangents for the pullback's
+            shared = [*map(primal_of, self.arguments), *shared[width:]]
+        return super().push(widths, width, there, rows, shared)
 
     def _compare_transposes(self, us: Entries, along: Entries, cts: Entries) -> None:
         """Raises if the pushforward is not the transposed of the pullback: <u, J^H v> = <Ju, v>.
@@ -463,7 +460,7 @@ def _product(xs: Entries, ys: Entries) -> tuple[float, float]:
     total, a, b = 0.0, 0.0, 0.0
     for x, y in zip(xs, ys, strict=True):
         if x is not None and y is not None:
-            x, y = (_primal(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
+            x, y = (primal_of(t).to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
             x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
             x, y = x.reshape(-1).detach(), y.reshape(-1).detach()
             total, a, b = total + float(x @ y), a + float(x @ x), b + float(y @ y)
@@ -511,7 +508,7 @@ def _along_arguments(back: _FrozenBackward, zs: Entries, us: Entries, cts: Entri
 # --- nodes ------------------------------------------------------------------------------------
 
 
-class _Asked(torch.autograd.Function):
+class _PullbackInputs(torch.autograd.Function):
     """Hands arguments on to a pullback; whoever asks for their derivative has it computed here.
 
     The cotangents come in unseen by the engine: from here no way leads to what they depend on,

@@ -1,4 +1,4 @@
-"""Hooks that edit gradients, where f is pushed along: forward mode would pass them by.
+"""Hooks that edit gradients: an edit's own, and those of f, which forward mode would pass by.
 
 A hook replaces the cotangent, which the transposed map, dy = J dx, knows nothing of. So the
 backward hooks of a module that is about to run on dual numbers, and a hook that f sets on a tensor
@@ -8,7 +8,8 @@ with a tangent and that no derivative inside of f has run, are refused by name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,9 +17,69 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradtools.errors import GradtoolsError
+from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.rules import apply_rule
+from gradtools.torch.wrappers import is_inexact
 
 Tensor = torch.Tensor
+EDIT = "gradtools: edit"  # in the metadata of a node that stands for one
+
+
+def scaled(x: Any, factor: float) -> Tensor | None:
+    """x with the derivative times a number; None in compiled code, and of what is no tensor.
+
+    Where nothing looks on but autograd, a hook does that at a third of the cost of a rule: it
+    stands before the node of a view, whose cotangent it changes, at any order. Neither saves a
+    tensor: a checkpoint counts them, and may compute again where another one is taken.
+    """
+    if torch.compiler.is_dynamo_compiling() or type(x) not in _EXACT:
+        return None
+    if not (
+        x.requires_grad
+        and torch.is_grad_enabled()
+        and x.layout is torch.strided
+        and not x.is_nested
+        and upstream.forward_level() < 0
+        and upstream.peek_interpreter_stack() is None
+        and not upstream.count_of_function_modes()
+        and not upstream.count_of_dispatch_modes()
+        and not upstream.is_wrapped(x)
+        and upstream.tracing_state() is None
+    ):
+        return apply_rule(_scaling(factor.hex()), x)[0] if is_inexact(x) else None
+    y = x.view_as(x)
+    upstream.set_creation_meta(y, upstream.IN_CUSTOM_FUNCTION)
+    node: Any = y.grad_fn
+    node.register_prehook(partial(_times, factor))
+    node.metadata[EDIT] = "scale_gradient"
+    return y
+
+
+_EXACT = (Tensor, torch.nn.Parameter)
+
+
+def _times(factor: float, cts: Sequence[Tensor | None]) -> tuple[Tensor | None]:
+    (ct,) = cts
+    return (None if ct is None else factor * ct,)
+
+
+@lru_cache(maxsize=128)
+def _scaling(factor: str) -> Rule:
+    number = float.fromhex(factor)  # zeros of two signs are equal as keys
+
+    def scale(_: Any, moved: Sequence[Tensor | None]) -> list[Any]:
+        return list(_times(number, moved))
+
+    return Rule(
+        "scale_gradient",
+        primal=lambda x: [x],
+        tangent=scale,
+        cotangent=scale,
+        saves=(),
+        captures=False,
+        identity=True,
+    )
 
 
 class PassedBy:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import is_of, refusal
-from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key
+from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key, read_only
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import refuse_kernel
 from gradtools.torch.compiling import is_compiling
@@ -55,10 +55,20 @@ def call_now(
     refuse_kernel()
     looks = tuple([(x.shape, x.dtype) for x in arrays])
     call, expected = kernel.known_call(looks, backend, args)
-    ys = [torch.from_numpy(y) for y in call.run(arrays, expected)]
+    if not kernel.raw:
+        arrays = [_locked(x) for x in arrays]
+    ys = [torch.from_numpy(y) for y in call.run(arrays, expected, locked=True)]
     if expected.widened:
         ys = [y.to(getattr(torch, s.dtype)) for y, s in zip(ys, expected.specs, strict=True)]
     return expected, ys
+
+
+def _locked(x: np.ndarray) -> np.ndarray:
+    """`read_only` of an array in a tensor's memory, which NumPy does not know as writable."""
+    if not x.flags.c_contiguous:
+        return read_only(x)
+    x.setflags(write=False)
+    return x
 
 
 def is_followed() -> bool:

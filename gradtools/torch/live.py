@@ -19,6 +19,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.graph import Dependence, Graph, Node, Value
 from gradtools.seeing.passes import CUSTOM, with_named_outputs
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.hooks import EDIT
 from gradtools.torch.recording import operations
 from gradtools.torch.trees import flatten, leaf_paths
 
@@ -37,10 +38,10 @@ def live_graph(outputs: Any) -> Graph:
             "no_grad, or of nothing that requires grad. Mend: pass a result before it is detached, "
             "or ask why_zero, which says where it is lost."
         )
-    return _Reader().graph(named)
+    return _AutogradReader().graph(named)
 
 
-class _Reader:
+class _AutogradReader:
     """Reads autograd's nodes."""
 
     def __init__(self) -> None:
@@ -68,8 +69,10 @@ class _Reader:
         saved, attributes = self.saved(fn)
         unknown = [v for v in saved if v in self.captured and v not in before]
         flows = (Dependence.DIFFERENTIABLE,) * len(before) + (Dependence.CUT,) * len(unknown)
-        rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
-        name = operations.word_of(fn)
+        metadata: Any = fn.metadata
+        edit = metadata.get(EDIT)
+        rule = bool(edit) or isinstance(fn, torch.autograd.function.BackwardCFunction)
+        name = edit or operations.word_of(fn)
         return Node(
             "custom_rule" if rule else _operation(fn),
             (*before, *unknown),

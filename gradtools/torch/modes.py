@@ -69,10 +69,14 @@ def dual_level() -> Iterator[None]:
             forward_ad.exit_dual_level(level=level)
 
 
+def is_in_inference() -> bool:
+    """Whether `torch.inference_mode(False)`, which takes its time, would change anything."""
+    return torch.is_inference_mode_enabled() or not upstream.is_forward_mode_enabled()
+
+
 def outside_of_inference() -> AbstractContextManager[Any]:
-    """`torch.inference_mode(False)`, which takes its time, where it changes anything."""
-    stands = not torch.is_inference_mode_enabled() and upstream.is_forward_mode_enabled()
-    return _NOTHING if stands else torch.inference_mode(False)
+    """`torch.inference_mode(False)` where it changes anything."""
+    return torch.inference_mode(False) if is_in_inference() else _NOTHING
 
 
 _NOTHING = nullcontext()

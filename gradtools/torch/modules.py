@@ -42,7 +42,7 @@ _PARAMETERS, _BUFFERS, _MODULES = upstream.SLOTS
 
 
 @dataclass(frozen=True)
-class Node:
+class ModuleNode:
     """One submodule: what its copy shares, and where its own tensors and children come from."""
 
     kind: type
@@ -63,10 +63,10 @@ class Alive:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModulePlan:
     """The module tree, read once. ``places`` maps a tensor's or module's id to its slot."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ModuleNode, ...]
     places: dict[int, tuple[str, Any]]
     originals: Alive  # keeps what the ids in ``places`` stand for alive
 
@@ -125,7 +125,7 @@ def _applied(plan, private, params, state, args, kwargs, key):
     return _call(plan, params, state, args, kwargs)
 
 
-def _call(plan: Plan, params: Mapping, state: Mapping, args: tuple, kwargs: dict) -> tuple:
+def _call(plan: ModulePlan, params: Mapping, state: Mapping, args: tuple, kwargs: dict) -> tuple:
     _refuse_cached_parametrizations()
     clones = {name: buffer.clone() for name, buffer in state.items()}
     copies = _copies(plan, params, clones)
@@ -140,7 +140,7 @@ def _traced_call(private: nn.Module, params: Mapping, state: Mapping, args, kwar
 
 
 @skipped_by_dynamo
-def _seeded_call(plan: Plan, params: Mapping, state: Mapping, args, kwargs, key) -> tuple:
+def _seeded_call(plan: ModulePlan, params: Mapping, state: Mapping, args, kwargs, key) -> tuple:
     with _seeded(_seed(key), _devices((params, state, args, kwargs))):
         return _call(plan, params, state, args, kwargs)
 
@@ -148,31 +148,31 @@ def _seeded_call(plan: Plan, params: Mapping, state: Mapping, args, kwargs, key)
 # Reading the tree
 
 
-def _plan(module: nn.Module) -> Plan:
+def _plan(module: nn.Module) -> ModulePlan:
     modules = list(module.modules())
     parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
     places: dict[int, tuple[str, Any]] = {id(m): ("modules", i) for i, m in enumerate(modules)}
     places |= {id(p): ("parameters", name) for name, p in parameters}
     places |= {id(b): ("buffers", name) for name, b in buffers}
     nodes = tuple(_node(m, places) for m in modules)
-    return Plan(nodes, places, Alive((modules, parameters, buffers)))
+    return ModulePlan(nodes, places, Alive((modules, parameters, buffers)))
 
 
-def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> Plan:
+def _plan_again(module: nn.Module, scalars: list[dict[str, Any]]) -> ModulePlan:
     plan = _plan(module)
     pairs = zip(plan.nodes, scalars, strict=True)
     nodes = [replace(node, shared=node.shared | own) for node, own in pairs]
     return replace(plan, nodes=tuple(nodes))
 
 
-def _node(module: nn.Module, places: dict) -> Node:
+def _node(module: nn.Module, places: dict) -> ModuleNode:
     shared = {k: v for k, v in vars(module).items() if k not in upstream.SLOTS}
     shared |= upstream.uncompiled_call(shared)
     relinked = tuple(k for k, v in shared.items() if _refers(v, places))
     _check_closures(module, shared, places)
     own = upstream.slots_of(module)
     parameters, buffers, children = (_slots(fields, places) for fields in own)
-    return Node(type(module), shared, parameters, buffers, children, relinked)
+    return ModuleNode(type(module), shared, parameters, buffers, children, relinked)
 
 
 def _slots(fields: Mapping[str, Any], places: dict) -> dict[str, Any]:
@@ -253,11 +253,11 @@ def _contents(cell: Any) -> Any:
 # Building a copy
 
 
-def _instantiate(plan: Plan, params: Mapping, buffers: Mapping) -> nn.Module:
+def _instantiate(plan: ModulePlan, params: Mapping, buffers: Mapping) -> nn.Module:
     return _copies(plan, params, buffers)[0]
 
 
-def _copies(plan: Plan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
+def _copies(plan: ModulePlan, params: Mapping, buffers: Mapping) -> list[nn.Module]:
     copies: list[Any] = [object.__new__(node.kind) for node in plan.nodes]
     slots = {"modules": copies, "parameters": params, "buffers": buffers}
 
@@ -307,7 +307,7 @@ def _filled(slots: dict[str, Any], source: Any) -> dict[str, Any]:
     return {name: None if slot is None else source[slot] for name, slot in slots.items()}
 
 
-def _buffers_of(plan: Plan, copies: list[nn.Module], clones: dict) -> dict[str, Tensor]:
+def _buffers_of(plan: ModulePlan, copies: list[nn.Module], clones: dict) -> dict[str, Tensor]:
     """The buffers after the call: changed in place, or assigned anew at any of their places."""
     found = dict(clones)
     for copy, node in zip(copies, plan.nodes, strict=True):
@@ -318,7 +318,7 @@ def _buffers_of(plan: Plan, copies: list[nn.Module], clones: dict) -> dict[str, 
     return found
 
 
-def _in_mode(plan: Plan, params: Mapping, state: Mapping, train: bool) -> Plan:
+def _in_mode(plan: ModulePlan, params: Mapping, state: Mapping, train: bool) -> ModulePlan:
     """The plan after ``module.train(train)``, which classes may override, on a scratch copy."""
     scratch = {name: p.clone() for name, p in params.items()}
     copies = _copies(plan, scratch, {name: b.clone() for name, b in state.items()})
@@ -333,7 +333,7 @@ def _in_mode(plan: Plan, params: Mapping, state: Mapping, train: bool) -> Plan:
     return replace(plan, nodes=tuple(nodes))
 
 
-def _with_scalars(node: Node, copy: nn.Module) -> Node:
+def _with_scalars(node: ModuleNode, copy: nn.Module) -> ModuleNode:
     scalars = {k: v for k, v in vars(copy).items() if isinstance(v, SCALARS)}
     return replace(node, shared=node.shared | scalars)
 
@@ -463,4 +463,4 @@ def _keras_drawing(key: Any, arrays: Any) -> Any:
     return _seeded(_seed(key), _devices(arrays))
 
 
-_KERAS = keras_layers.Wing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)
+_KERAS = keras_layers.KerasWing("torch", Tensor.detach, Tensor.detach, _keras_seeds, _keras_drawing)

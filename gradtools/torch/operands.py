@@ -22,7 +22,7 @@ from gradtools.torch.wrappers import tensors_in
 Tensor = torch.Tensor
 
 
-class Call:
+class AtenCall:
     """A call of an operation of aten, its arguments by their names in the schema."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -142,12 +142,13 @@ _UNSAID = frozenset(
     + ["input_dtype", "implicit", "output_mask", "generator", "is_coalesced", "requires_size_one"]
 )
 _OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
-_NAMES = {
-    "fmod": "fmod",
-    "addmm": "addmm",
-    "baddbmm": "baddbmm",
-    "addmv": "addmv",
+_OWN = """
+fmod addmm baddbmm addmv addbmm addr block_diag as_strided eye unbind
+linspace logspace slice_scatter select_scatter diagonal_scatter fill_diagonal
+"""  # what `recording/operations.py` calls by the word of something near
+_NAMES = {name: name for name in _OWN.split()} | {
     "select": "slice",
+    "scatter": "scatter_along",
     "masked_fill": "where",
     "convolution_overrideable": "convolution",
     "native_layer_norm": "layer_norm",
@@ -159,7 +160,6 @@ _NAMES = {
     "scaled_dot_product_efficient_attention": "attention",
     "scaled_dot_product_flash_attention": "attention",
     "unsafe_view": "reshape",
-    "as_strided": "reshape",
     "to_copy": "cast",
     "local_scalar_dense": "leave",
     "unsafe_index": "index",
@@ -168,20 +168,22 @@ _NAMES = {
     "zeros_like": "constant",
     "full_like": "constant",
     "new_zeros": "constant",
+    "new_ones": "constant",
+    "new_full": "constant",
     "scalar_tensor": "constant",
 }
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     "rsub": lambda xs: [xs[1], xs[0], *xs[2:]],
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
 }
-_Form = Callable[[Call, str, dict[str, Any]], tuple[str, dict[str, Any]]]
+_Form = Callable[[AtenCall, str, dict[str, Any]], tuple[str, dict[str, Any]]]
 
 
-def _out_shape(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _out_shape(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return operation, {"shape": tuple(call.out.shape)} if call.out is not None else found
 
 
-def _permuted(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _permuted(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     order = [*range(call.rank)]
     if call.name in ("permute", "movedim", "moveaxis"):
         order = [a % call.rank for a in call.given["dims"]]
@@ -192,7 +194,7 @@ def _permuted(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, d
     return operation, {"permutation": tuple(order)}
 
 
-def _sliced(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _sliced(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     assert call.first is not None
     shape = call.first.shape
     axis = call.given.get("dim", 0) % max(1, call.rank)
@@ -213,7 +215,7 @@ def _sliced(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dic
     return operation, found | dropped
 
 
-def _compared(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _compared(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     relation = _RELATIONS.get(call.name)
     return operation, {**found, "relation": relation} if relation else found
 
@@ -234,7 +236,7 @@ _RELATIONS = {
 }
 
 
-def _convolved(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _convolved(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if call.name.endswith("backward"):
         return operation, _convolution(found)
     if found.get("transposed"):
@@ -255,7 +257,7 @@ def _convolution(found: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _pooled(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _pooled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     found = dict(found)
     if "kernel_size" in found:
         window = found["window"] = found.pop("kernel_size")
@@ -267,7 +269,7 @@ def _pooled(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dic
     return operation, found
 
 
-def _normed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _normed(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     found = dict(found)
     shape = found.pop("normalized_shape", ())
     if shape:
@@ -275,14 +277,17 @@ def _normed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dic
     return operation, found
 
 
-def _clipped(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
+    bounds = [x for argument, x in call.bound if argument.name in ends and isinstance(x, Tensor)]
+    if len(bounds) == 1:  # which of them is not told by its place
+        operation = "minimum" if isinstance(call.given.get("max"), Tensor) else "maximum"
     return operation, known | {ends.get(key, key): value for key, value in found.items()}
 
 
-def _padded(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _padded(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     widths = call.given["pad"]
     missing = call.rank - len(widths) // 2
     low = [0] * missing + list(widths[0::2])[::-1]
@@ -292,12 +297,12 @@ def _padded(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dic
     return "pad", told | ({"value": value} if value else {})
 
 
-def _triangle(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _triangle(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     offset = found.get("diagonal", 0)
     return operation, {"upper": call.name == "triu"} | ({"offset": offset} if offset else {})
 
 
-def _indexed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _indexed(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     indices = call.given.get("indices")
     if isinstance(indices, list | tuple):
         found = {**found, "axes": tuple(i for i, x in enumerate(indices) if x is not None)}
@@ -309,7 +314,7 @@ def _indexed(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, di
     return operation, found
 
 
-def _norm(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _norm(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     ord_ = call.given.get("ord", call.given.get("p", 2))
     found = {key: value for key, value in found.items() if key not in ("ord", "p")}
     if ord_ not in (2, 2.0, None):
@@ -317,22 +322,33 @@ def _norm(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[
     return operation, found
 
 
-def _variance(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _variance(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     found = dict(found)
     corrected = found.pop("correction", None if "unbiased" not in found else 1)
     corrected = int(found.pop("unbiased", True)) if corrected is None else corrected
     return operation, {**found, "correction": corrected}
 
 
-def _rolled(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _rolled(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return operation, {**found, "axes": tuple(a % call.rank for a in call.given.get("dims", ()))}
 
 
-def _made(call: Call, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _made(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A constant: what it is filled with; its shape and dtype are those of its value."""
     values = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+    if call.name in operations.NO_DATA and "fill_value" in call.given:
+        return operation, {"value": call.given["fill_value"]}
     filled = {"value": values[call.name]} if call.name in values else {}
     return operation, filled
+
+
+def _strided(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """All of an array that lies in order, in another shape, or entries at distances in memory."""
+    x, y = call.first, call.out
+    in_order = [z is not None and z.is_contiguous() for z in (x, y)]
+    if x is not None and y is not None and all(in_order) and x.shape.numel() == y.shape.numel():
+        return "reshape", {"shape": tuple(y.shape)}
+    return operation, found
 
 
 _FORMS: Mapping[str, _Form] = {
@@ -352,6 +368,7 @@ _FORMS: Mapping[str, _Form] = {
     **dict.fromkeys(("variance", "deviation"), _variance),
     "roll": _rolled,
     "constant": _made,
+    "as_strided": _strided,
 }
 
-__all__ = ["Call", "written"]
+__all__ = ["AtenCall", "written"]

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
+from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.crossing import opened
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value, needed
 from gradtools.seeing.passes import (
@@ -46,7 +47,7 @@ from gradtools.torch.flops import Watching
 from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
-from gradtools.torch.operands import Call
+from gradtools.torch.operands import AtenCall
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
@@ -261,7 +262,7 @@ class _PassRecorder(Watching):
         kwargs = kwargs or {}
         if self._quiet:
             return func(*args, **kwargs)
-        name, call = func.overloadpacket.__name__, Call(func, args, kwargs)
+        name, call = func.overloadpacket.__name__, AtenCall(func, args, kwargs)
         written = [*call.written()]
         for x in written:
             self._number(x)  # met now for the first time, it was there before
@@ -288,7 +289,7 @@ class _PassRecorder(Watching):
     def _write(
         self,
         func: Any,
-        call: Call,
+        call: AtenCall,
         numbers: Sequence[int],
         outs: Sequence[Any],
         written: Sequence[Tensor],
@@ -428,7 +429,7 @@ class _PassRecorder(Watching):
     def _number(self, x: Tensor) -> int:
         known = self._held.find(x)
         if known is None:
-            number = self.new(x, self._known.get(id(x)) or _number_in(x))
+            number = self.new(x, self._known.get(id(x)) or _numbers_in(x))
             self.captured[number] = x
             self._undo.watch(x)
             self.hold(x, number)
@@ -570,13 +571,13 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 _SAME = frozenset({"detach", "alias", "lift_fresh"})
 
 
-def _number_in(x: Tensor) -> str:
-    """What a tensor of one number holds, to be read in place of a name."""
-    if x.shape or x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
+def _numbers_in(x: Tensor) -> str:
+    """What a small tensor holds, to be read in place of a name."""
+    if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
         return ""
     try:
         with upstream.disable_current_modes():
-            return f"{x.item():.6g}"
+            return numbers_text(x.shape, x.tolist)
     except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
         return ""
 

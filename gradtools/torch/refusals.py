@@ -31,13 +31,17 @@ class explained:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, RuntimeError) or is_compiling():
-            return
-        text = torch_says(error)
-        mend = next((mend for part, mend in _MENDS.items() if part in text), None)
-        if mend is not None:
-            said = f"{self.asked}: {mend} PyTorch says{place_of(error)}: {error}"
-            raise refusal(error, said) from error
+        if isinstance(error, RuntimeError) and not is_compiling():
+            explain(self.asked, error)
+
+
+def explain(asked: str, error: RuntimeError) -> None:
+    """Raises one of PyTorch's refusals in words that say what to do."""
+    text = torch_says(error)
+    mend = next((mend for part, mend in _MENDS.items() if part in text), None)
+    if mend is not None:
+        said = f"{asked}: {mend} PyTorch says{place_of(error)}: {error}"
+        raise refusal(error, said) from error
 
 
 _NO_FORWARD_MODE = (

@@ -94,7 +94,7 @@ def evaluated_to_push(asked: str, evaluate: Callable[..., Any], *args: Any) -> A
 
 
 @dataclass(eq=False)
-class Point:
+class RuleApplication:
     """One application of a rule: what its evaluation left for the linear maps.
 
     Tensors stand in autograd's own store; here is only what is no tensor.
@@ -134,7 +134,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         raise closed_over_error(rule)
     if rule.joint is not None and _forward_mode_alone(xs):
         return _pushed_jointly(rule, xs)
-    point = Point(rule)
+    point = RuleApplication(rule)
     if "cotangent" in rule.symbolic and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
     out = _apply_at(point, xs)
@@ -213,7 +213,7 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     return list(ys)
 
 
-def _apply_at(point: Point, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     function = _ReverseOnly if point.rule.reverse_only else _BothModes
     if upstream.peek_interpreter_stack() is not None:
         point.own = True
@@ -230,7 +230,7 @@ def _apart(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x.view_as(x) if any(x is o for o in xs[:i]) else x for i, x in enumerate(xs)]
 
 
-def _evaluate(point: Point, xs: Sequence[Tensor]) -> list[Tensor]:
+def _evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and extras at plain tensors. What else than these requires grad was captured."""
     rule = point.rule
     if not rule.captures:
@@ -391,8 +391,9 @@ class _ReverseOnly(torch.autograd.Function):
     recorded_as = RULE
 
     @staticmethod
-    def forward(point: Point, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(point: RuleApplication, *xs: Tensor) -> tuple[Tensor, ...]:
         out = _evaluate(point, xs)
+        assert point.found is not None
         if point.own or upstream.forward_level() >= 0:
             # The tangent of an output that is a view would have to be one too.
             out = [_cloned(y) if upstream.is_view(y) else y for y in _own(out, xs)]
@@ -414,7 +415,7 @@ class _ReverseOnly(torch.autograd.Function):
         return (None, *ctx.point.found.cotangent(ctx.saved_tensors, cts))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, point: Point, *xs: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, point: RuleApplication, *xs: Tensor) -> Any:
         """The rule of a batch under whatever transform comes next, the maps of one example."""
         one = replace(point.rule, source=point.rule.source or point.rule, key=next(KEYS))
         if one.linearize is None:
@@ -651,7 +652,7 @@ def _extras_pushed(ctx: Any, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[A
         return [None] * len(likes)
     pullback, mask = _extras_vjp(ctx, xs, wanted)
     nothing = tuple([zeros(*like) for like in likes if like])
-    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)
+    pulled, push = torch.func.vjp(lambda *cts: pullback(cts), *nothing)[:2]
     moving = [dx for dx, m in zip(dxs, mask, strict=True) if m]
     pairs = zip(pulled, moving, strict=True)
     dense = [torch.zeros_like(p) if dx is None else dx for p, dx in pairs]

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
 
 # Operations whose tangent may not be differentiated again: PyTorch's rules leave a term out, in
-# silence. The umbrella is torch#198017; test_torch_engine.py tells when one is mended.
+# silence. The umbrella is torch#198017; tests/torch/test_engine.py tells when one is mended.
 _TANGENT_IS_A_CONSTANT = {
     "NativeLayerNormBackward0": "layer_norm (torch#196700)",
     "NativeBatchNormBackward0": "batch_norm in training mode (torch#196699)",

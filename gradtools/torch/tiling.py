@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gradtools.chunking import progress_bar
+from gradtools.chunks import progress_bar
 from gradtools.errors import GradtoolsError
-from gradtools.tiled import COLUMNS, ROWS, SHARED, Group, Sweep
+from gradtools.tiles import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch.measures import LiveBytes
 from gradtools.torch.randomness import Randomness
 
@@ -26,7 +26,7 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
     of_rows: list[list[State | None]] = []
     of_columns: list[list[State | None]] = []
     shared: list[State | None] = []
-    groups: Sequence[Group] = ()
+    groups: Sequence[MergeGroup] = ()
     before = Randomness.now(xs)
     with progress_bar(program.cut.tiles) if program.progress else nullcontext() as bar:
         for row in rows:

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradtools.calls import with_article
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.training import FROZEN, LOOSE, PARAMETER, TABLE, Held, Optimised
+from gradtools.seeing.training import FROZEN, LOOSE, PARAMETER, TABLE, HeldArray, Optimised
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.wrappers import is_inexact
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 _DEPTH = 4  # how deep plain containers are searched
 
 
-def held(asked: str, model: Any) -> list[Held]:
+def held(asked: str, model: Any) -> list[HeldArray]:
     """The arrays of a model, or of a tree of models and tensors, each once."""
     found = list(_of(model, ""))
     if not found:
@@ -26,17 +26,17 @@ def held(asked: str, model: Any) -> list[Held]:
             f"{asked}: model is {with_article(type(model).__name__)} without parameters; expected "
             "a torch.nn.Module, or a tuple or dict of modules and tensors."
         )
-    first: dict[int, Held] = {}
+    first: dict[int, HeldArray] = {}
     for one in sorted(found, key=lambda one: one.role not in (PARAMETER, FROZEN)):
         first.setdefault(id(one.array), one)
     return list(first.values())
 
 
-def _of(model: Any, name: str) -> Iterator[Held]:
+def _of(model: Any, name: str) -> Iterator[HeldArray]:
     if isinstance(model, nn.Module):
         yield from _of_module(model, f"{name}." if name else "")
     elif isinstance(model, Tensor) and is_inexact(model):
-        yield Held(name or "tensor", model, PARAMETER if model.requires_grad else FROZEN)
+        yield HeldArray(name or "tensor", model, PARAMETER if model.requires_grad else FROZEN)
     elif isinstance(model, Mapping):
         for key, part in model.items():
             yield from _of(part, f"{name}.{key}" if name else str(key))
@@ -45,15 +45,15 @@ def _of(model: Any, name: str) -> Iterator[Held]:
             yield from _of(part, f"{name}[{i}]")
 
 
-def _of_module(module: nn.Module, before: str) -> Iterator[Held]:
+def _of_module(module: nn.Module, before: str) -> Iterator[HeldArray]:
     for name, p in module.named_parameters():
-        yield Held(before + name, p, PARAMETER if p.requires_grad else FROZEN)
+        yield HeldArray(before + name, p, PARAMETER if p.requires_grad else FROZEN)
     for name, b in module.named_buffers():
         owner = module.get_submodule(name.rpartition(".")[0])
         if b.requires_grad or isinstance(b, nn.Parameter):
-            yield Held(before + name, b, "buffer")
+            yield HeldArray(before + name, b, "buffer")
         elif is_inexact(b) and not type(owner).__module__.startswith("torch.nn."):
-            yield Held(before + name, b, TABLE)
+            yield HeldArray(before + name, b, TABLE)
     listed = {id(part) for part in module.modules()}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -62,25 +62,25 @@ def _of_module(module: nn.Module, before: str) -> Iterator[Held]:
                 yield from _hidden(value, here, listed, _DEPTH)
 
 
-def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Held]:
+def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[HeldArray]:
     """What an attribute holds that the module does not see."""
     if isinstance(value, Tensor):
         if value.requires_grad:
-            yield Held(name, value, "unregistered" if depth == _DEPTH else "plain_list")
+            yield HeldArray(name, value, "unregistered" if depth == _DEPTH else "plain_list")
         elif depth == _DEPTH and is_inexact(value):
-            yield Held(name, value, LOOSE)
+            yield HeldArray(name, value, LOOSE)
     elif isinstance(value, nn.Module):
         if id(value) not in listed and depth < _DEPTH:
             listed.add(id(value))
             for own, p in value.named_parameters(name):
-                yield Held(own, p, "plain_list")
+                yield HeldArray(own, p, "plain_list")
     elif depth and type(value) in (list, tuple, dict):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in pairs:
             yield from _hidden(part, f"{name}[{key!r}]", listed, depth - 1)
 
 
-def optimised(asked: str, optimizer: Any, model: Any, held: Sequence[Held]) -> Optimised:
+def optimised(asked: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
     """What an optimiser changes, or what several do together."""
     several = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     groups = []

@@ -156,7 +156,8 @@ def _evaluated(
             return [None] * len(asked)
         tried: Any = nullcontext()
         if survey is not None:
-            tried = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, asked, create)
+            guard = guarded(name, lambda *xs: (fun(*xs), []), xs, survey, asked, create)
+            tried = guard or tried
         with tried:
             return list(
                 torch.autograd.grad(

@@ -109,7 +109,7 @@ def value_and_push(
 ) -> tuple[list[Any], list[Any]]:
     """The outputs and the pushforward, of one evaluation."""
     outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
-    _, again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))
+    again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))[1]
     return list(outs), [v.view_as(v) for v in again(tuple(dxs))[0]]
 
 

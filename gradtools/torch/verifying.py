@@ -32,7 +32,7 @@ from gradtools.torch.watching import is_recorded
 from gradtools.torch.wrappers import is_dual
 
 if TYPE_CHECKING:
-    from gradtools.torch.programs import Forward
+    from gradtools.torch.replay import Forward
 
 Tensor = torch.Tensor
 left_to_python(__name__)
@@ -153,10 +153,10 @@ class Verification:
         pairs = zip(leaves, duals, strict=True)
         leaves = [forward_ad.unpack_dual(x).primal if dual else x for x, dual in pairs]
         leaves = [x.detach() for x in leaves]
-        return [_checksum(x) if self.exact else _figures(x, sample) for x in leaves]
+        return [_checksum(x) if self.exact else figures(x, sample) for x in leaves]
 
     def _same(self, old: list[Figures], new: list[Figures]) -> bool:
-        return len(old) == len(new) and all(map(_is_near, old, new))
+        return len(old) == len(new) and all(map(is_near, old, new))
 
     def _same_modules(self, old: Any, new: Any) -> bool:
         pairs = zip(old, new, strict=False)  # f may make modules anew
@@ -366,7 +366,7 @@ def _is_shown(x: Tensor) -> bool:
     return known and not (upstream.is_wrapped(x) or upstream.is_legacy_batched(x))
 
 
-def _figures(x: Tensor, sample: int | None = None) -> Figures:
+def figures(x: Tensor, sample: int | None = None) -> Figures:
     """Shape, dtype, size of the entries, and what they add up to with weights that all differ."""
     looks = (x.shape, x.dtype)
     if not _is_shown(x) or not x.numel():
@@ -387,7 +387,7 @@ def _figures(x: Tensor, sample: int | None = None) -> Figures:
     return *looks, total.tolist() if total.device.type == "cpu" else total
 
 
-def _is_near(a: Figures, b: Figures) -> bool:
+def is_near(a: Figures, b: Figures) -> bool:
     """Whether two figures are the same but for rounding; checksums wholly."""
     if len(a) != len(b):
         return True  # one of them could not be read: it is a batch of vmap's, say

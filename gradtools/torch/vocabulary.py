@@ -15,7 +15,7 @@ import torch
 
 from gradtools.seeing.formula.recorded import Recorded
 from gradtools.seeing.graph import needed
-from gradtools.seeing.program import Program
+from gradtools.seeing.program import LeafProgram
 from gradtools.torch.modes import Modes
 from gradtools.torch.recording.observing import copied, put_back, recording
 from gradtools.torch.translating.arrays import ARRAYS
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
 
 
-def formula_graph(program: Program) -> Recorded:
+def formula_graph(program: LeafProgram) -> Recorded:
     """One run of a program, forward only. Its effects are undone."""
     found, lost = _recorded(program, FUNCTIONS)
     if lost:  # f takes a derivative through something that was written down as a whole
@@ -42,14 +42,14 @@ def formula_graph(program: Program) -> Recorded:
     return found
 
 
-def _recorded(program: Program, functions: Mapping[Any, Any]) -> tuple[Recorded, bool]:
+def _recorded(program: LeafProgram, functions: Mapping[Any, Any]) -> tuple[Recorded, bool]:
     """One run, and whether a derivative inside of f was lost."""
     with recording(f"{program.asked}: a program", program.run, program.leaves) as undo:
         recorder = FormulaRecorder(OPERATIONS, functions, undo.names(), origin_of)
         return _written(program, recorder), recorder.lost
 
 
-def _written(program: Program, recorder: FormulaRecorder) -> Recorded:
+def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)
@@ -81,13 +81,13 @@ def _output(recorder: FormulaRecorder, y: Any) -> Ref:
     return recorder.constant(torch.as_tensor(y))
 
 
-def _with_others(program: Program, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
+def _with_others(program: LeafProgram, held: Sequence[Tensor]) -> Callable[[Sequence[Any]], Any]:
     """What the program runs, with other arrays in place of those that it holds."""
     return partial(_run_with_others, program, held)
 
 
 def _run_with_others(
-    program: Program, held: Sequence[Tensor], values: Sequence[Any]
+    program: LeafProgram, held: Sequence[Tensor], values: Sequence[Any]
 ) -> Sequence[Any]:
     count = len(program.leaves)
     place = {id(x): v for x, v in zip(held, values[count:], strict=True)}
@@ -98,7 +98,7 @@ def _run_with_others(
 
 
 @contextmanager
-def trying(program: Program, wide: bool) -> Iterator[None]:
+def trying(program: LeafProgram, wide: bool) -> Iterator[None]:
     """Inside, f may run; what it changes is undone. wide: what it holds is read in float64."""
     here = put_back(program.run, program.leaves), followed(), reading({}, wide)
     with here[0], here[1], here[2], torch.enable_grad():

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
-from gradtools.chunking import Chunks, progress_bar
+from gradtools.chunks import Chunks, progress_bar
 from gradtools.errors import GradtoolsError, warn
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees

@@ -82,7 +82,7 @@ def like(x: Tensor) -> Any:
     inner = unwrapped(x)
     if type(inner) in _PLAIN or inner.layout is not torch.strided or inner.shape != x.shape:
         return look
-    inside = _Inside.of(inner)
+    inside = _SubclassParts.of(inner)
     return look if inside is None else (*look, inside)
 
 
@@ -90,7 +90,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Inside:
+class _SubclassParts:
     """What a wrapper subclass is made of, by PyTorch's protocol of `__tensor_flatten__`."""
 
     kind: Any
@@ -100,7 +100,7 @@ class _Inside:
     stride: Any
 
     @classmethod
-    def of(cls, x: Any) -> _Inside | None:
+    def of(cls, x: Any) -> _SubclassParts | None:
         if not hasattr(x, "__tensor_flatten__"):
             return None
         names, context = x.__tensor_flatten__()
@@ -117,7 +117,7 @@ class _Inside:
         return made.detach()
 
 
-def zeros(shape: Any, dtype: Any, device: Any, inside: _Inside | None = None) -> Tensor:
+def zeros(shape: Any, dtype: Any, device: Any, inside: _SubclassParts | None = None) -> Tensor:
     """Zeros of what `like` says."""
     if inside is not None:
         return inside.zeros(shape)

@@ -20,7 +20,7 @@ AGREES, DIFFERS, REFUSED, RAISED, LEFT_OUT = "agrees", "differs", "refused", "ra
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SweepOutcome:
     """What came of one program in one way.
 
     Attributes:
@@ -45,7 +45,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Known:
+class LedgerLine:
     """A line of a ledger: what is known not to agree, and why.
 
     Attributes:
@@ -66,7 +66,7 @@ class Known:
     dtype: str = "*"
     whole: bool = False
 
-    def covers(self, outcome: Outcome) -> bool:
+    def covers(self, outcome: SweepOutcome) -> bool:
         """Whether this line tells that outcome."""
         return outcome.result == self.result and all(
             fnmatchcase(found, pattern)
@@ -79,7 +79,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LedgerVerdict:
     """What a ledger says of the outcomes of a sweep.
 
     Attributes:
@@ -88,8 +88,8 @@ class Verdict:
         counts: How many outcomes there were of each result.
     """
 
-    unexplained: tuple[Outcome, ...]
-    outdated: tuple[Known, ...]
+    unexplained: tuple[SweepOutcome, ...]
+    outdated: tuple[LedgerLine, ...]
     counts: dict[str, int]
 
     def __bool__(self) -> bool:
@@ -109,7 +109,9 @@ class Verdict:
         return "\n".join(rows)
 
 
-def judged(outcomes: Iterable[Outcome], ledger: Sequence[Known], whole: bool = True) -> Verdict:
+def judged(
+    outcomes: Iterable[SweepOutcome], ledger: Sequence[LedgerLine], whole: bool = True
+) -> LedgerVerdict:
     """The outcomes held against a ledger.
 
     Args:
@@ -118,7 +120,7 @@ def judged(outcomes: Iterable[Outcome], ledger: Sequence[Known], whole: bool = T
         whole: Whether every sample was tried; if not, lines marked so may tell nothing.
     """
     outcomes = list(outcomes)
-    used: set[Known] = set()
+    used: set[LedgerLine] = set()
     unexplained = []
     for outcome in outcomes:
         if outcome.result == AGREES:
@@ -135,4 +137,6 @@ def judged(outcomes: Iterable[Outcome], ledger: Sequence[Known], whole: bool = T
         and (whole or not k.whole)
         and any(fnmatchcase(p, k.program) and fnmatchcase(w, k.way) for p, w in tried)
     ]
-    return Verdict(tuple(unexplained), tuple(outdated), dict(Counter(o.result for o in outcomes)))
+    return LedgerVerdict(
+        tuple(unexplained), tuple(outdated), dict(Counter(o.result for o in outcomes))
+    )

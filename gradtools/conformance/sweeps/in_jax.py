@@ -31,8 +31,8 @@ from gradtools.conformance.sweeps import (
     LEFT_OUT,
     RAISED,
     REFUSED,
-    Outcome,
-    Verdict,
+    LedgerVerdict,
+    SweepOutcome,
     jax_ledger,
     judged,
 )
@@ -56,7 +56,7 @@ _NOTHING = 1e-13  # rounding, where all entries should be zero
 
 def sweep(
     programs: Iterable[Case] | None = None, *, whole: bool = False, eager: bool = False
-) -> list[Outcome]:
+) -> list[SweepOutcome]:
     """What comes of every program in every way.
 
     Args:
@@ -69,18 +69,18 @@ def sweep(
     outcomes = []
     if programs is None:
         new = f"new in JAX {jax.__version__}: it has no line in the table"
-        outcomes = [Outcome(n, "table", 0, "", LEFT_OUT, "", new) for n in unknown()]
+        outcomes = [SweepOutcome(n, "table", 0, "", LEFT_OUT, "", new) for n in unknown()]
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
         warnings.simplefilter("ignore", GradtoolsWarning)
         for case in found:
             for dtype in _dtypes(case, whole):
                 if whole or not case.sample:
-                    outcomes += Trial(case, dtype, whole, eager).outcomes()
+                    outcomes += ProgramTrial(case, dtype, whole, eager).outcomes()
     return outcomes
 
 
-def verdict(outcomes: Iterable[Outcome], whole: bool = False) -> Verdict:
+def verdict(outcomes: Iterable[SweepOutcome], whole: bool = False) -> LedgerVerdict:
     """The outcomes held against the ledger of this version of JAX."""
     return judged(outcomes, jax_ledger.lines(), whole)
 
@@ -98,7 +98,7 @@ def _dtypes(case: Case, whole: bool) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Point:
+class ProgramAtPoint:
     """A program as a function from lists to lists, at a point, with directions.
 
     Attributes:
@@ -138,24 +138,24 @@ def _inner(a: Any, b: Any) -> Any:
 # --- what JAX says -----------------------------------------------------------------------
 
 
-def _native_pullback(p: Point) -> Arrays:
+def _native_pullback(p: ProgramAtPoint) -> Arrays:
     pull = jax.vjp(p.f, *p.xs)[1]
     return [jnp.conj(x) for x in pull([jnp.conj(c) for c in p.cs])]
 
 
-def _native_product(p: Point) -> Arrays:
+def _native_product(p: ProgramAtPoint) -> Arrays:
     return jax.jvp(partial(p.gradient, p.g), tuple(p.xs), tuple(p.ts))[1]
 
 
-def _native_second(p: Point) -> Arrays:
+def _native_second(p: ProgramAtPoint) -> Arrays:
     return jax.jvp(p.pushed, tuple(p.xs), tuple(p.ts))[1]
 
 
-def _slope_of_tangent(p: Point, pushed: Callable[..., Arrays], *xs: Any) -> Any:
+def _slope_of_tangent(p: ProgramAtPoint, pushed: Callable[..., Arrays], *xs: Any) -> Any:
     return sum(_inner(c, y) for c, y in zip(p.cs, pushed(*xs), strict=True))
 
 
-NATIVE: dict[str, Callable[[Point], Arrays]] = {
+NATIVE: dict[str, Callable[[ProgramAtPoint], Arrays]] = {
     "value": lambda p: p.f(*p.xs),
     "pullback": _native_pullback,
     "pushforward": lambda p: p.pushed(*p.xs),
@@ -171,7 +171,7 @@ LINES: dict[str, tuple[str, Callable[..., Any]]] = {
 """For a derivative along the tangent: what must work for it, and what it is the slope of."""
 
 
-def _along(p: Point, functions: dict[str, Callable[..., Any]]) -> dict[str, Arrays]:
+def _along(p: ProgramAtPoint, functions: dict[str, Callable[..., Any]]) -> dict[str, Arrays]:
     """Functions at both sides of each step, of shape (steps, 2, ...)."""
 
     def at(s: Any) -> dict[str, Arrays]:
@@ -196,7 +196,7 @@ def _slopes(values: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Way:
+class JaxWay:
     """An operator of gradtools, and which derivative it gives.
 
     Attributes:
@@ -209,22 +209,22 @@ class Way:
     """
 
     name: str
-    run: Callable[[Point], Arrays]
+    run: Callable[[ProgramAtPoint], Arrays]
     gives: str
     order: int = 1
     principal: bool = False
     complex: bool = True
 
 
-def _vjp(p: Point, f: Callable[..., Any] | None = None) -> Arrays:
+def _vjp(p: ProgramAtPoint, f: Callable[..., Any] | None = None) -> Arrays:
     return list(gt.vjp(f or p.f, *p.xs)[1](p.cs))
 
 
-def _jvp(p: Point, f: Callable[..., Any] | None = None) -> Arrays:
+def _jvp(p: ProgramAtPoint, f: Callable[..., Any] | None = None) -> Arrays:
     return list(gt.jvp(f or p.f, p.xs, p.ts)[1])
 
 
-def _hvp(p: Point, mode: str, f: Callable[..., Any] | None = None) -> Arrays:
+def _hvp(p: ProgramAtPoint, mode: str, f: Callable[..., Any] | None = None) -> Arrays:
     g = p.g if f is None else lambda *xs: p.loss(f(*xs))
     return list(gt.hvp(g, p.xs, p.ts, mode=mode)[1])  # type: ignore[arg-type]
 
@@ -234,13 +234,13 @@ def _contracted(blocks: Sequence[Any], ts: Sequence[Any]) -> Any:
     return sum(jnp.tensordot(b, t, axes=jnp.ndim(t)) for b, t in zip(blocks, ts, strict=True))
 
 
-def _jacobian(p: Point, mode: str, f: Callable[..., Any] | None = None) -> Arrays:
+def _jacobian(p: ProgramAtPoint, mode: str, f: Callable[..., Any] | None = None) -> Arrays:
     argnums = tuple(range(len(p.xs)))
     rows = gt.jacobian(f or p.f, argnums, mode=mode)(*p.xs)  # type: ignore[arg-type]
     return [_contracted(row, p.ts) for row in rows]
 
 
-def _mixed_jacobian(p: Point) -> Arrays:
+def _mixed_jacobian(p: ProgramAtPoint) -> Arrays:
     def forward(*xs: Any) -> Arrays:
         argnums = tuple(range(len(xs)))
         return [_contracted(row, p.ts) for row in gt.jacobian(p.f, argnums, mode="forward")(*xs)]
@@ -248,18 +248,18 @@ def _mixed_jacobian(p: Point) -> Arrays:
     return _jacobian(p, "reverse", forward)
 
 
-def _hessian(p: Point) -> Arrays:
+def _hessian(p: ProgramAtPoint) -> Arrays:
     argnums = tuple(range(len(p.xs)))
     return [_contracted(row, p.ts) for row in gt.hessian(p.g, argnums)(*p.xs)]
 
 
-def _grad_of_jvp(p: Point) -> Arrays:
+def _grad_of_jvp(p: ProgramAtPoint) -> Arrays:
     pushed = lambda *xs: gt.jvp(p.f, xs, p.ts)[1]
     g = partial(_slope_of_tangent, p, pushed)
     return list(gt.grad(g, tuple(range(len(p.xs))), disconnected_inputs="zeros")(*p.xs))
 
 
-def _mixed_partial(p: Point) -> Arrays:
+def _mixed_partial(p: ProgramAtPoint) -> Arrays:
     """(d/dy) of <t, (d/dx) sum y (Re(conj(c) f) + |f|^2 / 2)>, at y = 1."""
 
     def f(ys: Arrays, outs: Arrays) -> Any:
@@ -270,15 +270,15 @@ def _mixed_partial(p: Point) -> Arrays:
     return gt.mixed_partial(f, lambda xs: p.f(*xs), ones, tuple(p.xs), tuple(p.ts))
 
 
-def _frozen(p: Point) -> Arrays:
+def _frozen(p: ProgramAtPoint) -> Arrays:
     return _hvp(p, "reverse_over_reverse", gt.frozen(p.f))
 
 
-def _checkpointed(p: Point) -> Arrays:
+def _checkpointed(p: ProgramAtPoint) -> Arrays:
     return _hvp(p, "reverse_over_reverse", gt.checkpoint(p.f))
 
 
-def _chunked(p: Point) -> Arrays:
+def _chunked(p: ProgramAtPoint) -> Arrays:
     """f of three examples, of which the last is the point itself."""
     batch = [
         jnp.stack([x + s * t for s in (0.02, 0.01, 0.0)]) for x, t in zip(p.xs, p.ts, strict=True)
@@ -288,7 +288,7 @@ def _chunked(p: Point) -> Arrays:
     return [x[2] for x in pull(cs)]
 
 
-def _ruled(p: Point, forward: bool) -> Any:
+def _ruled(p: ProgramAtPoint, forward: bool) -> Any:
     rule = gt.custom_rule(p.f)
     if forward:
         rule.defjvp(lambda primals, tangents: jax.jvp(p.f, primals, tangents))
@@ -301,7 +301,7 @@ def _ruled(p: Point, forward: bool) -> Any:
     return rule
 
 
-def _edited(p: Point) -> Callable[..., Any]:
+def _edited(p: ProgramAtPoint) -> Callable[..., Any]:
     """f with its first derivatives times -2 and times -1/2."""
     return lambda *xs: gt.reverse_gradient(p.f(*[gt.scale_gradient(x, -2.0) for x in xs]), 0.5)
 
@@ -314,38 +314,38 @@ def refuses(error: Exception) -> bool:
 
 FOR, ROR = "forward_over_reverse", "reverse_over_reverse"
 WAYS = (
-    Way("vjp", _vjp, "pullback", principal=True),
-    Way("jvp", _jvp, "pushforward", principal=True),
-    Way(
+    JaxWay("vjp", _vjp, "pullback", principal=True),
+    JaxWay("jvp", _jvp, "pushforward", principal=True),
+    JaxWay(
         "linearize",
         lambda p: gt.linearize(p.f, *p.xs)[1](*p.ts),
         "pushforward",
         principal=True,
     ),
-    Way("hvp, forward over reverse", lambda p: _hvp(p, FOR), "product", 2, principal=True),
-    Way("hvp, reverse over reverse", lambda p: _hvp(p, ROR), "product", 2, principal=True),
-    Way("frozen, second order", _frozen, "product", 2, principal=True),
-    Way("jacobian, forward", lambda p: _jacobian(p, "forward"), "pushforward", complex=False),
-    Way("jacobian, reverse", lambda p: _jacobian(p, "reverse"), "pushforward", complex=False),
-    Way("jacobian, reverse over forward", _mixed_jacobian, "second", 2, complex=False),
-    Way("hessian", _hessian, "product", 2, complex=False),
-    Way("grad of jvp", _grad_of_jvp, "slope", 2),
-    Way("mixed_partial", _mixed_partial, "mixed", 2),
-    Way("checkpoint, second order", _checkpointed, "product", 2),
-    Way("chunked", _chunked, "pullback"),
-    Way("rule by vjp, jvp", lambda p: _jvp(p, _ruled(p, False)), "pushforward"),
-    Way("rule by vjp, second order", lambda p: _hvp(p, ROR, _ruled(p, False)), "product", 2),
-    Way("rule by jvp, vjp", lambda p: _vjp(p, _ruled(p, True)), "pullback"),
-    Way("rule by jvp, second order", lambda p: _hvp(p, FOR, _ruled(p, True)), "product", 2),
-    Way("edits, vjp", lambda p: _vjp(p, _edited(p)), "pullback"),
-    Way("edits, jvp", lambda p: _jvp(p, _edited(p)), "pushforward"),
+    JaxWay("hvp, forward over reverse", lambda p: _hvp(p, FOR), "product", 2, principal=True),
+    JaxWay("hvp, reverse over reverse", lambda p: _hvp(p, ROR), "product", 2, principal=True),
+    JaxWay("frozen, second order", _frozen, "product", 2, principal=True),
+    JaxWay("jacobian, forward", lambda p: _jacobian(p, "forward"), "pushforward", complex=False),
+    JaxWay("jacobian, reverse", lambda p: _jacobian(p, "reverse"), "pushforward", complex=False),
+    JaxWay("jacobian, reverse over forward", _mixed_jacobian, "second", 2, complex=False),
+    JaxWay("hessian", _hessian, "product", 2, complex=False),
+    JaxWay("grad of jvp", _grad_of_jvp, "slope", 2),
+    JaxWay("mixed_partial", _mixed_partial, "mixed", 2),
+    JaxWay("checkpoint, second order", _checkpointed, "product", 2),
+    JaxWay("chunked", _chunked, "pullback"),
+    JaxWay("rule by vjp, jvp", lambda p: _jvp(p, _ruled(p, False)), "pushforward"),
+    JaxWay("rule by vjp, second order", lambda p: _hvp(p, ROR, _ruled(p, False)), "product", 2),
+    JaxWay("rule by jvp, vjp", lambda p: _vjp(p, _ruled(p, True)), "pullback"),
+    JaxWay("rule by jvp, second order", lambda p: _hvp(p, FOR, _ruled(p, True)), "product", 2),
+    JaxWay("edits, vjp", lambda p: _vjp(p, _edited(p)), "pullback"),
+    JaxWay("edits, jvp", lambda p: _jvp(p, _edited(p)), "pushforward"),
 )
 
 
 # --- a trial -----------------------------------------------------------------------------
 
 
-class Trial:
+class ProgramTrial:
     """One program at one point, in every way."""
 
     def __init__(self, case: Case, dtype: str, whole: bool, eager: bool) -> None:
@@ -362,7 +362,7 @@ class Trial:
         return [y for y in leaves if jnp.issubdtype(y.dtype, jnp.inexact)]
 
     @cached_property
-    def point(self) -> Point:
+    def point(self) -> ProgramAtPoint:
         """The arguments and directions, the same in each run."""
         rng = np.random.default_rng(crc32(f"{self.case.program} directions".encode()))
 
@@ -376,9 +376,9 @@ class Trial:
         outs = jax.eval_shape(self.f, *xs)
         ts, cs = ([drawn(y.shape, y.dtype) for y in ys] for ys in (xs, outs))
         place = lambda ys: [jnp.asarray(y) for y in ys]
-        return Point(self.f, place(xs), place(ts), place(cs))
+        return ProgramAtPoint(self.f, place(xs), place(ts), place(cs))
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[SweepOutcome]:
         """What came of each way."""
         try:
             point = self.point
@@ -394,7 +394,7 @@ class Trial:
 
     # --- numbers
 
-    def _compute(self, point: Point) -> None:
+    def _compute(self, point: ProgramAtPoint) -> None:
         arrays = (point.xs, point.ts, point.cs)
         try:
             run = self._everything if self.eager else jax.jit(self._everything)
@@ -410,7 +410,7 @@ class Trial:
         self.lines = {k: [_slopes(np.asarray(x)) for x in v] for k, v in lines.items()}
 
     def _everything(self, xs: Arrays, ts: Arrays, cs: Arrays) -> Any:
-        point = Point(self.f, xs, ts, cs)
+        point = ProgramAtPoint(self.f, xs, ts, cs)
         numbers = {}
         needed = {way.gives for way in self.ways} | {"value"}
         tasks = {name: run for name, run in NATIVE.items() if name in needed}
@@ -430,7 +430,7 @@ class Trial:
 
     # --- judging
 
-    def _judge(self, way: Way) -> Outcome:
+    def _judge(self, way: JaxWay) -> SweepOutcome:
         error = self.errors.get(way.name)
         if error is not None:
             result = REFUSED if refuses(error) else RAISED
@@ -444,7 +444,7 @@ class Trial:
         oracles = worst[0] if result == DIFFERS else ", ".join(name for name, _ in held)
         return self._outcome(way.name, result, oracles, f"{worst[1]:.3g}")
 
-    def _held(self, way: Way, found: list[np.ndarray]) -> Iterator[tuple[str, float]]:
+    def _held(self, way: JaxWay, found: list[np.ndarray]) -> Iterator[tuple[str, float]]:
         """The oracles, and the error in units of the tolerance."""
         if way.gives in self.numbers:
             error = distance(found, self.numbers[way.gives]) / _NATIVE[way.order]
@@ -463,7 +463,7 @@ class Trial:
                 size = max(_sizes(found, p.ts), _sizes(p.cs, line), _NOTHING)
                 yield "dot product", float(abs(dots[0] - dots[1])) / size / _NUMERIC
 
-    def _dependence(self, point: Point) -> Outcome:
+    def _dependence(self, point: ProgramAtPoint) -> SweepOutcome:
         """An input with a derivative that is not zero must be told differentiable."""
         try:
             table = gt.dependence(self.f, *point.xs)
@@ -475,7 +475,7 @@ class Trial:
                 return self._outcome("dependence", DIFFERS, "jax", f"argument {i}: {column}")
         return self._outcome("dependence", AGREES, "jax")
 
-    def _why_zero(self, point: Point) -> Outcome:
+    def _why_zero(self, point: ProgramAtPoint) -> SweepOutcome:
         """Where every entry has a derivative that is not zero, nothing is reported."""
         if not all(np.all(x) for x in self.numbers["pullback"]):
             return self._outcome("why_zero", AGREES, "", "nothing is expected")
@@ -487,9 +487,9 @@ class Trial:
             return self._outcome("why_zero", DIFFERS, "jax", str(report.findings[0])[:200])
         return self._outcome("why_zero", AGREES, "jax")
 
-    def _outcome(self, way: str, result: str, oracle: str = "", detail: str = "") -> Outcome:
+    def _outcome(self, way: str, result: str, oracle: str = "", detail: str = "") -> SweepOutcome:
         case = self.case
-        return Outcome(case.program, way, case.sample, self.dtype, result, oracle, detail)
+        return SweepOutcome(case.program, way, case.sample, self.dtype, result, oracle, detail)
 
 
 def said(error: Exception) -> str:

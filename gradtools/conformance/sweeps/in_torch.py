@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gradtools.conformance.sweeps import RAISED, REFUSED, Outcome
+from gradtools.conformance.sweeps import RAISED, REFUSED, SweepOutcome
 from gradtools.conformance.sweeps.torch_ledger import LEDGER
 from gradtools.conformance.sweeps.torch_oracles import Judgement, Oracles
 from gradtools.conformance.sweeps.torch_programs import (
@@ -26,12 +26,12 @@ from gradtools.conformance.sweeps.torch_programs import (
     ON_VIEW,
     TABLES,
     UNCLAIMED,
-    Entry,
-    Program,
+    TableEntry,
+    TableProgram,
     entries,
     programs,
 )
-from gradtools.conformance.sweeps.torch_ways import WAYS, Way
+from gradtools.conformance.sweeps.torch_ways import WAYS, TorchWay
 from gradtools.errors import GradtoolsError
 
 __all__ = ["LEDGER", "WAYS", "sweep", "swept"]
@@ -46,7 +46,7 @@ def sweep(
     only: Callable[[str], bool] = lambda name: True,
     part: tuple[int, int] = (0, 1),
     tables: Iterable[str] = tuple(TABLES),
-) -> Iterator[Outcome]:
+) -> Iterator[SweepOutcome]:
     """What comes of every program in every way.
 
     Args:
@@ -70,20 +70,20 @@ def sweep(
             yield from _swept_entry(entry, whole)
 
 
-def _swept_entry(entry: Entry, whole: bool) -> Iterator[Outcome]:
+def _swept_entry(entry: TableEntry, whole: bool) -> Iterator[SweepOutcome]:
     plain = entry.variant == FUNCTION
     for dtype in (*FINE, *COARSE) if whole and plain else FINE:
         ways = [way for way in WAYS if way.quick or (whole and plain)]
         if dtype in COARSE or entry.variant in UNCLAIMED:
             ways = [way for way in ways if way.quick and way.order == 1]
         for program in programs(entry, dtype, _SAMPLES if whole and plain else 1):
-            if isinstance(program, Program):
+            if isinstance(program, TableProgram):
                 yield from swept(program, ways)
             elif dtype == "float64":
                 yield program
 
 
-def swept(program: Program, ways: Iterable[Way] = WAYS) -> Iterator[Outcome]:
+def swept(program: TableProgram, ways: Iterable[TorchWay] = WAYS) -> Iterator[SweepOutcome]:
     """What comes of one program in these ways, and of PyTorch's own reverse mode first."""
     import gradtools.torch as gt
 
@@ -111,8 +111,8 @@ def swept(program: Program, ways: Iterable[Way] = WAYS) -> Iterator[Outcome]:
             yield _outcome(program, way.name, judgement)
 
 
-def _outcome(program: Program, way: str, found: Judgement) -> Outcome:
-    return Outcome(
+def _outcome(program: TableProgram, way: str, found: Judgement) -> SweepOutcome:
+    return SweepOutcome(
         program.name,
         way,
         program.sample,

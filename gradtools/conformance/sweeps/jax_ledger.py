@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 import jax
 
-from gradtools.conformance.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, Known
+from gradtools.conformance.sweeps import DIFFERS, LEFT_OUT, RAISED, REFUSED, LedgerLine
 from gradtools.conformance.sweeps.jax_programs import WRITTEN_FOR
 
 _LOOP = "a loop of unknown length has no reverse mode"
@@ -32,17 +32,17 @@ _BRANCH = "log(1 - x) is taken at x > 1 too, where it is not used: NaN in revers
 _SECOND = (*("hvp*", "*second order", "jacobian, reverse over forward", "hessian", "grad of jvp"),)
 
 
-def _none(program: str, reason: str, upstream: str = "") -> Known:
-    return Known(program, "*", RAISED, reason, upstream)
+def _none(program: str, reason: str, upstream: str = "") -> LedgerLine:
+    return LedgerLine(program, "*", RAISED, reason, upstream)
 
 
 def _second(
     program: str, reason: str, upstream: str = "", whole: bool = False
-) -> tuple[Known, ...]:
-    return tuple(Known(program, way, RAISED, reason, upstream, whole=whole) for way in _SECOND)
+) -> tuple[LedgerLine, ...]:
+    return tuple(LedgerLine(program, way, RAISED, reason, upstream, whole=whole) for way in _SECOND)
 
 
-LEDGER: tuple[Known, ...] = (
+LEDGER: tuple[LedgerLine, ...] = (
     _none("lax.zeta", "no derivative; jax.scipy.special has one to the second argument"),
     _none("lax.nextafter", "no derivative", "jax#38679"),
     _none("numpy.nextafter", "no derivative", "jax#38679"),
@@ -59,8 +59,8 @@ LEDGER: tuple[Known, ...] = (
         )
     ),
     _none("lax.linalg.qdwh", _LOOP),
-    Known("lax.linalg.qdwh", "frozen, second order", LEFT_OUT, _ALONE),
-    Known("lax.linalg.qdwh", "rule by*", REFUSED, _LOOP, whole=True),
+    LedgerLine("lax.linalg.qdwh", "frozen, second order", LEFT_OUT, _ALONE),
+    LedgerLine("lax.linalg.qdwh", "rule by*", REFUSED, _LOOP, whole=True),
     _none("lax.pmax", "no derivative"),
     _none("lax.pmin", "no derivative"),
     *_second("numpy.linalg.eigvals", _EIGVECS, "jax#2748"),
@@ -69,36 +69,38 @@ LEDGER: tuple[Known, ...] = (
     *_second("scipy.special.expn", _TRACER),
     *_second("lax.igamma*", _SHAPE, "jax#7922", whole=True),
     *_second("scipy.special.gammainc*", _SHAPE, "jax#7922"),
-    Known("scipy.special.spence", "*", DIFFERS, _BRANCH, "jax#40709"),
+    LedgerLine("scipy.special.spence", "*", DIFFERS, _BRANCH, "jax#40709"),
     *(
-        Known("scipy.special.betaln", way, DIFFERS, _TIE, "jax#34353", whole=True)
+        LedgerLine("scipy.special.betaln", way, DIFFERS, _TIE, "jax#34353", whole=True)
         for way in _SECOND
     ),
-    Known("*.sign", "*", REFUSED, _SIGN, dtype="complex128", whole=True),
-    Known("*.sign", "rule by*", DIFFERS, _SIGN, dtype="complex128", whole=True),
-    Known("numpy.geomspace", "*", REFUSED, _CANCELS, dtype="complex128", whole=True),
+    LedgerLine("*.sign", "*", REFUSED, _SIGN, dtype="complex128", whole=True),
+    LedgerLine("*.sign", "rule by*", DIFFERS, _SIGN, dtype="complex128", whole=True),
+    LedgerLine("numpy.geomspace", "*", REFUSED, _CANCELS, dtype="complex128", whole=True),
     *(
-        Known("scipy.special.hyp?f1", way, RAISED, _LOOP, whole=True)
+        LedgerLine("scipy.special.hyp?f1", way, RAISED, _LOOP, whole=True)
         for way in (
             *("*reverse over reverse", "jacobian, reverse over forward", "grad of jvp"),
             *("checkpoint, second order", "rule by vjp, second order"),
         )
     ),
-    Known("lax.ragged_dot*", "*reverse over reverse", RAISED, _RAGGED),
-    Known("lax.ragged_dot*", "checkpoint, second order", RAISED, _RAGGED, whole=True),
+    LedgerLine("lax.ragged_dot*", "*reverse over reverse", RAISED, _RAGGED),
+    LedgerLine("lax.ragged_dot*", "checkpoint, second order", RAISED, _RAGGED, whole=True),
     *(
-        Known("lax.ragged_dot*", way, RAISED, "vmap takes its first axis alone", whole=True)
+        LedgerLine("lax.ragged_dot*", way, RAISED, "vmap takes its first axis alone", whole=True)
         for way in ("jacobian*", "hessian", "chunked")
     ),
-    Known("lax.ragged_dot*", "rule by*", REFUSED, _RAGGED, whole=True),
-    Known("scipy.special.betainc", "*", RAISED, "no derivative to its first two", whole=True),
-    Known("*.linalg.eigh", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
+    LedgerLine("lax.ragged_dot*", "rule by*", REFUSED, _RAGGED, whole=True),
+    LedgerLine("scipy.special.betainc", "*", RAISED, "no derivative to its first two", whole=True),
+    LedgerLine("*.linalg.eigh", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
     *(
-        Known(program, "why_zero", DIFFERS, "one of its two outputs is a staircase", whole=True)
+        LedgerLine(
+            program, "why_zero", DIFFERS, "one of its two outputs is a staircase", whole=True
+        )
         for program in ("numpy.divmod", "numpy.modf")
     ),
     *(
-        Known(
+        LedgerLine(
             f"scipy.special.{program}",
             "why_zero",
             DIFFERS,
@@ -107,26 +109,30 @@ LEDGER: tuple[Known, ...] = (
         )
         for program in ("kl_div", "rel_entr", "logsumexp")
     ),
-    Known("lax.reduce", "*", RAISED, "no derivative to the initial value", whole=True),
-    Known("lax.reduce_window", "*", RAISED, _PRODUCTS, "jax#7815", whole=True),
-    Known("lax.reduce_window", "rule by*", REFUSED, _PRODUCTS, "jax#7815", whole=True),
+    LedgerLine("lax.reduce", "*", RAISED, "no derivative to the initial value", whole=True),
+    LedgerLine("lax.reduce_window", "*", RAISED, _PRODUCTS, "jax#7815", whole=True),
+    LedgerLine("lax.reduce_window", "rule by*", REFUSED, _PRODUCTS, "jax#7815", whole=True),
     *(
-        Known("lax.dce_sink", way, RAISED, _SINK, whole=True)
+        LedgerLine("lax.dce_sink", way, RAISED, _SINK, whole=True)
         for way in ("jacobian, forward", "jacobian, reverse over forward", "hessian")
     ),
-    Known("lax.dce_sink", "checkpoint*", REFUSED, "jax.checkpoint takes no effects", whole=True),
-    Known("lax.while_loop", "*vjp", RAISED, _LOOP),
+    LedgerLine(
+        "lax.dce_sink", "checkpoint*", REFUSED, "jax.checkpoint takes no effects", whole=True
+    ),
+    LedgerLine("lax.while_loop", "*vjp", RAISED, _LOOP),
     *(x for x in _second("lax.while_loop", _LOOP) if "second order" not in x.way),
-    Known("lax.while_loop", "frozen, second order", LEFT_OUT, _ALONE),
-    Known("lax.while_loop", "checkpoint, second order", RAISED, _LOOP, whole=True),
-    Known("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
-    Known("lax.while_loop", "chunked", RAISED, _LOOP, whole=True),
-    Known("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),
-    Known("lax.while_loop", "rule by vjp, *", RAISED, _LOOP, whole=True),
-    Known("lax.scatter_mul", "*", RAISED, "no derivative where an index comes twice", whole=True),
-    Known("numpy.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
-    Known("lax.sort*", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
-    Known("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
+    LedgerLine("lax.while_loop", "frozen, second order", LEFT_OUT, _ALONE),
+    LedgerLine("lax.while_loop", "checkpoint, second order", RAISED, _LOOP, whole=True),
+    LedgerLine("lax.while_loop", "jacobian, reverse", RAISED, _LOOP, whole=True),
+    LedgerLine("lax.while_loop", "chunked", RAISED, _LOOP, whole=True),
+    LedgerLine("lax.while_loop", "rule by*", REFUSED, _LOOP, whole=True),
+    LedgerLine("lax.while_loop", "rule by vjp, *", RAISED, _LOOP, whole=True),
+    LedgerLine(
+        "lax.scatter_mul", "*", RAISED, "no derivative where an index comes twice", whole=True
+    ),
+    LedgerLine("numpy.linalg.svd", "*", DIFFERS, _PHASE, dtype="complex128", whole=True),
+    LedgerLine("lax.sort*", "why_zero", DIFFERS, "a value's key only sorts it", whole=True),
+    LedgerLine("nn.dot_product_attention", "*", DIFFERS, _SINGLE, "jax#37422"),
 )
 
 
@@ -136,12 +142,12 @@ _MENDED = (
     *("*.sign", "numpy.geomspace"),
 )
 _LATER = (
-    Known("*", "table", LEFT_OUT, "newer than the table of arguments"),
+    LedgerLine("*", "table", LEFT_OUT, "newer than the table of arguments"),
     *_second("scipy.special.erfcx", "JAX 0.12 selects between two shapes in its derivative"),
 )
 
 
-def lines() -> tuple[Known, ...]:
+def lines() -> tuple[LedgerLine, ...]:
     """The ledger of this version of JAX."""
     if jax.__version_info__ <= WRITTEN_FOR:
         return LEDGER

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 
 import gradtools
-from gradtools.conformance.sweeps import Outcome, Verdict
+from gradtools.conformance.sweeps import LedgerVerdict, SweepOutcome
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(verdicts.values()) else 1
 
 
-def _told(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
+def _told(outcomes: Iterable[SweepOutcome]) -> Iterable[SweepOutcome]:
     """The same, with a line of progress where someone looks."""
     shown = sys.stderr.isatty()
     for count, outcome in enumerate(outcomes):
@@ -46,7 +46,7 @@ def _told(outcomes: Iterable[Outcome]) -> Iterable[Outcome]:
         print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
 
 
-def _in_torch(whole: bool, containing: str) -> Verdict:
+def _in_torch(whole: bool, containing: str) -> LedgerVerdict:
     import torch
 
     from gradtools.conformance.sweeps import in_torch, judged
@@ -61,7 +61,7 @@ def _in_torch(whole: bool, containing: str) -> Verdict:
         torch.set_num_threads(threads)
 
 
-def _in_jax(whole: bool, containing: str) -> Verdict:
+def _in_jax(whole: bool, containing: str) -> LedgerVerdict:
     from gradtools.conformance.sweeps import in_jax
     from gradtools.conformance.sweeps.jax_programs import cases
 
@@ -70,7 +70,7 @@ def _in_jax(whole: bool, containing: str) -> Verdict:
     return in_jax.verdict(_told(outcomes), whole and not containing)
 
 
-def _twins(whole: bool, containing: str) -> Verdict:
+def _twins(whole: bool, containing: str) -> LedgerVerdict:
     from gradtools.conformance.sweeps import twins
 
     found = [case for case in twins.pairs() if containing in case.program]

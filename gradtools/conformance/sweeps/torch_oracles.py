@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.conformance.sweeps import AGREES, DIFFERS, LEFT_OUT
-from gradtools.conformance.sweeps.torch_programs import Program
+from gradtools.conformance.sweeps.torch_programs import TableProgram
 from gradtools.testing.numeric import Slope, one_sided, slope
 from gradtools.testing.tolerances import EPSILONS, FINITE_DIFFERENCES, real_name, tolerance
 
@@ -47,7 +47,7 @@ class Judgement:
 class Oracles:
     """A program with a tangent and a cotangent, and what is known of its derivatives."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TableProgram) -> None:
         import torch
 
         self.program = program

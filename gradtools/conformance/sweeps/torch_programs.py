@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gradtools.conformance.sweeps import LEFT_OUT, Outcome
+from gradtools.conformance.sweeps import LEFT_OUT, SweepOutcome
 from gradtools.errors import GradtoolsError
 
 TABLES = {
@@ -39,7 +39,7 @@ _SEED = 20
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class TableProgram:
     """One sample of one entry of a table, as a function of what is differentiated.
 
     Attributes:
@@ -63,13 +63,13 @@ class Program:
     alone: bool = False
     module: Any = None
 
-    def left_out(self, way: str, why: str) -> Outcome:
+    def left_out(self, way: str, why: str) -> SweepOutcome:
         """That there is nothing to compare."""
-        return Outcome(self.name, way, self.sample, self.dtype, LEFT_OUT, detail=why)
+        return SweepOutcome(self.name, way, self.sample, self.dtype, LEFT_OUT, detail=why)
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """An operator or module of a table in one variant."""
 
     table: str
@@ -83,14 +83,14 @@ class Entry:
 
 def entries(
     tables: Iterable[str] = tuple(TABLES), variants: Iterable[str] = (FUNCTION,)
-) -> list[Entry]:
+) -> list[TableEntry]:
     """What the tables hold, in their order."""
     found = []
     for table in tables:
         for info in _table(table):
             for variant in variants:
                 if variant == FUNCTION or _has(table, info, variant):
-                    found.append(Entry(table, _name(table, info, variant), info, variant))
+                    found.append(TableEntry(table, _name(table, info, variant), info, variant))
     return found
 
 
@@ -143,7 +143,9 @@ def _has(table: str, info: Any, variant: str) -> bool:
 # --- from an entry to programs ------------------------------------------------------------------
 
 
-def programs(entry: Entry, dtype: str = "float64", most: int = 1) -> list[Program | Outcome]:
+def programs(
+    entry: TableEntry, dtype: str = "float64", most: int = 1
+) -> list[TableProgram | SweepOutcome]:
     """At most so many programs of an entry; or, if there is none, the outcome that says why."""
     import torch
 
@@ -154,7 +156,7 @@ def programs(entry: Entry, dtype: str = "float64", most: int = 1) -> list[Progra
         try:
             found = make(entry, of, most)
         except _Nothing as nothing:
-            return [Outcome(entry.name, nothing.way, 0, dtype, LEFT_OUT, detail=str(nothing))]
+            return [SweepOutcome(entry.name, nothing.way, 0, dtype, LEFT_OUT, detail=str(nothing))]
     return _chosen(found, most)
 
 
@@ -166,7 +168,9 @@ class _Nothing(Exception):
         self.way = way
 
 
-def _chosen(found: list[tuple[bool, int, Program]], most: int) -> list[Program | Outcome]:
+def _chosen(
+    found: list[tuple[bool, int, TableProgram]], most: int
+) -> list[TableProgram | SweepOutcome]:
     """Those of moderate numbers with a nonzero gradient first, then small ones, in order."""
     found = [x for x in found if x[1] <= _MANY] or found
     order = sorted(found, key=lambda x: (not x[0], x[1] > _FEW, x[2].sample))
@@ -189,12 +193,12 @@ def _seeded(seed: int = _SEED) -> Iterator[None]:
 # --- operators ----------------------------------------------------------------------------------
 
 
-def _of_operator(entry: Entry, dtype: Any, most: int) -> list[tuple[bool, int, Program]]:
+def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int, TableProgram]]:
     op, beyond = entry.info, entry.variant == BEYOND
     claimed = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     if claimed == beyond or dtype not in op.dtypes:
         raise _Nothing("the table has no derivative of it, or none in this dtype", BY_THE_TABLE)
-    found: list[tuple[bool, int, Program]] = []
+    found: list[tuple[bool, int, TableProgram]] = []
     why = "no sample requires a gradient"
     for number, sample in enumerate(_samples(op, dtype)):
         if found and number >= max(_LOOKED_AT, most):
@@ -220,8 +224,8 @@ def _samples(op: Any, dtype: Any) -> Iterator[Any]:
 
 
 def _of_sample(
-    entry: Entry, number: int, sample: Any, dtype: Any
-) -> list[tuple[bool, int, Program]]:
+    entry: TableEntry, number: int, sample: Any, dtype: Any
+) -> list[tuple[bool, int, TableProgram]]:
     from gradtools.torch._upstream import pytree
 
     op = entry.info
@@ -242,7 +246,7 @@ def _of_sample(
         return []
     f, primals, random, good = outer
     size = sum(x.numel() for x in primals)
-    program = Program(
+    program = TableProgram(
         entry.name, _dtype_name(dtype), number, f, primals, random, _alone(op, leaves, primals)
     )
     return [(good, size, program)]
@@ -295,13 +299,13 @@ def _alone(op: Any, leaves: list[Any], primals: tuple[Any, ...]) -> bool:
 # --- modules ------------------------------------------------------------------------------------
 
 
-def _of_module(entry: Entry, dtype: Any, most: int) -> list[tuple[bool, int, Program]]:
+def _of_module(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int, TableProgram]]:
     import torch
 
     info = entry.info
     if dtype not in info.dtypes:
         raise _Nothing("the table does not have it in this dtype", BY_THE_TABLE)
-    found: list[tuple[bool, int, Program]] = []
+    found: list[tuple[bool, int, TableProgram]] = []
     why = "no input requires a gradient"
     for training in (False, True) if info.train_and_eval_differ else (True,):
         try:
@@ -323,8 +327,8 @@ def _of_module(entry: Entry, dtype: Any, most: int) -> list[tuple[bool, int, Pro
 
 
 def _of_module_input(
-    entry: Entry, number: int, given: Any, dtype: Any, training: bool
-) -> list[tuple[bool, int, Program]]:
+    entry: TableEntry, number: int, given: Any, dtype: Any, training: bool
+) -> list[tuple[bool, int, TableProgram]]:
     import torch
 
     from gradtools.torch._upstream import pytree
@@ -355,7 +359,7 @@ def _of_module_input(
         name = entry.name
     moved = [_is_primal(x) for x in own]
     the_module = (module, names, own, moved, spec)
-    program = Program(name, _dtype_name(dtype), number, f, primals, random, module=the_module)
+    program = TableProgram(name, _dtype_name(dtype), number, f, primals, random, module=the_module)
     return [(good, sum(x.numel() for x in primals), program)]
 
 

@@ -20,7 +20,7 @@ _SMALL = 40  # entries of inputs and outputs, for whole matrices
 
 
 @dataclass(frozen=True)
-class Way:
+class TorchWay:
     """One way of differentiating.
 
     Attributes:
@@ -36,12 +36,12 @@ class Way:
     quick: bool = False
 
 
-WAYS: list[Way] = []
+WAYS: list[TorchWay] = []
 
 
 def _way(name: str, order: int = 1, quick: bool = False) -> Any:
     def register(judged: Callable[[Any, Oracles], Found]) -> Any:
-        WAYS.append(Way(name, judged, order, quick))
+        WAYS.append(TorchWay(name, judged, order, quick))
         return judged
 
     return register

@@ -33,12 +33,18 @@ from gradtools.conformance.sweeps import (
     LEFT_OUT,
     RAISED,
     REFUSED,
-    Known,
-    Outcome,
-    Verdict,
+    LedgerLine,
+    LedgerVerdict,
+    SweepOutcome,
     judged,
 )
-from gradtools.conformance.sweeps.in_jax import Point, Trial, distance, refuses, said
+from gradtools.conformance.sweeps.in_jax import (
+    ProgramAtPoint,
+    ProgramTrial,
+    distance,
+    refuses,
+    said,
+)
 from gradtools.conformance.sweeps.jax_programs import NAMESPACES, Case, cases, takes_complex
 
 Arrays = list[Any]
@@ -233,7 +239,7 @@ def pairs() -> tuple[Case, ...]:
 
 
 @dataclass(frozen=True)
-class Side:
+class TwinSide:
     """One framework's function at the point.
 
     Attributes:
@@ -261,16 +267,16 @@ class Side:
         return self.xp.sum(self.xp.real(self.xp.conj(a) * b))
 
 
-def _grad(side: Side) -> Arrays:
+def _grad(side: TwinSide) -> Arrays:
     argnums = tuple(range(len(side.xs)))
     return list(side.gt.grad(side.g, argnums, disconnected_inputs="zeros")(*side.xs))
 
 
-def _hvp(side: Side, mode: str) -> Arrays:
+def _hvp(side: TwinSide, mode: str) -> Arrays:
     return list(side.gt.hvp(side.g, tuple(side.xs), tuple(side.ts), mode=mode)[1])
 
 
-WAYS: dict[str, tuple[Callable[[Side], Arrays], float]] = {
+WAYS: dict[str, tuple[Callable[[TwinSide], Arrays], float]] = {
     "value": (lambda s: s.f(*s.xs), 1e-11),
     "grad": (_grad, 1e-10),
     "jvp": (lambda s: list(s.gt.jvp(s.f, tuple(s.xs), tuple(s.ts))[1]), 1e-10),
@@ -283,7 +289,7 @@ WAYS: dict[str, tuple[Callable[[Side], Arrays], float]] = {
 # --- the sweep ---------------------------------------------------------------------------
 
 
-def sweep(programs: Iterable[Case] | None = None, *, whole: bool = False) -> list[Outcome]:
+def sweep(programs: Iterable[Case] | None = None, *, whole: bool = False) -> list[SweepOutcome]:
     """What comes of every pair in every way.
 
     Args:
@@ -291,18 +297,20 @@ def sweep(programs: Iterable[Case] | None = None, *, whole: bool = False) -> lis
         whole: Whether every sample is tried, and in complex numbers too where both take them;
             else the first sample in real ones.
     """
-    found: list[Outcome] = []
+    found: list[SweepOutcome] = []
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in pairs() if programs is None else programs:
             if whole or not case.sample:
-                found += _Pair(case, "complex128" if case.complex_only else "float64").outcomes()
+                found += _TwinPair(
+                    case, "complex128" if case.complex_only else "float64"
+                ).outcomes()
             if whole and takes_complex(case) and _takes_complex(case):
-                found += _Pair(case, "complex128").outcomes()
+                found += _TwinPair(case, "complex128").outcomes()
     return found
 
 
-def verdict(outcomes: Iterable[Outcome], whole: bool = False) -> Verdict:
+def verdict(outcomes: Iterable[SweepOutcome], whole: bool = False) -> LedgerVerdict:
     """The outcomes held against the ledger of twins."""
     return judged(outcomes, LEDGER, whole)
 
@@ -322,17 +330,17 @@ def _takes_complex(case: Case) -> bool:
     return True
 
 
-class _Pair:
+class _TwinPair:
     """One case and its twin at one point."""
 
     def __init__(self, case: Case, dtype: str) -> None:
         self.case, self.dtype = case, dtype
         self.errors: dict[str, list[Exception]] = {}
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[SweepOutcome]:
         """What came of each way."""
         try:
-            point = Trial(self.case, self.dtype, False, False).point
+            point = ProgramTrial(self.case, self.dtype, False, False).point
         except Exception as error:
             return [self._outcome("value", RAISED, said(error))]
         if not point.cs:
@@ -345,23 +353,23 @@ class _Pair:
         theirs |= self._in_torch(point, tuple(WAYS)[1:])
         return [first, *(self._judge(way, ours, theirs) for way in tuple(WAYS)[1:])]
 
-    def _in_jax(self, point: Point) -> dict[str, list[np.ndarray]]:
+    def _in_jax(self, point: ProgramAtPoint) -> dict[str, list[np.ndarray]]:
         def everything(xs: Arrays, ts: Arrays, cs: Arrays) -> dict[str, Arrays]:
-            return self._run(Side(gj, jnp, point.f, xs, ts, cs), tuple(WAYS))
+            return self._run(TwinSide(gj, jnp, point.f, xs, ts, cs), tuple(WAYS))
 
         return _numbers(jax.device_get(jax.jit(everything)(point.xs, point.ts, point.cs)))
 
-    def _in_torch(self, point: Point, ways: Sequence[str]) -> dict[str, list[np.ndarray]]:
+    def _in_torch(self, point: ProgramAtPoint, ways: Sequence[str]) -> dict[str, list[np.ndarray]]:
         xs, ts, cs = (
             [torch.from_numpy(np.array(x)) for x in arrays]
             for arrays in (point.xs, point.ts, point.cs)
         )
         f = lambda *xs: list(_inexact(_called(self.case, *xs)))
-        side = Side(gt, torch, f, xs, ts, cs)
+        side = TwinSide(gt, torch, f, xs, ts, cs)
         found = self._run(side, ways)
         return _numbers({w: [y.detach().resolve_conj() for y in ys] for w, ys in found.items()})
 
-    def _run(self, side: Side, ways: Sequence[str]) -> dict[str, Arrays]:
+    def _run(self, side: TwinSide, ways: Sequence[str]) -> dict[str, Arrays]:
         found = {}
         for way in ways:
             try:
@@ -370,7 +378,7 @@ class _Pair:
                 self.errors.setdefault(way, []).append(error)
         return found
 
-    def _judge(self, way: str, ours: dict[str, Any], theirs: dict[str, Any]) -> Outcome:
+    def _judge(self, way: str, ours: dict[str, Any], theirs: dict[str, Any]) -> SweepOutcome:
         if way in self.errors:
             errors = self.errors[way]
             refused = all(map(refuses, errors))
@@ -378,9 +386,9 @@ class _Pair:
         off = distance(ours[way], theirs[way]) / WAYS[way][1]
         return self._outcome(way, AGREES if off <= 1 else DIFFERS, f"{off:.3g}")
 
-    def _outcome(self, way: str, result: str, detail: str) -> Outcome:
+    def _outcome(self, way: str, result: str, detail: str) -> SweepOutcome:
         case = self.case
-        return Outcome(case.program, way, case.sample, self.dtype, result, "torch", detail)
+        return SweepOutcome(case.program, way, case.sample, self.dtype, result, "torch", detail)
 
 
 def _numbers(found: dict[str, Arrays]) -> dict[str, list[np.ndarray]]:
@@ -427,15 +435,15 @@ def _lines(
     upstream: str = "",
     dtype: str = "*",
     whole: bool = False,
-) -> tuple[Known, ...]:
+) -> tuple[LedgerLine, ...]:
     return tuple(
-        Known(program, way, result, reason, upstream, dtype, whole or dtype == "complex128")
+        LedgerLine(program, way, result, reason, upstream, dtype, whole or dtype == "complex128")
         for program in programs.split()
         for way in ways
     )
 
 
-LEDGER: tuple[Known, ...] = (
+LEDGER: tuple[LedgerLine, ...] = (
     *_lines("*.digamma", ("grad", "jvp"), DIFFERS, _DIGITS),
     *_lines("*.polygamma", ("value",), DIFFERS, _DIGITS),
     *_lines("nn.hard_sigmoid", ("grad", "jvp"), DIFFERS, _SINGLE),

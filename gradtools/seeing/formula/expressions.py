@@ -132,7 +132,7 @@ def kind_of(dtype: Any) -> str:
     return BOOLEAN if name.startswith("bool") else INTEGER
 
 
-class Held:
+class ArrayValue:
     """An array as an attribute: equal when its bytes are."""
 
     def __init__(self, array: Any):
@@ -145,9 +145,9 @@ class Held:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and self._key == other._key
+        return isinstance(other, ArrayValue) and self._key == other._key
 
-    def __lt__(self, other: Held) -> bool:
+    def __lt__(self, other: ArrayValue) -> bool:
         return self._hash < other._hash
 
 

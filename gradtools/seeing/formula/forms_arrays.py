@@ -22,13 +22,13 @@ from gradtools.seeing.formula.typesetting import (
 )
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formula.writing import Writer
+    from gradtools.seeing.formula.writing import ExpressionWriter
 
 
-def _along(name: str, latex: str = "") -> Callable[[Writer, Expr], Written]:
+def _along(name: str, latex: str = "") -> Callable[[ExpressionWriter, Expr], Written]:
     """A function along one axis."""
 
-    def form(w: Writer, x: Expr) -> Written:
+    def form(w: ExpressionWriter, x: Expr) -> Written:
         below = w.axis_names(x.args[0], [x["axis"]]) if x.args[0].rank > 1 else ""
         shown = name + ("←" if x.get("reverse") else "")
         return function(shown, [w.whole(a) for a in x.args], below, latex)
@@ -36,10 +36,10 @@ def _along(name: str, latex: str = "") -> Callable[[Writer, Expr], Written]:
     return form
 
 
-def _reduction(name: str) -> Callable[[Writer, Expr], Written]:
+def _reduction(name: str) -> Callable[[ExpressionWriter, Expr], Written]:
     """A function over axes."""
 
-    def form(w: Writer, x: Expr) -> Written:
+    def form(w: ExpressionWriter, x: Expr) -> Written:
         a = x.args[0]
         axes = x["axes"] if "axes" in dict(x.attributes) else (x["axis"],)
         below = w.axis_names(a, axes) if len(axes) < a.rank else ""
@@ -48,7 +48,7 @@ def _reduction(name: str) -> Callable[[Writer, Expr], Written]:
     return form
 
 
-def _norm(w: Writer, x: Expr) -> Written:
+def _norm(w: ExpressionWriter, x: Expr) -> Written:
     inner = w.whole(x.args[0])
     below = w.axis_names(x.args[0], x["axes"]) if len(x["axes"]) < x.args[0].rank else ""
     low = f"_{{{below}}}" if below else ""
@@ -58,7 +58,7 @@ def _norm(w: Writer, x: Expr) -> Written:
     )
 
 
-def _deviation(w: Writer, x: Expr) -> Written:
+def _deviation(w: ExpressionWriter, x: Expr) -> Written:
     a, eps = x.args[0], x["eps"]
     axes = x["axes"]
     below = w.axis_names(a, axes) if len(axes) < a.rank else ""
@@ -69,7 +69,7 @@ def _deviation(w: Writer, x: Expr) -> Written:
     return Written(f"√{inner.text}", rf"\sqrt{{{inner.latex}}}", POWER)
 
 
-def _standardize(w: Writer, x: Expr) -> Written:
+def _standardize(w: ExpressionWriter, x: Expr) -> Written:
     a = x.args[0]
     below = w.axis_names(a, x["axes"]) if len(x["axes"]) < a.rank else ""
     if x["eps"]:
@@ -80,11 +80,11 @@ def _standardize(w: Writer, x: Expr) -> Written:
     return function("standardize", [w.whole(a)], below)
 
 
-def _inverse(w: Writer, x: Expr) -> Written:
+def _inverse(w: ExpressionWriter, x: Expr) -> Written:
     return _inverse_of(w, x.args[0])
 
 
-def _inverse_of(w: Writer, a: Expr) -> Written:
+def _inverse_of(w: ExpressionWriter, a: Expr) -> Written:
     """The inverse of a matrix; of a transpose it is A^-T, of a conjugate transpose A^-H."""
     turned = _transposed_leaf(a) if a not in w.names else None
     if turned is None:
@@ -102,12 +102,12 @@ def _transposed_leaf(a: Expr) -> Expr | None:
     return a.args[0] if a["labels"][0] == expected else None
 
 
-def _solve(w: Writer, x: Expr) -> Written:
+def _solve(w: ExpressionWriter, x: Expr) -> Written:
     a, b = x.args
     return join([_inverse_of(w, a), w.whole(b).at(PRODUCT)], " ", " ", PRODUCT)
 
 
-def _fourier(w: Writer, x: Expr) -> Written:
+def _fourier(w: ExpressionWriter, x: Expr) -> Written:
     a = x.args[0]
     below = w.axis_names(a, x["axes"]) if len(x["axes"]) < a.rank else ""
     w.note("ℱ: the discrete Fourier transform without a factor; ℱᴴ: its adjoint, n ℱ⁻¹")
@@ -133,24 +133,24 @@ def _list(values: Sequence[Any]) -> str:
     return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
 
 
-def _convolution(w: Writer, x: Expr) -> Written:
+def _convolution(w: ExpressionWriter, x: Expr) -> Written:
     said = _geometry(x)
     w.note("conv(X, W): convolution (cross-correlation)" + (f" with {said}" if said else ""))
     return function("conv", [w.whole(a) for a in x.args])
 
 
-def _convolution_input(w: Writer, x: Expr) -> Written:
+def _convolution_input(w: ExpressionWriter, x: Expr) -> Written:
     w.note("convᵀ(Ȳ, W): its adjoint in the input X, the transposed convolution")
     return function("convᵀ", [w.whole(a) for a in x.args], latex=r"\operatorname{conv}^{\top}")
 
 
-def _convolution_weight(w: Writer, x: Expr) -> Written:
+def _convolution_weight(w: ExpressionWriter, x: Expr) -> Written:
     w.note("corr(X, Ȳ): its adjoint in the weight W, the correlation of input and cotangent")
     return function("corr", [w.whole(a) for a in x.args])
 
 
-def _pool(name: str, note: str) -> Callable[[Writer, Expr], Written]:
-    def form(w: Writer, x: Expr) -> Written:
+def _pool(name: str, note: str) -> Callable[[ExpressionWriter, Expr], Written]:
+    def form(w: ExpressionWriter, x: Expr) -> Written:
         w.note(f"{note}; windows {_list(x['window'])}, stride {_list(x['stride'])}")
         args = [w.whole(a) for a in x.args]
         if len(args) == 1:
@@ -176,7 +176,7 @@ def _ranges(x: Expr, lows: Sequence[int], highs: Sequence[int], strides=None) ->
     return ", ".join(said)
 
 
-def _slice(w: Writer, x: Expr) -> Written:
+def _slice(w: ExpressionWriter, x: Expr) -> Written:
     a = x.args[0]
     where = _ranges(a, x["start"], x["limit"], x["stride"])
     return _part(w.whole(a), Written(where, where))
@@ -188,7 +188,7 @@ def _part(x: Written, where: Written) -> Written:
     return Written(f"{x.text}[{where.text}]", rf"{x.latex}\left[{where.latex}\right]")
 
 
-def _pad(w: Writer, x: Expr) -> Written:
+def _pad(w: ExpressionWriter, x: Expr) -> Written:
     a = x.args[0]
     highs = [
         low + n + max(n - 1, 0) * i
@@ -203,7 +203,7 @@ def _pad(w: Writer, x: Expr) -> Written:
     )
 
 
-def _concatenate(w: Writer, x: Expr) -> Written:
+def _concatenate(w: ExpressionWriter, x: Expr) -> Written:
     pieces = [w.whole(a) for a in x.args]
     between = "; " if x["axis"] == 0 else ", "
     latex = r";\; " if x["axis"] == 0 else r",\; "
@@ -211,7 +211,7 @@ def _concatenate(w: Writer, x: Expr) -> Written:
     return Written(f"[{inside.text}]", rf"\left[{inside.latex}\right]")
 
 
-def _places(w: Writer, x: Expr, whole_rank: int, indices: Sequence[Expr]) -> Written:
+def _places(w: ExpressionWriter, x: Expr, whole_rank: int, indices: Sequence[Expr]) -> Written:
     said: list[Written] = [Written(":", ":")] * whole_rank
     for axis, i in zip(x["axes"], indices, strict=True):
         said[axis] = w.whole(i)
@@ -220,18 +220,18 @@ def _places(w: Writer, x: Expr, whole_rank: int, indices: Sequence[Expr]) -> Wri
     return join(said, ", ", ", ", SUM)
 
 
-def _index(w: Writer, x: Expr) -> Written:
+def _index(w: ExpressionWriter, x: Expr) -> Written:
     where = _places(w, x, x.args[0].rank, x.args[1:])
     return _part(w.whole(x.args[0]), where)
 
 
-def _index_add(w: Writer, x: Expr) -> Written:
+def _index_add(w: ExpressionWriter, x: Expr) -> Written:
     where = _places(w, x, x.rank, x.args[1:])
     w.note("add_at[i](u): zeros with u added at the places i")
     return _at("add_at", where, [w.whole(x.args[0])])
 
 
-def _index_set(w: Writer, x: Expr) -> Written:
+def _index_set(w: ExpressionWriter, x: Expr) -> Written:
     where = _places(w, x, x.rank, x.args[2:])
     w.note("set_at[i](x, u): x with u at the places i")
     return _at("set_at", where, [w.whole(a) for a in x.args[:2]])
@@ -246,23 +246,23 @@ def _at(name: str, where: Written, args: list[Written]) -> Written:
     )
 
 
-def _take_along(w: Writer, x: Expr) -> Written:
+def _take_along(w: ExpressionWriter, x: Expr) -> Written:
     where = w.whole(x.args[1])
     return _part(w.whole(x.args[0]), where)
 
 
-def _put_along(w: Writer, x: Expr) -> Written:
+def _put_along(w: ExpressionWriter, x: Expr) -> Written:
     w.note("add_at[i](u): zeros with u added at the places i")
     return _at("add_at", w.whole(x.args[1]), [w.whole(x.args[0])])
 
 
-def _along_set(w: Writer, x: Expr) -> Written:
+def _along_set(w: ExpressionWriter, x: Expr) -> Written:
     w.note("set_at[i](x, u): x with u at the places i")
     return _at("set_at", w.whole(x.args[1]), [w.whole(x.args[0]), w.whole(x.args[2])])
 
 
-def _window(name: str, arrays: int, note: str) -> Callable[[Writer, Expr], Written]:
-    def form(w: Writer, x: Expr) -> Written:
+def _window(name: str, arrays: int, note: str) -> Callable[[ExpressionWriter, Expr], Written]:
+    def form(w: ExpressionWriter, x: Expr) -> Written:
         w.note(note)
         where = join([w.whole(s) for s in x.args[arrays:]], ", ", ", ", SUM)
         return _at(name, where, [w.whole(a) for a in x.args[:arrays]])
@@ -270,7 +270,7 @@ def _window(name: str, arrays: int, note: str) -> Callable[[Writer, Expr], Writt
     return form
 
 
-def _reshape(w: Writer, x: Expr) -> Written:
+def _reshape(w: ExpressionWriter, x: Expr) -> Written:
     if x.shape == tuple(n for n in x.args[0].shape if n != 1):
         return w.whole(x.args[0])
     shape = "x".join(map(str, x.shape))
@@ -279,17 +279,17 @@ def _reshape(w: Writer, x: Expr) -> Written:
     return function("reshape", [inner], f"{shape}", r"\operatorname{reshape}")
 
 
-def _triangle(w: Writer, x: Expr) -> Written:
+def _triangle(w: ExpressionWriter, x: Expr) -> Written:
     name = "triu" if x["upper"] else "tril"
     return function(name, [w.whole(x.args[0])], str(x["offset"]) if x["offset"] else "")
 
 
-def _half(w: Writer, x: Expr) -> Written:
+def _half(w: ExpressionWriter, x: Expr) -> Written:
     w.note("half(X): the lower triangle of X with half of its diagonal (Murray 2016, for Cholesky)")
     return function("half", [w.whole(x.args[0])])
 
 
-def _gaps(w: Writer, x: Expr) -> Written:
+def _gaps(w: ExpressionWriter, x: Expr) -> Written:
     w.note("gaps(X; λ): Xᵢⱼ / (λⱼ - λᵢ), and 0 on the diagonal (Giles 2008, for eigenvectors)")
     inner, values = (w.whole(a) for a in x.args)
     return Written(
@@ -298,16 +298,16 @@ def _gaps(w: Writer, x: Expr) -> Written:
     )
 
 
-def _array(w: Writer, x: Expr) -> Written:
+def _array(w: ExpressionWriter, x: Expr) -> Written:
     return Written("c", "c")
 
 
-def _log_determinant(w: Writer, x: Expr) -> Written:
+def _log_determinant(w: ExpressionWriter, x: Expr) -> Written:
     a = w.whole(x.args[0]).at(POWER)
     return Written(f"log |det {a.text}|", rf"\log\left|\det {a.latex}\right|", POWER)
 
 
-def _opaque(w: Writer, x: Expr) -> Written:
+def _opaque(w: ExpressionWriter, x: Expr) -> Written:
     name = x["name"]
     inside = join([w.whole(a) for a in x.args], ", ", ", ", SUM)
     which = f"[{x['output']}]" if len(x["signature"]) > 1 else ""
@@ -319,11 +319,11 @@ def _opaque(w: Writer, x: Expr) -> Written:
     )
 
 
-def _ruled(w: Writer, x: Expr) -> Written:
+def _ruled(w: ExpressionWriter, x: Expr) -> Written:
     return w.whole(x.args[x["output"]])
 
 
-def _cond(w: Writer, x: Expr) -> Written:
+def _cond(w: ExpressionWriter, x: Expr) -> Written:
     """One case for each branch, the operands written in."""
     cases = []
     for branch in x["branches"]:
@@ -349,18 +349,18 @@ _PARTS = {
 }
 
 
-def _decomposition(w: Writer, x: Expr) -> Written:
+def _decomposition(w: ExpressionWriter, x: Expr) -> Written:
     inner = w.whole(x.args[0])
     part = _PARTS[x.op][x["output"]]
     return Written(f"{part} of {inner.text}", rf"\text{{{part} of }} {inner.latex}", SUM)
 
 
-def _iota(w: Writer, x: Expr) -> Written:
+def _iota(w: ExpressionWriter, x: Expr) -> Written:
     n = x.shape[x["axis"]]
     return Written(f"(0..{n - 1})", rf"(0, \dots, {n - 1})")
 
 
-ARRAY_FORMS: dict[str, Callable[[Writer, Expr], Written]] = {
+ARRAY_FORMS: dict[str, Callable[[ExpressionWriter, Expr], Written]] = {
     "array": _array,
     "iota": _iota,
     "identity": lambda w, x: Written("I", "I"),

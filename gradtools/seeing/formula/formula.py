@@ -24,11 +24,11 @@ from gradtools.seeing.formula.evaluation import evaluate
 from gradtools.seeing.formula.expressions import Expr, order, placeholder, substitute
 from gradtools.seeing.formula.lowering import Lowered, lower
 from gradtools.seeing.formula.naming import leaf_names
-from gradtools.seeing.formula.pairs import Pair, find_pairs, pair, together
+from gradtools.seeing.formula.pairs import ComplexPair, find_pairs, pair, together
 from gradtools.seeing.formula.recognised import DEFINITIONS
 from gradtools.seeing.formula.recognition import recognise
 from gradtools.seeing.formula.reverse import adjoint
-from gradtools.seeing.formula.statements import Line, Section, Statements, everything
+from gradtools.seeing.formula.statements import Section, Statement, Statements, everything
 from gradtools.seeing.formula.typesetting import Written
 from gradtools.seeing.graph import Graph
 
@@ -77,7 +77,7 @@ class Formula:
         check: The comparison with automatic differentiation, or None before there was one.
     """
 
-    def __init__(self, derived: _Derived, check: Check | None = None) -> None:
+    def __init__(self, derived: _FormulaPrograms, check: Check | None = None) -> None:
         self._derived = derived
         self._sections: list[Section] | None = None
         self.check = check
@@ -347,7 +347,7 @@ class Values:
 
 
 @dataclass
-class _Derived:
+class _FormulaPrograms:
     """All programs of a formula."""
 
     lowered: Lowered
@@ -362,7 +362,7 @@ class _Derived:
     output_names: list[Written]
     gradient_names: list[Written]
     second_names: list[Written]
-    pairs: list[Pair]
+    pairs: list[ComplexPair]
     whole: list[tuple[Expr, Written]]
     given: list[Any] | None = None
     held: Mapping[int, Any] = field(default_factory=dict)
@@ -522,7 +522,7 @@ def derive(
     return Formula(_derive(lowered, order, wrt))
 
 
-def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Derived:
+def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _FormulaPrograms:
     program = lowered.program
     outputs = list(program.outputs)
     active = [k for k, p in enumerate(program.inputs) if p.is_inexact and (wrt is None or k in wrt)]
@@ -568,7 +568,7 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Derive
         else []
     )
     pairs, whole = _in_complex_numbers(program.inputs, cotangents, gradients, output_names, names)
-    return _Derived(
+    return _FormulaPrograms(
         lowered,
         order_,
         outputs,
@@ -592,7 +592,7 @@ def _in_complex_numbers(
     gradients: Sequence[Expr | None],
     output_names: Sequence[Written],
     names: dict[Expr, Written],
-) -> tuple[list[Pair], list[tuple[Expr, Written]]]:
+) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
     """The adjoint of separate real and imaginary parts, where it can be said of both together."""
     pairs = find_pairs(inputs)
     if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
@@ -680,7 +680,7 @@ def _space(name: Written, p: Expr, letters: Sequence[str]) -> Written:
     )
 
 
-def _aligned_text(lines: Sequence[Line]) -> list[str]:
+def _aligned_text(lines: Sequence[Statement]) -> list[str]:
     return [
         "  " * (line.depth + 1)
         + (f"{line.left.text} = {line.right.text}" if line.left is not None else line.right.text)
@@ -688,7 +688,7 @@ def _aligned_text(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def _latex_row(line: Line) -> str:
+def _latex_row(line: Statement) -> str:
     indent = r"\quad " * line.depth
     if line.left is None:
         return rf"&{indent}{line.right.latex}"

@@ -36,7 +36,7 @@ Derivative = Callable[..., Sequence[Expr | None]]
 
 
 @dataclass(frozen=True)
-class Function:
+class PlaceFunction:
     """A function of each place.
 
     Attributes:
@@ -186,72 +186,78 @@ def _cast(x, to):
     return np.asarray(x, complex if to == COMPLEX else float)
 
 
-FUNCTIONS: dict[str, Function] = {
-    "power": Function(
+FUNCTIONS: dict[str, PlaceFunction] = {
+    "power": PlaceFunction(
         lambda x, exponent: np.power(x + 0.0, exponent),
         lambda y, x: [scale(y["exponent"], power(x, y["exponent"] - 1))],
     ),
-    "pow": Function(lambda a, b: np.power(a + 0.0, b), _power_derivatives),
-    "exp": Function(np.exp, lambda y, x: [y]),
-    "log": Function(np.log, lambda y, x: [power(x, -1)]),
-    "sin": Function(np.sin, lambda y, x: [apply("cos", x)]),
-    "cos": Function(np.cos, lambda y, x: [negate(apply("sin", x))]),
-    "tan": Function(np.tan, lambda y, x: [plus(one(x), power(y, 2))]),
-    "sinh": Function(np.sinh, lambda y, x: [apply("cosh", x)]),
-    "cosh": Function(np.cosh, lambda y, x: [apply("sinh", x)]),
-    "tanh": Function(np.tanh, _tanh_derivative),
-    "arcsin": Function(np.arcsin, _inverse_trigonometric(1.0, 1.0)),
-    "arccos": Function(np.arccos, _inverse_trigonometric(-1.0, 1.0)),
-    "arctan": Function(np.arctan, lambda y, x: [power(plus(one(x), power(x, 2)), -1)]),
-    "arcsinh": Function(np.arcsinh, _inverse_trigonometric(1.0, -1.0)),
-    "arccosh": Function(
+    "pow": PlaceFunction(lambda a, b: np.power(a + 0.0, b), _power_derivatives),
+    "exp": PlaceFunction(np.exp, lambda y, x: [y]),
+    "log": PlaceFunction(np.log, lambda y, x: [power(x, -1)]),
+    "sin": PlaceFunction(np.sin, lambda y, x: [apply("cos", x)]),
+    "cos": PlaceFunction(np.cos, lambda y, x: [negate(apply("sin", x))]),
+    "tan": PlaceFunction(np.tan, lambda y, x: [plus(one(x), power(y, 2))]),
+    "sinh": PlaceFunction(np.sinh, lambda y, x: [apply("cosh", x)]),
+    "cosh": PlaceFunction(np.cosh, lambda y, x: [apply("sinh", x)]),
+    "tanh": PlaceFunction(np.tanh, _tanh_derivative),
+    "arcsin": PlaceFunction(np.arcsin, _inverse_trigonometric(1.0, 1.0)),
+    "arccos": PlaceFunction(np.arccos, _inverse_trigonometric(-1.0, 1.0)),
+    "arctan": PlaceFunction(np.arctan, lambda y, x: [power(plus(one(x), power(x, 2)), -1)]),
+    "arcsinh": PlaceFunction(np.arcsinh, _inverse_trigonometric(1.0, -1.0)),
+    "arccosh": PlaceFunction(
         np.arccosh,
         lambda y, x: [times(power(subtract(x, one(x)), -0.5), power(plus(x, one(x)), -0.5))],
     ),
-    "arctanh": Function(np.arctanh, lambda y, x: [power(_minus(power(x, 2)), -1)]),
-    "sigmoid": Function(_any_sigmoid, lambda y, x: [times(y, _minus(y))]),
-    "softplus": Function(lambda x: np.logaddexp(x, 0), lambda y, x: [apply("sigmoid", x)]),
-    "relu": Function(
+    "arctanh": PlaceFunction(np.arctanh, lambda y, x: [power(_minus(power(x, 2)), -1)]),
+    "sigmoid": PlaceFunction(_any_sigmoid, lambda y, x: [times(y, _minus(y))]),
+    "softplus": PlaceFunction(lambda x: np.logaddexp(x, 0), lambda y, x: [apply("sigmoid", x)]),
+    "relu": PlaceFunction(
         lambda x: np.maximum(x, 0), lambda y, x: [indicator(x, ">", full(0.0, x.shape))]
     ),
-    "normal_cdf": Function(
+    "normal_cdf": PlaceFunction(
         lambda x: (1 + special.erf(x / math.sqrt(2))) / 2, lambda y, x: [_gaussian(x)]
     ),
-    "normal_density": Function(
+    "normal_density": PlaceFunction(
         lambda x: np.exp(-x * x / 2) / math.sqrt(2 * math.pi), lambda y, x: [negate(times(x, y))]
     ),
-    "erf": Function(special.erf, _erf_derivative),
-    "erfinv": Function(special.erfinv, _erfinv_derivative),
-    "lgamma": Function(special.lgamma, lambda y, x: [apply("polygamma", x, order=0)]),
-    "polygamma": Function(
+    "erf": PlaceFunction(special.erf, _erf_derivative),
+    "erfinv": PlaceFunction(special.erfinv, _erfinv_derivative),
+    "lgamma": PlaceFunction(special.lgamma, lambda y, x: [apply("polygamma", x, order=0)]),
+    "polygamma": PlaceFunction(
         lambda x, order: special.polygamma(order, x),
         lambda y, x: [apply("polygamma", x, order=y["order"] + 1)],
     ),
-    "abs": Function(np.abs, pullback=_abs_pullback, kind=REAL),
-    "sign": Function(_sign, pullback=_sign_pullback),
-    "angle": Function(np.angle, pullback=_angle_pullback, kind=REAL),
-    "real": Function(np.real, pullback=lambda y, g, x: [real(g)], kind=REAL),
-    "imag": Function(np.imag, pullback=lambda y, g, x: [scale(1j, real(g))], kind=REAL),
-    "conj": Function(np.conj, pullback=lambda y, g, x: [conj(g)]),
-    "maximum": Function(np.maximum, lambda y, a, b: [indicator(a, ">", b), indicator(a, "<=", b)]),
-    "minimum": Function(np.minimum, lambda y, a, b: [indicator(a, "<", b), indicator(a, ">=", b)]),
-    "clip": Function(lambda x, low, high: np.clip(x, low, high), _clip_derivative),
-    "arctan2": Function(np.arctan2, _arctan2_derivatives),
-    "where": Function(np.where, pullback=_where_pullback),
-    "floor": Function(np.floor),
-    "ceil": Function(np.ceil),
-    "round": Function(np.round),
-    "trunc": Function(np.trunc),
-    "stop": Function(lambda x: x),
-    "scale_gradient": Function(lambda x, scale: x, pullback=lambda y, g, x: [scale(y["scale"], g)]),
-    "cast": Function(_cast, pullback=lambda y, g, x: [g if y.is_complex else None]),
-    "compare": Function(_compare, kind=BOOLEAN),
-    "is_finite": Function(np.isfinite, kind=BOOLEAN),
-    "is_nan": Function(np.isnan, kind=BOOLEAN),
-    "logical_not": Function(np.logical_not, kind=BOOLEAN),
-    "logical_and": Function(np.logical_and, kind=BOOLEAN),
-    "logical_or": Function(np.logical_or, kind=BOOLEAN),
-    "logical_xor": Function(np.logical_xor, kind=BOOLEAN),
+    "abs": PlaceFunction(np.abs, pullback=_abs_pullback, kind=REAL),
+    "sign": PlaceFunction(_sign, pullback=_sign_pullback),
+    "angle": PlaceFunction(np.angle, pullback=_angle_pullback, kind=REAL),
+    "real": PlaceFunction(np.real, pullback=lambda y, g, x: [real(g)], kind=REAL),
+    "imag": PlaceFunction(np.imag, pullback=lambda y, g, x: [scale(1j, real(g))], kind=REAL),
+    "conj": PlaceFunction(np.conj, pullback=lambda y, g, x: [conj(g)]),
+    "maximum": PlaceFunction(
+        np.maximum, lambda y, a, b: [indicator(a, ">", b), indicator(a, "<=", b)]
+    ),
+    "minimum": PlaceFunction(
+        np.minimum, lambda y, a, b: [indicator(a, "<", b), indicator(a, ">=", b)]
+    ),
+    "clip": PlaceFunction(lambda x, low, high: np.clip(x, low, high), _clip_derivative),
+    "arctan2": PlaceFunction(np.arctan2, _arctan2_derivatives),
+    "where": PlaceFunction(np.where, pullback=_where_pullback),
+    "floor": PlaceFunction(np.floor),
+    "ceil": PlaceFunction(np.ceil),
+    "round": PlaceFunction(np.round),
+    "trunc": PlaceFunction(np.trunc),
+    "stop": PlaceFunction(lambda x: x),
+    "scale_gradient": PlaceFunction(
+        lambda x, scale: x, pullback=lambda y, g, x: [scale(y["scale"], g)]
+    ),
+    "cast": PlaceFunction(_cast, pullback=lambda y, g, x: [g if y.is_complex else None]),
+    "compare": PlaceFunction(_compare, kind=BOOLEAN),
+    "is_finite": PlaceFunction(np.isfinite, kind=BOOLEAN),
+    "is_nan": PlaceFunction(np.isnan, kind=BOOLEAN),
+    "logical_not": PlaceFunction(np.logical_not, kind=BOOLEAN),
+    "logical_and": PlaceFunction(np.logical_and, kind=BOOLEAN),
+    "logical_or": PlaceFunction(np.logical_or, kind=BOOLEAN),
+    "logical_xor": PlaceFunction(np.logical_xor, kind=BOOLEAN),
 }
 register_elementwise(FUNCTIONS)
 
@@ -270,7 +276,7 @@ def pull_back(y: Expr, g: Expr) -> list[Expr | None]:
 __all__ = [
     "FUNCTIONS",
     "OPPOSITE",
-    "Function",
+    "PlaceFunction",
     "add",
     "apply",
     "imag",

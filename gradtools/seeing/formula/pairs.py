@@ -30,7 +30,7 @@ _IMAGINARY_ENDS = ("im", "imag", "i")
 
 
 @dataclass(frozen=True)
-class Pair:
+class ComplexPair:
     """Two arrays that are the parts of one complex array.
 
     Attributes:
@@ -46,7 +46,7 @@ class Pair:
     whole: Expr
 
 
-def find_pairs(leaves: Sequence[Expr]) -> list[Pair]:
+def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
     """Inputs whose names differ only in re and im, real and imag, r and i."""
     by_name = {p["name"]: p for p in leaves if p.kind == "real"}
     found = []
@@ -62,12 +62,12 @@ def find_pairs(leaves: Sequence[Expr]) -> list[Pair]:
     return found
 
 
-def pair(name: str, real: Expr, imaginary: Expr) -> Pair:
+def pair(name: str, real: Expr, imaginary: Expr) -> ComplexPair:
     """The pair of these parts, with a new complex array."""
-    return Pair(name, real, imaginary, placeholder(name, real.shape, COMPLEX))
+    return ComplexPair(name, real, imaginary, placeholder(name, real.shape, COMPLEX))
 
 
-def together(real: Expr, imaginary: Expr, pairs: Sequence[Pair]) -> Expr | None:
+def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr | None:
     """The array with these parts in terms of the pairs' complex arrays; None if it stays apart."""
     known: dict[Expr, list[Expr]] = {}
     for p in pairs:
@@ -118,7 +118,7 @@ def _gathered(terms: Sequence[Expr], shape: Sequence[int]) -> Expr:
     return add(left) if left else zeros(shape)
 
 
-def _agrees(apart: Expr, whole: Expr, pairs: Sequence[Pair]) -> bool:
+def _agrees(apart: Expr, whole: Expr, pairs: Sequence[ComplexPair]) -> bool:
     """Whether both have the same value at a random point."""
     rng = np.random.default_rng(0)
     leaves = [p for p in order([apart, whole]) if p.op == "placeholder"]

@@ -22,6 +22,7 @@ def display_factors(
     named: Collection[Expr],
     entries: bool = False,
     defined: Defined | None = None,
+    opens: bool = True,
 ) -> tuple[Any, list[Expr], list[tuple[int, ...]]]:
     """Coefficient, factors and labels of x, with the products among them written out.
 
@@ -39,8 +40,8 @@ def display_factors(
         if factor in named or factor.op != "einsum" or not factor.args:
             found.append((factor, names))
             continue
-        opens = single or (sums and _flat(x) and len(factor.args) > 1)
-        if contracts(factor) and not (opens or entries):
+        linked = opens and sums and _flat(x) and len(factor.args) > 1
+        if contracts(factor) and not (single or linked or entries):
             found.append((factor, names))
             continue
         coefficient *= factor["coefficient"]

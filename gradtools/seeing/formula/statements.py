@@ -22,14 +22,14 @@ from gradtools.seeing.formula.axes import Axes
 from gradtools.seeing.formula.expressions import Expr, Program, order
 from gradtools.seeing.formula.functions import FUNCTIONS
 from gradtools.seeing.formula.typesetting import Written
-from gradtools.seeing.formula.writing import NeedsIndices, Writer
+from gradtools.seeing.formula.writing import ExpressionWriter, NeedsIndices
 
 _LONG = 60  # characters: a longer part of a line becomes a line of its own
 _SEVERAL = {"scan", "while", "cond", "eigh", "svd", "qr"}
 
 
 @dataclass(frozen=True)
-class Line:
+class Statement:
     """A line: what is said, or the head of a loop.
 
     Attributes:
@@ -55,7 +55,7 @@ class Section:
 
     title: Written
     roots: list[tuple[Expr, Written]]
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Statement] = field(default_factory=list)
 
 
 class Statements:
@@ -69,7 +69,7 @@ class Statements:
     ) -> None:
         self.sections = sections
         self.axes = Axes()
-        self.writer = Writer(self.axes)
+        self.writer = ExpressionWriter(self.axes)
         self.writer.names.update(leaves)
         self.values = everything([x for s in sections for x, _ in s.roots])
         self._matrices = {x.args[0] for x in self.values if x.op in ("half", "gaps")}
@@ -147,7 +147,7 @@ class Statements:
         weight = self._weight(x)
         if x in self.writer.names or _is_plain(x):
             return False
-        return x.op in _SEVERAL or (self._uses[x] > 1 and weight >= 2)
+        return x.op in _SEVERAL or (self._uses[x] > 1 and weight >= 2 and not _divides(x))
 
     def _weight(self, x: Expr) -> float:
         """How much there is to read in x, up to what has a name; its arguments come first."""
@@ -384,28 +384,28 @@ class Statements:
         if x in self.writer.names:
             self.writer.define(x)
 
-    def _root(self, x: Expr, written: Written) -> Line:
+    def _root(self, x: Expr, written: Written) -> Statement:
         own = self.writer.names.get(x)
         left = self._at_end(x)
         if left is not None:
-            return Line(written, left)
+            return Statement(written, left)
         if x.op == "ruled" and x not in self._done:
             inner = x.args[x["output"]]
             if self.writer.names.get(inner) is own and inner not in self._done:
                 self._done.add(inner)
                 return self._line(inner, written)
         if own is not None and (own.text != written.text or x.op == "scan"):
-            return Line(written, own)
+            return Statement(written, own)
         return self._line(x, written)
 
-    def _line(self, x: Expr, written: Written, depth: int = 0) -> Line:
+    def _line(self, x: Expr, written: Written, depth: int = 0) -> Statement:
         own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
         try:
-            return Line(written, self._whole(x), depth)
+            return Statement(written, self._whole(x), depth)
         except NeedsIndices:
             letters = self.axes.unique(x)
             left = ts.subscript(written, "".join(letters))
-            return Line(left, self.writer.entry(x, letters), depth)
+            return Statement(left, self.writer.entry(x, letters), depth)
         finally:
             if own is not None:
                 self.writer.names[x] = own
@@ -424,8 +424,8 @@ class Statements:
                 left = ts.subscript(stem, str(y["length"]) if y["reverse"] else "0")
                 first = self.writer.whole(y.args[consts + k])
                 if left.text != first.text:
-                    section.lines.append(Line(left, first, depth))
-        section.lines.append(Line(None, _head(y, self._clock(y)), depth))
+                    section.lines.append(Statement(left, first, depth))
+        section.lines.append(Statement(None, _head(y, self._clock(y)), depth))
         start = len(section.lines)
         for x in order([body.outputs[k] for k in sorted(live)]):
             if x.op == "scan":
@@ -459,7 +459,7 @@ class Statements:
             wanted = outer if timed else ts.subscript(outer, t)
         found = self._at_end(out) or self.writer.whole(out)
         if found.text != wanted.text:
-            section.lines.append(Line(wanted, found, depth))
+            section.lines.append(Statement(wanted, found, depth))
 
     def _live(self, y: Expr) -> set[int]:
         """The outputs that somebody reads, and the carries that these need."""
@@ -540,7 +540,15 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> tuple[Counter, Count
             if _unturned(a) is not a:
                 count[a] += 1
             direct[a] += 1
+    for x in values:
+        if _divides(x):  # it is written below a line: what stands there is read as often
+            count[_unturned(x.args[0])] += count[x] - 1
     return count, direct
+
+
+def _divides(x: Expr) -> bool:
+    """Whether it is one over something."""
+    return x.op == "power" and not isinstance(x["exponent"], complex) and x["exponent"] < 0
 
 
 def _unturned(x: Expr) -> Expr:

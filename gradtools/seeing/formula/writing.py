@@ -3,13 +3,13 @@
 Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
 elementwise product as a circled dot, sums over axes by their letters. Axes align by their
 letters, so a broadcast leaves no trace. Where whole arrays do not say it (three axes and more,
-the same axis twice), `Writer.whole` raises `NeedsIndices`, and the statement is written entry by
-entry with `Writer.entry`.
+the same axis twice), `ExpressionWriter.whole` raises `NeedsIndices`, and the statement is written
+entry by entry with `ExpressionWriter.entry`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -50,7 +50,7 @@ class NeedsIndices(Exception):
     """Whole arrays do not say it."""
 
 
-class Writer:
+class ExpressionWriter:
     """Writes expressions.
 
     Attributes:
@@ -161,11 +161,22 @@ class Writer:
     # Products.
 
     def _product(self, x: Expr) -> Written:
-        coefficient, factors, labels = display_factors(x, self.names, False, self.defined)
+        try:
+            return self._product_of(x, True)
+        except NeedsIndices:
+            return self._product_of(x, False)
+
+    def _product_of(self, x: Expr, opens: bool) -> Written:
+        """A product; whether sums inside of it may become links of one chain."""
+        coefficient, factors, labels = display_factors(
+            x, self.names, False, self.defined, opens=opens
+        )
         found = self._as_trace(x, factors, labels)
         f = Factors(coefficient, factors, labels, x)
         if found is None:
             f.apart()
+            if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+                return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
             with self._mean_inside(f):
                 found = self._core(f)
         else:
@@ -278,17 +289,22 @@ class Writer:
 
     def _as_chain(self, f: Factors) -> Written | None:
         """Products of matrices and vectors."""
-        if f.below or not f.arrays or (self._is_mean(f) and len(f.out) < 2):
+        if not f.arrays or (self._is_mean(f) and len(f.out) < 2):
             return None
-        found = chain(f, self.axes)
-        if found is None:
+        found, divided = chain(f, self.axes), _divided(f)
+        if found is None or divided is None:
             return None
-        pieces = [self._link(group, flipped) for group, flipped in found]
+        pieces = [self._link(group, flipped, divided) for group, flipped in found]
         if not f.out and found[0][0][0].rank == 2:
             return function("tr", [join(pieces, " ", " ", PRODUCT)])
         return join(pieces, " ", " ", PRODUCT)
 
-    def _link(self, group: list[Expr], flipped: bool) -> Written:
+    def _link(self, group: list[Expr], flipped: bool, divided: Mapping[Expr, Expr]) -> Written:
+        by = [divided[g] for g in group if g in divided]
+        if by:
+            top = self._hadamard([self.whole(g).at(PRODUCT) for g in group])
+            written = bracket(over(top, self._hadamard([self.whole(b) for b in by])))
+            return superscript(written, "ᵀ", r"\top") if flipped else written
         if group[0].op == "identity" and len(group) == 2:
             return function("diag", [self.whole(group[1])])
         if len(group) == 1:
@@ -358,12 +374,15 @@ class Writer:
             return pieces[0]
         return join([p.at(PRODUCT) for p in pieces], " ⊙ ", r" \odot ", PRODUCT)
 
-    def _with_scalars(self, f: Factors, core: Written | None) -> Written:
+    def _with_scalars(
+        self, f: Factors, core: Written | None, below: Sequence[Written] = ()
+    ) -> Written:
         up = [self.whole(s).at(PRODUCT) for s, _ in self._sorted((s, ()) for s in f.scalars)]
         down = [self.whole(s) for s in f.scalars_below]
-        coefficient, below = _apart(f.coefficient)
-        if below is not None:
-            down = [below, *down]
+        coefficient, number_below = _apart(f.coefficient)
+        if number_below is not None:
+            down = [number_below, *down]
+        down += [self._hadamard([*below])] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
         pieces = ([number(coefficient).at(PRODUCT)] if coefficient != 1 else []) + up
@@ -435,6 +454,18 @@ class Writer:
         self.notes[text] = None
 
 
+def _divided(f: Factors) -> dict[Expr, Expr] | None:
+    """Which matrix each vector below the line divides along one axis, if that is plain."""
+    found: dict[Expr, Expr] = {}
+    for vector, names in f.below:
+        hosts = [a for a, there in f.arrays if len(there) == 2 and set(names) < set(there)]
+        hosts = [a for a in hosts if a not in found and [b for b, _ in f.arrays].count(a) == 1]
+        if len(names) != 1 or not hosts:
+            return None
+        found[hosts[0]] = vector
+    return found
+
+
 def _is_whole(f: Factors) -> bool:
     """Whether all factors have all axes of the result in its order, and nothing is summed."""
     entries = (*f.arrays, *f.below)
@@ -467,4 +498,4 @@ def _apart(coefficient: Any) -> tuple[Any, Written | None]:
     return coefficient, None
 
 
-__all__ = ["NeedsIndices", "Writer"]
+__all__ = ["NeedsIndices", "ExpressionWriter"]

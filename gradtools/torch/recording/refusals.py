@@ -1,7 +1,7 @@
 """The errors with which PyTorch itself refuses to lose a gradient, and the kinds of loss they are.
 
-An error is known by a part of its text; the corpus `tests/torch_lost_gradients.py` raises each,
-so that a new wording is noticed.
+An error is known by a part of its text; the corpus `tests/support/torch_lost_gradients.py` raises
+each, so that a new wording is noticed.
 """
 
 from __future__ import annotations

@@ -198,6 +198,9 @@ class FormulaRecorder:
             return out
         if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
             return func(*args, **kwargs)
+        if name.removeprefix("_foreach_").rstrip("_") in _OF_EACH and name.startswith("_foreach_"):
+            with again():
+                return _each(name, args, kwargs)
         writes = list(written(func, args, kwargs))
         bound = self._bound(func, args, kwargs)
         translation = self.operations.get(_functional(name, bool(writes)))
@@ -429,6 +432,24 @@ class Functions(TorchFunctionMode):
 
 
 _SAME = frozenset({"alias", "lift_fresh", "lift", "detach"})
+_OF_EACH = frozenset(
+    ["add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "zero"]
+    + ["copy", "lerp", "addcmul", "addcdiv"]
+)
+
+
+def _each(name: str, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """An operation on lists of tensors, one tensor after the other."""
+    base = name.removeprefix("_foreach_")
+    operation = getattr(torch.ops.aten, base)
+    if base.startswith("addc") and len(args) > 3:
+        args, kwargs = args[:3], {**kwargs, "value": args[3]}
+    at = lambda x, k: x[k] if isinstance(x, list | tuple) else x
+    found = [
+        operation(*(at(x, k) for x in args), **{key: at(x, k) for key, x in kwargs.items()})
+        for k in range(len(args[0]))
+    ]
+    return None if base.endswith("_") else found
 
 
 def _decomposition(func: Any) -> Any:

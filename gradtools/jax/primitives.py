@@ -1,0 +1,210 @@
+"""The primitives that a rule becomes in a jaxpr, and what each of them computes.
+
+The linear primitives take what the maps read, then those tangents (or cotangents) that are not
+zero; the static masks `given` and `wanted` say which these are and which ones are asked for,
+and `outs` what comes out. How they are differentiated and batched stands in `rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching, mlir
+
+from gradtools.jax import jaxprs
+from gradtools.jax._upstream import Primitive, prints_as
+from gradtools.jax.lifetimes import LIFE, MortalPrimitive, mortal, recalled, remembered
+from gradtools.jax.manual_axes import varies, with_varying_tangent
+from gradtools.jax.trees import is_inexact
+from gradtools.rules import Rule, spread
+
+Mask = tuple[bool, ...]
+
+
+def as_arrays(xs: Sequence[Any]) -> list[Any]:
+    """The same with arrays for numbers, which JAX hands on as they were given."""
+    return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
+
+
+def promoting(rule: Rule) -> Any:
+    """An edit's own arithmetic, a real scale times a complex cotangent, however strict JAX is."""
+    return jax.numpy_dtype_promotion("standard") if rule.identity else nullcontext()
+
+
+def eval_primal(*xs: Any, rule: Rule) -> list[Any]:
+    """What the rule's function gives."""
+    return list(rule.primal(*as_arrays(xs)))
+
+
+def _evaluation(*xs: Any, rule: Rule) -> list[Any]:
+    """Outputs and extras in one, so that both are dropped or recomputed together."""
+    return eval_forward(rule, as_arrays(xs))
+
+
+def _value(*operands: Any, rule: Rule, xs: int) -> list[Any]:
+    return list(operands[xs : len(operands) - rule.extras])
+
+
+def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
+    """The rule's tangent map."""
+    n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
+    assert rule.tangent is not None
+    with promoting(rule):
+        return rule.tangent(operands[:n], spread(operands[n:], given))
+
+
+def eval_cotangent(*operands: Any, rule: Rule, given: Mask, wanted: Mask, xs: Any, ys: Any) -> Any:
+    """The rule's cotangent map; of its results those that are wanted."""
+    n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
+
+    def run(*operands: Any) -> list[Any]:
+        assert rule.cotangent is not None
+        with promoting(rule):
+            found = rule.cotangent(operands[:n], spread(operands[n:], given))
+        return [ct for ct, w in zip(found, wanted, strict=True) if w]
+
+    return run(*operands) if rule.flow is None else without_the_rest(run, operands)
+
+
+def without_the_rest(run: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """`run(*operands)` without the equations of which no result is used.
+
+    Under jit XLA leaves them out; outside nobody else would.
+    """
+    closed = jax.make_jaxpr(run)(*operands)
+    return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
+
+
+def eval_forward(maps: Rule, xs: Any) -> list[Any]:
+    """Outputs and extras of a linearized rule."""
+    assert maps.forward is not None
+    if not maps.extras:
+        return list(maps.forward(*[jax.lax.stop_gradient(x) for x in xs]))
+    return list(
+        maps.forward(*[with_varying_tangent(x) if varies(x) and is_inexact(x) else x for x in xs])
+    )
+
+
+def _define(
+    name: str, run: Callable[..., list[Any]], abstract: Callable[..., Any]
+) -> MortalPrimitive:
+    primitive = MortalPrimitive(name, "rule")
+    primitive.def_impl(mortal(run))
+    primitive.def_abstract_eval(mortal(abstract))
+    mlir.register_lowering(primitive, mlir.lower_fun(mortal(run), multiple_results=True))
+    return primitive
+
+
+def _traced_outs(run: Callable[..., list[Any]]) -> Callable[..., Any]:
+    def abstract(*avals: Any, **params: Any) -> list[Any]:
+        # `make_jaxpr`, not `eval_shape`: its avals keep weak types and, under shard_map, the
+        # axes over which a value varies.
+        return list(jaxpr_of(run, tuple(avals), params).out_avals)
+
+    return abstract
+
+
+def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
+    """What a primitive with these parameters computes; traced once while its rule lives."""
+    params = {name: value for name, value in params.items() if name != LIFE}
+    make = lambda: jax.make_jaxpr(lambda *xs: run(*xs, **params))(*avals)
+    return remembered(params["rule"], _jaxpr_key(run, avals, params), make)
+
+
+def _jaxpr_key(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> tuple[Any, ...]:
+    return run, avals, tuple([item for item in params.items() if item[0] not in ("rule", LIFE)])
+
+
+primal_p = _define("gradtools_primal", eval_primal, _traced_outs(eval_primal))
+evaluation_p = _define("gradtools_evaluation", _evaluation, _traced_outs(_evaluation))
+value_p = _define("gradtools_value", _value, _traced_outs(_value))
+tangent_p = _define("gradtools_tangent", eval_tangent, lambda *operands, ys, **_: list(ys))
+cotangent_p = _define("gradtools_cotangent", eval_cotangent, lambda *operands, xs, **_: list(xs))
+
+
+def _flowing(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
+    assert rule.flow is not None
+    return list(rule.flow(*operands[:xs]))
+
+
+def _flow(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `tracing`: the jaxpr of an equation of a primitive, if its rule's data flow counts."""
+
+    def flow(eqn: Any) -> Any:
+        if eqn.params["rule"].flow is None:
+            return None
+        return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+    return flow
+
+
+primal_p.gradtools_flow = value_p.gradtools_flow = _flow(_flowing)
+tangent_p.gradtools_flow, cotangent_p.gradtools_flow = _flow(eval_tangent), _flow(eval_cotangent)
+
+
+def _program(run: Callable[..., list[Any]]) -> Callable[[Any], Any]:
+    """For `homogeneous`: the jaxpr of what an equation of a primitive computes."""
+    return lambda eqn: jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
+
+
+primal_p.gradtools_program = _program(eval_primal)
+evaluation_p.gradtools_program = _program(_evaluation)
+tangent_p.gradtools_program, cotangent_p.gradtools_program = (
+    _program(eval_tangent),
+    _program(eval_cotangent),
+)
+reverse_only_p = Primitive("gradtools_reverse_only")
+reverse_only_p.multiple_results = True
+reverse_only_p.def_impl(lambda *xs, name: list(xs))
+reverse_only_p.def_abstract_eval(lambda *avals, name: list(avals))
+mlir.register_lowering(
+    reverse_only_p, mlir.lower_fun(lambda *xs, name: list(xs), multiple_results=True)
+)
+reverse_only_p.__doc__ = "Marks, in a jaxpr, a function that forward mode cannot enter."
+
+
+def _mark_batch(args: Any, dims: Any, name: str) -> Any:
+    return reverse_only_p.bind(*args, name=name), dims
+
+
+batching.primitive_batchers[reverse_only_p] = _mark_batch
+
+
+# --- what a printed jaxpr says of them ---------------------------------------------------
+
+
+def _shown_value(eqn: Any) -> dict[str, Any]:
+    """As of a `custom_jvp` or `custom_vjp`: its name, its program and its author's functions."""
+    rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
+    run = eval_primal if eqn.primitive is primal_p else _evaluation
+    full = rule if rule.used is None else rule.whole
+    program = recalled(full, _jaxpr_key(run, avals, eqn.params))
+    shown = {} if program is None else {"call_jaxpr": program}
+    if rule.used is not None:
+        shown["used"] = list(rule.used)
+    if rule.called:
+        shown |= {**dict(rule.called), "symbolic_zeros": bool(rule.symbolic)}
+    return {"name": rule.name, **dict(sorted(shown.items()))}
+
+
+def _shown_map(eqn: Any) -> dict[str, Any]:
+    """As of the linear half of a `custom_vjp`; `num_res` is how much it reads."""
+    rule, given = eqn.params["rule"], eqn.params["given"]
+    shown = {
+        "in_zeros": [not g for g in given],
+        "num_res": len(eqn.invars) - sum(given),
+        "symbolic_zeros": bool(rule.symbolic),
+    }
+    of = dict(rule.called) or {"name": rule.name}
+    return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))
+
+
+prints_as(primal_p, _shown_value)
+prints_as(evaluation_p, _shown_value)
+prints_as(value_p, lambda eqn: {"name": eqn.params["rule"].name})
+prints_as(tangent_p, _shown_map)
+prints_as(cotangent_p, _shown_map)

@@ -1,0 +1,122 @@
+"""How the arguments of a function part into static ones and the rest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+
+
+def _signature(fun: Any) -> inspect.Signature | None:
+    """None for what takes its arguments by position: a builtin, one of NumPy's ufuncs."""
+    if isinstance(inspect.unwrap(fun), np.ufunc):
+        return None
+    try:
+        found = inspect.signature(fun)
+        if isinstance(fun, partial):  # what it has fixed by name is no argument any more
+            free = [p for p in found.parameters.values() if p.name not in fun.keywords]
+            return found.replace(parameters=free)
+        return found
+    except (TypeError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How a call's arguments part into static ones and the rest, each in the signature's order."""
+
+    signature: inspect.Signature | None
+    names: tuple[str, ...]
+    static: tuple[bool, ...]
+    keyword_only: tuple[bool, ...]
+    star: str | None = None  # the name of *args, which stand before the keyword-only ones
+
+    @classmethod
+    def positional(cls, name: str, fun: Any) -> Parameters:
+        """Those of a kernel, which is called by position; its keyword-only ones keep a default."""
+        found = _signature(fun)
+        every = list(found.parameters.values()) if found else []
+        unset = [p.name for p in every if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        if unset:
+            raise GradtoolsError(
+                f"host_function: {name} has the keyword-only argument {unset[0]!r}, and a kernel "
+                "gets its arguments by position. Wrap it in a function that takes it so."
+            )
+        kept = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if found is None or len(kept) < len([p for p in every if p.kind is not p.KEYWORD_ONLY]):
+            return cls(None, (), (), ())
+        count = len(kept)
+        names = tuple([p.name for p in kept])
+        return cls(found.replace(parameters=kept), names, (False,) * count, (False,) * count)
+
+    @classmethod
+    def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
+        """Those of a function."""
+        signature = _signature(fun)
+        found = list(signature.parameters.values()) if signature else []
+        unknown = [s for s in static_argnames if s not in [p.name for p in found]]
+        if unknown:
+            raise GradtoolsError(
+                f"custom_rule: static_argnames names {unknown[0]!r}, but {name} has the "
+                f"arguments {', '.join(p.name for p in found) or 'none'}."
+            )
+        if any(p.kind is p.VAR_KEYWORD for p in found):
+            raise GradtoolsError(
+                f"custom_rule: {name} takes **{found[-1].name}, and a rule gets its arguments by "
+                "position. Name them in the signature, or pass a dict as one argument."
+            )
+        fixed = [p for p in found if p.kind is not p.VAR_POSITIONAL]
+        rest = [i for i, p in enumerate(found) if p.kind is p.VAR_POSITIONAL]
+        if signature is None or (rest and not fixed):
+            return cls(signature, (), (), ())
+        return cls(
+            signature,
+            tuple([p.name for p in fixed]),
+            tuple([p.name in static_argnames for p in fixed]),
+            tuple([p.kind is p.KEYWORD_ONLY for p in fixed]),
+            found[rest[0]].name if rest else None,
+        )
+
+    @property
+    def statics(self) -> list[str]:
+        """The names of the static arguments, in order."""
+        return [name for name, s in zip(self.names, self.static, strict=True) if s]
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """`(statics, rest)` of a call."""
+        if not self.names:
+            if kwargs and self.signature is not None:
+                call = self.signature.bind(*args, **kwargs)
+                return (), call.args
+            return (), args
+        more: tuple[Any, ...] = ()
+        if kwargs or len(args) != len(self.names) or any(self.keyword_only) or self.star:
+            assert self.signature is not None
+            call = self.signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            args = tuple([call.arguments[name] for name in self.names])
+            more = call.arguments[self.star] if self.star else ()
+        if not more and not any(self.static):
+            return (), args
+        every = list(zip(args, self.static, self.keyword_only, strict=True))
+        first, last = ([a for a, s, o in every if not s and o is only] for only in (False, True))
+        return tuple([a for a, s, _ in every if s]), (*first, *more, *last)
+
+    def call(self, fun: Callable[..., Any], statics: Sequence[Any], rest: Sequence[Any]) -> Any:
+        """`fun` with the arguments of `bound`."""
+        if not self.names:
+            return fun(*rest)
+        moving = [k for s, k in zip(self.static, self.keyword_only, strict=True) if not s]
+        first, stop = moving.count(False), len(rest) - moving.count(True)
+        own, more = iter([*rest[:first], *rest[stop:]]), rest[first:stop]
+        fixed = iter(statics)
+        values = [next(fixed) if s else next(own) for s in self.static]
+        named = list(zip(self.names, values, self.keyword_only, strict=True))
+        positional = [v for _, v, k in named if not k]
+        return fun(*positional, *more, **{n: v for n, v, k in named if k})

@@ -1,0 +1,1 @@
+"""Both frameworks in one process: they agree, or one is inside the other."""

@@ -1,0 +1,546 @@
+"""How a bridged function is called: arguments, memory, captures, transforms, refusals."""
+
+import doctest
+import gc
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import weakref
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import gradtools.jax as gj
+import gradtools.torch as gt
+from gradtools import GradtoolsError, bridge
+from gradtools.jax.arrays import X64
+
+
+def rows(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def near(found, expected, tolerance=1e-12):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    scale = max(1.0, np.max(np.abs(expected), initial=0.0))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+def in_torch(x, w, n=2):
+    return {"y": torch.tanh(x @ w) ** n, "s": [torch.sin(x).sum()]}
+
+
+def in_jax(x, w, n=2):
+    return {"y": jnp.tanh(x @ w) ** n, "s": [jnp.sin(x).sum()]}
+
+
+def loss(f):
+    return lambda x, w: (f(x, w, n=3)["y"] ** 2).sum() + f(x, w)["s"][0] ** 3
+
+
+X, W = rows(3, 4), rows(4, 2, seed=1)
+
+IN_JAX = {
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "jit of grad": lambda f: jax.jit(jax.grad(f, (0, 1))),
+    "forward over reverse": lambda f: jax.jit(jax.jacfwd(jax.grad(f, 1), 1)),
+    "reverse over reverse": lambda f: jax.jit(jax.jacrev(jax.grad(f, 1), 1)),
+    "reverse over forward": lambda f: jax.jit(jax.jacrev(jax.jacfwd(f, 1), 1)),
+    "forward over forward": lambda f: jax.jit(jax.jacfwd(jax.jacfwd(f, 1), 1)),
+    "third order": lambda f: jax.jit(
+        jax.grad(lambda x, w: (jax.hessian(f, 1)(x, w) ** 2).sum(), (0, 1))
+    ),
+    "third order, forward": lambda f: jax.jit(
+        lambda x, w: jax.jvp(lambda w: jax.hessian(f, 1)(x, w), (w,), (w,))[1]
+    ),
+    "scan": lambda f: jax.jit(
+        jax.grad(
+            lambda x, w: jax.lax.scan(
+                lambda c, _: (c - 0.1 * jax.grad(f)(c, w), None), x, None, length=3
+            )[0].sum(),
+            (0, 1),
+        )
+    ),
+    "cond": lambda f: jax.jit(
+        jax.grad(lambda x, w: jax.lax.cond(x[0, 0] > 9, lambda *a: 0.0, f, x, w))
+    ),
+    "checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f), (0, 1))),
+    "vmap of grad": lambda f: (
+        lambda x, w: jax.vmap(jax.grad(f), (0, None))(jnp.stack([x, 2 * x]), w)
+    ),
+    "jit of vmap of grad": lambda f: jax.jit(
+        lambda x, w: jax.vmap(jax.grad(f, (0, 1)), (0, None))(jnp.stack([x, 2 * x]), w)
+    ),
+    "vmap of vmap": lambda f: jax.jit(
+        lambda x, w: jax.vmap(jax.vmap(f, (None, 0)), (0, None))(
+            jnp.stack([x, 2 * x]), jnp.stack([w, 3 * w, -w])
+        )
+    ),
+    "gradtools' hvp": lambda f: lambda x, w: gj.hvp(f, (x, w), (x, w))[1],
+    "gradtools' reversal": lambda f: (
+        lambda x, w: gj.grad(lambda x, w: f(gj.reverse_gradient(x), w))(x, w)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_JAX)
+def test_a_torch_function_composes_with_the_transforms_of_jax(name):
+    of = IN_JAX[name]
+    found = of(loss(bridge.to_jax(in_torch)))(jnp.asarray(X), jnp.asarray(W))
+    expected = of(loss(in_jax))(jnp.asarray(X), jnp.asarray(W))
+    jax.tree.map(near, found, expected)
+
+
+def backward(f):
+    def both(x, w):
+        x, w = (a.detach().clone().requires_grad_() for a in (x, w))
+        f(x, w).backward()
+        return x.grad, w.grad
+
+    return both
+
+
+def pushed(f):
+    def along(x, w):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, 2 * x)
+            return torch.autograd.forward_ad.unpack_dual(f(dual, w)).tangent
+
+    return along
+
+
+func = torch.func
+IN_TORCH = {
+    "backward": backward,
+    "dual numbers": pushed,
+    "func.grad": lambda f: func.grad(f, (0, 1)),
+    "forward over reverse": lambda f: func.jacfwd(func.grad(f, 1), 1),
+    "reverse over reverse": lambda f: func.jacrev(func.grad(f, 1), 1),
+    "reverse over forward": lambda f: func.jacrev(func.jacfwd(f, 1), 1),
+    "forward over forward": lambda f: func.jacfwd(func.jacfwd(f, 1), 1),
+    "double backward": lambda f: lambda x, w: gt.hvp(f, (x, w), (x, w))[1],
+    "third order": lambda f: func.grad(lambda x, w: (func.hessian(f, 1)(x, w) ** 2).sum(), (0, 1)),
+    "vmap of grad": lambda f: (
+        lambda x, w: func.vmap(func.grad(f), (0, None))(torch.stack([x, 2 * x]), w)
+    ),
+    "checkpoint": lambda f: backward(
+        lambda x, w: torch.utils.checkpoint.checkpoint(f, x, w, use_reentrant=False)
+    ),
+    "gradtools' checkpoint": lambda f: backward(gt.checkpoint(f)),
+    "compile of grad": lambda f: torch.compile(func.grad(f, (0, 1)), backend="eager"),
+    "backward of compile": lambda f: backward(
+        torch.compile(f, backend="aot_eager", fullgraph=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_a_jax_function_composes_with_the_transforms_of_torch(name):
+    of = IN_TORCH[name]
+    found = of(loss(bridge.to_torch(in_jax)))(torch.from_numpy(X), torch.from_numpy(W))
+    expected = of(loss(in_torch))(torch.from_numpy(X), torch.from_numpy(W))
+    torch.utils._pytree.tree_map(lambda a, b: near(a.detach(), b.detach()), found, expected)
+
+
+def test_a_zero_without_memory_arrives_as_zeros():
+    zero = torch._efficientzerotensor(3, 4, dtype=torch.float64)  # as forward mode makes them
+    for t in (zero, zero.T, zero.conj()):
+        near(bridge.to_torch(lambda a: a @ a.T)(t), np.zeros((t.shape[0],) * 2))
+
+
+@pytest.mark.parametrize("mix", [*map("".join, itertools.product("fr", repeat=3))])
+def test_each_mix_of_modes_in_torch_is_the_native_one_at_third_order(mix):
+    args = torch.from_numpy(X), torch.from_numpy(W)
+    found, expected = loss(bridge.to_torch(in_jax)), loss(in_torch)
+
+    def along(h, mode):
+        if mode == "f":
+            return lambda *xs: func.jvp(h, xs, args)[1]
+        return lambda *xs: sum(
+            (g * x).sum() for g, x in zip(func.grad(h, (0, 1))(*xs), args, strict=True)
+        )
+
+    for mode in mix:
+        found, expected = along(found, mode), along(expected, mode)
+    near(found(*args), expected(*args))
+
+
+def test_a_round_trip_is_the_function_at_both_orders():
+    there_and_back = bridge.to_torch(lambda *args, **kw: bridge.to_jax(in_torch)(*args, **kw))
+    x, w = torch.from_numpy(X), torch.from_numpy(W)
+    found = gt.hvp(loss(there_and_back), (x, w), (x, w))
+    expected = gt.hvp(loss(in_torch), (x, w), (x, w))
+    torch.utils._pytree.tree_map(lambda a, b: near(a, b), found, expected)
+    back_and_there = bridge.to_jax(lambda *args, **kw: bridge.to_torch(in_jax)(*args, **kw))
+    x, w = jnp.asarray(X), jnp.asarray(W)
+    jax.tree.map(near, jax.grad(loss(back_and_there))(x, w), jax.grad(loss(in_jax))(x, w))
+
+
+def test_a_bare_round_trip_is_the_function_itself():
+    assert bridge.to_torch(bridge.to_jax(in_torch)) is in_torch
+    assert bridge.to_jax(bridge.to_torch(in_jax)) is in_jax
+
+
+def test_complex_gradients_are_each_frameworks_own_convention():
+    z = np.array([1 + 2j, -0.5j])
+    f = bridge.to_jax(lambda z: (torch.abs(z) ** 2 * torch.real(z)).sum())
+    native = lambda z: (jnp.abs(z) ** 2 * jnp.real(z)).sum()
+    for of in (jax.grad, gj.grad, lambda f: jax.jit(jax.grad(f))):
+        near(of(f)(jnp.asarray(z)), of(native)(jnp.asarray(z)))
+    near(gj.grad(f)(jnp.asarray(z)), 2 * z * z.real + abs(z) ** 2)  # by hand: df/dRe + i df/dIm
+    g = bridge.to_torch(native)
+    near(gt.grad(g)(torch.from_numpy(z)), 2 * z * z.real + abs(z) ** 2)
+
+
+def test_integers_booleans_numbers_and_words_go_across_and_have_no_derivative():
+    def f(x, rows, mask, scale, how):
+        y = torch.where(mask, x[rows], torch.zeros(()).to(x)) * scale
+        return (y**3 if how == "cube" else y), x.argmax(), mask.any()
+
+    args = (jnp.asarray(X), jnp.asarray([0, 2]), jnp.asarray([True, False, True, True]))
+    y, where, any_ = bridge.to_jax(f)(*args, 2.0, how="cube")
+    assert where.dtype == jnp.int64 and int(where) == X.argmax() and bool(any_)
+    near(y, (np.where([True, False, True, True], X[[0, 2]], 0) * 2) ** 3)
+    by = lambda f: jax.grad(lambda x: f(x)[0].sum(), allow_int=True)
+    found = by(lambda x: bridge.to_jax(f)(x, *args[1:], 2.0, how="cube"))(args[0])
+    expected = np.zeros_like(X)
+    expected[[0, 2]] = np.where([True, False, True, True], 24 * X[[0, 2]] ** 2, 0)
+    near(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "complex128"])
+def test_each_dtype_and_shape_keeps_its_bits_both_ways_traced_or_not(dtype, shape):
+    x = jnp.asarray(rows(*shape) * 3).astype(dtype)
+    same = bridge.to_jax(lambda t: t.clone())
+    for f in (same, jax.jit(same), bridge.to_jax(lambda t: bridge.to_torch(lambda a: a)(t))):
+        assert f(x).dtype == x.dtype and f(x).shape == x.shape
+        assert np.array_equal(np.asarray(f(x)), np.asarray(x))
+
+
+def test_arrays_are_not_copied_on_their_way_in_or_out():
+    seen = []
+    f = bridge.to_jax(lambda t: seen.append(t.data_ptr()) or t + 1)
+    x = jnp.ones((50, 50))
+    f(x)  # looked at, on a copy
+    y = f(x)
+    assert seen[-1] == x.unsafe_buffer_pointer() != y.unsafe_buffer_pointer()
+    inside = []
+    g = bridge.to_torch(lambda a: inside.append(a.unsafe_buffer_pointer()) or a + 1, jit=False)
+    t = torch.ones(50, 50)
+    g(t)
+    assert inside == [t.data_ptr()]
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_results_are_not_copied_unless_somebody_else_holds_them(compiling):
+    """Nor where dynamo has once refused a function: a caller then holds what it calls with."""
+    if compiling:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(lambda t: t.tolist() and print(t), fullgraph=True)(torch.ones(1))
+    pointers, table = [], torch.zeros(40, 40)
+
+    def f(t, fresh):
+        y = (t * 2).T if fresh else table
+        pointers.append(y.data_ptr())
+        return y
+
+    cross = bridge.to_jax(f)
+    x = jnp.ones((40, 40))
+    for _ in range(2):
+        y = cross(x, True)
+    assert y.unsafe_buffer_pointer() == pointers[-1]
+    z = cross(x, False)
+    table.add_(1)
+    assert float(jnp.abs(z).max()) == 0 and z.unsafe_buffer_pointer() != table.data_ptr()
+
+
+def test_a_tensor_written_after_the_call_changes_no_result():
+    t = torch.ones(30, 30)
+    for f in (lambda a: a, lambda a: a @ a, lambda a: (a, a.T)):
+        y = bridge.to_torch(f)(t)
+        before = [u.clone() for u in (y if isinstance(y, tuple) else (y,))]
+        t.add_(1)
+        after = y if isinstance(y, tuple) else (y,)
+        assert all(map(torch.equal, before, after))
+
+
+def test_writing_in_a_result_changes_nothing_of_jax():
+    table = jnp.zeros(3)
+    for jit in (True, False):
+        y, z = bridge.to_torch(lambda a: (table, table), jit=jit)(torch.ones(1))
+        y.add_(1)
+        assert float(table.sum()) == 0 and float(z.sum()) == 0
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_a_function_that_writes_in_its_argument_gets_a_copy(around):
+    f = around(bridge.to_jax(lambda t: t.add_(1) * 2))
+    x = jnp.zeros(4)
+    for _ in range(3):
+        near(f(x), 2 * np.ones(4))
+        near(x, np.zeros(4))
+
+
+def test_a_function_that_writes_later_than_at_its_first_call_is_told():
+    calls = []
+    f = bridge.to_jax(lambda t: (calls.append(1), t.add_(1) if len(calls) > 3 else t * 1)[1])
+    f(jnp.zeros(4))
+    with pytest.raises(GradtoolsError, match=r"to_jax: .* wrote in its argument 0"):
+        f(jnp.zeros(4))
+
+
+def test_a_function_that_keeps_its_argument_gets_a_copy():
+    kept, x = [], jnp.ones(40)
+    f = bridge.to_jax(lambda t: (kept.append(t), t * 2)[1])
+    for _ in range(3):
+        f(x)
+        kept[-1].zero_()
+    near(x, np.ones(40))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_a_bridged_function_has_its_gradient_in_inference_mode(around):
+    f = bridge.to_jax(lambda t: t.sin().sum())
+    with torch.inference_mode():
+        near(around(jax.grad(f))(jnp.ones(3)), np.cos(np.ones(3)))
+
+
+def test_results_live_as_long_as_they_are_used():
+    x = jnp.arange(1000.0)
+    y = bridge.to_jax(lambda t: t + 1)(x)
+    t = bridge.to_torch(lambda a: a + 1)(torch.arange(1000.0))
+    del x
+    gc.collect()
+    junk = [rows(1000) for _ in range(200)]
+    near(y, np.arange(1000.0) + 1)
+    near(t, np.arange(1000.0) + 1)
+    assert len(junk) == 200
+
+
+def test_a_bridged_function_and_what_it_closes_over_are_freed():
+    class Big:
+        pass
+
+    big = Big()
+    gone = weakref.ref(big)
+
+    def f(t, big=big):
+        return t * 2
+
+    cross = bridge.to_jax(f)
+    jax.grad(lambda x: cross(x).sum())(jnp.ones(2))
+    f = big = cross = None
+    for _ in range(3):
+        gc.collect()
+    assert gone() is None
+
+
+# --- shapes, captures, refusals ----------------------------------------------------------
+
+
+def test_under_jit_the_function_is_not_run_to_tell_its_shapes():
+    calls = []
+
+    def f(t):
+        calls.append(type(t).__name__)
+        return t.reshape(-1)[:3]
+
+    cross = bridge.to_jax(f)
+    assert jax.eval_shape(cross, jnp.ones((2, 3))).shape == (3,)
+    assert calls == ["FakeTensor"]
+
+
+def test_a_shape_that_depends_on_values_is_said_by_out():
+    f = lambda t: t[t > 0] * 2
+    x = jnp.asarray([1.0, -1.0, 2.0])
+    near(bridge.to_jax(f)(x), [2, 4])
+    with pytest.raises(GradtoolsError, match=r"to_jax: what <lambda> returns .* out=Spec\(shape"):
+        jax.jit(bridge.to_jax(f))(x)
+    told = jax.jit(bridge.to_jax(f, out=gj.Spec((2,), "float64")))
+    near(told(x), [2, 4])
+    near(jax.grad(lambda x: (told(x) ** 2).sum())(x), [8, 0, 16])
+    told = bridge.to_jax(f, out=lambda t: gj.Spec((t.shape[0] - 1,), t.dtype))
+    near(jax.jit(told)(x), [2, 4])
+
+
+def test_a_captured_parameter_is_refused_by_name_where_a_derivative_is_asked():
+    net = torch.nn.Linear(3, 2).double()
+    f = bridge.to_jax(lambda t: net(t))
+    x = jnp.ones(3)
+    assert f(x).shape == (2,)
+    with pytest.raises(
+        GradtoolsError, match=r"to_jax: .*closes over 'weight' of Linear, which req"
+    ):
+        jax.grad(lambda x: f(x).sum())(x)
+    with pytest.raises(Exception, match="closes over 'weight' of Linear, which requires grad"):
+        jax.jit(jax.grad(lambda x: f(x).sum()))(x)
+    net.requires_grad_(False)
+    f = bridge.to_jax(lambda t: net(t))
+    near(jax.grad(lambda x: f(x).sum())(x), net.weight.sum(0))
+
+
+def test_a_captured_array_that_jax_differentiates_is_refused_by_name():
+    def outer(w):
+        return jnp.asarray(bridge.to_torch(lambda x: x * w)(torch.ones(2)).numpy()).sum()
+
+    with pytest.raises(GradtoolsError, match=r"to_torch: .*closes over an array that JAX"):
+        jax.grad(outer)(1.0)
+
+
+def test_random_numbers_and_written_buffers_are_refused_by_name():
+    dropout, norm = torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3).double()
+    before = torch.get_rng_state()
+    with pytest.raises(GradtoolsError, match=r"to_jax: .*draws random numbers"):
+        bridge.to_jax(lambda t: dropout(t))(jnp.ones(3))
+    assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(
+        GradtoolsError, match=r"to_jax: .*writes in place in '[a-z_]+' of BatchNorm1d"
+    ):
+        bridge.to_jax(lambda t: norm(t))(jnp.ones((2, 3)))
+
+
+DRAWS = {
+    "NumPy's stream": lambda: np.random.rand,
+    "Python's stream": lambda: random.random,
+    "a generator": lambda: partial(torch.rand, (), generator=torch.Generator()),
+    "a counter": lambda: itertools.count(1).__next__,
+}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.grad])
+@pytest.mark.parametrize("which", DRAWS)
+def test_a_function_of_more_than_its_arguments_is_refused(which, around):
+    draw = DRAWS[which]()
+    with pytest.raises(Exception, match="gives other numbers when it is evaluated again"):
+        jax.block_until_ready(around(bridge.to_jax(lambda t: (t * draw()).sum()))(jnp.ones(3)))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * float(x[0]),
+        lambda x: jnp.asarray(np.asarray(x)),
+        lambda x: x[x > 0],
+    ],
+)
+def test_a_jax_function_that_reads_values_is_told_to_go_without_jit(f):
+    t = torch.ones(3, requires_grad=True)
+    for call in (lambda: bridge.to_torch(f)(t.detach()), lambda: bridge.to_torch(f)(t)):
+        with pytest.raises(GradtoolsError, match=r"to_torch\(f, .*jit=False\)"):
+            call()
+    assert torch.equal(bridge.to_torch(f, jit=False)(t.detach()), t)
+
+
+def test_arrays_of_the_wrong_framework_are_refused_by_name():
+    with pytest.raises(GradtoolsError, match=r"to_jax: .* was given a torch.Tensor"):
+        bridge.to_jax(lambda t: t)(torch.ones(2))
+    with pytest.raises(GradtoolsError, match=r"to_torch|jax"):
+        bridge.to_torch(lambda t: t)(jnp.ones(2))
+    with pytest.raises(GradtoolsError, match="to_jax: got 3; expected a function or a model"):
+        bridge.to_jax(3)
+    with pytest.raises(GradtoolsError, match="to_torch: got 3; expected a function or a model"):
+        bridge.to_torch(3)
+    with pytest.raises(GradtoolsError, match=r"to_jax: .* typed key.*jax.random.key_data"):
+        bridge.to_jax(lambda t: t)(jax.random.key(0))
+
+
+def test_a_tensor_on_a_device_that_jax_does_not_see_is_refused_by_name():
+    with pytest.raises(GradtoolsError, match=r"to_torch: an argument of .* is on meta, which JAX"):
+        bridge.to_torch(lambda a: a)(torch.ones(2, device="meta"))
+
+
+def test_without_x64_wide_dtypes_are_refused_and_never_narrowed():
+    program = f"""
+import jax.numpy as jnp, torch
+from gradtools import bridge, GradtoolsError
+for f, x in (
+    (bridge.to_jax(lambda t: t.double()), jnp.ones(2)),
+    (bridge.to_jax(lambda t: t.argmax()), jnp.ones(2)),
+    (bridge.to_torch(lambda a: a), torch.ones(2).double()),
+):
+    try:
+        f(x)
+    except GradtoolsError as error:
+        assert {X64!r} in str(error), error
+    else:
+        raise AssertionError
+print("refused")
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout == "refused\n", found.stderr[-2000:]
+
+
+def test_the_wings_import_neither_the_bridge_nor_each_other():
+    program = """
+import sys
+import gradtools.{a}
+assert not [m for m in sys.modules if m.startswith(("gradtools.bridge", "gradtools.{b}"))]
+assert "{b}" not in sys.modules
+"""
+    for a, b in (("torch", "jax"), ("jax", "torch")):
+        subprocess.run([sys.executable, "-c", program.format(a=a, b=b)], check=True)
+
+
+def test_the_docstrings_examples_run():
+    jax.config.update("jax_enable_x64", False)
+    try:
+        for f in (bridge.to_jax, bridge.to_torch):
+            runner = doctest.DocTestRunner()
+            for test in doctest.DocTestFinder().find(f, f.__name__, globs={}):
+                runner.run(test)
+            assert runner.failures == 0 and runner.tries >= 5
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+def test_a_host_kernel_of_jax_that_calls_jax_is_refused_under_jit_and_not_hung():
+    f = bridge.to_jax(lambda t: bridge.to_torch(lambda a: a * 2)(t), out=lambda t: t)
+    near(f(jnp.ones(2)), [2, 2])
+    with pytest.raises(Exception, match=re.escape("it calls JAX, which a host kernel must not")):
+        jax.jit(f)(jnp.ones(2))
+
+
+def test_outside_of_jit_a_torch_function_that_calls_jax_is_mapped():
+    inner = bridge.to_torch(jnp.sin)
+    f = bridge.to_jax(lambda t: (inner(t) * t).sum())
+    near(jax.vmap(jax.grad(f))(X), jax.vmap(jax.grad(lambda x: (jnp.sin(x) * x).sum()))(X))
+
+
+def test_a_result_is_on_the_device_of_the_arguments():
+    program = """
+import jax, jax.numpy as jnp, numpy as np
+from gradtools import GradtoolsError, bridge
+
+f = bridge.to_jax(lambda *ts: sum(t * t for t in ts))
+zeroth, first = (jax.device_put(jnp.arange(3.0), device) for device in jax.devices())
+for x in (zeroth, first):
+    y = f(x) + x
+    assert y.devices() == x.devices()
+    g = jax.grad(lambda x: (f(x) * x).sum())(x)
+    assert g.devices() == x.devices()
+    np.testing.assert_allclose(g, 3 * np.arange(3.0) ** 2)
+assert (f(jnp.arange(3.0)) + first).devices() == first.devices()  # what is not committed moves
+mesh = jax.make_mesh((2,), ("a",))
+spread = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("a")))
+assert (f(spread) + spread).sharding.is_equivalent_to(spread.sharding, 1)
+try:
+    f(zeroth, first)
+except GradtoolsError as error:
+    assert "committed to different devices" in str(error), error
+    print("refused")
+"""
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=flags
+    )
+    assert found.stdout == "refused\n", found.stderr[-2000:]

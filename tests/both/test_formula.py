@@ -1,0 +1,411 @@
+"""One function, two frameworks, one formula: what is written once reads alike.
+
+Each function is written with ``gt.xp``. Their formulas are equal text, but for the few in `UNLIKE`,
+which the frameworks really compute by other means; there the numbers alone are equal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+RNG = np.random.default_rng(8)
+
+
+def real(*shape):
+    """Away from kinks, and no two entries equal."""
+    x = RNG.normal(size=shape)
+    return x + 0.1 * np.sign(x)
+
+
+def positive(*shape):
+    return RNG.uniform(0.5, 2.0, size=shape)
+
+
+def cplx(*shape):
+    return RNG.normal(size=shape) + 1j * RNG.normal(size=shape)
+
+
+def definite(n):
+    a = real(n, n)
+    return a @ a.T + n * np.eye(n)
+
+
+LABELS = np.array([2, 0, 1, 1])
+PLACES = np.array([2, 0])
+
+
+@dataclass(frozen=True)
+class Written:
+    """A function of ``gt`` and its arguments, written once."""
+
+    f: Callable[..., Any]
+    args: tuple[np.ndarray, ...]
+
+    def formula(self, backend: str, order: int = 1) -> Any:
+        gt = importlib.import_module(f"gradtools.{backend}")
+        wrt = tuple(k for k, x in enumerate(self.args) if x.dtype.kind in "fc")
+        names = self.f.__code__.co_varnames[1 : self.f.__code__.co_argcount]
+        scope: dict[str, Any] = {"f": self.f, "gt": gt}
+        called = eval(f"lambda {', '.join(names)}: f(gt, {', '.join(names)})", scope)
+        return gt.formula(called, *map(gt.asarray, self.args), order=order, wrt=wrt)
+
+
+def softmax(gt, z):
+    e = gt.xp.exp(z - gt.xp.max(z, axis=-1, keepdims=True))
+    return e / gt.xp.sum(e, axis=-1, keepdims=True)
+
+
+def cross_entropy(gt, Z, y):
+    shifted = Z - gt.xp.max(Z, axis=1, keepdims=True)
+    logs = shifted - gt.xp.log(gt.xp.sum(gt.xp.exp(shifted), axis=1, keepdims=True))
+    return -gt.xp.mean(gt.xp.take_along_axis(logs, y[:, None], axis=1))
+
+
+def soft_targets(gt, z, t):
+    return -gt.xp.sum(t * gt.xp.log(softmax(gt, z)))
+
+
+def attention(gt, Q, K, V):
+    return softmax(gt, Q @ gt.xp.matrix_transpose(K) / 2.0) @ V
+
+
+def layer_norm(gt, X, gamma, beta):
+    mean = gt.xp.mean(X, axis=-1, keepdims=True)
+    variance = gt.xp.mean((X - mean) ** 2, axis=-1, keepdims=True)
+    return (X - mean) / gt.xp.sqrt(variance + 1e-5) * gamma + beta
+
+
+def batch_norm(gt, X, gamma, beta):
+    mean = gt.xp.mean(X, axis=0)
+    return (X - mean) / gt.xp.sqrt(gt.xp.var(X, axis=0) + 1e-5) * gamma + beta
+
+
+def perceptron(gt, X, W, b, v):
+    return gt.xp.mean((gt.xp.tanh(X @ W + b) @ v) ** 2)
+
+
+def in_parts(gt, W_re, W_im, I_re, I_im):
+    return W_re @ I_re - W_im @ I_im, W_re @ I_im + W_im @ I_re
+
+
+def distances(gt, X, Y):
+    return gt.xp.exp(-gt.xp.sum((X[:, None, :] - Y[None, :, :]) ** 2, axis=2))
+
+
+def recurrent(gt, W, h):
+    for _ in range(3):
+        h = gt.xp.tanh(W @ h)
+    return h
+
+
+def ridge(gt, X, w, y):
+    r = X @ w - y
+    return gt.xp.sum(r * r) / 5 + 0.1 * gt.xp.sum(w * w)
+
+
+def hinge(gt, w, X, y):
+    return gt.xp.mean(gt.xp.maximum(1 - y * (X @ w), 0 * y))
+
+
+def logistic(gt, w, X, y):
+    return gt.xp.mean(gt.xp.log1p(gt.xp.exp(-y * (X @ w))))
+
+
+def gaussian(gt, mu, s, x):
+    return gt.xp.sum(gt.xp.log(s) + ((x - mu) / s) ** 2 / 2)
+
+
+def whitened(gt, A, x):
+    return gt.xp.sum(gt.xp.linalg.solve(A, x) * x)
+
+
+def power_spectrum(gt, x):
+    return gt.xp.sum(gt.xp.abs(gt.xp.fft.fft(x)) ** 2)
+
+
+SIGNS = np.sign(real(5))
+FUNCTIONS: dict[str, Written] = {
+    "linear": Written(lambda gt, W, x, b: W @ x + b, (real(3, 4), real(4), real(3))),
+    "hidden layer": Written(lambda gt, W, x: gt.xp.tanh(W @ x), (real(3, 4), real(4))),
+    "layer": Written(
+        lambda gt, X, W, b: X @ gt.xp.matrix_transpose(W) + b, (real(5, 4), real(3, 4), real(3))
+    ),
+    "perceptron": Written(perceptron, (real(5, 4), real(4, 3), real(3), real(3))),
+    "squared error": Written(
+        lambda gt, W, X, Y: gt.xp.mean((X @ W - Y) ** 2), (real(4, 3), real(5, 4), real(5, 3))
+    ),
+    "ridge": Written(ridge, (real(5, 3), real(3), real(5))),
+    "quadratic form": Written(lambda gt, A, x: x @ (A @ x) / 2, (real(4, 4), real(4))),
+    "softmax": Written(lambda gt, z: softmax(gt, z), (real(4, 3),)),
+    "cross entropy": Written(cross_entropy, (real(4, 3), LABELS)),
+    "cross entropy of probabilities": Written(soft_targets, (real(3), positive(3))),
+    "logsumexp": Written(
+        lambda gt, x: gt.xp.log(gt.xp.sum(gt.xp.exp(x - gt.xp.max(x)))) + gt.xp.max(x), (real(4),)
+    ),
+    "complex affine": Written(lambda gt, W, I, b: W @ I + b, (cplx(3, 4), cplx(4), cplx(3))),
+    "complex in parts": Written(in_parts, (real(3, 4), real(3, 4), real(4), real(4))),
+    "modulus": Written(lambda gt, z: gt.xp.sum(gt.xp.abs(z) ** 2), (cplx(4),)),
+    "conjugate": Written(lambda gt, z, w: gt.xp.conj(z) * w, (cplx(4), cplx(4))),
+    "real part": Written(lambda gt, z: gt.xp.real(z * z), (cplx(4),)),
+    "layer norm": Written(layer_norm, (real(5, 4), real(4), real(4))),
+    "batch norm": Written(batch_norm, (real(6, 4), real(4), real(4))),
+    "attention": Written(attention, (real(5, 4), real(5, 4), real(5, 4))),
+    "attention of a batch": Written(attention, (real(2, 5, 4), real(2, 5, 4), real(2, 5, 4))),
+    "einsum": Written(
+        lambda gt, A, B: gt.xp.einsum("ijk,kj->i", A, B), (real(2, 3, 4), real(4, 3))
+    ),
+    "bilinear": Written(
+        lambda gt, x, A, y: gt.xp.einsum("bi,ij,bj->b", x, A, y),
+        (real(5, 3), real(3, 4), real(5, 4)),
+    ),
+    "cumulative sum": Written(lambda gt, x: gt.xp.cumulative_sum(x), (real(5),)),
+    "squares of cumulative sums": Written(
+        lambda gt, x: gt.xp.sum(gt.xp.cumulative_sum(x) ** 2), (real(5),)
+    ),
+    "where": Written(lambda gt, x: gt.xp.where(x > 0, gt.xp.exp(x), x * x), (real(5),)),
+    "relu": Written(lambda gt, x: gt.xp.maximum(x, 0 * x), (real(5),)),
+    "clip": Written(lambda gt, x: gt.xp.clip(x, -0.5, 0.5), (real(5),)),
+    "modulus of reals": Written(lambda gt, x: gt.xp.sum(gt.xp.abs(x)), (real(5),)),
+    "gather": Written(lambda gt, X, i: gt.xp.take(X, i, axis=0), (real(4, 3), PLACES)),
+    "embedding": Written(lambda gt, E, i: gt.xp.sum(E[i] ** 2), (real(4, 3), PLACES)),
+    "picked": Written(
+        lambda gt, Z, y: gt.xp.sum(gt.xp.take_along_axis(Z, y[:, None], axis=1)),
+        (real(4, 3), LABELS),
+    ),
+    "slices": Written(lambda gt, x: (x[1:] - x[:-1]) ** 2, (real(6),)),
+    "concatenated": Written(
+        lambda gt, x, y: gt.xp.concat([gt.xp.exp(x), y * y]), (real(3), real(2))
+    ),
+    "stacked": Written(lambda gt, x, y: gt.xp.stack([x * y, x + y]), (real(3), real(3))),
+    "reversed": Written(lambda gt, x: gt.xp.flip(x) * x, (real(4),)),
+    "rolled": Written(lambda gt, x: gt.xp.roll(x, 1) * x, (real(4),)),
+    "determinant": Written(lambda gt, A: gt.xp.linalg.det(A), (real(3, 3),)),
+    "log determinant": Written(lambda gt, A: gt.xp.linalg.slogdet(A)[1], (definite(3),)),
+    "solve": Written(lambda gt, A, B: gt.xp.linalg.solve(A, B), (definite(3), real(3, 2))),
+    "solve of a vector": Written(whitened, (definite(3), real(3))),
+    "inverse": Written(lambda gt, A: gt.xp.linalg.inv(A), (definite(3),)),
+    "cholesky": Written(
+        lambda gt, A: gt.xp.sum(gt.xp.linalg.cholesky((A + A.T) / 2)), (definite(3),)
+    ),
+    "trace of a cube": Written(lambda gt, A: gt.xp.linalg.trace(A @ A @ A), (real(3, 3),)),
+    "outer": Written(lambda gt, x, y: gt.xp.linalg.outer(x, y), (real(3), real(4))),
+    "norm": Written(lambda gt, x: gt.xp.linalg.vector_norm(x), (real(4),)),
+    "norms of rows": Written(lambda gt, X: gt.xp.linalg.vector_norm(X, axis=1), (real(3, 4),)),
+    "normalised": Written(lambda gt, x: x / gt.xp.sqrt(gt.xp.sum(x * x)), (real(4),)),
+    "fft": Written(lambda gt, x: gt.xp.fft.fft(x), (cplx(8),)),
+    "power spectrum": Written(power_spectrum, (real(8),)),
+    "circular convolution": Written(
+        lambda gt, x, h: gt.xp.real(gt.xp.fft.ifft(gt.xp.fft.fft(x) * gt.xp.fft.fft(h))),
+        (real(8), real(8)),
+    ),
+    "distances": Written(distances, (real(5, 4), real(3, 4))),
+    "recurrent": Written(recurrent, (real(3, 3), real(3))),
+    "hinge": Written(hinge, (real(3), real(5, 3), SIGNS)),
+    "logistic": Written(logistic, (real(3), real(5, 3), SIGNS)),
+    "gaussian": Written(gaussian, (real(4), positive(4), real(4))),
+    "maximum": Written(lambda gt, X: gt.xp.max(X, axis=1), (real(3, 4),)),
+    "variance": Written(lambda gt, X: gt.xp.var(X, axis=0), (real(5, 3),)),
+    "product": Written(lambda gt, x: gt.xp.prod(x), (positive(4),)),
+    "tanh": Written(lambda gt, x: gt.xp.tanh(x), (real(4),)),
+    "sigmoid": Written(lambda gt, x: 1 / (1 + gt.xp.exp(-x)), (real(4),)),
+    "power": Written(lambda gt, x, p: x**p, (positive(4), real(4))),
+    "reciprocal": Written(lambda gt, x, y: x / y, (real(4), positive(4))),
+    "angles": Written(lambda gt, y, x: gt.xp.atan2(y, x), (real(4), real(4))),
+}
+
+# What the frameworks compute by other means, and what each then shows.
+UNLIKE = {
+    "bilinear": "PyTorch contracts three factors at once, JAX two and then two",
+}
+
+
+def lines(formula: Any) -> list[str]:
+    """The page, without the line that tells how exactly it agrees."""
+    return [line for line in str(formula).splitlines() if not line.startswith("agrees with")]
+
+
+@pytest.fixture(scope="module")
+def formulas() -> dict[str, tuple[Any, Any]]:
+    """For each function what PyTorch and JAX give, made once."""
+    return {}
+
+
+def both(formulas: dict[str, tuple[Any, Any]], name: str) -> tuple[Any, Any]:
+    if name not in formulas:
+        formulas[name] = tuple(FUNCTIONS[name].formula(backend) for backend in ("torch", "jax"))
+    return formulas[name]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_reads_alike_in_both_frameworks(name, formulas):
+    of_torch, of_jax = both(formulas, name)
+    assert (of_torch.marked, of_jax.marked) == ((), ())
+    assert of_torch.check is not None and of_jax.check is not None
+    assert (lines(of_torch) == lines(of_jax)) == (name not in UNLIKE)
+    assert agreement(of_torch, of_jax, FUNCTIONS[name].args) < 1e-12
+
+
+def agreement(one: Any, other: Any, inputs: tuple[np.ndarray, ...]) -> float:
+    """The largest difference between the numbers of two formulas, relative to the largest."""
+    cotangents = one.point(np.random.default_rng(0))[1]
+    mine, others = (f.evaluate(inputs, cotangents) for f in (one, other))
+    pairs = zip((*mine.outputs, *mine.gradients), (*others.outputs, *others.gradients), strict=True)
+    found = [(a, b) for a, b in pairs if a is not None]
+    return max(np.max(np.abs(a - b)) / max(np.max(np.abs(a)), 1e-300) for a, b in found)
+
+
+# The adjoints, derived by hand.
+TEXTBOOK = {
+    "linear": ["W̄ = ȳ xᵀ", "x̄ = Wᵀ ȳ", "b̄ = ȳ"],
+    "hidden layer": ["W̄ = (ȳ ⊙ (1 - y²)) xᵀ", "x̄ = Wᵀ (ȳ ⊙ (1 - y²))"],
+    "layer": ["X̄ = Ȳ W", "W̄ = Ȳᵀ X", "b̄ = Σᵢ Ȳ"],
+    "perceptron": [
+        "Z̄ = 2 L̄ v ⊙ z ⊙ (1 - H^∘²) / 5",
+        "X̄ = Z̄ Wᵀ",
+        "W̄ = Xᵀ Z̄",
+        "b̄ = Σᵢ Z̄",
+        "v̄ = 2 L̄ Hᵀ z / 5",
+    ],
+    "squared error": ["Z̄ = 2 L̄ Z / 15", "W̄ = Xᵀ Z̄", "X̄ = Z̄ Wᵀ", "Ȳ = -2 L̄ Z / 15"],
+    "ridge": ["X̄ = 2 L̄ z wᵀ / 5", "w̄ = L̄ w / 5 + 2 L̄ Xᵀ z / 5", "ȳ = -2 L̄ z / 5"],
+    "quadratic form": ["Ā = L̄ x xᵀ / 2", "x̄ = L̄ (Aᵀ x + z) / 2"],
+    "softmax": ["z̄ = Y ⊙ (Ȳ - Σⱼ (Ȳ ⊙ Y))"],
+    "cross entropy": ["Z̄ = L̄ (softmaxⱼ(Z) - onehot(y)) / 4"],
+    "cross entropy of probabilities": ["z̄ = p ⊙ (L̄ (Σᵢ t) - L̄ t / p)", "t̄ = -L̄ T"],
+    "logsumexp": ["x̄ = L̄ softmax(x)"],
+    "complex affine": ["W̄ = ȳ Iᴴ", "Ī = Wᴴ ȳ", "b̄ = ȳ"],
+    "complex in parts": [
+        "W̄ᵣₑ = ȳ₂ Iᵢₘᵀ + ȳ₁ Iᵣₑᵀ",
+        "W̄ᵢₘ = ȳ₂ Iᵣₑᵀ - ȳ₁ Iᵢₘᵀ",
+        "Īᵣₑ = Wᵢₘᵀ ȳ₂ + Wᵣₑᵀ ȳ₁",
+        "Īᵢₘ = Wᵣₑᵀ ȳ₂ - Wᵢₘᵀ ȳ₁",
+    ],
+    "modulus": ["z̄ = 2 L̄ z"],
+    "conjugate": ["z̄ = w ⊙ ȳ*", "w̄ = ȳ ⊙ z"],
+    "real part": ["z̄ = 2 ȳ ⊙ z*"],
+    "layer norm": [
+        "N̄ = Ȳ ⊙ γ",
+        "X̄ = (N̄ - N ⊙ meanᵢ(N̄ ⊙ N) - meanᵢ(N̄)) / √(varᵢ(X) + 1e-05)",
+        "γ̄ = Σⱼ (Ȳ ⊙ N)",
+        "β̄ = Σⱼ Ȳ",
+    ],
+    "batch norm": [
+        "N̄ = Ȳ ⊙ γ",
+        "X̄ = (N̄ - N ⊙ meanⱼ(N̄ ⊙ N) - meanⱼ(N̄)) / √(varⱼ(X) + 1e-05)",
+        "γ̄ = Σⱼ (Ȳ ⊙ N)",
+        "β̄ = Σⱼ Ȳ",
+    ],
+    "attention": ["P̄ = Ȳ Vᵀ", "Z̄ = P ⊙ (P̄ - Σⱼ (P̄ ⊙ P)) / 2", "Q̄ = Z̄ K", "K̄ = Z̄ᵀ Q", "V̄ = Pᵀ Ȳ"],
+    "attention of a batch": [
+        "P̄ = Ȳ Vᵀ",
+        "Z̄ = P ⊙ (P̄ - Σₖ (P̄ ⊙ P)) / 2",
+        "Q̄ = Z̄ K",
+        "K̄ = Z̄ᵀ Q",
+        "V̄ = Pᵀ Ȳ",
+    ],
+    "einsum": ["Ā = ȳ ⊙ Bᵀ", "B̄ᵢⱼ = Σₖ ȳₖ Aₖⱼᵢ"],
+    "cumulative sum": ["x̄ = cumsum←(ȳ)"],
+    "squares of cumulative sums": ["x̄ = cumsum←(2 L̄ T)"],
+    "where": ["x̄ = ȳ ⊙ (2 x ⊙ 1[x ≤ 0] + e ⊙ 1[x > 0])"],
+    "relu": ["x̄ = ȳ ⊙ 1[x > 0]"],
+    "clip": ["x̄ = ȳ ⊙ 1[x > (-1/2)] ⊙ 1[x < 1/2]"],
+    "modulus of reals": ["x̄ = L̄ sgn(x)"],
+    "gather": ["X̄ = add_at[i](Ȳ)"],
+    "embedding": ["Ē = add_at[i](2 L̄ E[i])"],
+    "picked": ["Z̄ = L̄ onehot(y)"],
+    "slices": ["x̄ = into[:5](-2 ȳ ⊙ z) + into[1:](2 ȳ ⊙ z)"],
+    "concatenated": ["x̄ = e ⊙ f̄[:3]", "ȳ = 2 y ⊙ f̄[3:]"],
+    "stacked": ["x̄ = Ȳ[1, :] + y ⊙ Ȳ[0, :]", "ȳ = Ȳ[1, :] + x ⊙ Ȳ[0, :]"],
+    "reversed": ["x̄ = ȳ ⊙ T + flip(ȳ ⊙ x)"],
+    "rolled": ["x̄ = ȳ ⊙ T + roll₋₁(ȳ ⊙ x)"],
+    "determinant": ["Ā = L̄ L A⁻ᵀ"],
+    "log determinant": ["Ā = L̄ A⁻ᵀ"],
+    "solve": ["B̄ = A⁻ᵀ Ȳ", "Ā = -B̄ Yᵀ"],
+    "solve of a vector": ["T₂ = A⁻ᵀ L̄ x", "Ā = -T₂ T₁ᵀ", "x̄ = L̄ T₁ + T₂"],
+    "inverse": ["Ā = -Yᵀ Ȳ Yᵀ"],
+    "trace of a cube": ["Ā = L̄ Zᵀ + 2 L̄ Aᵀ Aᵀ"],
+    "outer": ["x̄ = Ȳ y", "ȳ = Ȳᵀ x"],
+    "norm": ["x̄ = L̄ x / L"],
+    "norms of rows": ["X̄ = ȳ ⊙ X / y"],
+    "normalised": ["x̄ = ȳ / √T - ⟨ȳ, x⟩ x / T^(3/2)"],
+    "fft": ["x̄ = ℱᴴ(ȳ)"],
+    "power spectrum": ["x̄ = Re(ℱᴴ(2 L̄ f))"],
+    "circular convolution": ["z̄ = ℱ(ȳ / 8)", "x̄ = Re(ℱᴴ(z̄ ⊙ f₂*))", "h̄ = Re(ℱᴴ(z̄ ⊙ f₁*))"],
+    "distances": ["Z̄ = -2 F̄ ⊙ Z ⊙ F", "X̄ = Σⱼ Z̄", "Ȳ = -Σᵢ Z̄"],
+    "recurrent": [
+        "h̄₂ = Wᵀ (ȳ ⊙ (1 - y²))",
+        "h̄₁ = Wᵀ (h̄₂ ⊙ (1 - h₂²))",
+        "W̄ = (ȳ ⊙ (1 - y²)) h₂ᵀ + (h̄₂ ⊙ (1 - h₂²)) h₁ᵀ + (h̄₁ ⊙ (1 - h₁²)) hᵀ",
+        "h̄ = Wᵀ (h̄₁ ⊙ (1 - h₁²))",
+    ],
+    "hinge": [
+        "w̄ = -L̄ Xᵀ (y ⊙ 1[z₂ > 0]) / 5",
+        "X̄ = -L̄ (y ⊙ 1[z₂ > 0]) wᵀ / 5",
+        "ȳ = -L̄ z₁ ⊙ 1[z₂ > 0] / 5",
+    ],
+    "logistic": [
+        "s = sigmoid(z₂)",
+        "w̄ = -L̄ Xᵀ (y ⊙ s) / 5",
+        "X̄ = -L̄ (y ⊙ s) wᵀ / 5",
+        "ȳ = -L̄ z₁ ⊙ s / 5",
+    ],
+    "gaussian": ["μ̄ = -L̄ (x - μ) / s²", "s̄ = L̄ (1 / s - (x - μ)² / s³)", "x̄ = L̄ (x - μ) / s²"],
+    "maximum": ["X̄ = ȳ ⊙ 1[X = y]"],
+    "variance": ["X̄ = 2 ȳ ⊙ (X - meanᵢ(X)) / 5"],
+    "product": ["x̄ = L̄ L / x"],
+    "tanh": ["x̄ = ȳ ⊙ (1 - y²)"],
+    "sigmoid": ["x̄ = ȳ ⊙ y ⊙ (1 - y)"],
+    "power": ["x̄ = ȳ ⊙ p ⊙ x^(p - 1)", "p̄ = ȳ ⊙ y ⊙ log(x)"],
+    "reciprocal": ["x̄ = f̄ / y", "ȳ = -f̄ ⊙ x / y²"],
+    "angles": ["T = y² + x²", "ȳ = f̄ ⊙ x / T", "x̄ = -f̄ ⊙ y / T"],
+}
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_the_rules_of_the_textbooks_stand_there_word_for_word(name, formulas):
+    assert [f.lines(1) for f in both(formulas, name)] == [TEXTBOOK[name]] * 2
+
+
+def test_there_are_sixty_rules():
+    assert len(TEXTBOOK) >= 60
+
+
+def test_what_has_a_name_is_read(formulas):
+    unread = set()
+    for name in FUNCTIONS:
+        of_torch, _ = both(formulas, name)
+        pairs = [line.split(" = ", 1) for part in (0, 1) for line in of_torch.lines(part)]
+        unread |= {
+            f"{name}: {left}"
+            for left, _ in pairs
+            if (name_of := re.match("T[₀-₉]*", left)) and not any(name_of[0] in r for _, r in pairs)
+        }
+    assert not unread
+
+
+def test_separate_parts_are_put_together_to_the_same_rule(formulas):
+    for found in both(formulas, "complex in parts"):
+        assert found.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
+
+
+TWICE = ("linear", "complex affine", "cross entropy", "attention", "layer norm", "solve", "where")
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_double_backward_reads_alike(name):
+    of_torch, of_jax = (FUNCTIONS[name].formula(backend, 2) for backend in ("torch", "jax"))
+    assert lines(of_torch) == lines(of_jax)
+    assert of_torch.lines(2)
+
+
+def test_a_function_that_differs_is_seen():
+    softplus = Written(lambda gt, x: gt.xp.log(1 + gt.xp.exp(x)), (real(4),)).formula("torch")
+    halved = Written(lambda gt, x: gt.xp.log(2 + gt.xp.exp(x)), (real(4),)).formula("jax")
+    assert lines(softplus) != lines(halved)

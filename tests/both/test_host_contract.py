@@ -1,0 +1,273 @@
+"""What a host function's kernel and rule are held to, and what a plain call of it does."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+from gradtools.testing import AgreementError, check_rule
+
+X = np.float32([1.0, 2.0])
+
+
+@pytest.fixture
+def x(gt):
+    return gt.asarray(X)
+
+
+def plain(x):
+    return x.detach().numpy() if hasattr(x, "detach") else np.asarray(x)
+
+
+def host_sin(gt, back):
+    """sin on the host, whose backward pass is a kernel."""
+    sin, back = gt.host_function(np.sin), gt.host_function(back)
+    sin.defvjp(lambda x: (sin(x), x), lambda x, c: (back(x, c),))
+    return sin
+
+
+# --- what a kernel returns ----------------------------------------------------------------
+
+
+def filled(x):
+    np.sin(x, out=np.empty_like(x))
+
+
+RETURNS = {
+    "float64": (lambda x: x.astype(np.float64), r"dtype float64; .* y.astype\('float32'\)"),
+    "a float64 number": (lambda x: np.float64(1), r"shape \(\) and dtype float64; expected"),
+    "another shape": (lambda x: x[:1], r"shape \(1,\) .* out=Spec\(\(1,\), 'float32'\)"),
+    "a list": (lambda x: [x], "it returned the structure"),
+    "two": (lambda x: (x, x), "it returned the structure"),
+    "None": (filled, "it returned None, expected .*; a routine that fills an array must return"),
+    "a Python float": (lambda x: 1.0, "the Python float 1.0; expected shape"),
+}
+
+
+@pytest.mark.parametrize("which", RETURNS)
+def test_what_a_kernel_returns_is_held_to_out_and_the_message_says_where_it_is(gt, x, which):
+    kernel, says = RETURNS[which]
+    line = kernel.__code__.co_firstlineno
+    f = gt.host_function(kernel)
+    for _ in range(2):  # what was once refused is refused again
+        with pytest.raises(GradtoolsError, match=rf"host function '.*': .*{says}") as raised:
+            f(x)
+        assert str(raised.value).endswith(f"test_host_contract.py:{line}.")
+
+
+@pytest.mark.parametrize("which", RETURNS)
+def test_what_a_backward_kernel_returns_is_held_to_its_out(gt, x, which):
+    kernel, says = RETURNS[which]
+    f = host_sin(gt, lambda x, c: kernel(x))
+    with pytest.raises(GradtoolsError, match=says):
+        gt.grad(lambda x: f(x).sum())(x)
+
+
+def test_a_wrapped_kernel_is_found_too(gt, x):
+    def named(scale, x):
+        return (scale * x).astype(np.float64)
+
+    class Called:
+        def __call__(self, x):
+            return x.astype(np.float64)
+
+    for kernel in (functools.partial(named, 2), Called(), Called().__call__):
+        with pytest.raises(GradtoolsError, match=r"The kernel is at .*:\d+\.$"):
+            gt.host_function(kernel)(x)
+    with pytest.raises(GradtoolsError, match=r"'float32'\)?, or say out=Spec\(\(2,\), 'bool'\)\.$"):
+        gt.host_function(np.isnan)(x)
+
+
+def test_a_word_that_says_nothing_of_checks_is_refused(gt):
+    with pytest.raises(GradtoolsError, match=r"host_function: check is 'sometimes'"):
+        gt.host_function(np.sin, check="sometimes")
+
+
+# --- a plain call --------------------------------------------------------------------------
+
+
+def test_a_result_is_a_new_array_whatever_else_holds_it(gt, x):
+    workspace, kept = np.float32([5.0, 6.0]), []
+
+    def keeps(x):
+        kept.append(x + 1)
+        return kept[-1]
+
+    def views(x):
+        return np.float32([[1, 2], [3, 4]])[:, 0]
+
+    same = gt.host_function(lambda x: x)(x)
+    of_workspace = gt.host_function(lambda x: workspace)(x)
+    of_list = gt.host_function(keeps)(x)
+    of_view = gt.host_function(views)(x)
+    twice = gt.host_function(lambda x: (y := x * 2, y), out=lambda x: (x, x))(x)
+    workspace[:], kept[0][:] = -1, -1
+    if gt.__name__.endswith("torch"):
+        twice[0][0] = 100.0  # what is written in place is in one of them alone
+        assert same.data_ptr() != x.data_ptr() and float(twice[1][0]) == 2
+    assert plain(of_workspace).tolist() == [5, 6] and plain(of_list).tolist() == [2, 3]
+    assert plain(same).tolist() == [1, 2] and plain(of_view).tolist() == [1, 3]
+
+
+ORDERS = {
+    "big endian": lambda x: np.sin(x).astype(">f4"),
+    "Fortran": lambda x: np.asfortranarray(np.sin(x)),
+    "negative strides": lambda x: np.sin(x)[::-1][::-1],
+    "a subclass": lambda x: np.sin(x).view(np.matrix).view(type("Own", (np.ndarray,), {})),
+    "read-only": lambda x: np.broadcast_to(np.sin(x), x.shape),
+}
+
+
+@pytest.mark.parametrize("which", ORDERS)
+def test_whatever_lies_in_memory_is_read_right(gt, which):
+    matrix = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)
+    f, back = gt.host_function(ORDERS[which]), gt.host_function(np.sin)
+    for x in (gt.asarray(matrix), gt.xp.permute_dims(gt.asarray(matrix), (1, 0))):
+        assert np.array_equal(plain(f(x)), plain(back(x)))
+
+
+def test_arguments_are_read_only_in_c_order(gt):
+    def kernel(x):
+        assert not x.flags.writeable and x.flags.c_contiguous
+        with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+            x.flags.writeable = True
+        return x + 1
+
+    x = gt.xp.permute_dims(gt.asarray(np.ones((2, 3), np.float32)), (1, 0))
+    assert np.array_equal(plain(gt.host_function(kernel)(x)), np.full((3, 2), 2))
+
+
+def test_out_is_asked_once_for_a_signature_and_again_for_another(gt):
+    asked = []
+
+    def out(x, *n):
+        asked.append((x.shape, x.dtype))
+        return gt.Spec((x.shape[0] * sum(n, 1),), x.dtype)
+
+    f = gt.host_function(lambda x, *n: np.tile(x, sum(n, 1)), out=out)
+    for n in (2, 3):
+        for _ in range(3):
+            assert plain(f(gt.asarray(np.ones(n, np.float32)))).shape == (n,)
+    assert asked == [((2,), "float32"), ((3,), "float32")]
+    assert plain(f(gt.asarray(X), 2)).shape == (6,)  # a number belongs to the signature
+    g = gt.host_function(lambda x, n=2: np.tile(x, n), out=lambda x, n: gt.Spec((4,), x.dtype))
+    assert plain(g(gt.asarray(X))).shape == plain(g(gt.asarray(X), n=2)).shape == (4,)
+
+
+def test_pytrees_and_arrays_mix_in_a_plain_call(gt, x):
+    f = gt.host_function(
+        lambda pair, y: {"sum": pair[0] + y, "all": (pair[0] * y).sum()},
+        out=lambda pair, y: {"sum": y, "all": gt.Spec((), y.dtype)},
+    )
+    found = f((x, 3), X)
+    assert plain(found["sum"]).tolist() == [2, 4] and float(found["all"]) == 5
+    both = gt.host_function(lambda x, y: (x + y, x - y), out=lambda x, y: (x, y))(x, x)
+    assert isinstance(both, tuple) and plain(both[0]).tolist() == [2, 4]
+
+
+# --- what a rule of kernels is held to ------------------------------------------------------
+
+AFFINE = {
+    "it ignores its cotangent": lambda x, c: np.cos(x),
+    "a constant is added": lambda x, c: np.cos(x) * c + 1,
+    "it adds instead of multiplying": lambda x, c: x + c,
+}
+
+
+@pytest.mark.parametrize("which", AFFINE)
+@pytest.mark.parametrize("mode", ["vjp", "jvp"])
+def test_a_kernel_that_is_not_zero_at_zero_is_refused_in_its_own_mode_and_in_the_other(
+    gt, x, which, mode
+):
+    sin, kernel = gt.host_function(np.sin), gt.host_function(AFFINE[which])
+    if mode == "vjp":
+        sin.defvjp(lambda x: (sin(x), x), lambda x, c: (kernel(x, c),))
+    else:
+        sin.defjvp(lambda p, t: (sin(*p), kernel(p[0], t[0])))
+    ways = (lambda: gt.grad(lambda x: sin(x).sum())(x)), (lambda: gt.jvp(sin, (x,), (x,)))
+    for way in ways * 2:  # what was once refused is refused again
+        with pytest.raises(GradtoolsError, match=r"is not zero where every|cotangent map"):
+            way()
+    with pytest.raises(GradtoolsError, match=r"host function sin: .* is not zero where every"):
+        ways[mode == "jvp"]()
+
+
+def test_a_kernel_is_asked_with_numbers_at_hand_and_not_while_a_program_is_traced(backend_name, gt):
+    """What a compiled program was trusted with is refused where there are numbers."""
+    f = host_sin(gt, AFFINE["a constant is added"])
+    if backend_name == "jax":
+        import jax
+
+        slope = jax.jit(jax.grad(lambda x: f(x).sum()))(gt.asarray(X))
+        np.testing.assert_allclose(slope, np.cos(X) + 1, rtol=1e-6)
+    with pytest.raises(GradtoolsError, match="is not zero where every cotangent is zero"):
+        gt.grad(lambda x: f(x).sum())(gt.asarray(X))
+
+
+def test_the_first_use_of_a_kernel_may_be_in_a_hessian(gt, x):
+    f = gt.host_function(lambda x, c: x * c)
+    f.defvjp(lambda x, c: (f(x, c), (x, c)), lambda r, c: (f(r[1], c), f(r[0], c)))
+    two = gt.asarray(np.full(2, 2.0, np.float32))
+    found = plain(gt.hessian(lambda x: (f(x, two) ** 2).sum())(x))
+    np.testing.assert_allclose(found, 8 * np.eye(2))
+
+
+def test_a_backward_kernel_that_clips_serves_reverse_mode(gt, x):
+    f = host_sin(gt, lambda x, c: np.clip(c, -0.5, 0.5))
+    assert plain(gt.grad(lambda x: f(x).sum())(x)).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("which", AFFINE)
+def test_check_rule_finds_a_kernel_that_is_not_linear(gt, which):
+    with pytest.raises(AgreementError, match="not linear in the cotangent"):
+        check_rule(host_sin(gt, AFFINE[which]), (np.float64(X),), gt)
+
+
+def test_a_rule_that_is_never_checked_gives_what_its_author_wrote(gt, x):
+    sin = gt.host_function(np.sin, check="never")
+    back = gt.host_function(lambda x, c: np.cos(x), check="never")
+    sin.defvjp(lambda x: (sin(x), x), lambda x, c: (back(x, c),))
+    found = plain(gt.grad(lambda x: 3 * sin(x).sum())(x))
+    np.testing.assert_allclose(found, np.cos(X), rtol=1e-6)
+
+
+def test_the_output_of_fwd_is_held_to_the_kernels(gt, x):
+    sin = gt.host_function(np.sin)
+    sin.defvjp(lambda x: (sin(x)[:1], x), lambda x, c: (gt.xp.cos(x) * c,))
+    with pytest.raises(GradtoolsError, match=r"host function sin: fwd returned float32\[1\]"):
+        gt.grad(lambda x: sin(x).sum())(x)
+
+
+def test_what_a_backward_rule_returns_is_held_to_its_arguments(gt, x):
+    for bwd, says in (
+        (lambda x, c: gt.xp.cos(x) * c, "bwd returned an array .* expected a tuple of 1"),
+        (lambda x, c: ((gt.xp.cos(x) * c)[:1],), r"has shape \(1,\) and dtype float32, expected"),
+        (lambda x, c: ([c],), "bwd's entry 0 has the structure"),
+    ):
+        sin = gt.host_function(np.sin)
+        sin.defvjp(lambda x, sin=sin: (sin(x), x), bwd)
+        with pytest.raises(GradtoolsError, match=f"host function sin: .*{says}"):
+            gt.grad(lambda x, sin=sin: sin(x).sum())(x)
+
+
+def test_with_both_rules_what_fwd_saves_of_the_output_stands_for_every_derivative(gt):
+    exp = gt.host_function(np.exp)
+    exp.defvjp(lambda x: (exp(x), (x, exp(x))), lambda saved, c: (c * saved[1],))
+    exp.defjvp(lambda p, t: (exp(*p), exp(*p) * t[0]))
+    kept = gt.host_function(lambda x: 2 * x)
+    fwd = lambda x: (lambda y: (y, (x, y)))(kept(x))
+    kept.defvjp(fwd, lambda saved, c: (kept(c),))
+    kept.defjvp(lambda p, t: (kept(*p), kept(*t)))
+    at, t = (gt.asarray(np.array(v)) for v in ([0.5, -1.0], [1.0, 2.0]))
+    wanted = np.exp([0.5, -1.0])
+    for _ in range(3):
+        f = lambda x: gt.xp.sum(exp(x))
+        np.testing.assert_allclose(gt.to_numpy(gt.grad(f)(at)), wanted, rtol=1e-12)
+        np.testing.assert_allclose(gt.to_numpy(gt.jvp(exp, (at,), (t,))[1]), wanted * [1, 2])
+        second = gt.grad(lambda x: gt.xp.sum(gt.grad(f)(x) * t))(at)
+        np.testing.assert_allclose(gt.to_numpy(second), wanted * [1, 2], rtol=1e-12)
+        twice = gt.grad(lambda x: gt.xp.sum(kept(x) ** 2))(at)
+        np.testing.assert_allclose(gt.to_numpy(twice), 8 * np.array([0.5, -1.0]), rtol=1e-12)

@@ -1,0 +1,117 @@
+"""What is kept for backward, in bytes: the graph's and `measure`'s against the frameworks' own.
+
+PyTorch's own are the memories of what `saved_tensors_hooks` is handed, JAX's the outputs that XLA
+says the forward half of `jax.vjp` has, each once and without those that came in.
+"""
+
+import importlib
+
+import numpy as np
+import pytest
+
+# Functions of x, 6×4, and w, 4×4; p is torch or jax.numpy.
+PROGRAMS = {
+    "a sum": lambda p, x, w: (x @ w).sum(),
+    "exp": lambda p, x, w: p.exp(x),
+    "sin": lambda p, x, w: p.sin(x),
+    "the square": lambda p, x, w: x * x,
+    "a power": lambda p, x, w: x**3,
+    "a product": lambda p, x, w: p.sin(x) * p.exp(x),
+    "a quotient": lambda p, x, w: p.exp(x) / (1 + x),
+    "a layer": lambda p, x, w: p.tanh(x @ w),
+    "two layers": lambda p, x, w: p.tanh(p.tanh(x @ w) @ w),
+    "five layers": lambda p, x, w: layers(p, x, w, 5),
+    "a residual layer": lambda p, x, w: x + p.tanh(x @ w),
+    "a transpose": lambda p, x, w: p.exp(x).T * p.sin(x).T,
+    "a slice": lambda p, x, w: p.exp(x)[1:] ** 2,
+    "rows": lambda p, x, w: p.exp(x[0]) * x[1],
+    "parts put together": lambda p, x, w: p.concatenate([p.exp(x), p.sin(x)], 1) ** 2,
+    "a reshape": lambda p, x, w: p.exp(x).reshape(3, 8) ** 2,
+    "the same twice": lambda p, x, w: (lambda e: p.exp(e) * e)(p.exp(x)),
+    "least squares": lambda p, x, w: ((x @ w - 1.0) ** 2).mean(),
+    "a softmax": lambda p, x, w: weights(p, x),
+    "a logarithm": lambda p, x, w: p.log(1 + p.exp(x @ w)).sum(),
+    "a standard deviation": lambda p, x, w: p.sqrt(((x - x.mean(0)) ** 2).mean(0)),
+    "attention": lambda p, x, w: weights(p, x @ w @ x.T) @ x,
+    "a gate": lambda p, x, w: p.tanh(x @ w) * weights(p, x @ w),
+    "a norm": lambda p, x, w: p.sqrt((x * x).sum()),
+    "a product of sums": lambda p, x, w: x.sum(0) * p.exp(x).sum(0),
+    "a maximum": lambda p, x, w: p.where(x > 0.7, p.exp(x), x * x),
+}
+RNG = np.random.default_rng(0)
+X, W = RNG.uniform(0.5, 1.0, (6, 4)).astype(np.float32), RNG.normal(size=(4, 4)).astype(np.float32)
+
+
+def layers(p, x, w, depth):
+    for _ in range(depth):
+        x = p.tanh(x @ w)
+    return x
+
+
+def weights(p, x):
+    e = p.exp(x)
+    return e / e.sum(1)[:, None]
+
+
+def told(gt, f, *args):
+    """The bytes by the graph and by `measure`, both along all arguments."""
+    graph = gt.gradient_graph(f, *args, wrt=tuple(range(len(args))))
+    return sum(graph.kept.values()), gt.measure(f, *args).saved_bytes
+
+
+def by_hooks(f, *args):
+    """What PyTorch packs: each memory once, and none that was there before."""
+    torch = importlib.import_module("torch")
+    args = [x.clone().requires_grad_() for x in args]
+    memory = {x.untyped_storage().data_ptr() for x in args}
+    saved = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in memory:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = f(*args)
+    assert y.requires_grad
+    return sum(saved.values())
+
+
+def by_xla(f, *args):
+    """What a compiled forward pass hands to backward, by XLA, without arguments and doubles."""
+    jax = importlib.import_module("jax")
+    forward = jax.jit(lambda *xs: jax.tree.leaves(jax.vjp(f, *xs)[1]))
+    compiled = forward.lower(*args).compile()
+    total = compiled.memory_analysis().output_size_in_bytes
+    found = [np.asarray(y) for y in compiled(*args)]
+    table = 8 * len(found) if len(found) > 1 else 0  # pointers to several outputs
+    here = {(x.shape, x.tobytes()) for x in map(np.asarray, args)}
+    for y in found:
+        key = y.shape, y.tobytes()
+        if key in here:
+            total -= y.nbytes
+        here.add(key)
+    return total - table
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_pytorch_keeps_is_what_its_hooks_are_handed(name):
+    torch = pytest.importorskip("torch")
+    gt = importlib.import_module("gradtools.torch")
+    f = lambda x, w: PROGRAMS[name](torch, x, w)
+    args = torch.tensor(X), torch.tensor(W)
+    assert told(gt, f, *args) == (by_hooks(f, *args),) * 2
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_jax_keeps_is_what_xla_says(name):
+    jax = pytest.importorskip("jax")
+    gt = importlib.import_module("gradtools.jax")
+    f = lambda x, w: PROGRAMS[name](jax.numpy, x, w)
+    args = jax.numpy.asarray(X), jax.numpy.asarray(W)
+    assert told(gt, f, *args) == (by_xla(f, *args),) * 2
+
+
+def test_there_are_twenty_five_programs():
+    assert len(PROGRAMS) >= 25

@@ -1,0 +1,135 @@
+"""What a custom rule offers and asks in both backends alike; see jax/test_rule_contract.py too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from native import NATIVE
+
+from gradtools import GradtoolsError
+
+X = np.array([0.5, 1.5, 2.0])
+
+
+@pytest.fixture
+def x(backend_name):
+    return NATIVE[backend_name].array(X)
+
+
+def plain(a):
+    return a.detach().numpy() if hasattr(a, "detach") else np.asarray(a)
+
+
+def same(found, expected):
+    np.testing.assert_allclose(plain(found), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("check", ["sometimes", None, True])
+def test_the_word_that_says_when_a_rule_is_checked_is_one_of_three(gt, check):
+    with pytest.raises(GradtoolsError, match="expected 'first'"):
+        gt.custom_rule(lambda x: x, check=check)
+    assert gt.custom_rule(lambda x: x).check == "first"
+    assert gt.custom_rule(check="never")(lambda x: x).check == "never"
+
+
+def test_static_arguments_stand_beside_any_number_of_others(gt, x):
+    @gt.custom_rule(static_argnames="power")
+    def f(power, x, *more):
+        return x**power * sum(more)
+
+    def bwd(power, kept, ct):
+        x, more = kept
+        slope = power * x ** (power - 1) * sum(more) * ct
+        return (slope, *[x**power * ct] * len(more))
+
+    f.defvjp(lambda power, x, *more: (f(power, x, *more), (x, more)), bwd)
+    found = gt.grad(lambda x: f(3, x, x, x).sum())(x)
+    same(found, 8 * X**3)
+
+
+def test_parts_of_a_forward_rule_may_be_given_for_each_argument(gt, x):
+    f = gt.custom_rule(lambda x, y: x * gt.xp.exp(y))
+    f.defjvps(lambda t, out, x, y: t * gt.xp.exp(y), lambda t, out, x, y: t * out)
+    of_x, of_y = gt.grad(lambda x, y: f(x, y).sum(), argnums=(0, 1))(x, x)
+    same(of_x, np.exp(X))
+    same(of_y, X * np.exp(X))
+    same(gt.jvp(f, (x, x), (x, x))[1], X * np.exp(X) * (1 + X))
+    with pytest.raises(GradtoolsError, match="must be a function or None"):
+        f.defjvps(3)
+
+
+def test_fwd_is_told_of_each_argument_whether_it_is_differentiated(gt, x):
+    def fwd(x, y):
+        assert x.perturbed
+        return x.value * y.value, (y.value, x.value if y.perturbed else None)
+
+    def bwd(kept, ct):
+        y, x = kept
+        return ct * y, None if x is None else ct * x
+
+    f = gt.custom_rule(lambda x, y: x * y)
+    f.defvjp(fwd, bwd, symbolic_zeros=True, optimize_remat=True)
+    same(gt.grad(lambda x, y: f(x, y).sum())(x, 2 * x), 2 * X)
+    same(gt.grad(lambda x: f(x, x).sum())(x), 2 * X)
+
+
+def test_a_static_array_is_refused_with_the_mend(gt, x):
+    f = gt.custom_rule(lambda x, n: x, static_argnames="n")
+    f.defvjp(lambda n, x: (x, None), lambda n, kept, ct: (ct,))
+    with pytest.raises(GradtoolsError, match="bwd may return None for it"):
+        f(x, X)
+
+
+SINE = {
+    "fun": lambda gt: lambda x: gt.xp.sin(x),
+    "fwd": lambda gt: lambda x: (gt.xp.sin(x), x),
+    "bwd": lambda gt: lambda x, ct: (gt.xp.cos(x) * ct,),
+}
+TWICE = {
+    "fun": lambda gt: lambda x: 2 * gt.xp.sin(x),
+    "fwd": lambda gt: lambda x: (gt.xp.sin(x), x + np.pi),
+    "bwd": lambda gt: lambda x, ct: (2 * gt.xp.cos(x) * ct,),
+    "jvp": lambda gt: lambda xs, dxs: (gt.xp.sin(*xs), 2 * gt.xp.cos(*xs) * dxs[0]),
+}
+SET = {"fun": 1, "fwd": -1, "bwd": 2, "jvp": 1}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_a_part_of_a_rule_that_is_set_after_calls_counts(gt, x, name):
+    f = gt.custom_rule(SINE["fun"](gt))
+    f.defvjp(SINE["fwd"](gt), SINE["bwd"](gt))
+    for _ in range(3):
+        same(gt.grad(lambda x: f(x).sum())(x), np.cos(X))
+    same(gt.jvp(f, (x,), (gt.xp.ones_like(x),))[1], np.cos(X))
+    setattr(f, name, TWICE[name](gt))
+    same(f(x), np.sin(X) * (2 if name == "fun" else 1))
+    same(gt.grad(lambda x: f(x).sum())(x), np.cos(X) * SET[name])
+    if name == "jvp":
+        same(gt.jvp(f, (x,), (gt.xp.ones_like(x),))[1], 2 * np.cos(X))
+
+
+def test_what_is_set_as_a_part_of_a_rule_is_a_function(gt):
+    f = gt.custom_rule(lambda x: x)
+    with pytest.raises(GradtoolsError, match=r"<lambda>\.bwd must be a function, got 3"):
+        f.bwd = 3
+    assert f.bwd is None
+
+
+def test_the_names_of_static_arguments_may_be_set_after_calls(gt, x):
+    f = gt.custom_rule(lambda x, n: x**n)
+    f.defvjp(lambda x, n: (x**n, (x, n)), lambda kept, ct: (kept[1] * kept[0] * ct, None))
+    same(gt.grad(lambda x: f(x, 2).sum())(x), 2 * X)
+    f.static_argnames = ("n",)
+    f.defvjp(lambda n, x: (x**n, x), lambda n, x, ct: (n * x ** (n - 1) * ct,))
+    same(gt.grad(lambda x: f(x, 3).sum())(x), 3 * X**2)
+
+
+def test_a_host_functions_rule_may_be_set_after_calls_and_its_kernel_not(gt, x):
+    f = gt.host_function(np.sin)
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (gt.xp.cos(x) * ct,))
+    for _ in range(3):
+        same(gt.grad(lambda x: f(x).sum())(x), np.cos(X))
+    f.bwd = TWICE["bwd"](gt)
+    same(gt.grad(lambda x: f(x).sum())(x), 2 * np.cos(X))
+    with pytest.raises(GradtoolsError, match="make another host_function"):
+        f.kernel = np.cos

@@ -1,0 +1,27 @@
+"""The docs' table of what own rules can do is the one that the records give."""
+
+from collections import Counter
+
+import support_matrix
+
+
+def test_the_committed_table_is_the_generated_one():
+    text = support_matrix.TABLE.read_text()
+    assert text == support_matrix.table(), "run: python tests/support/support_matrix.py"
+
+
+def test_the_number_of_cells_that_do_not_work_is_known():
+    found = Counter()
+    for backend in ("torch", "jax"):
+        for cell in support_matrix.all_cells(backend):
+            refusal = support_matrix.refusal_of(backend, *cell)
+            kind = "works" if refusal is None else "bug" if refusal.bug else "refused"
+            kind = "left out" if support_matrix.left_out(backend, *cell) else kind
+            found[backend, kind] += 1
+    assert dict(found) == {
+        ("torch", "works"): 2141,
+        ("torch", "refused"): 130,
+        ("jax", "works"): 2248,
+        ("jax", "refused"): 138,
+        ("jax", "left out"): 115,
+    }

@@ -1,0 +1,1 @@
+"""The rig that a backend is held to."""

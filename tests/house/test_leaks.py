@@ -1,0 +1,121 @@
+"""Many calls of each operator leave storage, objects and compiled functions flat.
+
+After a few calls that fill what is filled once, one of three more series of calls must end where
+the one before did: what leaks grows in each. Each call is two: of an operator that was made once,
+as in a training loop, and of one made anew of new functions, which is the hardest for caches.
+Ten thousand calls are made of what is cheap; `benchmarks/leaks.py` makes them of all.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from every_operator import POINT, USES, Use, World, healthy
+
+from tests.testing.test_faults import here
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from leaks import CALLS as TEN_THOUSAND
+from leaks import alive, calls_of, grown, measured
+
+CALLS = {"torch": 12, "jax": 4}
+CHEAP = {  # less than a millisecond a call
+    "torch": ("vmap", "vjp", "grad", "custom_rule: value", "key", "split", "asarray", "to_numpy"),
+    "jax": ("custom_rule: value", "compile", "key", "split", "asarray", "to_numpy", "xp"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", [u for u in USES if u.name != "measure"], ids=str)
+def test_many_calls_leave_nothing_alive(use: Use, gt, backend_name):
+    here(use, backend_name)
+    x = gt.asarray(POINT)
+    once, anew = (calls_of(use, gt, x, made_once) for made_once in (True, False))
+    found = grown(lambda: [once(), anew()], backend_name, CALLS[backend_name])
+    if backend_name == "jax" and use.public == "mixed_partial":
+        assert_as_by_hand(found, calls=2)
+    elif backend_name == "jax" and use.name == "custom_rule: jvp":
+        assert_as_by_hand(found, calls=2, transposed=True)
+    else:
+        assert found == {}
+
+
+def assert_as_by_hand(found: dict[str, float], calls: int, transposed: bool = False) -> None:
+    """JAX keeps a dead weak reference for each trace within which numbers enter a jitted function.
+
+    So it does for each forward mode over a gradient written inline, and for each transposition
+    of a map that is written with its point. Clearing its caches gives them back.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.asarray(POINT)
+    f = lambda g: jnp.sum((jnp.sin(x) + x * x) * g * g)
+    rule = lambda t: (jnp.sin(x) + x * x) * t
+    hand = grown(
+        (lambda: jax.linear_transpose(rule, x)(x))
+        if transposed
+        else (lambda: jax.jvp(jax.grad(f), (x,), (x,))),
+        "jax",
+        CALLS["jax"],
+    )
+    assert all(n <= calls * hand.get(what, 0) for what, n in found.items()), (found, hand)
+    assert set(found) <= {"objects"}
+    dead = dead_references()
+    jax.clear_caches()
+    assert dead - dead_references() >= found.get("objects", 0) * CALLS["jax"]
+
+
+def dead_references() -> int:
+    return sum(type(x) is weakref.ref and x() is None for x in gc.get_objects())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({name for names in CHEAP.values() for name in names}))
+def test_ten_thousand_calls_leave_nothing_alive(name: str, gt, backend_name):
+    if name not in CHEAP[backend_name]:
+        pytest.skip(f"{name} takes too long in {backend_name}: see benchmarks/results/leaks.md")
+    use = next(u for u in USES if u.name == name)
+    run = measured(use, backend_name, gt, TEN_THOUSAND, float("inf"))
+    assert run.calls == TEN_THOUSAND
+    assert run.grown == {}
+
+
+def test_what_a_call_leaves_alive_is_found(gt, backend_name):
+    kept: list[Any] = []
+    found = grown(lambda: kept.append([gt.asarray(POINT)]), backend_name, 10)
+    assert found["objects"] >= 1
+    assert found["bytes of arrays"] >= POINT.nbytes
+    assert set(alive(backend_name)) >= {"objects", "bytes of arrays", "entries of caches"}
+
+
+class Captured:
+    """Something that a user's function closes over, and that can be seen to die."""
+
+    def __init__(self, gt: Any, x: Any) -> None:
+        self.x, self.plain = x, healthy(gt)
+
+    def world(self, gt: Any) -> World:
+        return World(gt, lambda x: self.plain(x), self.x)
+
+
+HOLDERS = ("custom_rule: fwd", "custom_rule: bwd", "custom_rule: jvp", "host_function: kernel")
+
+
+@pytest.mark.parametrize(
+    "name", [*HOLDERS, "frozen", "frozen: second order", "straight_through", "jacobian: a loop"]
+)
+def test_what_a_function_closes_over_dies_with_it(name: str, gt):
+    use = next(u for u in USES if u.name == name)
+    captured = Captured(gt, gt.asarray(POINT))
+    use.run(captured.world(gt))
+    gone = weakref.ref(captured)
+    del captured
+    while gc.collect():
+        pass
+    assert gone() is None

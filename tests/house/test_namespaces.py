@@ -1,0 +1,209 @@
+"""The two namespaces are one API: the same names, signatures and documentation."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import gradtools
+
+INSTALLED = gradtools.available_backends()
+ROOT = pathlib.Path(gradtools.__file__).parent
+NAMES = {
+    "derivatives": [
+        *("grad", "value_and_grad", "vjp", "jvp", "linearize", "jacobian", "hvp", "hessian"),
+        *("per_example_grad", "mixed_partial", "minimax_value_and_grad"),
+        *("vmap", "checkpoint", "compile"),
+    ],
+    "edits": [
+        *("reverse_gradient", "scale_gradient", "stop_gradient", "clip_gradient"),
+        *("transform_gradient", "known_gradient", "straight_through"),
+    ],
+    "own rules": ["custom_rule", "host_function", "Spec"],
+    "memory": [
+        *("frozen", "chunked", "microbatched", "gather", "is_replaying"),
+        *("tiled", "contrastive_loss", "linear_cross_entropy", "attention"),
+        *("GradientAccumulator", "accumulate_gradients", "assign_gradients"),
+    ],
+    "models": ["functionalize", "xp", "asarray", "to_numpy", "key", "split"],
+    "seeing": [
+        *("dependence", "why_zero", "guard_gradients", "measure"),
+        *("gradient_graph", "graph_diff", "formula"),
+    ],
+}
+ALL = [name for names in NAMES.values() for name in names]
+FUNCTIONS = [name for name in ALL if name != "xp"]
+
+
+def namespace(backend):
+    return importlib.import_module(f"gradtools.{backend}")
+
+
+def test_a_namespace_exports_exactly_the_names_of_the_design(gt):
+    assert sorted(gt.__all__) == sorted(ALL)
+    assert all(hasattr(gt, name) for name in gt.__all__)
+    assert dir(gt) == sorted(gt.__all__)
+
+
+@pytest.mark.skipif(len(INSTALLED) < 2, reason="needs both frameworks")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_both_namespaces_have_the_same_signature(name):
+    one, other = (getattr(namespace(b), name) for b in INSTALLED)
+    assert inspect.signature(one) == inspect.signature(other)
+    assert inspect.getdoc(one) == inspect.getdoc(other)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_public_name_is_documented_with_an_example(gt, name):
+    text = inspect.getdoc(getattr(gt, name))
+    assert text, "no docstring"
+    assert "Example:" in text and ">>>" in text
+    assert text.splitlines()[0].endswith((".", ":")) and len(text.splitlines()[0]) <= 100
+    parameters = inspect.signature(getattr(gt, name)).parameters
+    for parameter in parameters:
+        assert f"{parameter}:" in text or f"{parameter}`" in text, f"{parameter} is not explained"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_public_name_has_type_annotations(gt, name):
+    signature = inspect.signature(getattr(gt, name))
+    empty = inspect.Parameter.empty
+    assert [p.name for p in signature.parameters.values() if p.annotation is empty] == []
+    if inspect.isroutine(getattr(gt, name)):
+        assert signature.return_annotation is not inspect.Signature.empty
+
+
+EXAMPLES = """
+    import doctest, inspect, sys
+    import numpy as np
+    import gradtools.{backend} as gt
+
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    for name in {names!r}:
+        found = getattr(gt, name)
+        members = [found]
+        if inspect.isclass(found):
+            members += [m for n, m in vars(found).items() if callable(m) and not n.startswith("_")]
+        for member in members:
+            text = inspect.getdoc(member) or ""
+            test = parser.get_doctest(text, {{"gt": gt, "np": np}}, name, None, 0)
+            runner.run(test)
+    print(runner.failures, runner.tries, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_the_examples_of_every_public_name_run_as_they_stand(backend):
+    """In a fresh process, where x64 is off as it is for a new user."""
+    source = textwrap.dedent(EXAMPLES.format(backend=backend, names=FUNCTIONS))
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    failures, tries = map(int, done.stderr.strip().splitlines()[-1].split())
+    assert failures == 0, done.stdout
+    assert tries >= 2 * len(FUNCTIONS)
+
+
+def test_the_examples_of_gradtools_itself_run():
+    assert doctest.testmod(gradtools).failed == 0
+
+
+# Files that one wing has and its twin has not, each with its reason.
+ALONE = {
+    ("jax", "primitives.py"): "what a rule is in a jaxpr; in PyTorch it is one Function",
+    ("jax", "linearizing.py"): "a rule's maps as a program; PyTorch runs them as they are",
+    ("jax", "lifting.py"): "arrays of a trace that a rule would outlive; PyTorch refuses them",
+    ("jax", "manual_axes.py"): "types under shard_map; PyTorch's processes are its user's",
+    ("jax", "homogeneous.py"): "what a jaxpr proves of a rule; PyTorch computes it",
+    ("jax", "jaxprs.py"): "what a jaxpr's equations run; PyTorch's run is recorded",
+    ("torch", "patches.py"): "classes of PyTorch whose calls are seen; JAX's are in the jaxpr",
+    ("torch", "direct.py"): "eager calls without more ado; JAX's are traced",
+    ("torch", "joining.py"): "nodes of one pass add up together; JAX sums cotangents itself",
+    ("torch", "summing.py"): "gradients of chunks are added as they come; JAX does it in a scan",
+    ("torch", "wrappers.py"): "what torch.func wraps around a tensor; JAX has tracers",
+    ("torch", "compiling.py"): "jit needs no care; dynamo does",
+    ("torch", "kernels.py"): "fused kernels without forward mode; JAX has none",
+    ("torch", "live.py"): "the graph that autograd holds of results; JAX's arrays hold none",
+    ("torch", "nn.py"): "the reversal layer of torch.nn",
+    ("jax", "linen.py"): "the reversal layer of flax.linen",
+    ("torch", "modes.py"): "flags that choose kernels; JAX has none",
+    ("torch", "onetangent.py"): "tangents by hand where PyTorch's rules are slow",
+    ("torch", "hooks.py"): "hooks on gradients; JAX has none",
+    ("torch", "transposed.py"): "forward mode by reverse mode; JAX's is right",
+    ("torch", "upstream_bugs.py"): "wrong derivatives of PyTorch; JAX has no such seam",
+    ("torch", "fused_attention.py"): "fused kernels, differentiated again; JAX has none",
+    ("torch", "wrong_gradients.py"): "wrong gradients of PyTorch; JAX has none that can be mended",
+    ("torch", "formulas.py"): "operations as plain ones, for both",
+    ("torch", "zeros.py"): "products with symbolic zeros; XLA takes them out itself",
+    ("torch", "stopping.py"): "gradients switched off in forward mode; JAX has no such switch",
+    ("torch", "programs.py"): "chunks as nodes of autograd's graph; JAX differentiates a scan",
+    ("torch", "replay.py"): "f run again, chunk by chunk; JAX differentiates a scan",
+    ("torch", "pieces.py"): "chunks as tensors of graphs of their own; JAX's loop slices",
+    ("torch", "watching.py"): "what may go wrong when f runs again; JAX's functions are pure",
+    ("torch", "gates.py"): "results that refuse a derivative along some tensors",
+    ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",
+    ("torch", "randomness.py"): "generators with a state; JAX has keys",
+    ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",
+    ("torch", "customcode.py"): "what autograd loses in silence in a Function; JAX raises there",
+    ("torch", "trials.py"): "how that is found out",
+    ("torch", "verifying.py"): "a second run of f against the first; in JAX there is one jaxpr",
+    ("jax", "crossing.py"): "equations that call the other framework; PyTorch has the call itself",
+    ("jax", "signs.py"): "the sign of complex numbers, whose derivative PyTorch has",
+    ("jax", "shardings.py"): "meshes of devices; PyTorch's are its processes'",
+    ("jax", "stateful.py"): "modules of flax.nnx, split, carried and merged; PyTorch's are `state`",
+    ("jax", "nnx.py"): "the reversal layer of flax.nnx",
+    ("jax", "equinox.py"): "the reversal layer of equinox",
+    ("jax", "graphs.py"): "a jaxpr as a graph; PyTorch's is recorded as it runs",
+    ("jax", "places.py"): "the user's line behind an equation; in PyTorch a part of recording",
+    ("jax", "lifetimes.py"): "what JAX's caches would keep; PyTorch has no such caches",
+    ("jax", "alike.py"): "what JAX derived from a program serves one that is traced anew",
+    ("jax", "loops.py"): "loops compiled once; in PyTorch a loop is Python's",
+    ("jax", "deciding.py"): "traces of programs that decide on values; PyTorch runs them",
+    ("jax", "tape.py"): "a run, equation by equation, to walk back over; autograd keeps its own",
+    ("jax", "tracing.py"): "connectedness is read from the jaxpr; PyTorch's autograd tells it",
+}
+
+
+def test_the_wings_hold_files_of_the_same_names():
+    files = {b: {p.name for p in (ROOT / b).glob("*.py")} for b in ("torch", "jax")}
+    alone = {("torch", name) for name in files["torch"] - files["jax"]}
+    alone |= {("jax", name) for name in files["jax"] - files["torch"]}
+    assert alone == set(ALONE)
+
+
+def test_nothing_above_the_wings_imports_a_framework():
+    for path in ROOT.glob("*.py"):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if line.startswith(("import ", "from ")):
+                assert words[1].split(".")[0] not in ("torch", "jax", "flax"), path
+                assert not words[1].startswith(("gradtools.torch", "gradtools.jax")), path
+
+
+@pytest.mark.parametrize("wing", ["torch", "jax"])
+def test_no_file_of_a_wing_names_its_twin(wing):
+    other = {"torch": ("jax", "flax"), "jax": ("torch",)}[wing]
+    for path in (ROOT / wing).glob("*.py"):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if words[:1] in (["import"], ["from"]):
+                assert words[1].split(".")[0] not in other, path
+                assert not words[1].startswith(f"gradtools.{other[0]}"), path
+
+
+def test_every_method_of_the_waist_is_in_both_wings():
+    from gradtools.backend import Backend
+
+    wanted = {name for name in vars(Backend) if not name.startswith("_")}
+    wanted |= set(Backend.__annotations__)
+    for backend in INSTALLED:
+        api = namespace(backend).grad.__self__
+        assert {name for name in wanted if not hasattr(api._backend, name)} == set()

@@ -1,0 +1,150 @@
+"""What is private to a framework stands in one room of each wing, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+
+import private_names as names
+import pytest
+
+
+def test_no_file_but_the_room_of_its_wing_uses_a_private_name_of_a_framework():
+    found = [use for use in names.private_names() if use.file not in names.ROOMS]
+    assert not found, "\n".join(["put these into the wing's _upstream.py:", *map(str, found)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nx = torch._C._functorch.peek_interpreter_stack()",
+        "from torch._ops import OpOverload",
+        "from torch.utils import _pytree as pytree",
+        "import jax\nx = jax._src.core.Trace",
+        "from jax._src import core",
+        "def f(x):\n    return x._version",
+        "def f(m):\n    return m._forward_hooks.values()",
+        "def f(node):\n    return getattr(node, '_saved_self')",
+        "import sys\nx = 'torch._dynamo' in sys.modules",
+        "KEYS = ('_buffers',)",
+        "import torch\nclass M(torch.nn.Module):\n    def _apply(self, fn):\n        return self",
+    ],
+)
+def test_the_sweep_sees_a_private_name(text):
+    assert list(names.private_in(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\naten = torch.ops.aten\nx = aten._softmax.default, torch.ops.aten._to_copy",
+        "import sys\nx = sys._getframe(1)",
+        "class A:\n    def f(self):\n        self._backend = 1\n        return self._backend",
+        "x = point._replace(y=1)",
+        "from gradtools.torch._upstream import pytree",
+    ],
+)
+def test_the_sweep_passes_by_operators_ours_and_the_standard_library(text):
+    assert not list(names.private_in(ast.parse(text)))
+
+
+@pytest.mark.parametrize("room", names.ROOMS)
+def test_each_entry_of_a_room_says_what_it_is_for(room):
+    """A text stands behind a name or a group of names, or is a function's docstring."""
+    tree = ast.parse((names.PACKAGE / room).read_text())
+    untold: list[str] = []
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(node):
+            untold.append(node.name)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and _is_private(node):
+            grouped = isinstance(after, ast.Assign | ast.AnnAssign)
+            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if not (grouped or told):
+                untold.append(ast.unparse(node))
+    assert not untold
+
+
+def _is_private(node: ast.AST) -> bool:
+    return any(list(names.private_in(ast.Module([node], []))))
+
+
+# --- patches -------------------------------------------------------------------------------------
+
+
+def test_classes_of_a_framework_are_patched_in_the_rooms_alone():
+    found = [use for use in names.patches() if use.file not in names.ROOMS]
+    assert not found, "\n".join(["put these into torch/patches.py:", *map(str, found)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.nn.Module.__call__ = f",
+        "from torch.autograd import Function\ndef g():\n    setattr(Function, 'apply', f)",
+        "from gradtools.torch import _upstream as upstream\n_F = upstream.Functions\ndel _F.apply",
+        "import jax.numpy as jnp\njnp.sin = f",
+    ],
+)
+def test_the_sweep_sees_patches(text):
+    assert list(names.patches_in(ast.parse(text)))
+
+
+# --- frames and texts ----------------------------------------------------------------------------
+
+# Who finds the user's line, or says where a function stands. Nothing is computed otherwise for it.
+_TELL_LINES = (
+    *("lines.py", "errors.py", "jax/places.py", "torch/recording/places.py", "testing/plugin.py"),
+    *("host.py", "seeing/doctor.py"),
+)
+
+
+def test_frames_of_the_stack_are_looked_at_to_tell_a_line_or_in_the_rooms():
+    found = [use for use in names.uses_of_frames() if use.file not in (*names.ROOMS, *_TELL_LINES)]
+    assert not found, "\n".join(map(str, found))
+
+
+# Where the text of an error, for which the framework has no type, says which way is taken; and
+# where it words a refusal or a finding alone.
+_DECIDE = ("torch/freezing.py", "torch/passes.py")
+_WORD = (
+    *("torch/refusals.py", "torch/recording/refusals.py", "torch/kernels.py", "torch/programs.py"),
+    *(
+        "torch/replay.py",
+        "torch/watching.py",
+        "jax/refusals.py",
+        "jax/host.py",
+        "jax/modules.py",
+        "jax/stateful.py",
+    ),
+    *("testing/probe.py", "conformance/sweeps/in_jax.py"),
+)
+
+
+def test_two_rooms_take_another_way_by_the_text_of_an_error():
+    found = {use.file for use in names.uses_of_texts()}
+    assert found <= {*_DECIDE, *_WORD}
+    assert set(_DECIDE) <= found  # else strike it out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\nf = sys._getframe(1)",
+        "import inspect\nf = inspect.stack()",
+        "def f(frame):\n    return frame.f_back.f_code.co_filename",
+        "x = __file__",
+    ],
+)
+def test_the_sweep_sees_frames(text):
+    assert list(names.frames_in(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(error):\n    return 'no such mode' in str(error)",
+        "def f(e):\n    return 'a' not in said_by('jax', e)",
+        "import re\ndef f(error):\n    return re.search('a', str(error))",
+    ],
+)
+def test_the_sweep_sees_texts(text):
+    assert list(names.texts_in(ast.parse(text)))

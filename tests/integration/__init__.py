@@ -1,0 +1,1 @@
+"""With other packages, in their own loops."""

@@ -1,0 +1,223 @@
+"""transformers: models as they are, the Trainer, and what a classifier loses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+from integration_models import agree, bert, contrastive, gradients, pooled, quiet, tokens
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+BATCH, OTHERS = tokens(6, seed=1), tokens(6, seed=2)
+
+
+class Towers(torch.nn.Module):
+    """Two towers that share an encoder; by gradtools it runs in chunks."""
+
+    def __init__(self, chunk_size=None):
+        super().__init__()
+        encoder = bert()
+        self.encoder = encoder if chunk_size is None else gt.chunked(encoder, chunk_size)
+        self.scale = torch.nn.Parameter(torch.tensor(5.0))
+
+    def forward(self, input_ids, attention_mask, passage_ids, passage_mask, **rest):
+        queries = pooled(self.encoder(input_ids, attention_mask=attention_mask), attention_mask)
+        there = self.encoder(input_ids=passage_ids, attention_mask=passage_mask)
+        return {"loss": contrastive(queries, pooled(there, passage_mask), self.scale)}
+
+
+class InLoop(Towers):
+    """The same with the loop over chunks written out, whose graphs are all kept."""
+
+    def forward(self, input_ids, attention_mask, passage_ids, passage_mask, **rest):
+        def encode(ids, mask):
+            pairs = zip(ids.split(4), mask.split(4), strict=True)
+            return torch.cat([pooled(self.encoder(i, attention_mask=m), m) for i, m in pairs])
+
+        queries, passages = encode(input_ids, attention_mask), encode(passage_ids, passage_mask)
+        return {"loss": contrastive(queries, passages, self.scale)}
+
+
+def rows():
+    """Examples of the two towers."""
+    a, b = tokens(24, seed=3), tokens(24, seed=4)
+    columns = {**a, "passage_ids": b["input_ids"], "passage_mask": b["attention_mask"]}
+    return [{name: x[i] for name, x in columns.items()} for i in range(24)]
+
+
+def trained(model, folder, bf16):
+    """The losses and the parameters after the Trainer's steps."""
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=6,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=bf16,
+        seed=7,
+        max_grad_norm=1.0,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    with quiet():
+        trainer = Trainer(model=model, args=args, train_dataset=rows())
+        trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_two_towers_in_the_trainer_learn_what_the_loop_learns(tmp_path, bf16):
+    losses, params = trained(Towers(4), tmp_path / "ours", bf16)
+    expected, others = trained(InLoop(), tmp_path / "loop", bf16)
+    assert len(losses) == 4
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+    agree(params, others, rtol=1e-4, atol=1e-5 if not bf16 else 2e-4)
+
+
+def test_a_model_is_loaded_from_what_was_saved_with_chunks(tmp_path):
+    ours = Towers(4)
+    torch.save(ours.state_dict(), tmp_path / "model.pt")
+    plain = InLoop()
+    plain.load_state_dict(torch.load(tmp_path / "model.pt"))
+    again = torch.load(_saved(ours, tmp_path), weights_only=False)
+    torch.manual_seed(1)
+    expected = ours.eval()(**_columns())["loss"]
+    torch.testing.assert_close(plain.eval()(**_columns())["loss"], expected)
+    torch.testing.assert_close(again.eval()(**_columns())["loss"], expected)
+
+
+def _saved(model, folder):
+    torch.save(model, folder / "whole.pt")
+    return folder / "whole.pt"
+
+
+def _columns():
+    passages = {"passage_ids": OTHERS["input_ids"], "passage_mask": OTHERS["attention_mask"]}
+    return {**BATCH, **passages}
+
+
+def test_one_gradient_for_each_example_of_a_padded_batch():
+    """Of transformers' masks Python asks whether they are all ones, which vmap cannot say."""
+    model = bert().eval()
+    apply, params, state = gt.functionalize(model)
+
+    def loss(params, input_ids, attention_mask):
+        out, _ = apply(params, state, input_ids[None], attention_mask=attention_mask[None])
+        return out.last_hidden_state[0, 0].square().sum()
+
+    with pytest.raises(GradtoolsError, match="chunk_size=1 is a plain loop"):
+        gt.per_example_grad(loss)(params, **BATCH)
+    found = gt.per_example_grad(loss, chunk_size=1)(params, **BATCH)
+    for i in range(6):
+        model.zero_grad()
+        one = {name: x[i : i + 1] for name, x in BATCH.items()}
+        model(**one).last_hidden_state[0, 0].square().sum().backward()
+        expected = gradients(model)
+        agree({name: found[name][i] for name in expected}, expected)
+    plain = lambda params, ids: loss(params, ids, torch.ones_like(ids))
+    ids = BATCH["input_ids"]
+    looped = gt.per_example_grad(plain, chunk_size=1)(params, ids)
+    unmasked = lambda params, ids: apply(params, state, ids[None])[0].last_hidden_state[0, 0]
+    mapped = gt.per_example_grad(lambda p, ids: unmasked(p, ids).square().sum())(params, ids)
+    agree(mapped, looped)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_hessian_product_of_a_bert_is_what_differences_of_its_gradient_say(implementation):
+    model = bert().double().eval()
+    model.set_attn_implementation(implementation)
+    apply, params, state = gt.functionalize(model)
+    ids, mask = BATCH["input_ids"].clamp(min=4), BATCH["attention_mask"]  # 0 has no gradient
+
+    def loss(params):
+        return apply(params, state, ids, attention_mask=mask)[0].last_hidden_state.sin().mean()
+
+    generator = torch.Generator().manual_seed(5)
+    along = {k: torch.randn(p.shape, generator=generator, dtype=p.dtype) for k, p in params.items()}
+    dot = lambda us, vs: sum((us[k] * vs[k]).sum() for k in us)
+    moved = lambda h: {k: p + h * along[k] for k, p in params.items()}
+    slope = lambda h: dot(gt.grad(loss, disconnected_inputs="zeros")(moved(h)), along)
+    expected = (slope(1e-5) - slope(-1e-5)) / 2e-5
+    for mode in ("reverse_over_reverse", "forward_over_reverse"):
+        (product,) = gt.hvp(loss, (params,), (along,), mode=mode)[1]
+        torch.testing.assert_close(dot(product, along), expected, rtol=1e-5, atol=1e-8)
+
+
+def test_a_lost_gradient_in_a_classifier_is_named():
+    """The pooled state is detached by mistake, so that the encoder learns nothing."""
+    model, head = bert().eval(), torch.nn.Linear(16, 2)
+    labels = torch.tensor([0, 1, 0, 1, 0, 1])
+
+    def loss(input_ids, attention_mask):
+        out = model(input_ids, attention_mask=attention_mask)
+        state = pooled(out, attention_mask).detach()  # the mistake
+        return torch.nn.functional.cross_entropy(head(state), labels)
+
+    with pytest.warns(match="guard_gradients") as caught:
+        gt.guard_gradients(loss)(*BATCH.values())
+    text = str(caught[0].message)
+    assert "detached at test_transformers.py" in text and "head" not in text
+    assert caught[0].filename == __file__
+
+
+def test_a_port_of_a_bert_layer_with_a_mistake_is_led_to_it():
+    pytest.importorskip("flax", reason="flax is not installed")
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    import jax.numpy as jnp
+    from flax import linen
+    from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput
+
+    from gradtools.testing import AgreementError, first_divergence, match_parameters
+
+    config = bert().config
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.intermediate, self.output = BertIntermediate(config), BertOutput(config)
+
+        def forward(self, x):
+            return self.output(self.intermediate(x), x)
+
+    class Dense(linen.Module):
+        size: int
+
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(self.size, name="dense")(x)
+
+    class Output(linen.Module):
+        epsilon: float
+
+        @linen.compact
+        def __call__(self, x, residual):
+            x = linen.Dense(16, name="dense")(x) + residual
+            return linen.LayerNorm(epsilon=self.epsilon, name="LayerNorm")(x)
+
+    class Port(linen.Module):
+        epsilon: float = config.layer_norm_eps
+
+        @linen.compact
+        def __call__(self, x):
+            y = jax.nn.gelu(Dense(32, name="intermediate")(x), approximate=False)
+            return Output(self.epsilon, name="output")(y, x)
+
+    torch.manual_seed(3)
+    mine, x = Block().double().eval(), torch.randn(2, 5, 16, dtype=torch.float64).numpy()
+    mapping = match_parameters(mine, Port().init(jax.random.key(0), x))
+    params = jax.tree.map(jnp.asarray, mapping.to_jax(mine.state_dict()))
+    assert not first_divergence(mine, (Port(), params), mapping, (x,))
+    with pytest.raises(AgreementError, match="LayerNorm"):
+        first_divergence(mine, (Port(1e-2), params), mapping, (x,)).require()

@@ -1,0 +1,251 @@
+"""What the compilers of TPU and GPU make of the JAX half, ahead of time; no device is needed.
+
+`make tpu` and `make cuda` install the compilers and run these. What is compiled is the benchmark's
+own (benchmarks/ahead_of_time.py), every use of every public name, and the steps of the examples.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from every_operator import POINT, USES, World, healthy
+from jax.experimental.compilation_cache import compilation_cache
+
+import gradtools.jax as gt
+from benchmarks import ahead_of_time as ahead
+from benchmarks.ahead_of_time import CUDA, HAND, OURS, TPU, Target
+
+pytestmark = [pytest.mark.ahead, pytest.mark.usefixtures("default_precision")]
+INSTALLED = {TPU: "libtpu", CUDA: "jax_cuda12_plugin"}
+TARGETS = [
+    pytest.param(Target(platform, dtype), id=f"{platform}-{jnp.dtype(dtype).name}")
+    for platform in INSTALLED
+    for dtype in ahead.DTYPES
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_kept_programs():
+    """What is kept of a compilation is loaded onto a device, and there is none."""
+    kept = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", kept)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(params=TARGETS)
+def target(request) -> Target:
+    """A compiler, and the type of arrays."""
+    pytest.importorskip(INSTALLED[request.param.platform], reason="make tpu cuda")
+    return request.param
+
+
+@pytest.fixture(params=[p for p in TARGETS if p.values[0].dtype == jnp.float32])
+def single(request) -> Target:
+    """A compiler, for float32."""
+    pytest.importorskip(INSTALLED[request.param.platform], reason="make tpu cuda")
+    return request.param
+
+
+# --- costs -----------------------------------------------------------------------------------
+
+# Where not all is equal: the norm is taken so that it cannot overflow; x + stop_gradient(g(x) - x)
+# takes a subtraction more; a chunk's number is kept; chunks are weighted, bfloat16's in float32.
+UNEQUAL = ("clip_gradient", "straight_through", "chunked", "microbatched")
+
+
+@pytest.mark.parametrize("name", ahead.cases())
+def test_an_operator_costs_what_the_lines_by_hand_cost(name, target):
+    if name in ahead.NOT_COMPILED[target.platform]:
+        pytest.skip("jax#23971: a callback's lowering asks for a device")
+    ways = ahead.operator(target, name)
+    ours, hand = ways[OURS], ways[HAND]
+    if name not in UNEQUAL:
+        assert ours == hand
+        return
+    totals = 4 * ahead.WIDTH**2 if name == "microbatched" else 0  # bytes of a float32 sum
+    assert ours.temporaries <= hand.temporaries + totals + 2**19
+    assert ours.flops is None or ours.flops[0] <= 1.01 * hand.flops[0]
+    assert ours.peak is None or ours.peak <= 1.01 * hand.peak + totals
+
+
+def test_a_step_in_chunks_needs_one_chunk_and_what_grows_with_the_batch_itself(target):
+    costs = {count: ahead.chunks(target, count) for count in ahead.COUNTS}
+    rows = ahead.CHUNK * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
+    sums = 4 * ahead.LAYERS * ahead.FEATURES**2  # parameters' gradients are added in float32
+    for count, found in costs.items():
+        # outputs, their cotangents, and a float32 batch rounded to bfloat16 for TPU's products
+        outputs = 3 * count * rows
+        alone, ours = found["one chunk alone"], found["chunked"]
+        if target.platform == TPU:
+            assert ours.temporaries <= 2**20
+            assert ours.peak <= 1.1 * (alone.peak + outputs + sums)
+        else:
+            assert ours.temporaries <= 1.1 * (alone.temporaries + outputs + sums)
+    few, many = (costs[n]["at once"].temporaries for n in (8, 32))
+    assert many - few > 20 * 24 * rows  # 16 layers, of which something is kept of each
+
+
+def test_a_mixed_partial_needs_the_same_at_any_depth(target):
+    costs = [ahead.depth(target, n) for n in ahead.DEPTHS]
+    weights = [
+        n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize for n in ahead.DEPTHS
+    ]  # which a compiler may hold a second time, rounded or laid out otherwise
+    ours = [c["mixed_partial"].temporaries - 2 * w for c, w in zip(costs, weights, strict=True)]
+    assert max(ours) <= max(0, 1.1 * ours[0])
+    plain = [c["double backward"] for c in costs]
+    assert max(c.peak or c.temporaries for c in plain) > 3 * max(
+        c["mixed_partial"].peak or c["mixed_partial"].temporaries for c in costs
+    )
+
+
+def test_frozen_needs_the_same_at_any_depth(target):
+    for n in ahead.DEPTHS:
+        found = ahead.uses(target, n)
+        weights = n * ahead.FEATURES**2 * jnp.dtype(target.dtype).itemsize
+        rows = 128 * ahead.FEATURES * jnp.dtype(target.dtype).itemsize
+        one_graph, slopes = 2 * n * rows, 3 * ahead.USES * rows  # and the slopes' cotangents
+        assert found["frozen"].temporaries <= one_graph + slopes + 2 * weights
+    assert found["double backward"].temporaries > 8 * found["frozen"].temporaries
+
+
+def test_a_contrastive_step_needs_no_matrix_of_pairs(target):
+    ways = ahead.contrast(target, 16384)
+    dense, tiled = ways["encoder chunked"], ways["encoder chunked, loss tiled"]
+    assert dense.temporaries > 2**30
+    assert tiled.temporaries < 2**28
+
+
+@pytest.mark.parametrize("board", ahead.BOARDS)
+@pytest.mark.parametrize("kind", ahead.KINDS)
+def test_devices_gather_features_and_reduce_parameters_once(kind, board, single):
+    count = len(ahead.devices(single.platform, board))
+    found = ahead.meshes(single, kind, board)
+    parameters = {"shard_map": 1, "Explicit": 2, "Auto": 2}[kind]  # and the loss's number
+    assert 0 < found.moves["all-reduce"] <= parameters + (found.moves["reduce-scatter"] == 0)
+    features = count * 4 * ahead.CHUNK * ahead.FEATURES * 4
+    assert found.temporaries < 10 * features + 2**22
+
+
+# --- every use of every public name ----------------------------------------------------------
+
+# What is looked at and not run in a program, and what is no array.
+NOT_JITTED = {
+    *("why_zero", "formula", "measure", "asarray", "to_numpy", "guard_gradients", "dependence"),
+    *("gradient_graph", "graph_diff", "Spec", "is_replaying"),
+}
+
+
+JITTED = [use for use in USES if "jax" in use.backends and use.public not in NOT_JITTED]
+
+
+@pytest.mark.parametrize("use", JITTED, ids=str)
+def test_a_use_compiles_or_says_why_not(use, target):
+    x = target.array(*POINT.shape)
+    f = use.make(World(gt, healthy(gt), gt.asarray(POINT.astype(target.dtype))))
+    lowered = lambda: jax.jit(f).lower(x)
+    if use.public == "host_function" and target.platform == CUDA:
+        with pytest.raises(RuntimeError, match="Unknown backend: 'gpu'"):  # jax#23971
+            lowered()
+        return
+    assert lowered().compile().memory_analysis() is not None
+
+
+# --- the steps of the examples ---------------------------------------------------------------
+
+EXAMPLES = (
+    *("u01_adversarial_one_evaluation", "u03_gradient_penalty", "u04_mixed_partial"),
+    *("u05_double_backward", "u07_grad_or_accumulate", "u08_differential_equation"),
+    *("u09_complex_affine", "u11_several_losses", "u12_gradient_through_a_sampler"),
+    "u13_contrastive_on_all_pairs",
+)
+FLOAT32 = {  # and why not in bfloat16
+    "u08_differential_equation": "LAPACK solves nothing in bfloat16",
+    "u12_gradient_through_a_sampler": "the example's masks are float32",
+}
+
+
+DERIVATIVES = {
+    *("grad", "value_and_grad", "minimax_value_and_grad", "mixed_partial", "per_example_grad"),
+    *("jacobian", "hessian", "hvp", "jvp", "compile"),
+}
+
+
+class Watched:
+    """gradtools.jax, which notes the derivatives that are taken from outside of any other.
+
+    What it notes are functions of all arrays among the arguments, and these arrays.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self.__name__, self.xp, self.dtype = gt.__name__, gt.xp, dtype
+        self.calls: list[tuple[Any, list[Any]]] = []
+        self._inside = False
+
+    def asarray(self, x: Any, *options: Any, **more: Any) -> Any:
+        x = np.asarray(x)
+        narrower = {np.dtype(float): self.dtype, np.dtype(complex): np.complex64}
+        return gt.asarray(x.astype(narrower.get(x.dtype, x.dtype)), *options, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(gt, name)
+        return self._noting(member) if name in DERIVATIVES else member
+
+    def _noting(self, f: Any) -> Any:
+        def run(*args: Any, **more: Any) -> Any:
+            leaves, tree = jax.tree.flatten((args, more))
+            arrays = [x for x in leaves if isinstance(x, jax.Array)]
+            if self._inside or any(isinstance(x, jax.core.Tracer) for x in arrays):
+                return f(*args, **more)
+
+            def again(given: list[Any]) -> Any:
+                rest = iter(given)
+                now = [next(rest) if isinstance(x, jax.Array) else x for x in leaves]
+                args, more = jax.tree.unflatten(tree, now)
+                return f(*args, **more)
+
+            self._inside = True
+            try:
+                found = f(*args, **more)
+            finally:
+                self._inside = False
+            if arrays:
+                self.calls.append((again, arrays))
+            return self._noting(found) if callable(found) else found
+
+        return run
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_steps_of_an_example_compile(name, target, monkeypatch):
+    if name in FLOAT32 and target.dtype != jnp.float32:
+        pytest.skip(FLOAT32[name])
+    if name == "u05_double_backward" and target.platform == CUDA:
+        pytest.skip("jax#23971: a callback's lowering asks for a device")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    example = importlib.import_module(name)
+    watched = Watched(target.dtype)
+    for module in (example, importlib.import_module("checks"), importlib.import_module("common")):
+        for word, stand_in in {
+            "claim": lambda *_: None,  # of float64's digits
+            "counter": lambda _: (lambda: None, lambda: 0),  # a callback
+            "STEPS": 1,
+        }.items():
+            if hasattr(module, word):
+                monkeypatch.setattr(module, word, stand_in)
+    example.show(watched, "jax")
+    programs = {}
+    for f, arrays in watched.calls:
+        lowered = jax.jit(f).lower([target.like(x) for x in arrays])
+        programs[lowered.as_text()] = lowered
+    assert programs
+    for lowered in programs.values():
+        assert lowered.compile().memory_analysis() is not None

@@ -1,0 +1,227 @@
+"""What second derivatives through `frozen` keep and cost in JAX."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools.jax.primitives import cotangent_p, primal_p, tangent_p, value_p
+
+WIDTH = 32
+Y = jnp.ones(WIDTH)
+Z = jnp.asarray(np.random.default_rng(0).normal(size=(4, WIDTH)))
+
+
+def network(depth):
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(depth, WIDTH, WIDTH)) / 6)
+
+    def G(z):
+        return jax.lax.scan(lambda z, w: (jnp.tanh(z @ w), None), z, w)[0]
+
+    return G, w
+
+
+def by_z(G):
+    return lambda y, z: jax.grad(lambda z: jnp.sum(jnp.tanh(y * G(z)) * y))(z)
+
+
+def kept(G, w):
+    """Bytes that a pullback of the gradient function holds, besides the weights."""
+    _, pull = jax.vjp(lambda y: by_z(G)(y, Z), Y)
+    arrays = {id(x): x for x in jax.tree.leaves(pull) if hasattr(x, "nbytes")}
+    return sum(x.nbytes for x in arrays.values() if x.size != w.size)
+
+
+def test_what_a_use_keeps_does_not_grow_with_depth():
+    ours = []
+    for depth in (4, 24):
+        G, w = network(depth)
+        ours.append(kept(gt.frozen(G), w))
+    assert ours[0] == ours[1] > 0
+    assert ours[1] <= kept(*network(24)) / 3
+
+
+@pytest.mark.parametrize("G_of", [gt.frozen, lambda G: G])
+def test_temporary_bytes_in_a_scan_over_z(G_of):
+    G, _ = network(24)
+    G = G_of(G)
+
+    def total(y, zs):
+        return jax.lax.scan(lambda c, z: (c + (by_z(G)(y, z) ** 2).sum(), None), 0.0, zs)[0]
+
+    def temp(count):
+        zs = jnp.zeros((count, *Z.shape))
+        compiled = jax.jit(jax.grad(total)).lower(Y, zs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    slope = (temp(24) - temp(8)) / 16
+    graph = 24 * Z.nbytes
+    assert slope <= 8 * Z.nbytes if G_of is gt.frozen else slope > graph
+
+
+# --- work -------------------------------------------------------------------------------------
+
+
+def flops(fun, *args):
+    """Of matrix products, loops times their trips, as run outside of jit: nothing is left out."""
+    return flops_of(jax.make_jaxpr(fun)(*args))
+
+
+def flops_of(jaxpr):
+    total = 0
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        assert eqn.primitive.name != "while", "a loop whose trips are unknown"
+        if eqn.primitive in (primal_p, value_p, tangent_p, cotangent_p):
+            avals = [v.aval for v in eqn.invars]
+            total += flops(partial(eqn.primitive.impl, **eqn.params), *avals)
+            continue
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * eqn.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        inside = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+        total += trips * sum(flops_of(x) for x in inside if is_jaxpr(x))
+    return total
+
+
+def is_jaxpr(x):
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
+DEPTH, COUNT, LARGE = 6, 5, 1 << 30
+FORWARD = 2 * Z.size * WIDTH * DEPTH
+ZS = jnp.asarray(np.random.default_rng(2).normal(size=(COUNT, *Z.shape)))
+
+
+def scanned(z):
+    return network(DEPTH)[0](z)
+
+
+def unrolled(z):
+    for w in network(DEPTH)[1]:
+        z = jnp.tanh(z @ w)
+    return z
+
+
+def in_a_loop(G):
+    return lambda y: jax.lax.map(lambda z: (by_z(G)(y, z) ** 2).sum(), ZS).sum()
+
+
+def one_by_one(G):
+    return lambda y: sum((by_z(G)(y, z) ** 2).sum() for z in ZS)
+
+
+def mapped(G):
+    return lambda y: jax.vmap(lambda z: (by_z(G)(y, z) ** 2).sum())(ZS).sum()
+
+
+@pytest.mark.parametrize("G", [scanned, unrolled])
+@pytest.mark.parametrize("loss", [in_a_loop, one_by_one, mapped])
+@pytest.mark.parametrize(("budget", "passes"), [(None, 4), (100, 4), (LARGE, 3)])
+def test_forward_passes_that_a_second_derivative_costs(G, loss, budget, passes):
+    plain = flops(jax.grad(loss(G)), Y)
+    ours = flops(jax.grad(loss(gt.frozen(G, budget))), Y)
+    assert plain == 3 * FORWARD * COUNT
+    assert ours == passes * FORWARD * COUNT
+    assert ours / plain <= 1.34
+
+
+def test_the_count_is_what_runs_outside_of_jit(monkeypatch):
+    loss, ran = jax.grad(one_by_one(gt.frozen(unrolled))), []
+    dot = jax.lax.dot_general_p
+    run = dot.impl
+    monkeypatch.setattr(dot, "impl", lambda *xs, **params: ran.append(xs) or run(*xs, **params))
+    with jax.disable_jit():
+        loss(Y)
+    assert sum(2 * a.size * b.shape[-1] for a, b in ran) == flops(loss, Y) == 4 * FORWARD * COUNT
+
+
+@pytest.mark.parametrize(("budget", "passes"), [(None, 4), (LARGE, 3)])
+def test_the_term_along_z_is_computed_only_when_asked(budget, passes):
+    G = gt.frozen(unrolled, budget)
+    second = lambda wanted: jax.grad(lambda y, z: (by_z(G)(y, z) ** 2).sum(), wanted)
+    assert flops(second(0), Y, Z) == passes * FORWARD
+    assert flops(second((0, 1)), Y, Z) >= (passes + 4) * FORWARD
+    assert flops(jax.grad(lambda z: gt.frozen(unrolled)(z).sum()), Z) == 2 * FORWARD
+
+
+def test_the_other_argument_is_differentiated_only_when_asked():
+    G = gt.frozen(lambda z, shift: unrolled(z + unrolled(shift)))
+    slope = lambda y, z, s: jax.grad(lambda z: jnp.sum(jnp.tanh(y * G(z, s)) * y))(z)
+    second = lambda wanted: jax.grad(lambda *args: (slope(*args) ** 2).sum(), wanted)
+    by_y, by_shift = (flops(second(wanted), Y, Z, 0.1 * Z) for wanted in (0, 2))
+    assert by_y < by_shift
+
+
+# --- the budget -------------------------------------------------------------------------------
+
+
+def graph_of(G, z):
+    """Bytes that the pushforward of G at z holds, besides the weights."""
+    leaves = jax.tree.leaves(jax.linearize(G, z)[1])
+    arrays = {id(x): x for x in leaves if x.shape != network(DEPTH)[1].shape}
+    return sum(x.nbytes for x in arrays.values())
+
+
+def test_a_graph_is_kept_when_it_fits_to_the_byte():
+    size = graph_of(scanned, Z)
+    costs = [
+        flops(jax.grad(in_a_loop(gt.frozen(scanned, budget))), Y)
+        for budget in (0, size - 1, size, LARGE)
+    ]
+    assert costs == [passes * FORWARD * COUNT for passes in (4, 4, 3, 3)]
+
+
+@pytest.mark.parametrize("way", ["lean", "budget", "plain"])
+def test_bytes_that_the_compiled_program_keeps_for_a_further_z(way):
+    size = graph_of(scanned, Z)
+    ways = {"lean": None, "budget": size}
+    G = gt.frozen(scanned, ways[way]) if way in ways else scanned
+    step = lambda y, zs: jax.lax.map(lambda z: (by_z(G)(y, z) ** 2).sum(), zs).sum()
+
+    def temp(count):
+        zs = jnp.zeros((count, *Z.shape))
+        compiled = jax.jit(jax.grad(step)).lower(Y, zs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    slope, own = (temp(48) - temp(16)) / 32, 8 * Z.nbytes
+    most = {"lean": own, "budget": size + own, "plain": math.inf}[way]
+    assert {"lean": 0, "budget": size, "plain": 1.5 * size}[way] < slope <= most
+
+
+def test_what_is_kept_of_the_weights_does_not_grow_with_the_uses():
+    weights = network(DEPTH)[1]
+    G = gt.frozen(scanned, LARGE)
+    _, pull = jax.vjp(lambda y: jax.lax.map(lambda z: by_z(G)(y, z), ZS), Y)
+    sizes = [x.size for x in jax.tree.leaves(pull) if hasattr(x, "size")]
+    assert max(sizes) <= max(weights.size, COUNT * DEPTH * Z.size)
+
+
+# --- mixed_partial ----------------------------------------------------------------------------
+
+
+def mixed(depth):
+    f = lambda y, g: jnp.sum(jnp.tanh(y * g) * y)
+    return lambda y, z, us: gt.mixed_partial(f, network(depth)[0], y, z, us)
+
+
+@pytest.mark.parametrize("directions", [1, 3])
+def test_mixed_partial_takes_the_same_memory_at_every_depth(directions):
+    def temp(depth):
+        lowered = jax.jit(mixed(depth)).lower(Y, Z, [Z] * directions)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert len({temp(depth) for depth in (4, 16, 64, 256)}) == 1
+
+
+def test_each_further_direction_costs_one_pass():
+    us = [Z, 2 * Z, 3 * Z]
+    costs = [flops(mixed(DEPTH), Y, Z, us[:count]) for count in (1, 2, 3)]
+    assert costs == [2 * FORWARD, 3 * FORWARD, 4 * FORWARD]

@@ -1,0 +1,125 @@
+"""Edited gradients in what only JAX has: branches that are not taken, its own second order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools.errors import DisconnectedInputError
+
+X = jnp.array([1.0, 2.0])
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_known_gradient_arrives_through_a_branch_that_is_not_taken(taken):
+    """Data flow counts both branches, so dx is delivered either way."""
+
+    def f(p, x):
+        y = gt.known_gradient(x, jnp.array([5.0, 7.0]))
+        return jax.lax.cond(p, lambda y: y.sum() ** 2, lambda y: 3.0, y)
+
+    for transform in (lambda f: f, jax.jit):
+        assert transform(gt.grad(f, 1))(taken, X).tolist() == [5.0, 7.0]
+
+
+@pytest.mark.parametrize("edit", ["clip", "transform", "known"])
+def test_jax_jvp_of_a_reverse_only_edit_raises_jaxs_own_type_error(edit):
+    f = {
+        "clip": lambda x: gt.clip_gradient(x, max_norm=1.0),
+        "transform": lambda x: gt.transform_gradient(x, lambda c: c),
+        "known": lambda x: gt.known_gradient(x, X),
+    }[edit]
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(f, (X,), (X,))
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.hessian(lambda x: (f(x) ** 2).sum())(X)
+
+
+def test_hvp_in_mode_auto_sees_a_reverse_only_edit_inside_jit_scan_cond_and_vmap():
+    def f(x):
+        clip = jax.jit(lambda x: gt.clip_gradient(x, max_value=1e6))
+        x, _ = jax.lax.scan(lambda x, _: (clip(x), None), x, None, length=2)
+        x = jax.lax.cond(x[0] > 0, clip, lambda x: x, x)
+        return (jax.vmap(clip)(x) ** 3).sum()
+
+    (_,), (h,) = gt.hvp(f, (X,), (X,))
+    assert h.tolist() == [6.0, 24.0]
+    assert np.diag(gt.hessian(f)(X)).tolist() == [6.0, 12.0]
+
+
+def test_a_scheduled_scale_inside_scan():
+    def f(x):
+        def turn(x, i):
+            return gt.scale_gradient(x, i.astype(x.dtype)), None
+
+        return jax.lax.scan(turn, x, jnp.arange(1, 5))[0].sum()
+
+    assert jax.jit(gt.grad(f))(X).tolist() == [24.0, 24.0]
+    assert jax.jvp(f, (X,), (X,))[1] == 72.0
+
+
+def test_the_edits_under_jaxs_own_hessian():
+    f = lambda x: (gt.reverse_gradient(x, 0.5) ** 3).sum()
+    for hessian in (jax.hessian(f), jax.jacrev(jax.jacfwd(f)), jax.jacrev(jax.jacrev(f))):
+        assert np.diag(hessian(X)).tolist() == [1.5, 3.0]
+    assert np.diag(jax.jacfwd(jax.jacfwd(f))(X)).tolist() == [1.5, 3.0]
+
+
+def test_a_numpy_function_in_straight_through_is_vmapped_and_scanned():
+    hard = gt.straight_through(lambda x: (np.asarray(x) > 1.5).astype(np.float64), lambda x: x**2)
+    f = lambda x: jax.lax.scan(lambda c, xi: (c + hard(xi), None), 0.0, x)[0]
+    assert jax.jit(f)(X) == 1.0
+    assert jax.jit(jax.grad(f))(X).tolist() == [2.0, 4.0]
+    assert jax.jit(jax.vmap(jax.grad(hard)))(X).tolist() == [2.0, 4.0]
+
+
+def scanned(x, s):
+    turn = lambda x, _: (gt.reverse_gradient(x, s), None)
+    return jax.lax.scan(turn, x, None, length=2)[0].sum()
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint], ids=["-", "jit", "remat"])
+@pytest.mark.parametrize("f", [scanned, jax.jit(scanned)], ids=["-", "jit inside"])
+def test_the_derivative_to_a_factor_is_refused_through_scan_jit_and_vmap(wrap, f):
+    with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
+        wrap(gt.grad(f, 1))(X, jnp.array(2.0))
+    with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
+        jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))
+
+
+def test_a_factor_that_is_traced_scheduled_and_mapped_is_no_concern():
+    factors = jnp.array([1.0, 2.0, 3.0])
+    found = jax.jit(jax.vmap(gt.grad(scanned), (None, 0)))(X, factors)
+    np.testing.assert_allclose(found, np.array(factors)[:, None] ** 2 * np.ones(2), rtol=1e-15)
+    assert jax.grad(scanned, 1)(X, factors[1]) == 0.0  # as JAX's own of what is stopped
+
+
+EDITED_BY = {
+    "clip_gradient": lambda x, s: gt.clip_gradient(x, max_norm=s),
+    "known_gradient": lambda x, s: gt.known_gradient(x, s * jnp.ones(2)),
+    "transform_gradient": lambda x, s: gt.transform_gradient(x, lambda c: s * c),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint], ids=["-", "jit", "remat"])
+@pytest.mark.parametrize("edit", EDITED_BY)
+def test_an_edit_of_reverse_mode_alone_is_named_where_it_cuts_what_else_it_is_given(edit, wrap):
+    def f(x, s):
+        return jax.lax.scan(lambda x, _: (EDITED_BY[edit](x, s), None), x, None, 2)[0].sum()
+
+    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_edits"):
+        wrap(gt.grad(f, 1))(X, jnp.array(2.0))
+    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_edits"):
+        jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))
+
+
+def test_leaves_that_are_clipped_together_do_not_cut_each_other():
+    def f(x, y, s):
+        return gt.clip_gradient((x, y), max_norm=s)
+
+    table = gt.dependence(f, X, 2 * X, jnp.array(1.0))
+    found = [[str(link) for link in row] for row in table.matrix]
+    assert found == [["differentiable", "none", "cut"], ["none", "differentiable", "cut"]]

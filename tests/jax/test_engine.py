@@ -1,0 +1,417 @@
+"""How the JAX wing evaluates: once, inside every transform, also where it cannot be traced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools.errors import DisconnectedInputError, GradtoolsError, GradtoolsWarning
+
+X = jnp.array([0.7, -1.3])
+ONES = jnp.ones(2)
+CUBE = lambda x: jnp.sum(x**3)
+
+
+def _operators(f: Any) -> dict[str, Any]:
+    return {
+        "grad": lambda x: gt.grad(f)(x),
+        "value_and_grad": lambda x: gt.value_and_grad(f)(x),
+        "vjp": lambda x: gt.vjp(f, x)[1](jnp.ones(())),
+        "jvp": lambda x: gt.jvp(f, (x,), (ONES,)),
+        "linearize": lambda x: gt.linearize(f, x)[1](ONES),
+        "jacobian": lambda x: gt.jacobian(f)(x),
+        "hvp": lambda x: gt.hvp(f, (x,), (ONES,)),
+        "hvp, reverse": lambda x: gt.hvp(f, (x,), (ONES,), "reverse_over_reverse"),
+        "hessian": lambda x: gt.hessian(f)(x),
+        "minimax": lambda x: gt.minimax_value_and_grad(lambda x, y: f(x * y), 0, 1)(x, x + 1),
+        "per_example_grad": lambda x: gt.per_example_grad(lambda w, t: f(w * t))(x, x),
+        "mixed_partial": lambda x: gt.mixed_partial(lambda y, g: f(y * g), jnp.sin, x, x, ONES),
+    }
+
+
+OPERATORS = tuple(_operators(None))
+operators = pytest.mark.parametrize("operator", OPERATORS)
+
+
+def _same(found: Any, expected: Any, rtol: float = 1e-13) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+# --- one evaluation ----------------------------------------------------------------------
+
+
+@operators
+def test_the_python_of_f_runs_once_a_call(operator):
+    calls = []
+    fun = _operators(lambda x: calls.append(1) or CUBE(x))[operator]
+    for count in (1, 2):
+        fun(X)
+        assert len(calls) == count
+
+
+@operators
+def test_a_second_jitted_call_traces_nothing(operator):
+    calls = []
+    fun = jax.jit(_operators(lambda x: calls.append(1) or CUBE(x))[operator])
+    fun(X)
+    traced = len(calls)
+    fun(X + 1)
+    assert len(calls) == traced == 1
+
+
+@operators
+def test_an_error_of_f_leaves_no_trace_behind(operator):
+    def f(x):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        _operators(f)[operator](X)
+    _same(gt.grad(CUBE)(X), 3 * X**2)
+
+
+@pytest.mark.parametrize(
+    "operator", ["grad", "value_and_grad", "hvp", "jacobian", "hessian", "vjp", "jvp"]
+)
+def test_branches_on_values_fall_back_to_an_evaluation(operator):
+    f = lambda x: CUBE(x) if x[0] > 0 else jnp.sum(x)
+    _same(_operators(f)[operator](X), _operators(CUBE)[operator](X))
+
+
+def test_where_f_cannot_be_traced_a_zero_gradient_warns():
+    f = lambda x: jnp.sum(jax.lax.stop_gradient(x)) if x[0] > 0 else jnp.sum(x)
+    with pytest.warns(GradtoolsWarning, match="argument 0 is zero everywhere.*could not be traced"):
+        g = gt.grad(f)(X)
+    _same(g, 0 * X)
+
+
+def test_an_argument_that_is_no_array_may_steer_f():
+    f = lambda x, mode, k: CUBE(x) * k if mode == "cube" else jnp.sum(x)
+    _same(gt.grad(f)(X, "cube", 2), 6 * X**2)
+
+
+# --- inside JAX's transforms -------------------------------------------------------------
+
+
+@operators
+def test_jit_gives_the_same_numbers(operator):
+    fun = _operators(CUBE)[operator]
+    _same(jax.jit(fun)(X), fun(X))
+
+
+@operators
+def test_vmap_gives_each_examples_numbers(operator):
+    fun = _operators(CUBE)[operator]
+    mapped = jax.vmap(fun)(jnp.stack([X, 2 * X]))
+    _same(jax.tree.map(lambda y: y[1], mapped), fun(2 * X))
+
+
+@operators
+def test_the_body_of_a_scan_may_take_derivatives(operator):
+    fun = _operators(CUBE)[operator]
+    _, found = jax.lax.scan(lambda c, x: (c, fun(x)), 0.0, jnp.stack([X, 2 * X]))
+    _same(jax.tree.map(lambda y: y[1], found), fun(2 * X))
+
+
+@operators
+def test_both_branches_of_a_cond_may_take_derivatives(operator):
+    fun = _operators(CUBE)[operator]
+    run = jax.jit(lambda p, x: jax.lax.cond(p, fun, lambda x: fun(2 * x), x))
+    _same(run(True, X), fun(X))
+    _same(run(False, X), fun(2 * X))
+
+
+@operators
+def test_a_checkpointed_derivative_is_differentiated(operator):
+    fun = _operators(CUBE)[operator]
+    total = lambda x: sum(jnp.sum(y) for y in jax.tree.leaves(fun(x)))
+    _same(jax.grad(jax.checkpoint(total))(X), jax.grad(total)(X))
+
+
+@operators
+def test_shard_map_on_one_device_gives_the_same_numbers(operator):
+    if operator in ("per_example_grad", "jacobian", "hessian"):
+        pytest.skip("their batch axis would be sharded as an array's")
+    fun = _operators(CUBE)[operator]
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    expected = fun(X)
+    specs = jax.tree.map(lambda y: spec("i") if y.ndim else spec(), expected)
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=spec("i"), out_specs=specs, check_vma=False)
+    # Outside of jit JAX compiles each operation for the mesh: that is seen of one operator.
+    _same((mapped if operator == "grad" else jax.jit(mapped))(X), expected)
+
+
+@pytest.mark.parametrize("f", [CUBE, lambda x: jnp.sum(gt.reverse_gradient(x, 0.5) ** 3)])
+def test_a_while_loop_is_differentiated_forwards(f):
+    def power(x):
+        return jax.lax.fori_loop(
+            0, jnp.int32(jnp.round(x[0] * 0 + 3)), lambda i, y: y * x, x * 0 + 1
+        )
+
+    _, pushed = gt.jvp(lambda x: f(power(x)), (X,), (ONES,))
+    sign = 1 if f is CUBE else -0.5
+    np.testing.assert_allclose(pushed, sign * jnp.sum(9 * X**8), rtol=1e-13)
+
+
+def test_scan_cond_and_checkpoint_inside_f_are_differentiated():
+    def f(x):
+        def body(c, t):
+            return jax.lax.cond(t > 0, lambda c: c * t, jnp.sin, c), c
+
+        last, seen = jax.lax.scan(jax.checkpoint(body), jnp.sum(x), x)
+        return last + jnp.sum(seen)
+
+    _same(gt.grad(f)(X), jax.grad(f)(X))
+    _same(gt.hvp(f, (X,), (ONES,))[1][0], jax.jvp(jax.grad(f), (X,), (ONES,))[1])
+
+
+@pytest.mark.slow
+def test_shard_map_over_four_devices_gives_the_same_numbers():
+    program = """
+        import jax, jax.numpy as jnp, numpy as np
+        jax.config.update("jax_enable_x64", True)
+        import gradtools.jax as gt
+        P = jax.sharding.PartitionSpec
+        mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        x, w = jnp.arange(8.0), jnp.array(0.3)
+        loss = lambda w, x: jnp.sum(jnp.sin(gt.reverse_gradient(w, 0.5) * x))
+        whole = gt.grad(loss)(w, x)
+        for check in (True, False):
+            part = lambda w, x: jax.lax.psum(gt.grad(loss)(w, x), "i")
+            if check:
+                part = lambda w, x: jax.lax.psum(
+                    gt.grad(loss)(jax.lax.pcast(w, "i", to="varying"), x), "i")
+            run = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(),
+                                check_vma=check)
+            np.testing.assert_allclose(jax.jit(run)(w, x), whole, rtol=1e-13)
+        print("same")
+    """
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "same", done.stderr[-2000:]
+
+
+# --- rules of the user's inside f --------------------------------------------------------
+
+
+@jax.custom_vjp
+def _doubled(x):
+    return jnp.sin(x)
+
+
+_doubled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (2 * ct * jnp.cos(x),))
+
+
+@jax.custom_jvp
+def _tripled(x):
+    return jnp.sin(x)
+
+
+_tripled.defjvp(lambda xs, ts: (jnp.sin(xs[0]), 3 * jnp.cos(xs[0]) * ts[0]))
+
+
+@pytest.mark.parametrize(("rule", "factor"), [(_doubled, 2), (_tripled, 3)])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_custom_rules_inside_f_are_obeyed(rule, factor, wrap):
+    f = wrap(lambda x: jnp.sum(rule(x)))
+    _same(gt.grad(f)(X), factor * jnp.cos(X))
+    _same(gt.value_and_grad(f)(X)[1], factor * jnp.cos(X))
+    _same(jax.vmap(gt.grad(f))(X[None])[0], factor * jnp.cos(X))
+    second = gt.hvp(f, (X,), (ONES,), "reverse_over_reverse")[1][0]
+    _same(second, -factor * jnp.sin(X))
+
+
+def test_forward_mode_through_a_custom_vjp_is_refused_in_words():
+    with pytest.raises(GradtoolsError, match="reverse rule only"):
+        gt.jvp(_doubled, (X,), (X,))
+    with pytest.raises(GradtoolsError, match="reverse rule only"):
+        gt.linearize(_doubled, X)[1](X)
+
+
+def test_forward_over_reverse_goes_through_a_custom_vjp_as_in_jax():
+    found = gt.hvp(lambda x: jnp.sum(_doubled(x)), (X,), (ONES,), "forward_over_reverse")[1][0]
+    _same(found, -2 * jnp.sin(X))
+
+
+# --- what a jaxpr must not lose ----------------------------------------------------------
+
+
+def test_aux_keeps_static_leaves_also_under_jit():
+    @jax.jit
+    def run(x):
+        f = lambda x: (CUBE(x), {"name": "loss", "k": 3, "x": x})
+        g, aux = gt.grad(f, has_aux=True)(x)
+        assert aux["name"] == "loss" and aux["k"] == 3
+        return g, aux["x"]
+
+    _same(run(X), (3 * X**2, X))
+
+
+@operators
+def test_weak_types_are_those_of_plain_jax(operator):
+    """What a value promotes to afterwards must not depend on the trace in between."""
+    fun = gt.value_and_grad(lambda x: jnp.sum(x) * 2.0 + x * 1.0 if x.ndim == 0 else jnp.sum(x))
+    value, g = fun(jnp.float32(1.5))
+    assert value.dtype == g.dtype == jnp.float32
+    plain_value, plain = jax.value_and_grad(lambda x: x * 2.0)(1.5)
+    value, g = gt.value_and_grad(lambda x: x * 2.0)(1.5)
+    assert (value.dtype, g.dtype) == (plain_value.dtype, plain.dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes_are_kept(dtype):
+    x = X.astype(dtype)
+    value, g = gt.value_and_grad(lambda x: jnp.sum(x * x))(x)
+    assert value.dtype == g.dtype == dtype
+
+
+def test_keys_in_other_arguments_are_welcome():
+    key = jax.random.key(0)
+    f = lambda x, key: jnp.sum(x * jax.random.normal(key, (2,)))
+    _same(gt.grad(f)(X, key), jax.random.normal(key, (2,)))
+    _same(jax.jit(gt.grad(f))(X, key), jax.random.normal(key, (2,)))
+    keys = jax.random.split(key, 3)
+    found = gt.per_example_grad(f)(X, keys)
+    _same(found[2], jax.random.normal(keys[2], (2,)))
+
+
+def test_a_key_as_a_differentiated_argument_is_refused():
+    with pytest.raises(GradtoolsError, match=r"argument 0 is an array of dtype key<fry>"):
+        gt.grad(lambda k: jnp.ones(()))(jax.random.key(0))
+
+
+def test_keys_may_be_returned_in_aux():
+    key = jax.random.key(0)
+    _, aux = gt.grad(lambda x, k: (CUBE(x), jax.random.split(k)), has_aux=True)(X, key)
+    assert jnp.array_equal(jax.random.key_data(aux), jax.random.key_data(jax.random.split(key)))
+
+
+# --- conventions at the edge -------------------------------------------------------------
+
+
+def test_native_grad_through_an_edit_is_in_jaxs_convention():
+    z = jnp.array([1.0 + 2.0j, -0.5j])
+    f = lambda z: jnp.sum(jnp.abs(gt.reverse_gradient(z, 0.5)) ** 2)
+    _same(jax.grad(f)(z), -0.5 * jax.grad(lambda z: jnp.sum(jnp.abs(z) ** 2))(z))
+    _same(gt.grad(f)(z), jnp.conj(jax.grad(f)(z)))
+
+
+def test_a_transform_sees_gradtools_convention_under_native_grad_too():
+    z = jnp.array([1.0 + 2.0j, -0.5j])
+    seen = []
+    edit = lambda c: seen.append(c) or 1j * c
+    f = lambda z: jnp.sum(jnp.abs(gt.transform_gradient(z, edit)) ** 2)
+    native = jax.grad(f)(z)
+    _same(seen[-1], 2 * z)
+    _same(native, jnp.conj(2j * z))
+
+
+# --- lost gradients ----------------------------------------------------------------------
+
+
+def test_the_message_names_the_operation_and_the_line():
+    def f(x):
+        hard = jnp.round(x).astype(jnp.int32)  # the cut
+        return jnp.sum(hard * 1.0)
+
+    line = f.__code__.co_firstlineno + 1
+    with pytest.raises(
+        DisconnectedInputError, match=rf"cut by \w+ at test_engine\.py:{line}\b"
+    ):
+        gt.grad(f)(X)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: lambda x: f(x)])
+def test_a_cut_inside_jit_or_checkpoint_is_found(wrap):
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(wrap(lambda x: jnp.sum(jax.lax.stop_gradient(x))))(X)
+
+
+def test_the_policy_holds_under_jit_and_costs_nothing_at_run_time():
+    lost = gt.grad(lambda x: jnp.sum(jax.lax.stop_gradient(x)))
+    with pytest.raises(DisconnectedInputError):
+        jax.jit(lost)(X)
+    mine = jax.jit(gt.grad(CUBE)).lower(X).compile().cost_analysis()
+    plain = jax.jit(jax.grad(CUBE)).lower(X).compile().cost_analysis()
+    assert mine["flops"] == plain["flops"]
+    assert mine["bytes accessed"] == plain["bytes accessed"]
+
+
+def test_a_stop_in_the_carry_of_a_scan_is_a_cut():
+    def f(x, stop):
+        def body(c, _):
+            return (jax.lax.stop_gradient(c) if stop else c) * 2.0, None
+
+        return jnp.sum(jax.lax.scan(body, x, None, 3)[0])
+
+    _same(gt.grad(f)(X, False), jnp.full(2, 8.0))
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(f)(X, True)
+
+
+def test_either_branch_of_a_cond_connects():
+    f = lambda x, p: jax.lax.cond(p, lambda x: jnp.sum(x), lambda x: 1.0, x)
+    _same(gt.grad(f)(X, False), 0 * X)
+    _same(gt.grad(f)(X, True), ONES)
+    cut = lambda x, p: jax.lax.cond(
+        p, lambda x: jnp.sum(jax.lax.stop_gradient(x)), lambda x: 1.0, x
+    )
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(cut)(X, True)
+
+
+def test_a_host_callback_is_a_cut():
+    def f(x):
+        shape = jax.ShapeDtypeStruct((), x.dtype)
+        return jax.pure_callback(lambda x: np.asarray(np.sum(x)), shape, jax.lax.stop_gradient(x))
+
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(f)(X)
+
+
+# --- libraries' pytrees ------------------------------------------------------------------
+
+
+def test_an_equinox_module_with_static_fields_is_an_argument():
+    eqx = pytest.importorskip("equinox")
+
+    class Affine(eqx.Module):
+        w: jax.Array
+        b: jax.Array | None
+        name: str = eqx.field(static=True)
+
+        def __call__(self, x):
+            return self.w @ x
+
+    model = Affine(jnp.array([[1.0, 2.0]]), None, "affine")
+    g = gt.grad(lambda m, x: jnp.sum(m(x) ** 2))(model, X)
+    assert isinstance(g, Affine) and g.name == "affine" and g.b is None
+    _same(g.w, (2 * model(X))[:, None] * X)
+
+
+def test_flax_variables_and_an_nnx_state_are_arguments():
+    nn = pytest.importorskip("flax.linen")
+    from flax import nnx
+
+    layer = nn.Dense(1, param_dtype=jnp.float64)
+    variables = layer.init(jax.random.key(0), X)
+    g = gt.grad(lambda v, x: jnp.sum(layer.apply(v, x)))(variables, X)
+    _same(g["params"]["kernel"], X[:, None])
+
+    graph, state = nnx.split(nnx.Linear(2, 1, param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
+    g = gt.grad(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)))(state, X)
+    _same(g["kernel"].get_value(), X[:, None])

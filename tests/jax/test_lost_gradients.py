@@ -1,0 +1,46 @@
+"""Every cause of a lost gradient is found at its line with its kind; healthy functions are not."""
+
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax")
+pytest.importorskip("equinox")
+
+from jax_lost_gradients import CAUSES, HEALTHY  # noqa: E402
+
+import gradtools.jax as gt  # noqa: E402  (only where JAX is installed)
+
+
+def report_on(case):
+    return gt.why_zero(case.f, *case.args)
+
+
+def found(report):
+    return {(f.kind, f.source.line if f.source else None, f.whole) for f in report.findings}
+
+
+@pytest.mark.parametrize("case", CAUSES, ids=lambda case: case.name)
+def test_a_cause_is_found_at_its_line_with_its_kind(case):
+    report = report_on(case)
+    assert found(report) == case.expected
+    if case.scope is not None:
+        assert {f.scope for f in report.findings} == {case.scope}
+
+
+@pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
+def test_nothing_is_found_where_nothing_is_lost(case):
+    report = report_on(case)
+    assert not report, str(report)
+
+
+@jax.custom_vjp
+def squared(x):
+    return x**2
+
+
+squared.defvjp(lambda x: (x**2, x), lambda saved, ct: (None,))
+
+
+def test_a_rule_is_called_by_the_name_of_its_function():
+    (found,) = gt.why_zero(lambda x: squared(x).sum(), jax.numpy.ones(2))
+    assert (found.kind, found.operation) == ("rule", "squared")

@@ -1,0 +1,366 @@
+"""Lost gradients in training in JAX: planted losses, each against plain steps that move nothing."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError, GradtoolsWarning
+
+eqx = pytest.importorskip("equinox")
+nnx = pytest.importorskip("flax.nnx")
+optax = pytest.importorskip("optax")
+
+pytestmark = pytest.mark.jax
+X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
+F64 = jnp.float64
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A model in training: `loss(model)` is what is differentiated."""
+
+    model: Any
+    loss: Any
+    tx: Any = None
+    optimizer: Any = None
+
+
+@dataclass(frozen=True)
+class Planted:
+    make: Any
+    found: dict[str, str]
+    notes: tuple[str, ...] = ()
+    oracle: bool = True
+
+
+# --- models ------------------------------------------------------------------------------
+
+
+class Graph(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.body = nnx.Linear(3, 4, rngs=rngs, param_dtype=F64)
+        self.head = nnx.Linear(4, 2, rngs=rngs, param_dtype=F64)
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.body(x)))
+
+
+class Spare(Graph):
+    def __init__(self):
+        super().__init__()
+        self.spare = nnx.Linear(2, 2, rngs=nnx.Rngs(1), param_dtype=F64)
+
+
+class Stopped(Graph):
+    def __call__(self, x):
+        return self.head(jax.lax.stop_gradient(jnp.tanh(self.body(x))))
+
+
+class Noisy(Graph):
+    """Its calls change it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(2), param_dtype=F64, dtype=F64)
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
+
+    def __call__(self, x):
+        return self.head(self.drop(jax.lax.stop_gradient(self.norm(self.body(x)))))
+
+
+class Table(Graph):
+    def __init__(self):
+        super().__init__()
+        self.scale = nnx.Variable(jnp.ones(3))
+
+    def __call__(self, x):
+        return super().__call__(x * self.scale[...])
+
+
+class Tree(eqx.Module):
+    body: Any
+    head: Any
+    act: Any
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.body = eqx.nn.Linear(3, 4, key=keys[0], dtype=F64)
+        self.head = eqx.nn.Linear(4, 2, key=keys[1], dtype=F64)
+        self.act = jnp.tanh
+
+    def __call__(self, x):
+        return self.head(self.act(self.body(x)))
+
+
+class Gated(Tree):
+    gate: Any
+
+    def __init__(self):
+        super().__init__()
+        self.gate = jnp.ones(3)
+
+    def __call__(self, x):
+        return super().__call__(x * (self.gate > 0))
+
+
+class Rounded(Gated):
+    def __call__(self, x):
+        return Tree.__call__(self, x * jnp.round(self.gate))
+
+
+class Static(Tree):
+    scale: Any = eqx.field(static=True, default=None)
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.scale = jnp.ones(3)
+
+    def __call__(self, x):
+        return super().__call__(x * self.scale)
+
+
+def of_graph(model, tx=None, optimizer=None):
+    return Loop(model, lambda m: (m(X) ** 2).mean(), tx, optimizer)
+
+
+def of_tree(model, tx=None, optimizer=None):
+    return Loop(model, lambda m: (jax.vmap(m)(X) ** 2).mean(), tx, optimizer)
+
+
+def plain():
+    params = {"a": {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}, "log_t": jnp.asarray(0.5)}
+    loss = lambda p: ((X @ p["a"]["w"] + 1) ** 2).mean() * jnp.exp(p["log_t"])
+    return Loop(params, loss, optax.sgd(0.1))
+
+
+def part(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def labels(model, frozen):
+    every = jax.tree.map(lambda _: "train", part(model))
+    return eqx.tree_at(lambda m: [m.body.weight], every, [frozen])
+
+
+def labelled():
+    model = Tree()
+    txs = {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}
+    return of_tree(model, optax.multi_transform(txs, lambda _: labels(model, "freeze")))
+
+
+def masked():
+    model = Tree()
+    mask = lambda _: jax.tree.map(lambda s: s == "train", labels(model, "no"))
+    return of_tree(model, optax.masked(optax.sgd(0.1), mask))
+
+
+def masked_state():
+    loop = masked_adam()
+    return Loop(loop.model, loop.loss, loop.tx, loop.tx.init(part(loop.model)))
+
+
+def masked_adam():
+    model = Tree()
+    mask = lambda _: jax.tree.map(lambda s: s == "train", labels(model, "no"))
+    zero = lambda _: jax.tree.map(lambda s: s == "no", labels(model, "no"))
+    tx = optax.chain(optax.masked(optax.adam(0.1), mask), optax.masked(optax.set_to_zero(), zero))
+    return of_tree(model, tx)
+
+
+def state_of_the_head():
+    model = Graph()
+    tx = optax.adam(0.1)
+    return of_graph(model, None, tx.init({"head": nnx.state(model, nnx.Param)["head"]}))
+
+
+def filtered_optimizer():
+    model = Graph()
+    only = nnx.All(nnx.Param, nnx.PathContains("head"))
+    return of_graph(model, None, nnx.Optimizer(model, optax.adam(0.1), wrt=only))
+
+
+def state_of_another_model():
+    tx = optax.adam(0.1)
+    other = eqx.nn.MLP(3, 2, 7, 1, key=jax.random.key(1), dtype=F64)
+    return of_tree(Tree(), None, (tx, tx.init(part(other))))
+
+
+def nothing(kind):
+    return {f"body.{name}": kind for name in ("kernel", "bias")}
+
+
+PLANTED = {
+    "nnx: a layer that is not used": Planted(
+        lambda: of_graph(Spare(), optax.sgd(0.1)),
+        {"spare.kernel": "unread", "spare.bias": "unread"},
+    ),
+    "nnx: stopped features": Planted(lambda: of_graph(Stopped()), nothing("detached")),
+    "nnx: stopped, and a call changes the model": Planted(
+        lambda: of_graph(Noisy()),
+        {**nothing("detached"), "norm.scale": "detached", "norm.bias": "detached"},
+    ),
+    "nnx: a variable that is no parameter": Planted(
+        lambda: of_graph(Table(), optax.sgd(0.1)), {}, notes=("scale",)
+    ),
+    "nnx: an optimiser that a filter leaves short": Planted(
+        filtered_optimizer, nothing("not_optimised"), oracle=False
+    ),
+    "nnx: the state of a part": Planted(state_of_the_head, nothing("not_optimised"), oracle=False),
+    "equinox: a gate by comparison": Planted(
+        lambda: of_tree(Gated(), optax.sgd(0.1)), {"gate": "discrete"}
+    ),
+    "equinox: a gate that is rounded": Planted(
+        lambda: of_tree(Rounded(), optax.sgd(0.1)), {"gate": "zero_derivative"}
+    ),
+    "equinox: an array in a static field": Planted(
+        lambda: of_tree(Static(), optax.sgd(0.1)), {"scale": "static"}
+    ),
+    "equinox: a label that freezes": Planted(labelled, {"body.weight": "not_optimised"}),
+    "equinox: a mask that hands on": Planted(
+        masked, {"body.weight": "not_optimised"}, oracle=False
+    ),
+    "equinox: a mask that zeroes": Planted(masked_adam, {"body.weight": "not_optimised"}),
+    "equinox: its state alone": Planted(
+        masked_state, {"body.weight": "not_optimised"}, oracle=False
+    ),
+    "equinox: the state of another model": Planted(state_of_another_model, {}, oracle=False),
+    "a dict with an entry that is not used": Planted(plain, {"a.b": "unread"}),
+}
+
+
+def told(report):
+    whole = [f for f in report.findings if f.whole and f.kind != "other_model"]
+    return {f.argument: f.kind for f in whole}
+
+
+def still(loop, steps=2):
+    """The names of what plain steps of JAX and optax do not move."""
+    tx = loop.tx or optax.sgd(0.1)
+    if isinstance(loop.model, nnx.Module):
+        graph, params, rest = nnx.split(loop.model, nnx.Param, ...)
+        f = lambda p: loop.loss(nnx.merge(graph, p, rest, copy=True))
+        params = nnx.to_pure_dict(params)
+        merged = lambda p: f(_state_like(loop.model, p))
+    else:
+        params, static = eqx.partition(loop.model, eqx.is_inexact_array)
+        merged = lambda p: loop.loss(eqx.combine(p, static))
+    state, now = tx.init(params), params
+    for _ in range(steps):
+        updates, state = tx.update(jax.grad(merged)(now), state, now)
+        now = optax.apply_updates(now, updates)
+    pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves_with_path(now), strict=True)
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return {name(path) for (path, a), (_, b) in pairs if bool((a == b).all())}
+
+
+def _state_like(model, pure):
+    state = nnx.state(model, nnx.Param)
+    state = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(state, pure)
+    return state
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_loss_is_found_and_nothing_else(name):
+    planted = PLANTED[name]
+    loop = planted.make()
+    optimizer = loop.optimizer if loop.optimizer is not None else loop.tx
+    loss, model = loop.loss, loop.model
+    report = gt.why_zero(lambda: loss(model), model=model, optimizer=optimizer)
+    assert told(report) == planted.found
+    strangers = [f.argument for f in report.findings if f.kind == "other_model"]
+    assert bool(strangers) == (name == "equinox: the state of another model")
+    assert {n for _, names in report.notes for n in names} == set(planted.notes)
+    if planted.oracle:
+        missing = {leaf for leaf, kind in planted.found.items() if kind != "static"}
+        assert still(planted.make()) == missing
+
+
+@pytest.mark.parametrize("name", list(PLANTED)[:9])
+def test_the_guard_tells_of_it_once(name):
+    planted = PLANTED[name]
+    loop = planted.make()
+    optimizer = loop.optimizer if loop.optimizer is not None else loop.tx
+    loss, model = loop.loss, loop.model
+    guarded = gt.guard_gradients(lambda: loss(model), model=model, optimizer=optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        guarded(), guarded()
+    said = [str(w.message) for w in caught if w.category is GradtoolsWarning]
+    assert len(said) == bool(planted.found)
+    for leaf, kind in planted.found.items():
+        assert f"  {leaf}: {kind}" in said[0]
+
+
+def test_a_closure_alone_is_asked_about_the_module_that_it_holds():
+    net, tree = Stopped(), Gated()
+    assert set(told(gt.why_zero(lambda: (net(X) ** 2).sum()))) == {"body.kernel", "body.bias"}
+    assert told(gt.why_zero(lambda: (jax.vmap(tree)(X) ** 2).sum())) == {"gate": "discrete"}
+
+
+def test_a_module_is_asked_about_its_parameters_too():
+    report = gt.why_zero(Spare(), X)
+    assert told(report) == {"spare.kernel": "unread", "spare.bias": "unread"}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
+def test_a_compiled_loss_is_looked_into(jit):
+    model = Gated()
+    loss = jit(lambda gate, x: (x * (gate > 0)).sum() + (gate**2).sum() * 0 + gate[0])
+    assert not gt.why_zero(lambda: loss(model.gate, X), model={"gate": model.gate}).findings[1:]
+
+
+def test_in_the_midst_of_a_loop_nothing_is_changed():
+    def train(ask):
+        net = Graph()
+        net.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(2), param_dtype=F64)
+        net.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
+        run = lambda net, x: net.head(net.drop(net.norm(net.body(x))))
+        optimizer = nnx.Optimizer(net, optax.adam(0.1), wrt=nnx.Param)
+        for x in (X[:3], X[3:]):
+            loss = lambda net, x=x: (run(net, x) ** 2).mean()
+            if ask:
+                assert not told(gt.why_zero(lambda: loss(net), model=net, optimizer=optimizer))
+            optimizer.update(net, nnx.grad(loss)(net))
+        return nnx.state(net, nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngCount))
+
+    plain, asked = train(False), train(True)
+    assert all(map(np.array_equal, jax.tree.leaves(plain), jax.tree.leaves(asked)))
+
+
+def test_a_changing_module_behind_an_object_is_refused_by_name():
+    holder = Loop(Noisy(), None)
+    with pytest.raises(GradtoolsError, match=r"why_zero: the function changes a flax\.nnx module"):
+        gt.why_zero(lambda: (holder.model(X) ** 2).sum(), model=holder.model)
+
+
+def test_values_of_zero_are_told_at_their_line():
+    params = {"w": jnp.ones(3), "gate": jnp.zeros(())}
+    report = gt.why_zero(lambda: (params["w"] ** 2).sum() * params["gate"], model=params)
+    (finding,) = report
+    assert (finding.argument, finding.kind) == ("w", "multiplied_by_zero")
+    assert finding.source.file.endswith("test_lost_in_training.py")
+
+
+@pytest.mark.parametrize(
+    ("f", "given", "said"),
+    [
+        (jnp.ones(()), {"model": {"w": X}}, "f is an array, which here knows nothing of how"),
+        (lambda: X.sum(), {}, "f holds no module whose parameters could be looked at"),
+        (lambda: X.sum(), {"model": 3}, "model is an int without floating arrays"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(f, given, said):
+    with pytest.raises(GradtoolsError, match=f"why_zero: {said}"):
+        gt.why_zero(f, **given)

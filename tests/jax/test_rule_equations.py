@@ -1,0 +1,159 @@
+"""A rule as an equation of a jaxpr: what is printed of it, and what stays of one in part unused.
+
+JAX's own `custom_jvp` and `custom_vjp` are the oracle.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import partial_eval as pe
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+X, Y = jnp.array([0.5, -1.5]), jnp.array([1.0, 2.0])
+ONES = jnp.ones(2)
+
+
+def two(x, y):
+    return jnp.sin(x), x + jnp.cos(y)
+
+
+def forward(primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    return two(x, y), (2 * jnp.cos(x) * dx, 1.5 * dx - 0.5 * jnp.sin(y) * dy)
+
+
+def fwd(x, y):
+    return two(x, y), (jnp.cos(x), jnp.sin(y))
+
+
+def bwd(saved, cts):
+    (cos, sin), (a, b) = saved, cts
+    return 2 * cos * a + 1.5 * b, -0.5 * sin * b
+
+
+def by_jvp(new):
+    f = new(two)
+    f.defjvp(forward)
+    return f
+
+
+def by_vjp(new):
+    f = new(two)
+    f.defvjp(fwd, bwd)
+    return f
+
+
+NATIVE = {by_jvp: jax.custom_jvp, by_vjp: jax.custom_vjp}
+both = pytest.mark.parametrize("given", [by_jvp, by_vjp])
+
+
+def printed(f, *args):
+    """The text of a jaxpr, without the name of the primitive."""
+    return re.sub(r"= \w+\[\n\s*name", "= [name", str(jax.make_jaxpr(f)(*args)))
+
+
+@both
+def test_a_printed_jaxpr_shows_of_a_rule_what_jax_shows_of_its_own(given):
+    assert "call_jaxpr" in printed(given(NATIVE[given]), X, Y)
+    assert printed(given(gt.custom_rule), X, Y) == printed(given(NATIVE[given]), X, Y)
+
+
+def test_a_printed_jaxpr_shows_of_a_linear_map_what_jax_shows_of_its_own():
+    def linear_part(f):
+        jaxpr = jax.make_jaxpr(lambda x, y: jax.jvp(f, (x, y), (x, y)))(X, Y).jaxpr
+        return str(pe.dce_jaxpr(jaxpr, [False, False, True, True])[0].eqns[-1])
+
+    shown = [
+        re.search(r"= \w+\[(.*)\]", re.sub(r"\s+", " ", linear_part(by_vjp(new)))).group(1)
+        for new in (jax.custom_vjp, gt.custom_rule)
+    ]
+    assert "bwd=bwd" in shown[0] and shown[0] == shown[1]
+
+
+def test_printing_runs_nothing_of_the_users():
+    ran = []
+    f = gt.custom_rule(lambda x: (ran.append(1), jnp.sin(x))[1])
+    f.defjvp(lambda p, t: (f(p[0]), jnp.cos(p[0]) * t[0]))
+    closed = jax.make_jaxpr(f)(X)
+    before = len(ran)
+    assert "name=<lambda>" in str(closed) and len(ran) == before
+
+
+# --- outputs that nobody uses
+
+
+def part(f, used, args=(X, Y)):
+    """f with these outputs alone, as JAX leaves it where the others are not used."""
+    jaxpr, _ = pe.dce_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, used)
+    return jaxpr, lambda *xs: jax.core.eval_jaxpr(jaxpr, [], *xs)
+
+
+@both
+@pytest.mark.parametrize("used", [(True, False), (False, True)], ids=["first", "second"])
+def test_what_is_left_of_a_rule_whose_outputs_are_not_all_used_is_what_jax_leaves(given, used):
+    jaxpr, ours = part(given(gt.custom_rule), used)
+    (eqn,) = jaxpr.eqns
+    program = {e.primitive.name for e in eqn.primitive.gradtools_program(eqn).jaxpr.eqns}
+    assert program == ({"sin"} if used[0] else {"cos", "add"})
+
+    _, native = part(given(NATIVE[given]), used)
+    grad = lambda f: jax.grad(lambda *xs: f(*xs)[0].sum(), (0, 1))
+    for derive in (
+        lambda f: f,
+        jax.jit,
+        grad,
+        lambda f: jax.jit(grad(f)),
+        lambda f: lambda x, y: jax.vmap(grad(f))(jnp.stack([x, y]), jnp.stack([y, x])),
+        lambda f: jax.grad(lambda x, y: (grad(f)(x, y)[0] ** 2).sum(), (0, 1)),
+        lambda f: grad(lambda x, y: jax.vmap(f)(x[None], y[None])),
+    ):
+        found, expected = derive(ours)(X, Y), derive(native)(X, Y)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    found = jax.jvp(lambda *xs: ours(*xs)[0], (X, Y), (ONES, Y))[1]
+    cos, sin = jnp.cos(X), jnp.sin(Y)
+    np.testing.assert_allclose(found, 2 * cos if used[0] else 1.5 - 0.5 * sin * Y, rtol=1e-6)
+
+
+def test_nothing_is_left_of_a_rule_of_which_no_output_is_used():
+    assert part(by_vjp(gt.custom_rule), [False, False])[0].eqns == []
+
+
+def test_a_part_of_a_part_and_a_part_of_a_linear_rule():
+    f = gt.custom_rule(lambda x: (2 * x, 3 * x, 5 * x))
+    f.defjvp(lambda p, t: (f(p[0]), f(t[0])))
+    _, most = part(f, [True, False, True], (X,))
+    _, last = part(most, [False, True], (X,))
+    assert last(X)[0].tolist() == (5 * X).tolist()
+    np.testing.assert_allclose(jax.linear_transpose(last, X)([ONES])[0], 5 * ONES)
+    np.testing.assert_allclose(jax.jvp(last, (X,), (ONES,))[1][0], 5 * ONES)
+
+
+def test_a_rule_with_optimize_remat_leaves_only_what_is_used_before_a_recomputation():
+    f = gt.custom_rule(two)
+    f.defvjp(fwd, bwd, optimize_remat=True)
+    loss = lambda x, y: jax.checkpoint(f)(x, y)[0].sum()
+    np.testing.assert_allclose(jax.grad(loss)(X, Y), 2 * jnp.cos(X), rtol=1e-6)
+
+
+# --- the shape of a cotangent
+
+
+def test_the_shape_of_a_cotangent_is_left_to_jax_where_no_check_is_asked_for():
+    f = gt.custom_rule(lambda x, y: x, check="never")
+    f.defvjp(lambda x, y: (x, None), lambda _, c: (c, jnp.zeros(3)))
+    grad = jax.grad(lambda x, y: f(x, y).sum(), 1)
+    with pytest.raises(GradtoolsError, match=r"returned shape \(3,\), expected \(4,\)"):
+        grad(jnp.ones(3), jnp.ones(4))
+    before = jax.config.jax_disable_bwd_checks
+    jax.config.update("jax_disable_bwd_checks", True)
+    try:
+        assert grad(jnp.ones(3), jnp.ones(4)).shape == (3,)
+    finally:
+        jax.config.update("jax_disable_bwd_checks", before)

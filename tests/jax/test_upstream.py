@@ -1,0 +1,149 @@
+"""What JAX does not document still does what we rely on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import jax.extend.core
+import jax.extend.source_info_util as source_info
+import jax.interpreters.mlir
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradtools.jax as gt
+from gradtools.jax import _upstream as upstream
+from gradtools.jax import marks
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ClosedJaxpr", "Jaxpr", "Literal", "Primitive", "get_opaque_trace_state"]
+    + ["set_current_trace", "take_current_trace"],
+)
+def test_what_is_taken_from_its_private_place_is_what_is_public(name):
+    assert getattr(upstream, name) is getattr(jax.extend.core, name)
+
+
+def test_the_public_place_still_comes_with_pallas():
+    """Once it does not, the private one is no longer needed."""
+    run = "import sys, jax.extend.core; sys.exit('jax._src.pallas' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", run], check=False).returncode == 0
+
+
+def test_importing_the_wing_does_not_load_pallas():
+    run = "import sys, gradtools.jax as gt; gt.grad; sys.exit('jax._src.pallas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", run], check=False).returncode == 0
+
+
+def _made_here(x):
+    with jax.named_scope("mine"):
+        return jnp.sin(x)
+
+
+def _eqn(f, x=1.0, name="sin"):
+    return next(e for e in jax.make_jaxpr(f)(x).jaxpr.eqns if e.primitive.name == name)
+
+
+def test_an_equation_keeps_the_stack_that_made_it():
+    frames = upstream.stack_of(_eqn(_made_here))
+    mine = [f for f in frames if f.file_name == __file__]
+    assert mine[0].function_name.endswith("_made_here") and mine[0].line_num > 0
+
+
+def test_an_equation_keeps_the_scopes_and_transforms_around_it():
+    eqn = _eqn(jax.grad(lambda x: _made_here(_made_here(x))), name="cos")
+    assert ("mine", True) in list(upstream.scopes_of(eqn))
+    closed = jax.make_jaxpr(jax.grad(_made_here))(1.0)
+    entries = [entry for eqn in closed.jaxpr.eqns for entry in upstream.scopes_of(eqn)]
+    assert ("transpose", False) in entries
+
+
+def test_a_jaxpr_keeps_the_name_and_file_of_its_function():
+    call = _eqn(lambda x: jax.jit(_made_here)(x), name="jit")
+    jaxpr = call.params["jaxpr"].jaxpr
+    assert upstream.name_of(jaxpr) == "_made_here"
+    assert upstream.file_of(jaxpr).startswith(__file__)
+
+
+def test_a_function_of_jax_random_is_known():
+    key = jax.random.key(0)
+    call = _eqn(lambda k: jax.random.normal(k, (2,)), key, "jit")
+    assert upstream.is_of_random(call.params["jaxpr"].jaxpr)
+    other = _eqn(lambda x: jax.jit(_made_here)(x), name="jit")
+    assert not upstream.is_of_random(other.params["jaxpr"].jaxpr)
+
+
+def test_a_tracer_of_ours_says_nothing_of_jaxs_internals():
+    assert "_origin_msg" in vars(upstream.Tracer)
+    assert hasattr(jax.core.Tracer, "_origin_msg")
+
+
+def test_what_chunked_makes_of_its_own_is_marked_by_a_name():
+    x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+    loss = lambda w: (gt.chunked(lambda x: jnp.tanh(x @ w), 3)(x) ** 2).sum()
+    found = jax.make_jaxpr(loss)(w).jaxpr.eqns
+    scan = next(e for e in found if e.primitive.name == "scan")
+    assert marks.is_chunk(scan.params["jaxpr"].jaxpr)
+    assert marks.function_name(scan.params["jaxpr"].jaxpr) == "body"
+    own = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, y: (c, y), 0, x))(x).jaxpr.eqns[0]
+    assert not marks.is_chunk(own.params["jaxpr"].jaxpr)
+
+
+@pytest.mark.parametrize("name", ["frames", "scopes", "user_frames", "traceback"])
+def test_there_is_no_public_name_for(name):
+    assert not hasattr(source_info, name)
+
+
+def test_a_dlpack_capsule_becomes_an_array_in_its_memory():
+    take, memory = upstream.taking_capsules(), np.zeros(64 + 4 * 32, np.uint8)
+    start = -memory.ctypes.data % 64  # what begins elsewhere is copied
+    x = memory[start : start + 4 * 32].view(np.float32).reshape(4, 8)
+    x[:] = np.arange(32).reshape(4, 8)
+    assert take is not None
+    y = take(x.__dlpack__())
+    assert y.unsafe_buffer_pointer() == x.ctypes.data and y.dtype == x.dtype and y.shape == x.shape
+    np.testing.assert_array_equal(y, x)
+
+
+def test_an_export_is_known_by_its_lowering():
+    seen = []
+    primitive = jax.extend.core.Primitive("asks")
+    primitive.def_abstract_eval(lambda x: x)
+
+    def lower(ctx, x):
+        seen.append(upstream.is_exporting(ctx))
+        return [x]
+
+    jax.interpreters.mlir.register_lowering(primitive, lower)
+    asks = jax.jit(lambda x: primitive.bind(x))
+    asks.lower(1.0)
+    jax.export.export(asks)(1.0)
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("name", ["transfers_refused", "_transfers_refused_slowly"])
+def test_transfers_are_refused_in_the_block_and_as_before_behind_it(name):
+    refused, x = getattr(upstream, name), jnp.arange(3.0)
+    assert upstream.transfers_refused is upstream._TransfersRefused
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        with pytest.raises(KeyError), refused():
+            raise KeyError
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+            jax.device_put(np.ones(3))
+    assert jax.device_put(np.ones(3)).sum() == 3
+    with refused():
+        for transfer in (lambda: jax.device_put(np.ones(3)), lambda: jnp.asarray(np.ones(3))):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+                transfer()
+    assert jnp.asarray(np.ones(3)).sum() == x.sum()
+
+
+def test_a_printed_jaxpr_shows_of_a_primitive_of_ours_what_it_says():
+    primitive = upstream.Primitive("shown")
+    primitive.def_abstract_eval(lambda x, inside: x)
+    upstream.prints_as(primitive, lambda eqn: {"length": len(eqn.params["inside"])})
+    closed = jax.make_jaxpr(lambda x: primitive.bind(x, inside=(1, 2, 3)))(1.0)
+    assert "shown[length=3] a" in str(closed)

@@ -1,0 +1,1 @@
+"""The public operators, once for each installed backend."""

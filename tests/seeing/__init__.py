@@ -1,0 +1,1 @@
+"""Graphs, formulas, reports and costs."""

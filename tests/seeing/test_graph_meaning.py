@@ -1,0 +1,220 @@
+"""What a graph says of an operation is what it computes: its word, operands in their places, more.
+
+Each row of the table runs one operation of the neutral vocabulary in both frameworks. Its graph is
+computed from the words alone, by what the formula's vocabulary means by them, in NumPy; the result
+is the framework's own. So no operand stands in another's place, no number, axis or exponent is left
+out, and none is told that means something else.
+"""
+
+import importlib
+import re
+
+import numpy as np
+import pytest
+
+from gradtools.seeing.attributes import is_number
+from gradtools.seeing.formula.evaluation import evaluate
+from gradtools.seeing.formula.expressions import kind_of, placeholder
+from gradtools.seeing.formula.lowering import LOWERINGS
+
+# The operation, a program in PyTorch and one in JAX (empty where JAX has no such operation).
+# x and y are 3×4, positive and no two entries equal; w is 4×4, v has 4 entries, z is complex.
+TABLE = """
+add              ; x + y                             ; x + y
+subtract         ; 1 - x                             ; 1 - x
+subtract         ; x - y                             ; x - y
+multiply         ; x * 0.1                           ; x * 0.1
+multiply         ; 2 / x                             ;
+divide           ;                                   ; 2 / x
+divide           ; x / y                             ; x / y
+power            ; 2**x                              ; 2**x
+power            ; x**3                              ; x**3
+power            ; x**y                              ; x**y
+remainder        ; torch.remainder(x, y)             ;
+maximum          ; torch.maximum(x, y)               ; jnp.maximum(x, y)
+minimum          ; torch.minimum(x, y)               ; jnp.minimum(x, y)
+maximum          ; torch.clamp(x, min=y)             ; lax.max(x, y)
+minimum          ; torch.clamp(x, max=y)             ; lax.min(x, y)
+clip             ; torch.clamp(x, 0.6, 0.9)          ; lax.clamp(0.6, x, 0.9)
+arctan2          ; torch.atan2(x, y)                 ; jnp.arctan2(x, y)
+logaddexp        ; torch.logaddexp(x, y)             ; jnp.logaddexp(x, y)
+complex          ; torch.complex(x, y)               ; lax.complex(x, y)
+compare          ; (x < y) * x                       ; (x < y) * x
+compare          ; (x >= 0.7) * x                    ; (x >= 0.7) * x
+where            ; torch.where(x > y, x, 2 * y)      ; jnp.where(x > y, x, 2 * y)
+where            ; x.masked_fill(x > y, 2.0)         ; jnp.where(x > y, 2.0, x)
+logical_and      ; ((x > y) & (y > 0.7)) * x         ; ((x > y) & (y > 0.7)) * x
+logical_or       ; ((x > y) | (y > 0.7)) * x         ; ((x > y) | (y > 0.7)) * x
+logical_not      ; ~(x > y) * x                      ; ~(x > y) * x
+negate           ; -x                                ; -x
+exp              ; x.exp()                           ; jnp.exp(x)
+exp2             ; x.exp2()                          ; jnp.exp2(x)
+expm1            ; x.expm1()                         ; jnp.expm1(x)
+log              ; x.log()                           ; jnp.log(x)
+log2             ; x.log2()                          ;
+log10            ; x.log10()                         ;
+log1p            ; x.log1p()                         ; jnp.log1p(x)
+sqrt             ; x.sqrt()                          ; jnp.sqrt(x)
+rsqrt            ; x.rsqrt()                         ; lax.rsqrt(x)
+cbrt             ;                                   ; jnp.cbrt(x)
+reciprocal       ; x.reciprocal()                    ;
+square           ;                                   ; jnp.square(x)
+sin              ; x.sin()                           ; jnp.sin(x)
+cos              ; x.cos()                           ; jnp.cos(x)
+tan              ; x.tan()                           ; jnp.tan(x)
+sinh             ; x.sinh()                          ; jnp.sinh(x)
+cosh             ; x.cosh()                          ; jnp.cosh(x)
+tanh             ; x.tanh()                          ; jnp.tanh(x)
+arcsin           ; (x / 3).asin()                    ; jnp.arcsin(x / 3)
+arccos           ; (x / 3).acos()                    ; jnp.arccos(x / 3)
+arctan           ; x.atan()                          ; jnp.arctan(x)
+arcsinh          ; x.asinh()                         ; jnp.arcsinh(x)
+arccosh          ; (x + 1).acosh()                   ; jnp.arccosh(x + 1)
+arctanh          ; (x / 3).atanh()                   ; jnp.arctanh(x / 3)
+sigmoid          ; x.sigmoid()                       ; nn.sigmoid(x)
+relu             ; torch.relu(x - 1)                 ;
+elu              ; F.elu(x - 1, alpha=1.5)           ;
+gelu             ; F.gelu(x - 1)                     ;
+silu             ; F.silu(x - 1)                     ;
+erf              ; x.erf()                           ; special.erf(x)
+erfc             ; x.erfc()                          ; special.erfc(x)
+erfinv           ; (x / 3).erfinv()                  ; special.erfinv(x / 3)
+lgamma           ; x.lgamma()                        ; special.gammaln(x)
+digamma          ; x.digamma()                       ; special.digamma(x)
+abs              ; (x - 1).abs()                     ; jnp.abs(x - 1)
+sign             ; (x - 1).sign() * x                ; jnp.sign(x - 1) * x
+floor            ; x.floor() * x                     ; jnp.floor(x) * x
+ceil             ; x.ceil() * x                      ; jnp.ceil(x) * x
+round            ; x.round() * x                     ;
+trunc            ; (3 * x).trunc() * x               ;
+real             ;                                   ; (z * z).real
+imag             ;                                   ; (z * z).imag
+cast             ; x.int() * y                       ; x.astype("int32") * y
+sum              ; w.sum(0)                          ; w.sum(0)
+sum              ; w.sum(1, keepdim=True)            ; w.sum(1, keepdims=True)
+mean             ; w.mean(1)                         ;
+prod             ; w.prod(1)                         ; w.prod(1)
+max              ; w.amax(0)                         ; w.max(0)
+min              ; w.amin(1)                         ; w.min(1)
+logsumexp        ; w.logsumexp(1)                    ;
+variance         ; w.var(0)                          ;
+variance         ; w.var(1, correction=0)            ;
+deviation        ; w.std(1)                          ;
+norm             ; torch.linalg.vector_norm(w, 3, 1) ;
+cumsum           ; w.cumsum(1)                       ; jnp.cumsum(w, 1)
+cumsum           ; w.cumsum(0)                       ; lax.cumsum(w, 0, reverse=True)
+cumprod          ; w.cumprod(0)                      ; lax.cumprod(w, 0)
+cummax           ; w.cummax(1)[0]                    ; lax.cummax(w, 1)
+cummin           ; w.cummin(0)[0]                    ; lax.cummin(w, 0)
+softmax          ; w.softmax(0)                      ;
+log_softmax      ; w.log_softmax(1)                  ;
+layer_norm       ; F.layer_norm(x, (4,), v, y[0])    ;
+matmul           ; x @ w                             ; x @ w
+matmul           ; w @ v                             ; w @ v
+matmul           ; torch.dot(v, y[0])                ; v @ y[0]
+einsum           ;                                   ; jnp.einsum("ij,kj->ki", x, w)
+transpose        ; x.T                               ; x.T
+transpose        ; w.reshape(2, 2, 4).permute(2, 0, 1) ; w.reshape(2, 2, 4).transpose(2, 0, 1)
+reshape          ; x.reshape(2, 6)                   ; x.reshape(2, 6)
+reshape          ; x[:, None]                        ; lax.reshape(x, (12,), (1, 0)).reshape(3, 4)
+broadcast        ; v.expand(3, 4) * x                ; jnp.broadcast_to(v, (3, 4)) * x
+concatenate      ; torch.cat([x, y], 1)              ; jnp.concatenate([x, y], 1)
+stack            ; torch.stack([x, y], 1)            ;
+slice            ; x[1:, ::2]                        ; x[1:, ::2]
+slice            ; x[:, 2]                           ; x[:, 2:3]
+flip             ; x.flip(1)                         ; jnp.flip(x, 1)
+roll             ; w.roll(1, 0)                      ;
+triangle         ; w.triu(1)                         ;
+triangle         ; w.tril()                          ;
+pad              ; F.pad(x, (1, 2))                  ; lax.pad(x, 0.0, [(0, 0, 0), (1, 2, 1)])
+diagonal_matrix  ; torch.diag_embed(v)               ;
+sort             ; w.sort(1)[0]                      ; jnp.sort(w, 1)
+topk             ; w.topk(2, 1)[0]                   ;
+index            ; x[[2, 0]]                         ;
+take_along       ; w.gather(1, w.argsort(1))         ;
+sort             ; w.gather(1, w.argsort(0))         ;
+split            ;                                   ; lax.split(x, (1, 3), 1)[1] * 2
+convolution      ; F.conv1d(w[None], w[:2, :, None].expand(2, 4, 2), stride=2, padding=1) ; \
+lax.conv(w[None], w[:2, :, None] + jnp.zeros((2, 4, 2), w.dtype), (2,), [(1, 1)])
+max_pool         ; F.max_pool2d(w[None], 2)          ;
+avg_pool         ; F.avg_pool1d(w[None], 2)          ;
+max_pool         ; F.max_pool2d(w[None], 3, stride=1) ; \
+lax.reduce_window(w, -jnp.inf, lax.max, (3, 2), (1, 2), "VALID")
+sum_pool         ;                                   ; \
+lax.reduce_window(w, 0.0, lax.add, (2, 2), (1, 1), "VALID")
+""".replace("\\\n", "")
+ROWS = [[part.strip() for part in line.split(";")] for line in TABLE.strip().splitlines()]
+CASES = {
+    backend: [(operation, said) for operation, *both in ROWS if (said := both[k])]
+    for k, backend in enumerate(("torch", "jax"))
+}
+WORDS = {
+    "torch": {"torch": "torch", "F": "torch.nn.functional"},
+    "jax": {"jnp": "jax.numpy", "lax": "jax.lax", "nn": "jax.nn", "special": "jax.scipy.special"},
+}
+RNG = np.random.default_rng(3)
+ARGUMENTS = {
+    name: RNG.uniform(0.5, 1.4, shape)
+    for name, shape in {"x": (3, 4), "y": (3, 4), "w": (4, 4)}.items()
+} | {"v": RNG.uniform(0.5, 1.4, 4), "z": RNG.normal(size=3) + 1j * RNG.normal(size=3)}
+DTYPES = {"f": "float64", "c": "complex128", "i": "int64", "u": "int64", "b": "bool"}
+
+
+def computed(graph, given):
+    """The outputs of a graph by what its words mean."""
+    values = dict(zip(graph.inputs, given, strict=True))
+    for v in graph.captured:
+        name = graph.values[v].name
+        if not name.startswith("["):
+            assert is_number(name), f"{name or 'a captured value'} is no number"
+        values[v] = np.asarray(eval(name, {"inf": np.inf, "nan": np.nan}))
+    for node in graph.nodes:
+        values.update(zip(node.outputs, one(node, [values[v] for v in node.inputs]), strict=False))
+    return [values[v] for v in graph.outputs]
+
+
+def one(node, given):
+    """The results of an operation."""
+    if node.bodies:
+        (body,) = node.bodies
+        return computed(body.graph, [given[i] for i in body.inputs])
+    told, given = dict(node.attributes), [*given]
+    if node.operation == "pad" and len(given) == 2:  # both may be attributes in the vocabulary
+        told["value"] = float(given.pop())
+    if node.operation == "clip" and len(given) == 3:
+        told |= {"high": float(given.pop()), "low": float(given.pop())}
+    if "permutation" in told and node.operation == "reshape":
+        given[0] = given[0].transpose(told.pop("permutation"))
+    if node.operation == "slice":
+        dropped = told.pop("drop", ())
+        told["stride"] = told.get("stride", (1,) * given[0].ndim)
+    named = [placeholder("", x.shape, kind_of(DTYPES[x.dtype.kind])) for x in given]
+    made = LOWERINGS[node.operation](*named, **told)
+    made = list(made) if isinstance(made, list | tuple) else [made]
+    found = evaluate(made, dict(zip(named, given, strict=True)))
+    if node.operation == "slice":
+        kept = [n for a, n in enumerate(found[0].shape) if a not in dropped]
+        found = [found[0].reshape(kept)]
+    return found
+
+
+def untrue(gt, words, operation, said):
+    """What is wrong of a program's graph, or nothing."""
+    names = [name for name in ARGUMENTS if re.search(rf"\b{name}\b", said)]
+    f = eval(f"lambda {', '.join(names)}: {said}", words)
+    given = [gt.asarray(ARGUMENTS[name]) for name in names]
+    graph = gt.gradient_graph(f, *given, order=0)
+    if operation not in {node.operation for _, node in graph.walk()}:
+        return f"no {operation} in {said}\n{graph}"
+    (found,), expected = computed(graph, [ARGUMENTS[n] for n in names]), gt.to_numpy(f(*given))
+    same = found.shape == expected.shape and np.allclose(found, expected, rtol=1e-6, atol=0)
+    return "" if same else f"{said}\n{graph}\n{found} is not\n{expected}"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_graph_means_what_the_framework_computes(framework):
+    pytest.importorskip(framework)
+    gt = importlib.import_module(f"gradtools.{framework}")
+    words = {name: importlib.import_module(at) for name, at in WORDS[framework].items()}
+    found = [untrue(gt, words, *case) for case in CASES[framework]]
+    assert not any(found), "\n\n".join(filter(None, found))

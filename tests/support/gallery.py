@@ -1,0 +1,342 @@
+"""The pictures of docs/gallery.md: ten programs and two in JAX, drawn and told in a few sentences.
+
+`python tests/support/gallery.py` writes the page and its pictures anew; a test compares, and
+computes each graph, operation by operation, beside PyTorch's own derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import gradtools.torch as gt
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, PICTURES_AT = DOCS / "gallery.md", DOCS / "assets" / "gallery"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A program to be drawn.
+
+    Attributes:
+        name: What its file is called.
+        title: The heading.
+        words: What it teaches; {kept} and {operations} are read from the graph.
+        f: The program.
+        args: Its arguments.
+        order: How often it is differentiated.
+        held: The parameters and buffers that it holds, by the names that the graph gives them.
+    """
+
+    name: str
+    title: str
+    words: str
+    f: Callable[..., Any]
+    args: tuple[Tensor, ...]
+    order: int = 1
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def graph(self) -> Any:
+        """What PyTorch runs."""
+        wrt = tuple(range(len(self.args)))
+        return gt.gradient_graph(self.f, *self.args, order=self.order, wrt=wrt)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What it holds that is trained."""
+        return {name: x for name, x in self.held.items() if isinstance(x, nn.Parameter)}
+
+
+# --- rules and their second derivatives --------------------------------------------------
+
+
+class Square(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * g * x
+
+
+class Exp(Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.exp(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * y
+
+
+class SinhLost(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.up, ctx.down = torch.exp(x), torch.exp(-x)
+        return (ctx.up - ctx.down) / 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (ctx.up + ctx.down) / 2
+
+
+class Sinh(Function):
+    @staticmethod
+    def forward(ctx, x):
+        up, down = torch.exp(x), torch.exp(-x)
+        ctx.save_for_backward(up, down)
+        return (up - down) / 2, up, down
+
+    @staticmethod
+    def backward(ctx, g, g_up, g_down):
+        up, down = ctx.saved_tensors
+        return g * (up + down) / 2 + g_up * up - g_down * down
+
+
+class Cube(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return CubeBackward.apply(g, x)
+
+
+class CubeBackward(Function):
+    @staticmethod
+    def forward(ctx, g, x):
+        ctx.save_for_backward(g, x)
+        return 3 * g * x**2
+
+    @staticmethod
+    def backward(ctx, v):
+        g, x = ctx.saved_tensors
+        return 3 * v * x**2, 6 * v * g * x
+
+
+# --- networks ----------------------------------------------------------------------------
+
+
+def _drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _seeded(module: nn.Module) -> nn.Module:
+    """Parameters that are the same in each run."""
+    with torch.no_grad():
+        for k, p in enumerate(module.parameters()):
+            p.copy_(0.3 * _drawn(*p.shape, seed=k) + (1.0 if p.ndim == 1 else 0.0))
+    return module
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions, each normalised, and the input added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 2, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(2)
+        self.conv2 = nn.Conv2d(2, 2, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + x)
+
+
+def _held(module: nn.Module, name: str = "") -> dict[str, Tensor]:
+    found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name + path: x for path, x in found.items()}
+
+
+TRANSFORMER = _seeded(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+RESNET = _seeded(ResidualBlock())
+critic = _seeded(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
+
+
+def penalty(x):
+    slope = gt.grad(lambda x: critic(x).sum())(x)
+    return ((slope.norm(dim=1) - 1) ** 2).mean()
+
+
+encode = gt.chunked(lambda w, x: torch.tanh(x @ w), chunk_size=2, in_axes=(None, 0))
+
+
+def contrastive(w, x):
+    z = encode(w, x)
+    return (z @ z.T).mean()
+
+
+G = gt.frozen(lambda z: torch.tanh(torch.tanh(z)).sum())
+
+
+def through_frozen(y, z):
+    slope = gt.grad(lambda z: y**2 * G(z))(z)
+    return (slope**2).sum()
+
+
+X = torch.tensor([0.5, 1.0, 2.0])
+PICTURES = (
+    Picture(
+        "square",
+        "Square: an input is saved",
+        "The rule saves its input `a`. Backward reads it: a dashed edge. And since `a` "
+        "is an input, double backward finds its way back to it: the second gradient of x is "
+        "there, 2 g v. The argument was alive anyway: the forward pass keeps {kept} bytes anew.",
+        lambda x: Square.apply(x),
+        (X,),
+        2,
+    ),
+    Picture(
+        "exp",
+        "Exp: an output is saved",
+        "An output is as good as an input: `b` is saved, and its graph leads to x through the rule "
+        "itself. Kept anew are {kept} bytes, the output's.",
+        lambda x: Exp.apply(x),
+        (X,),
+        2,
+    ),
+    Picture(
+        "sinh_lost",
+        "Sinh, and its second gradient is lost",
+        "Two exponentials are computed inside of the rule and kept on ctx. Nothing leads from them "
+        "to x, so that what backward makes of them is a constant to double backward. PyTorch gives "
+        "None for the second gradient of x and says nothing; the picture crosses the two values "
+        "where backward reads them, says how to mend it, and draws the gradient as `missing`.",
+        lambda x: SinhLost.apply(x),
+        (X,),
+        2,
+    ),
+    Picture(
+        "sinh",
+        "Sinh, mended",
+        "The exponentials are outputs of the rule, which the caller drops, and are saved as such. "
+        "Backward takes a cotangent for each of them, and through these the second gradient "
+        "flows. Nothing is crossed.",
+        lambda x: Sinh.apply(x)[0],
+        (X,),
+        2,
+    ),
+    Picture(
+        "cube",
+        "Cube: a rule for the rule's backward",
+        "Backward is a rule of its own, with its own derivative, as it has to be where backward is "
+        "a kernel of C or NumPy. Each node carries the name of its rule: `Cube` in the first pass, "
+        "`CubeBackward` in the two others.",
+        lambda x: Cube.apply(x),
+        (X,),
+        2,
+    ),
+    Picture(
+        "transformer_block",
+        "A transformer block",
+        "{operations} operations; blocks are modules. The residual stream is what runs past "
+        "`self_attn` and past the two linear layers into the two `add`, and on the way back the "
+        "gradients of both ways meet in two `add` as well. Every weight's gradient leaves beside "
+        "its block. Kept anew are {kept} bytes; the weights are alive anyway.",
+        TRANSFORMER,
+        (_drawn(2, 3, 8, seed=1),),
+        held=_held(TRANSFORMER),
+    ),
+    Picture(
+        "resnet_block",
+        "A residual block",
+        "relu keeps its output, a convolution its input, batch normalisation its input and two "
+        "numbers a channel: {kept} bytes. The cotangent of the sum goes both ways, unchanged along "
+        "the shortcut, and the last `add` is where both come together at the input.",
+        RESNET,
+        (_drawn(2, 2, 4, 4, seed=1),),
+        held=_held(RESNET),
+    ),
+    Picture(
+        "wgan_gp",
+        "The gradient penalty of WGAN-GP",
+        "The loss holds a gradient, so the forward pass has an inner derivative in it, marked as "
+        "such, and the critic's weights are read twice: forward, and by the inner backward. The "
+        "outer backward sums both in `add`. The last bias has no gradient, for the slope does not "
+        "depend on it. Kept anew are {kept} bytes.",
+        penalty,
+        (_drawn(3, 2, seed=1),),
+        held=_held(critic, "critic."),
+    ),
+    Picture(
+        "chunked_loss",
+        "A chunked loss",
+        "The encoder runs chunk by chunk and keeps nothing: of its `tanh` no dashed edge leads to "
+        "backward, where each chunk's `matmul` and `tanh` run once more. Kept anew are {kept} "
+        "bytes, the embeddings that all pairs need.",
+        contrastive,
+        (_drawn(3, 2), _drawn(4, 3, seed=1)),
+    ),
+    Picture(
+        "frozen_network",
+        "A second derivative through a frozen network",
+        "The loss is a function of the slope of y² G(z). Ordinary double backward would keep the "
+        "graph of G and of its backward pass; here only {kept} bytes are kept anew, and backward "
+        "runs G forward over reverse, in one direction.",
+        through_frozen,
+        (torch.tensor(2.0), torch.tensor([1.0, 3.0])),
+    ),
+)
+
+HEAD = """# A gallery of derivatives
+
+What PyTorch runs for ten programs, as [`gradient_graph`](graphs.md) draws it: forward in blue,
+backward in orange, backward of the backward in violet. Dashed edges are values that a later pass
+reads; red is lost. The programs stand in tests/support/gallery.py, which writes this page. A test
+computes each graph from its operations, operands and constants alone and compares every result with
+PyTorch's own, and the bytes that are kept with `measure`. The last two pictures are what JAX
+traces; of these the marks, the gradients' names and the bytes are compared.
+"""
+
+
+def pictures() -> tuple[Any, ...]:
+    """All of them, in the page's order."""
+    import gallery_jax
+
+    return (*PICTURES, *gallery_jax.PICTURES)
+
+
+def page() -> str:
+    """The text of the page."""
+    parts = [HEAD]
+    for picture in pictures():
+        graph = picture.graph()
+        words = picture.words.format(
+            kept=f"{sum(graph.kept.values()):,}", operations=len(graph.nodes)
+        )
+        image = f"![{picture.title}](assets/gallery/{picture.name}.svg)"
+        parts.append(f"## {picture.title}\n\n{_wrapped(words)}\n\n{image}\n")
+    return "\n".join(parts)
+
+
+def _wrapped(words: str) -> str:
+    lines = [""]
+    for word in words.split():
+        if len(lines[-1]) + 1 + len(word) > 100:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PICTURES_AT.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(page())
+    for each in pictures():
+        (PICTURES_AT / f"{each.name}.svg").write_text(each.graph().to_svg())

@@ -1,0 +1,145 @@
+"""Changes one thing in a copy of the package, and asks whether the quick tests see it.
+
+    make mutants                                  # all of mutants.toml
+    python tests/support/mutants.py torch/rules   # those whose files' names hold one of the words
+
+A mutant that survives is a line that no quick test rests on: a test is missing, or the line is.
+First the files named beside it are run, up to the first test that fails; a mutant that they do not
+see is tried with the whole quick tier. The tests run in copies of what git knows, one for each
+worker; the tree itself is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = ROOT / "tests" / "support" / "mutants.toml"
+LEAST = 19 / 20  # of the mutants are to be seen
+_QUICK = "not slow and not sweep and not ahead"
+_LONGEST = 3600  # seconds: a program that a mutant keeps from ending is seen, too
+# By pytest's exit status: all pass, some fail, no import, none is quick.
+_OUTCOMES = {0: "survived", 1: "seen", 2: "seen", 5: "survived"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file of the package."""
+
+    file: str
+    was: str
+    now: str
+    tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.was.strip()}"
+
+    def of(self, package: Path) -> str:
+        """The file's text with the change."""
+        text = (package / self.file).read_text(encoding="utf-8")
+        if text.count(self.was) != 1:
+            raise ValueError(f"{self}: stands there {text.count(self.was)} times, not once")
+        return text.replace(self.was, self.now)
+
+
+def read() -> list[Mutant]:
+    """The mutants of the list."""
+    found = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
+    return [Mutant(m["file"], m["was"], m["now"], tuple(m["tests"])) for m in found]
+
+
+@contextmanager
+def changed(copy: Path, mutant: Mutant) -> Iterator[None]:
+    """The copy with the mutant in it, and as it was afterwards."""
+    file = copy / "gradtools" / mutant.file
+    before, after = file.read_text(encoding="utf-8"), mutant.of(copy / "gradtools")
+    file.write_text(after, encoding="utf-8")
+    try:
+        yield
+    finally:
+        file.write_text(before, encoding="utf-8")
+
+
+def outcome(copy: Path, tests: Iterable[str]) -> str:
+    """What the quick tests of some files, or of all, say of the copy: "survived" or "seen"."""
+    files = [f"tests/{name}" for name in tests] or ["--ignore=tests/house/test_mutants.py"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", _QUICK]
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    env = {**os.environ, **one_thread, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *files],
+            cwd=copy,
+            env=env,
+            capture_output=True,
+            timeout=_LONGEST,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "seen"
+    if done.returncode not in _OUTCOMES:
+        raise RuntimeError(done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:])
+    return _OUTCOMES[done.returncode]
+
+
+def trial(copies: SimpleQueue[Path], own: bool, mutant: Mutant) -> tuple[Mutant, str]:
+    """A mutant with what became of it; if `own`, by the tests beside it alone."""
+    copy = copies.get()
+    try:
+        with changed(copy, mutant):
+            found = outcome(copy, mutant.tests)
+            where = "by its own tests"
+            if found == "survived" and not own:
+                found, where = outcome(copy, ()), "by others only"
+    finally:
+        copies.put(copy)
+    return mutant, f"{found} {where}" if found == "seen" else found
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the files that git knows."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in filter(None, names.stdout.decode().split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="parts of the names of files; none is all")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--own", action="store_true", help="no other tests than those beside it")
+    options = parser.parse_args()
+    wanted = [
+        m for m in read() if not options.words or any(word in m.file for word in options.words)
+    ]
+    survived, copies = [], SimpleQueue[Path]()
+    with tempfile.TemporaryDirectory() as folder:
+        for k in range(options.workers):
+            copies.put(copied(Path(folder) / str(k)))
+        with ThreadPoolExecutor(options.workers) as pool:
+            tried = pool.map(lambda m: trial(copies, options.own, m), wanted)
+            for k, (mutant, found) in enumerate(tried, start=1):
+                print(f"[{k}/{len(wanted)}] {found}: {mutant}", flush=True)
+                survived += [mutant] if found == "survived" else []
+    print(f"{len(wanted) - len(survived)} of {len(wanted)} mutants are seen")
+    if len(survived) > (1 - LEAST) * len(wanted):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

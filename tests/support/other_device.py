@@ -1,0 +1,173 @@
+"""A device that is not the CPU, made on any machine, and every operator of gradtools on it.
+
+`native/other_device.cpp` tells how it is made. It belongs to the process that starts it, where
+`torch.accelerator` is that device from then on; so the sweep is a program, run in its own process:
+
+    python tests/support/other_device.py        # prints what each use does, as JSON
+
+Of each use: what it raises, how often the host waits, whether the result lies on the device with
+the numbers of the CPU, and whether it left a random stream of the device elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from every_operator import POINT, USES, Use, World, healthy, leaves
+
+import gradtools.torch as gt
+import gradtools.torch.nn as edits
+
+HERE = Path(__file__).parent
+NAME = "other"
+
+
+def start() -> None:
+    """Builds the device, once, and registers it under its name."""
+    spec = importlib.util.spec_from_file_location(
+        "building", HERE.parents[1] / "examples" / "building.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    building = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(building)
+    building.torch_extension("other_device", HERE / "native")
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch.ops.other_device.start()
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _module() -> types.ModuleType:
+    """`torch.other`, as `torch.cuda` is for CUDA."""
+    module = types.ModuleType(f"torch.{NAME}")
+    random, set_random = torch.ops.other_device.random, torch.ops.other_device.set_random
+    functions: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "manual_seed_all": lambda seed: torch.ops.other_device.seed(seed),
+        "get_rng_state": lambda device=NAME: random(),
+        "set_rng_state": lambda state, device=NAME: set_random(state),
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+    }
+    vars(module).update(functions)
+    return module
+
+
+# --- the sweep ---------------------------------------------------------------------------------
+
+
+SEED = 3
+
+
+def found(use: Use) -> dict[str, Any]:
+    """What a use does on the device, at its first call and at its second."""
+    torch.manual_seed(SEED)
+    expected = leaves(gt, use.run(World(gt, healthy(gt), gt.asarray(POINT))))
+    x = gt.asarray(POINT).to(NAME)
+    torch.manual_seed(SEED)
+    stood = torch.ops.other_device.random()
+    try:
+        f = use.make(World(gt, healthy(gt), x))
+        result, first = _waited(f, x)
+        drew = not torch.equal(stood, torch.ops.other_device.random())
+        _, again = _waited(f, x)
+    except Exception as error:
+        where = traceback.format_exc().partition("Exception raised from")[0]
+        return {"error": f"{type(error).__name__}: {error}"[:400], "where": where[-3000:]}
+    return {
+        "error": "",
+        "first": first,
+        "again": again,
+        "devices": sorted({leaf.device.type for leaf in _tensors(result)}),
+        "agrees": _agree(leaves(gt, result), expected),
+        "drew": drew,
+    }
+
+
+def _waited(f: Callable[[Any], Any], x: torch.Tensor) -> tuple[Any, int]:
+    """The result, and how often the host waited for the device."""
+    before = torch.ops.other_device.waits()
+    result = f(x)
+    return result, torch.ops.other_device.waits() - before
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if torch.is_tensor(leaf)]
+
+
+def _agree(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    """The kernels are the CPU's own."""
+    same = lambda x, y: bool((x == y).all() if x.dtype.kind == "U" else np.allclose(x, y, 1e-12))
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def _dropped(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * torch.rand_like(x)  # `dropout` has no generator of the device here
+
+
+def _summed(f: Callable[[Any], Any]) -> Callable[[World], Any]:
+    return lambda w: gt.grad(lambda x: f(x).sum())
+
+
+def _in_a_module(w: World) -> Any:
+    """Batch norm in training, whose buffers move, and slopes that are drawn by a key."""
+    net = torch.nn.Sequential(
+        torch.nn.Linear(1, 3, dtype=torch.float64), torch.nn.BatchNorm1d(3, dtype=torch.float64),
+        torch.nn.RReLU(), torch.nn.Linear(3, 2, dtype=torch.float64),
+    ).to(w.x.device)  # fmt: skip
+    apply, params, state = gt.functionalize(net)
+    loss = lambda params, x: apply(params, state, x[:, None], key=gt.key(5))[0].sin().sum()
+    gradient = gt.grad(loss)
+    return lambda x: list(gradient(params, x).values())
+
+
+def _hooked(w: World) -> Any:
+    """A layer's own edit, in a module whose backward pass runs in the device's thread."""
+    net = torch.nn.Sequential(edits.GradientReversal(), torch.nn.Tanh())
+    return gt.grad(lambda x: net(x).sum())
+
+
+MORE = (
+    Use("noise in chunked", _summed(gt.chunked(_dropped, 2))),
+    Use("noise in chunked: none retained", _summed(gt.chunked(_dropped, 2, retain=0))),
+    Use("noise in checkpoint", _summed(gt.checkpoint(_dropped))),
+    Use("noise in frozen", _summed(gt.frozen(_dropped))),
+    Use("a module by a key", _in_a_module),
+    Use("chunked: a chunk each", _summed(gt.chunked(lambda x: torch.sin(x), 1))),
+    Use("a module of edits", _hooked),
+)
+
+FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {  # and what the sweep must say of each
+    "an array of the CPU": lambda x: x + torch.ones(4, dtype=x.dtype),
+    "a number that is read": lambda x: x * x.detach().sum().item(),
+    "NumPy's array": lambda x: x * float(x.detach().numpy()[0]),
+    "a generator of the CPU": lambda x: x.clone().normal_(generator=torch.Generator()),
+    "a result on the CPU": lambda x: x.cpu(),
+    "a random stream that moves": lambda x: x + 0 * torch.rand_like(x),
+    "another result": lambda x: x + (x.device.type == "cpu"),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    start()
+    uses = [*MORE, *(use for use in USES if "torch" in use.backends)]
+    faults = [Use(name, lambda w, fault=fault: fault) for name, fault in FAULTS.items()]
+    print(json.dumps({use.name: found(use) for use in [*uses, *faults]}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""The blocks of Python on README.md and docs/, and how each is run.
+
+A block that imports gradtools by itself runs once; one that only says ``gt`` runs in each backend.
+The title of a block, which a reader sees above it, may say how it ends::
+
+    ```python title="raises: does not reach the output"   an error with this text
+    ```python title="warns: no deterministic"             a warning with this text
+    ```python title="not run: needs two processes"        the reason why no test runs it
+    ```python title="with: KERAS_BACKEND=torch"           in a process of its own, so set up
+    ```python title="pytest: test_port.py"                a file of that name, run by pytest
+
+What the page says it printed, in a block of text behind "This printed" or "It begins with", it must
+print. What imports a package of the extra ``integration`` is run with the tests of other packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import gradtools
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^```python(?: title=\"(?:(\w[\w ]*): )?([^\"\n]*)\")?\n(.*?)^```"
+    r"(?:\n\n(?:This printed|It begins with)(?:, with (PyTorch|JAX),)?\n\n```\n(.*?)^```)?",
+    re.DOTALL | re.MULTILINE,
+)
+# The packages of the extra `integration`, as they are imported, and what these bring along.
+OTHER_PACKAGES = {
+    *("accelerate", "diffrax", "diffusers", "haiku", "keras", "lightning", "numba", "optimistix"),
+    *("peft", "pytorch_revgrad", "sentence_transformers", "timm", "tokenizers", "torchdiffeq"),
+    *("torchvision", "torchviz", "transformers"),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of Python, where it stands, and how it ends if its title says so."""
+
+    page: Path
+    line: int
+    code: str
+    end: str = ""
+    text: str = ""
+    printed: str = ""
+    printed_by: str = ""  # the backend that printed it, of a block for both
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def picks_a_backend(self) -> bool:
+        given = "gt" in re.findall(r"\bgt\b", self.code) and "as gt" not in self.code
+        return not given or self.end == "pytest"  # whose fixture it is
+
+    @property
+    def packages(self) -> set[str]:
+        """What it imports."""
+        return set(re.findall(r"^\s*(?:import|from) (\w+)", self.code, re.MULTILINE))
+
+    @property
+    def with_other_packages(self) -> bool:
+        return bool(self.packages & OTHER_PACKAGES)
+
+    def run(self, **names: object) -> None:
+        """Runs it as a reader would, and sees to it that it ends as its title says."""
+        if self.end == "not run":
+            pytest.skip(self.text)
+        for package in self.packages:
+            if find_spec(package) is None:
+                pytest.skip(f"{package} is not installed")
+        if self.end in ("with", "pytest"):
+            self._run_apart()
+        elif self.end == "raises":
+            with pytest.raises(Exception, match=re.escape(self.text)):
+                self._run(names)
+        elif self.end == "warns":
+            with pytest.warns(Warning, match=re.escape(self.text)):
+                self._run(names)
+        else:
+            assert not self.end, f"{self.name}: the title begins with {self.end!r}"
+            self._run(names)
+
+    def _run(self, names: dict[str, object]) -> None:
+        source = "\n" * self.line + self.code  # so that a traceback names the page's line
+        module = ModuleType("page")  # a real one, which torch.compile looks up
+        vars(module).update(names)
+        sys.modules["page"] = module
+        try:
+            with default_precision(), contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(source, str(self.page), "exec"), vars(module))
+            if getattr(names.get("gt"), "__name__", "").endswith(self.printed_by):
+                assert _exact(self.printed) in _exact(out.getvalue()), (
+                    f"{self.name}: {out.getvalue()}"
+                )
+        finally:
+            del sys.modules["page"]
+
+    def _run_apart(self) -> None:
+        """In a process of its own, with what the title sets, or as the test file that it names."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, self.text if self.end == "pytest" else "page.py")
+            file.write_text(self.code, encoding="utf-8")
+            tested = ["-m", "pytest", "-q", "-p", "gradtools.testing.plugin"]
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            settings = dict(s.split("=") for s in self.text.split()) if self.end == "with" else {}
+            run = subprocess.run(
+                [sys.executable, *(tested if self.end == "pytest" else []), file.name],
+                cwd=folder,
+                env={**os.environ, **settings, "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        assert run.returncode == 0, f"{self.name}:\n{run.stdout}{run.stderr}"
+
+
+def _exact(said: str) -> str:
+    """What was printed without rounding errors, which another machine has not."""
+    return re.sub(r"\d\.\de-1\d", "tiny", said)
+
+
+def blocks(pages: list[Path] = PAGES) -> list[Block]:
+    return [
+        Block(
+            page,
+            text.count("\n", 0, found.start()) + 1,
+            code=found[3],
+            end=found[1] or "",
+            text=found[2] or "",
+            printed=found[5] or "",
+            printed_by={"PyTorch": "torch", "JAX": "jax"}.get(found[4], ""),
+        )
+        for page in pages
+        for text in [page.read_text(encoding="utf-8")]
+        for found in FENCE.finditer(text)
+    ]
+
+
+@contextlib.contextmanager
+def default_precision() -> Iterator[None]:
+    """As a reader has it: JAX without 64 bits."""
+    if "jax" not in gradtools.available_backends():
+        yield
+        return
+    import jax
+
+    with jax.enable_x64(False):
+        yield
+
+
+def named(found: list[Block]) -> dict:
+    marks = {True: pytest.mark.integration, False: ()}
+    return {
+        "argvalues": [
+            pytest.param(block, id=block.name, marks=marks[block.with_other_packages])
+            for block in found
+        ]
+    }

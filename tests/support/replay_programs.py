@@ -1,0 +1,3484 @@
+"""Programs that attack the promise of what is computed a second time, as data.
+
+`chunked`, `frozen` and `checkpoint` compute a part of a program again. Each program here must give
+what the plain one gives, and leave behind what the plain one leaves, or be refused in gradtools'
+own words. `replay_worlds` says what a program is, `test_replay_programs` judges.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import contextvars
+import copy
+import ctypes
+import dataclasses
+import decimal
+import enum
+import functools
+import gc
+import io
+import itertools
+import logging
+import os
+import queue
+import random
+import sys
+import tempfile
+import threading
+import time
+import types
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from replay_worlds import (
+    ALL,
+    CHECKPOINT,
+    CHUNKED,
+    EITHER,
+    FROZEN,
+    MICROBATCHED,
+    REFUSED,
+    REPLAYED,
+    RIGHT,
+    TRAINED,
+    D,
+    Run,
+    World,
+    batch,
+    contrast,
+    mlp,
+    of_module,
+    program,
+    python_module,
+    score,
+    simple,
+    state_of,
+    weight,
+)
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import gradtools.torch as gt
+
+# --- 1: two towers under autocast -----------------------------------------------------------
+
+half = lambda dtype=torch.bfloat16, **more: torch.autocast("cpu", dtype=dtype, **more)
+
+
+def towers(
+    around: Any, encoder: Any = None, call: Any = None, wrap: Any = None, **how: Any
+) -> World:
+    """One encoder for two batches, whose rows are compared with each other.
+
+    call: How f calls the encoder.
+    wrap: What the whole training step does with run, encoder and batches, in its own way.
+    """
+    encoder = mlp(dtype=torch.float32) if encoder is None else encoder
+    a, b = batch(torch.float32), batch(torch.float32).flip(0)
+    f = encoder if call is None else lambda x: call(encoder, x)
+
+    def step(run: Run) -> dict[str, Any]:
+        if run.kind == FROZEN:
+            return _frozen_towers(run, f, a, b, around)
+        with around():
+            if how.get("earlier"):
+                how["earlier"](encoder, a)
+            u, v = run(f)(a), run(f)(b)
+            loss = contrast(u, v)
+            if how.get("more"):
+                loss = loss + how["more"](encoder, a)
+            if how.get("inside"):
+                loss.backward()
+        if not how.get("inside"):
+            loss.backward()
+        return {"loss": loss, "grads": [p.grad for p in encoder.parameters()]}
+
+    return World(step, lambda: state_of(encoder), how.get("tolerance", 0.03))
+
+
+def _frozen_towers(run: Run, f: Any, a: Any, b: Any, around: Any) -> dict[str, Any]:
+    zs, y = [x.detach().requires_grad_() for x in (a, b)], torch.tensor(1.3, requires_grad=True)
+    with around():
+        G = run(f)
+        outs = [G(z) for z in zs]
+        loss = contrast((y * outs[0]).sin(), outs[1])
+    slopes = torch.autograd.grad(loss, zs, create_graph=True)
+    total = sum(s.to(D).sin().sum() for s in slopes)
+    return {"loss": total, "grads": list(torch.autograd.grad(total, [y, *zs]))}
+
+
+for _dtype in (torch.bfloat16, torch.float16):
+    for _cached in (True, False):
+        program(
+            f"two towers share an encoder under autocast to {_dtype}, cache {_cached}", REPLAYED
+        )(
+            lambda dtype=_dtype, cached=_cached: towers(
+                lambda: half(dtype, cache_enabled=cached), tolerance=0.03
+            )
+        )
+
+
+@program("two towers under autocast, called before under no_grad", REPLAYED)
+def _() -> World:
+    return towers(half, earlier=lambda e, a: torch.no_grad()(e)(a))
+
+
+@program("two towers under autocast, called before with a gradient", REPLAYED)
+def _() -> World:
+    return towers(half, earlier=lambda e, a: e(a))
+
+
+@program("two towers under autocast, and the encoder once more plainly in the loss", TRAINED)
+def _() -> World:
+    return towers(half, more=lambda e, a: score(e(a)))
+
+
+@program("two towers under autocast, the plain call before and in the loss", TRAINED)
+def _() -> World:
+    kept = []
+    return towers(half, earlier=lambda e, a: kept.append(e(a)), more=lambda e, a: score(kept))
+
+
+@program("two towers under autocast, backward inside of the region", TRAINED)
+def _() -> World:
+    return towers(half, inside=True)
+
+
+@program("two towers, the autocast region entered inside of f", REPLAYED)
+def _() -> World:
+    def call(e: Any, x: Any) -> Any:
+        with half():
+            return e(x)
+
+    return towers(contextlib.nullcontext, call=call)
+
+
+@program("two towers, autocast inside of f and outside", REPLAYED)
+def _() -> World:
+    def call(e: Any, x: Any) -> Any:
+        with half():
+            return e(x)
+
+    return towers(half, call=call, earlier=lambda e, a: e(a))
+
+
+@program("two towers, an fp16 region inside of f within a bf16 region", REPLAYED)
+def _() -> World:
+    def call(e: Any, x: Any) -> Any:
+        with half(torch.float16):
+            return e(x).float()
+
+    return towers(half, call=call)
+
+
+@program("two towers, an island of full precision inside of f", REPLAYED)
+def _() -> World:
+    def call(e: Any, x: Any) -> Any:
+        y = e[:2](x)
+        with half(enabled=False):
+            return e[2](y.float())
+
+    return towers(half, call=call, earlier=lambda e, a: e(a))
+
+
+@program("two towers, an autocast region inside of an autocast region", REPLAYED)
+def _() -> World:
+    @contextlib.contextmanager
+    def around() -> Any:
+        with half(), half():
+            yield
+
+    return towers(around, earlier=lambda e, a: e(a))
+
+
+@program("two towers in bf16 inside of a disabled region", REPLAYED)
+def _() -> World:
+    @contextlib.contextmanager
+    def around() -> Any:
+        with half(enabled=False), half():
+            yield
+
+    return towers(around)
+
+
+@program("two towers of attention and layer norm under autocast", REPLAYED)
+def _() -> World:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    encoder = nn.Sequential(nn.Linear(3, 4), nn.Unflatten(0, (-1, 1)), layer, nn.Flatten())
+    return towers(half, encoder, earlier=lambda e, a: e(a), tolerance=0.06)
+
+
+@program("two towers of convolutions under autocast", REPLAYED)
+def _() -> World:
+    encoder = nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 4, 3, padding=1), nn.Tanh(), nn.Flatten()
+    )
+    return towers(half, encoder, earlier=lambda e, a: e(a))
+
+
+@program("two towers of an LSTM under autocast", TRAINED)
+def _() -> World:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.lstm(x[:, None])[0][:, -1])
+
+    return towers(half, Last(), earlier=lambda e, a: e(a))
+
+
+@program("two towers with dropout under autocast", REPLAYED)
+def _() -> World:
+    return towers(half, mlp(nn.Dropout(0.5), dtype=torch.float32), earlier=lambda e, a: e(a))
+
+
+@program("two towers with batch norm under autocast", TRAINED)
+def _() -> World:
+    return towers(half, mlp(nn.BatchNorm1d(4), dtype=torch.float32), tolerance=0.06)
+
+
+@program("two towers with a tied weight under autocast", REPLAYED)
+def _() -> World:
+    encoder = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    encoder[2].weight = encoder[0].weight
+    return towers(half, encoder, earlier=lambda e, a: e(a))
+
+
+@program("f clears autocast's cache of weights", REPLAYED)
+def _() -> World:
+    def call(e: Any, x: Any) -> Any:
+        torch.clear_autocast_cache()
+        return e(x)
+
+    return towers(half, call=call, earlier=lambda e, a: e(a))
+
+
+@program("gradients are scaled by a GradScaler, and the optimizer takes two steps", TRAINED)
+def _() -> World:
+    encoder = mlp(dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    a, b = batch(torch.float32), batch(torch.float32).flip(0)
+
+    def step(run: Run) -> dict[str, Any]:
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            with half(torch.float16):
+                loss = contrast(run(encoder)(a), run(encoder)(b))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.detach())
+        return {
+            "losses": losses,
+            "weights": list(encoder.parameters()),
+            "scale": scaler.get_scale(),
+        }
+
+    return World(step, tolerance=0.03)
+
+
+# --- 2: arguments that f changes in place ---------------------------------------------------
+
+IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]]] = {
+    # what is made, how f changes it, and what f reads of it
+    "a tensor": lambda: (torch.ones((), dtype=D), lambda t: t.add_(1), lambda t: t),
+    "a tensor, by .data": lambda: (torch.ones((), dtype=D), lambda t: t.data.add_(1), lambda t: t),
+    "a tensor, by detach()": lambda: (
+        torch.ones((), dtype=D),
+        lambda t: t.detach().add_(1),
+        lambda t: t,
+    ),
+    "a tensor, by NumPy": lambda: (
+        torch.ones(1, dtype=D),
+        lambda t: t.numpy().__iadd__(1),
+        lambda t: t,
+    ),
+    "a tensor, by out=": lambda: (
+        torch.ones((), dtype=D),
+        lambda t: torch.mul(t.clone(), 2, out=t),
+        lambda t: t,
+    ),
+    "a tensor, by other memory": lambda: (
+        torch.ones((), dtype=D),
+        lambda t: t.set_(torch.tensor(float(t) + 1, dtype=D)),
+        lambda t: t,
+    ),
+    "a tensor, by new .data": lambda: (
+        torch.ones((), dtype=D),
+        lambda t: setattr(t, "data", t.data + 1),
+        lambda t: t,
+    ),
+    "a tensor's shape": lambda: (
+        torch.ones(1, dtype=D),
+        lambda t: t.resize_(len(t) + 1).fill_(1),
+        lambda t: t.sum(),
+    ),
+    "an integer tensor": lambda: (
+        torch.ones((), dtype=torch.int64),
+        lambda t: t.add_(1),
+        lambda t: t,
+    ),
+    "a row of a tensor": lambda: (
+        torch.ones(3, 3, dtype=D),
+        lambda t: t[1].mul_(2),
+        lambda t: t.sum(),
+    ),
+    "a list": lambda: ([1.0], lambda t: t.append(1.0), lambda t: len(t)),
+    "a dictionary": lambda: ({"n": 1}, lambda t: t.update(n=t["n"] + 1), lambda t: t["n"]),
+    "a tensor in a dictionary": lambda: (
+        {"n": torch.ones((), dtype=D)},
+        lambda t: t["n"].add_(1),
+        lambda t: t["n"],
+    ),
+    "a tensor in a dictionary, by another": lambda: (
+        {"n": torch.ones((), dtype=D)},
+        lambda t: t.update(n=t["n"] + 1),
+        lambda t: t["n"],
+    ),
+    "a NumPy array": lambda: (np.ones(()), lambda t: t.__iadd__(1), lambda t: float(t)),
+    "an object": lambda: (
+        types.SimpleNamespace(n=1),
+        lambda t: setattr(t, "n", t.n + 1),
+        lambda t: t.n,
+    ),
+    "a generator of PyTorch's": lambda: (
+        torch.Generator().manual_seed(0),
+        lambda t: None,
+        lambda t: torch.rand((), generator=t),
+    ),
+    "a generator of NumPy's": lambda: (
+        np.random.default_rng(0),
+        lambda t: None,
+        lambda t: float(t.random()),
+    ),
+}
+
+
+def _read(argument: Any) -> Any:
+    if isinstance(argument, torch.Generator):
+        return argument.get_state()
+    if isinstance(argument, np.random.Generator):
+        return repr(argument.bit_generator.state)
+    return copy.deepcopy(
+        vars(argument) if isinstance(argument, types.SimpleNamespace) else argument
+    )
+
+
+def _changing(kind: str, keyword: bool) -> World:
+    argument, change, read = IN_PLACE[kind]()
+    w = weight()
+
+    def f(x: Any, argument: Any) -> Any:
+        y = x @ w * (read(argument) + 0.0)
+        change(argument)
+        return y
+
+    how: Any = {"keywords": {"argument": argument}} if keyword else {"shared": (argument,)}
+    return simple(f, leaves=[w], state=lambda: _read(argument), **how)
+
+
+for _kind in IN_PLACE:
+    program(f"f changes a keyword argument in place: {_kind}", expect=EITHER)(
+        lambda kind=_kind: _changing(kind, True)
+    )
+for _kind in (
+    "a tensor",
+    "a tensor, by .data",
+    "a tensor, by other memory",
+    "a list",
+    "a NumPy array",
+):
+    _kinds = REPLAYED if isinstance(IN_PLACE[_kind]()[0], torch.Tensor) else (CHECKPOINT, FROZEN)
+    program(f"f changes a shared argument in place: {_kind}", _kinds, expect=EITHER)(
+        lambda kind=_kind: _changing(kind, False)
+    )
+
+
+@program("the loss needs a shared argument that f changed in place", TRAINED, EITHER)
+def _() -> World:
+    count, w = torch.ones((), dtype=D), weight()
+
+    def f(x: Any, count: Any) -> Any:
+        y = x @ w * count.clone()
+        count.add_(1)
+        return y
+
+    def step(run: Run) -> dict[str, Any]:
+        loss = score(run(f, (0, None))(batch(), count)) * (w.sum() * count)
+        loss.backward()
+        return {"loss": loss, "grads": [w.grad]}
+
+    return World(step, lambda: count.clone())
+
+
+@program(
+    "a queue of earlier outputs is an argument, and each chunk writes its rows", TRAINED, EITHER
+)
+def _() -> World:
+    w, memory = weight(), torch.zeros(6, 3, dtype=D)
+    place = [0]
+
+    def f(x: Any, memory: Any) -> Any:
+        y = x @ w
+        out = y @ memory.clone().T
+        memory[place[0] : place[0] + len(y)] = y.detach()
+        place[0] = (place[0] + len(y)) % 6
+        return out
+
+    return simple(f, leaves=[w], shared=(memory,), state=lambda: place[0])
+
+
+@program("f changes a shared argument that requires a gradient, under no_grad", TRAINED, EITHER)
+def _() -> World:
+    w, scale = weight(), torch.ones((), dtype=D, requires_grad=True)
+
+    def f(x: Any, scale: Any) -> Any:
+        with torch.no_grad():
+            scale.mul_(2)
+        return x @ w
+
+    return simple(f, leaves=[w], shared=(scale,))
+
+
+@program("f changes a shared argument that requires a gradient, by .data", TRAINED, EITHER)
+def _() -> World:
+    w, scale = weight(), torch.ones((), dtype=D, requires_grad=True)
+
+    def f(x: Any, scale: Any) -> Any:
+        scale.data.mul_(2)
+        return (x @ w) + scale
+
+    return simple(f, leaves=[w], shared=(scale,))
+
+
+for _how, _change in {
+    "in place": lambda x: x.mul_(2),
+    "by .data": lambda x: x.data.mul_(2),
+    "by a view": lambda x: x[:, 0].mul_(2),
+    "by NumPy": lambda x: x.numpy().__imul__(2),
+    "by detach()": lambda x: x.detach().mul_(2),
+    "under inference mode": lambda x: torch.inference_mode()(x.mul_)(2),
+}.items():
+
+    @program(f"f changes its rows {_how}", (*TRAINED, MICROBATCHED), EITHER)
+    def _(change: Any = _change) -> World:
+        w = weight()
+
+        def f(x: Any) -> Any:
+            change(x)
+            return x.clone() @ w
+
+        return simple(f, leaves=[w], tracked=False)
+
+
+@program("f changes rows in place that are computed from a leaf", TRAINED, EITHER)
+def _() -> World:
+    w, x = weight(), batch().requires_grad_()
+
+    def step(run: Run) -> dict[str, Any]:
+        loss = score(run(lambda x: x.mul_(w[0]) @ w)(x * 2))
+        loss.backward()
+        return {"loss": loss, "grads": [x.grad, w.grad]}
+
+    return World(step)
+
+
+@program("f changes one row of an expanded batch", TRAINED, EITHER)
+def _() -> World:
+    w, row = weight(), torch.ones(1, 3, dtype=D)
+    return simple(lambda x: x @ w, row.expand(6, 3), leaves=[w], state=lambda: row)
+
+
+# --- 3: edges of the graph from one chunk to the next ---------------------------------------
+
+
+class Keeps(nn.Module):
+    """Keeps something between calls, which the next call adds to its result."""
+
+    def __init__(self, keep: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.w, self.last, self.keep = nn.Parameter(weight().detach()), None, keep
+
+    def forward(self, x: Any) -> Any:
+        y = x @ self.w + (0 if self.last is None else self.last)
+        self.last = self.keep(y)
+        return y
+
+
+@program("a module keeps an attached mean for its next call", REPLAYED, EITHER)
+def _() -> World:
+    return of_module(Keeps(lambda y: y.mean()))
+
+
+@program("a module keeps a detached mean for its next call")
+def _() -> World:
+    module = Keeps(lambda y: y.mean().detach())
+    return of_module(module, state=lambda: module.last)
+
+
+@program("a module keeps a list of attached outputs, and the loss reads them", TRAINED, EITHER)
+def _() -> World:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.penalties = nn.Parameter(weight().detach()), []
+
+        def forward(self, x: Any) -> Any:
+            y = (x @ self.w).softmax(-1)
+            self.penalties.append(y.mean(0).square().sum())
+            return y
+
+    module, x = Router(), batch()
+
+    def step(run: Run) -> dict[str, Any]:
+        out = run(module)(x)
+        loss = score(out) + sum(module.penalties)
+        loss.backward()
+        return {"loss": loss, "grads": [module.w.grad]}
+
+    return World(step)
+
+
+@program("the loss reads the last attached penalty that a module keeps", TRAINED, EITHER)
+def _() -> World:
+    module, x = Keeps(lambda y: y.square().mean()), batch()
+    module.register_forward_pre_hook(lambda m, _: setattr(m, "last", None))
+
+    def step(run: Run) -> dict[str, Any]:
+        loss = score(run(module)(x)) + module.last
+        loss.backward()
+        return {"loss": loss, "grads": [module.w.grad]}
+
+    return World(step)
+
+
+def _cached(store: Callable[[Any], Any]) -> World:
+    """A function of a weight that is computed in the first call, and kept."""
+    w = weight()
+    cached = store(w)
+    return simple(lambda x: x @ cached(), leaves=[w])
+
+
+def _in_attribute(w: Any) -> Any:
+    holder = types.SimpleNamespace(value=None)
+
+    def read() -> Any:
+        if holder.value is None:
+            holder.value = w.exp()
+        return holder.value
+
+    return read
+
+
+def _in_dictionary(w: Any) -> Any:
+    known: dict[int, Any] = {}
+    return lambda: known.setdefault(0, w.exp()) if not known else known[0]
+
+
+def _in_lru(w: Any) -> Any:
+    return functools.lru_cache(lambda: w.exp())
+
+
+def _in_property(w: Any) -> Any:
+    class Lazy:
+        @functools.cached_property
+        def value(self) -> Any:
+            return w.exp()
+
+    lazy = Lazy()
+    return lambda: lazy.value
+
+
+def _in_class(w: Any) -> Any:
+    class Lazy:
+        value: Any = None
+
+    def read() -> Any:
+        if Lazy.value is None:
+            Lazy.value = w.exp()
+        return Lazy.value
+
+    return read
+
+
+def _in_tensor(w: Any) -> Any:
+    def read() -> Any:
+        if not hasattr(w, "exponential"):
+            w.exponential = w.exp()
+        return w.exponential
+
+    return read
+
+
+def _in_function(w: Any) -> Any:
+    def read() -> Any:
+        if not hasattr(read, "value"):
+            read.value = w.exp()  # type: ignore[attr-defined]
+        return read.value  # type: ignore[attr-defined]
+
+    return read
+
+
+def _in_python_module(w: Any) -> Any:
+    helpers = python_module("value = None")
+
+    def read() -> Any:
+        if helpers.value is None:
+            helpers.value = w.exp()
+        return helpers.value
+
+    return read
+
+
+def _in_weak_dictionary(w: Any) -> Any:
+    known: Any = weakref.WeakKeyDictionary()
+
+    class Key:
+        pass
+
+    key = Key()
+
+    def read() -> Any:
+        if key not in known:
+            known[key] = w.exp()
+        return known[key]
+
+    return read
+
+
+def _by_version(w: Any) -> Any:
+    known: dict[int, Any] = {}
+
+    def read() -> Any:
+        if w._version not in known:
+            known.clear()
+            known[w._version] = w.exp()
+        return known[w._version]
+
+    return read
+
+
+for _where, _store in {
+    "an attribute": _in_attribute,
+    "a dictionary": _in_dictionary,
+    "lru_cache": _in_lru,
+    "a cached_property": _in_property,
+    "a class": _in_class,
+    "an attribute of the weight": _in_tensor,
+    "an attribute of the function": _in_function,
+    "another module of Python's": _in_python_module,
+    "a weak dictionary": _in_weak_dictionary,
+    "a dictionary by the weight's version": _by_version,
+}.items():
+    program(f"a function of a weight is cached in {_where} by the first chunk", REPLAYED, EITHER)(
+        lambda store=_store: _cached(store)
+    )
+
+
+@program("a function of a weight was cached before the forward pass", REPLAYED, EITHER)
+def _() -> World:
+    w = weight()
+    cached = _in_dictionary(w)
+    cached()
+    return simple(lambda x: x @ cached(), leaves=[w])
+
+
+class Exponential(nn.Module):
+    """A parametrization that counts how often it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, w: Any) -> Any:
+        self.count += 1
+        return w.exp() * 0.5
+
+
+def parametrized() -> nn.Module:
+    """A network with a parametrized weight."""
+    net = mlp()
+    parametrize.register_parametrization(net[0], "weight", Exponential())
+    return net
+
+
+@program("a parametrized weight counts its computations")
+def _() -> World:
+    return of_module(parametrized())
+
+
+@program("parametrize.cached() around", REPLAYED, EITHER)
+def _() -> World:
+    return of_module(parametrized(), around=parametrize.cached)
+
+
+@program("parametrize.cached() around, the module called before", REPLAYED, EITHER)
+def _() -> World:
+    net = parametrized()
+    return of_module(net, around=parametrize.cached, before=lambda: net(batch()))
+
+
+@program("parametrize.cached() inside of f")
+def _() -> World:
+    net = parametrized()
+
+    def f(x: Any) -> Any:
+        with parametrize.cached():
+            return net(x) + net(x)
+
+    return simple(f, module=net)
+
+
+@program("parametrize.cached() around, backward inside", TRAINED, EITHER)
+def _() -> World:
+    net = parametrized()
+
+    def step(run: Run) -> dict[str, Any]:
+        with parametrize.cached():
+            loss = score(run(net)(batch())) + score(run(net)(batch().flip(0)))
+            loss.backward()
+        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+    return World(step, lambda: state_of(net))
+
+
+for _how, _wrap in {
+    "weight_norm": lambda m: parametrizations.weight_norm(m),
+    "spectral_norm": lambda m: parametrizations.spectral_norm(m),
+    "orthogonal": lambda m: parametrizations.orthogonal(m),
+    "the old spectral_norm": lambda m: nn.utils.spectral_norm(m),
+}.items():
+
+    @program(f"a layer under {_how}")
+    def _(wrap: Any = _wrap) -> World:
+        return of_module(nn.Sequential(wrap(nn.Linear(3, 3).double()), nn.Tanh()))
+
+
+@program("a layer under the old weight_norm", expect=EITHER)
+def _() -> World:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = nn.utils.weight_norm(nn.Linear(3, 3).double())
+    return of_module(net)
+
+
+@program("an attached hidden state goes from chunk to chunk of an LSTM", TRAINED, EITHER)
+def _() -> World:
+    class Stateful(nn.Module):
+        def __init__(self, detached: bool) -> None:
+            super().__init__()
+            self.cell, self.hidden, self.detached = nn.LSTM(3, 3).double(), None, detached
+
+        def forward(self, x: Any) -> Any:
+            y, hidden = self.cell(x, self.hidden)
+            self.hidden = tuple(h.detach() for h in hidden) if self.detached else hidden
+            return y
+
+    return of_module(Stateful(False))
+
+
+@program("a detached hidden state goes from chunk to chunk of a GRU")
+def _() -> World:
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.hidden = nn.GRU(3, 3).double(), None
+
+        def forward(self, x: Any) -> Any:
+            y, hidden = self.cell(x, self.hidden)
+            self.hidden = hidden.detach()
+            return y.clone()
+
+    net = Stateful()
+    return of_module(net, state=lambda: net.hidden, tracked=True)
+
+
+# --- 4: state in every kind of holder -------------------------------------------------------
+
+COUNTERS: dict[str, tuple[Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], str]] = {}
+
+
+def counter(name: str, expect: str = EITHER) -> Any:
+    """A holder of state: how f moves it on and gets a number, and how it is read afterwards."""
+
+    def add(make: Any) -> Any:
+        COUNTERS[name] = (make, expect)
+        return make
+
+    return add
+
+
+def _ticking(make: Any) -> World:
+    tick, read = make()
+    w = weight()
+    return simple(lambda x: (x * tick()) @ w, leaves=[w], state=read)
+
+
+@counter("a list", RIGHT)
+def _() -> Any:
+    seen: list[int] = []
+    return lambda: seen.append(1) or len(seen), lambda: list(seen)
+
+
+@counter("a dictionary", RIGHT)
+def _() -> Any:
+    seen = {"n": 0}
+
+    def tick() -> int:
+        seen["n"] += 1
+        return seen["n"]
+
+    return tick, lambda: dict(seen)
+
+
+@counter("a variable of a closure", RIGHT)
+def _() -> Any:
+    n = 0
+
+    def tick() -> int:
+        nonlocal n
+        n += 1
+        return n
+
+    return tick, lambda: n
+
+
+@counter("a set", RIGHT)
+def _() -> Any:
+    seen: set[int] = set()
+    return lambda: seen.add(len(seen)) or len(seen), lambda: sorted(seen)
+
+
+@counter("a deque with a length", RIGHT)
+def _() -> Any:
+    seen = collections.deque([1, 1], maxlen=2)
+    return lambda: seen.append(sum(seen)) or seen[-1], lambda: list(seen)
+
+
+@counter("a Counter", RIGHT)
+def _() -> Any:
+    seen: Any = collections.Counter()
+    return lambda: seen.update("a") or seen["a"], lambda: dict(seen)
+
+
+@counter("a defaultdict", RIGHT)
+def _() -> Any:
+    seen: Any = collections.defaultdict(int)
+
+    def tick() -> int:
+        seen["n"] += 1
+        return seen["n"]
+
+    return tick, lambda: dict(seen)
+
+
+@counter("the order of an OrderedDict", RIGHT)
+def _() -> Any:
+    seen = collections.OrderedDict(a=1, b=2, c=3)
+
+    def tick() -> int:
+        seen.move_to_end(next(iter(seen)))
+        return next(iter(seen.values()))
+
+    return tick, lambda: list(seen)
+
+
+@counter("a ChainMap")
+def _() -> Any:
+    seen: Any = collections.ChainMap({"n": 0})
+
+    def tick() -> int:
+        seen["n"] += 1
+        return seen["n"]
+
+    return tick, lambda: dict(seen)
+
+
+@counter("a UserDict")
+def _() -> Any:
+    seen: Any = collections.UserDict(n=0)
+
+    def tick() -> int:
+        seen["n"] += 1
+        return seen["n"]
+
+    return tick, lambda: dict(seen)
+
+
+@counter("a UserList")
+def _() -> Any:
+    seen: Any = collections.UserList()
+    return lambda: seen.append(1) or len(seen), lambda: list(seen)
+
+
+@counter("a subclass of UserDict with a class of its own")
+def _() -> Any:
+    class Table(collections.UserDict):
+        def tick(self) -> int:
+            self["n"] = self.get("n", 0) + 1
+            return self["n"]
+
+    table = Table()
+    return table.tick, lambda: dict(table)
+
+
+@counter("an iterator of itertools.count")
+def _() -> Any:
+    ticks = itertools.count(1)
+    return lambda: next(ticks), lambda: repr(ticks)
+
+
+@counter("an iterator over a list")
+def _() -> Any:
+    left = iter([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+    return lambda: next(left), lambda: left.__reduce__()[2]
+
+
+@counter("an iterator of itertools.cycle")
+def _() -> Any:
+    ticks = itertools.cycle([1, 2, 3, 4, 5, 6, 7])
+    return lambda: next(ticks), lambda: next(ticks)
+
+
+@counter("a generator function")
+def _() -> Any:
+    def numbers() -> Any:
+        n = 0
+        while True:
+            n += 1
+            yield n
+
+    ticks = numbers()
+    return lambda: next(ticks), lambda: ticks.gi_frame.f_locals["n"]
+
+
+@counter("a file")
+def _() -> Any:
+    file = tempfile.TemporaryFile("w+")  # noqa: SIM115 - f writes on
+
+    def tick() -> int:
+        file.write(".")
+        file.flush()
+        return file.tell()
+
+    return tick, file.tell
+
+
+@counter("a file that is read line by line")
+def _() -> Any:
+    file = tempfile.TemporaryFile("w+")  # noqa: SIM115 - f writes on
+    file.write("\n".join(str(k + 1) for k in range(20)))
+    file.seek(0)
+    return lambda: int(file.readline()), file.tell
+
+
+@counter("a StringIO")
+def _() -> Any:
+    text = io.StringIO()
+    return lambda: text.write(".") and text.tell(), text.getvalue
+
+
+@counter("a bytearray")
+def _() -> Any:
+    seen = bytearray(b"\0")
+
+    def tick() -> int:
+        seen[0] += 1
+        return seen[0]
+
+    return tick, lambda: bytes(seen)
+
+
+@counter("a memoryview")
+def _() -> Any:
+    seen = memoryview(bytearray(b"\0"))
+
+    def tick() -> int:
+        seen[0] += 1
+        return seen[0]
+
+    return tick, lambda: bytes(seen)
+
+
+@counter("an array.array")
+def _() -> Any:
+    seen = array.array("d", [0.0])
+
+    def tick() -> float:
+        seen[0] += 1
+        return seen[0]
+
+    return tick, lambda: list(seen)
+
+
+@counter("a number of ctypes")
+def _() -> Any:
+    seen = ctypes.c_double(0)
+
+    def tick() -> float:
+        seen.value += 1
+        return seen.value
+
+    return tick, lambda: seen.value
+
+
+@counter("a NumPy array", RIGHT)
+def _() -> Any:
+    seen = np.zeros(2)
+
+    def tick() -> float:
+        seen[0] += 1
+        return float(seen[0])
+
+    return tick, lambda: seen.copy()
+
+
+@counter("a NumPy array of objects")
+def _() -> Any:
+    seen = np.array([0, None], dtype=object)
+
+    def tick() -> Any:
+        seen[0] += 1
+        return seen[0]
+
+    return tick, lambda: list(seen)
+
+
+@counter("a structured NumPy array", RIGHT)
+def _() -> Any:
+    seen = np.zeros(1, dtype=[("n", "f8"), ("m", "i4")])
+
+    def tick() -> float:
+        seen["n"] += 1
+        return float(seen["n"][0])
+
+    return tick, lambda: seen.tobytes()
+
+
+@counter("a view of a NumPy array", RIGHT)
+def _() -> Any:
+    whole = np.zeros(4)
+    part = whole[::2]
+
+    def tick() -> float:
+        part[1] += 1
+        return float(part[1])
+
+    return tick, lambda: whole.copy()
+
+
+@counter("a NumPy array of more than a megabyte")
+def _() -> Any:
+    seen = np.zeros(200_000)
+
+    def tick() -> float:
+        seen[0] += 1
+        return float(seen[0])
+
+    return tick, lambda: seen[:2].copy()
+
+
+@counter("a tensor of more than a megabyte")
+def _() -> Any:
+    seen = torch.zeros(200_000, dtype=D)
+    return lambda: float(seen[0].add_(1)), lambda: float(seen[0])
+
+
+@counter("a tensor of more than a megabyte, by .data")
+def _() -> Any:
+    seen = torch.zeros(200_000, dtype=D)
+    return lambda: float(seen.data[0].add_(1)), lambda: float(seen[0])
+
+
+@counter("a variable of another module of Python's, by its attribute")
+def _() -> Any:
+    helpers = python_module("step = 0")
+
+    def tick() -> int:
+        helpers.step += 1
+        return helpers.step
+
+    return tick, lambda: helpers.step
+
+
+@counter("a variable of another module of Python's, in its function")
+def _() -> Any:
+    helpers = python_module(
+        "step = 0\ndef tick():\n    global step\n    step += 1\n    return step"
+    )
+    return lambda: helpers.tick(), lambda: helpers.step
+
+
+@counter("a list of another module of Python's, in its function")
+def _() -> Any:
+    helpers = python_module("seen = []\ndef tick():\n    seen.append(1)\n    return len(seen)")
+    return lambda: helpers.tick(), lambda: list(helpers.seen)
+
+
+@counter("a generator of PyTorch's in another module of Python's")
+def _() -> Any:
+    helpers = python_module(
+        "import torch\ng = torch.Generator().manual_seed(0)\n"
+        "def noise():\n    return torch.rand((), generator=g).item()"
+    )
+    return lambda: helpers.noise(), lambda: helpers.g.get_state()
+
+
+@counter("a generator of NumPy's in another module of Python's")
+def _() -> Any:
+    helpers = python_module("import numpy as np\ng = np.random.default_rng(0)")
+    return lambda: helpers.g.random(), lambda: repr(helpers.g.bit_generator.state)
+
+
+@counter("a module of Python's that another one imports")
+def _() -> Any:
+    inner = python_module("step = 0")
+    helpers = python_module("def tick():\n    inner.step += 1\n    return inner.step")
+    helpers.inner = inner
+    return lambda: helpers.tick(), lambda: inner.step
+
+
+@counter("a class of another module of Python's")
+def _() -> Any:
+    helpers = python_module("class Config:\n    step = 0")
+
+    def tick() -> int:
+        helpers.Config.step += 1
+        return helpers.Config.step
+
+    return tick, lambda: helpers.Config.step
+
+
+for _name, _generator, _number, _state in (
+    (
+        "a torch.Generator",
+        lambda: torch.Generator().manual_seed(0),
+        lambda g: float(torch.rand((), generator=g)),
+        lambda g: g.get_state(),
+    ),
+    ("a random.Random", lambda: random.Random(0), lambda g: g.random(), lambda g: g.getstate()),
+    (
+        "a NumPy Generator",
+        lambda: np.random.default_rng(0),
+        lambda g: float(g.normal()),
+        lambda g: repr(g.bit_generator.state),
+    ),
+    (
+        "a NumPy Generator of Philox",
+        lambda: np.random.Generator(np.random.Philox(0)),
+        lambda g: float(g.random()),
+        lambda g: repr(g.bit_generator.state),
+    ),
+    (
+        "a NumPy RandomState",
+        lambda: np.random.RandomState(0),
+        lambda g: float(g.randn()),
+        lambda g: repr(g.get_state(legacy=False)),
+    ),
+    (
+        "a NumPy Generator whose bits others draw",
+        lambda: np.random.default_rng(0),
+        lambda g: float(np.random.Generator(g.bit_generator).random()),
+        lambda g: repr(g.bit_generator.state),
+    ),
+    (
+        "the seeds that a NumPy Generator spawns",
+        lambda: np.random.default_rng(0),
+        lambda g: float(g.spawn(1)[0].random()),
+        lambda g: g.bit_generator.seed_seq.n_children_spawned,
+    ),
+):
+
+    @counter(_name, EITHER if "spawns" in _name else RIGHT)
+    def _(make: Any = _generator, number: Any = _number, state: Any = _state) -> Any:
+        generator = make()
+        return lambda: number(generator), lambda: state(generator)
+
+
+STEP, SEEN = 0, []  # globals of this module
+HELPERS = python_module("step = 0")
+
+
+def _tick_global() -> int:
+    global STEP
+    STEP += 1
+    return STEP
+
+
+def _tick_global_list() -> int:
+    SEEN.append(1)
+    return len(SEEN)
+
+
+def _tick_global_module() -> int:
+    HELPERS.step += 1
+    return HELPERS.step
+
+
+@counter("a global", RIGHT)
+def _() -> Any:
+    global STEP
+    STEP = 0
+    return lambda: _tick_global(), lambda: STEP
+
+
+@counter("a list in a global", RIGHT)
+def _() -> Any:
+    SEEN.clear()
+    return lambda: _tick_global_list(), lambda: len(SEEN)
+
+
+@counter("a module of Python's in a global")
+def _() -> Any:
+    HELPERS.step = 0
+    return lambda: _tick_global_module(), lambda: HELPERS.step
+
+
+@counter("a global by its name in globals()")
+def _() -> Any:
+    globals()["STEP"] = 0
+
+    def tick() -> int:
+        globals()["STEP"] = globals()["STEP"] + 1
+        return globals()["STEP"]
+
+    return tick, lambda: globals()["STEP"]
+
+
+@counter("an attribute of a class, by the class's name")
+def _() -> Any:
+    class Config:
+        step = 0
+
+    def tick() -> int:
+        Config.step += 1
+        return Config.step
+
+    return tick, lambda: Config.step
+
+
+@counter("an attribute of a base class")
+def _() -> Any:
+    class Base:
+        step = 0
+
+    class Config(Base):
+        pass
+
+    config = Config()
+
+    def tick() -> int:
+        type(config).__base__.step += 1  # type: ignore[union-attr, misc]
+        return config.step
+
+    return tick, lambda: Base.step
+
+
+@counter("a class method that counts")
+def _() -> Any:
+    class Config:
+        step = 0
+
+        @classmethod
+        def tick(cls) -> int:
+            cls.step += 1
+            return cls.step
+
+    return Config.tick, lambda: Config.step
+
+
+@counter("a static method with a list in its class")
+def _() -> Any:
+    class Config:
+        seen: ClassVar[Any] = []
+
+        @staticmethod
+        def tick() -> int:
+            Config.seen.append(1)
+            return len(Config.seen)
+
+    return lambda: Config.tick(), lambda: len(Config.seen)
+
+
+@counter("a list in a class, by an instance", RIGHT)
+def _() -> Any:
+    class Model:
+        seen: ClassVar[Any] = []
+
+        def __call__(self) -> int:
+            self.seen.append(1)
+            return len(self.seen)
+
+    return Model(), lambda: len(Model.seen)
+
+
+@counter("an attribute of a metaclass")
+def _() -> Any:
+    class Meta(type):
+        step = 0
+
+        def tick(cls) -> int:
+            Meta.step += 1
+            return Meta.step
+
+    class Config(metaclass=Meta):
+        pass
+
+    return lambda: Config.tick(), lambda: Meta.step
+
+
+@counter("a bound method of a plain object", RIGHT)
+def _() -> Any:
+    class Counts:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def tick(self) -> int:
+            self.n += 1
+            return self.n
+
+    counts = Counts()
+    return counts.tick, lambda: counts.n
+
+
+@counter("a method that calls another, which reads a global list of its module")
+def _() -> Any:
+    helpers = python_module(
+        "seen = []\nclass A:\n    def tick(self):\n        return self.other()\n"
+        "    def other(self):\n        seen.append(1)\n        return len(seen)"
+    )
+    a = helpers.A()
+    return lambda: a.tick(), lambda: len(helpers.seen)
+
+
+@counter("the result of functools.lru_cache")
+def _() -> Any:
+    calls: list[int] = []
+
+    @functools.lru_cache
+    def known(n: int) -> int:
+        calls.append(n)
+        return len(calls)
+
+    def tick() -> float:
+        return known(0) + 10 * len(calls) + 100 * known.cache_info().hits
+
+    return tick, lambda: (len(calls), known.cache_info().hits)
+
+
+@counter("a ContextVar")
+def _() -> Any:
+    step: Any = contextvars.ContextVar("step", default=0)
+
+    def tick() -> int:
+        step.set(step.get() + 1)
+        return step.get()
+
+    return tick, step.get
+
+
+@counter("threading.local")
+def _() -> Any:
+    local = threading.local()
+    local.n = 0
+
+    def tick() -> int:
+        local.n += 1
+        return local.n
+
+    return tick, lambda: local.n
+
+
+@counter("an attribute of a tensor")
+def _() -> Any:
+    t: Any = torch.zeros(1)
+    t.n = 0
+
+    def tick() -> int:
+        t.n += 1
+        return t.n
+
+    return tick, lambda: t.n
+
+
+@counter("an attribute of a function")
+def _() -> Any:
+    def tick() -> int:
+        tick.n += 1  # type: ignore[attr-defined]
+        return tick.n  # type: ignore[attr-defined]
+
+    tick.n = 0  # type: ignore[attr-defined]
+    return tick, lambda: tick.n  # type: ignore[attr-defined]
+
+
+@counter("a mutable default of a function", RIGHT)
+def _() -> Any:
+    def tick(seen: Any = []) -> int:  # noqa: B006 - that it is shared is the point
+        seen.append(1)
+        return len(seen)
+
+    return tick, lambda: len(tick.__defaults__[0])  # type: ignore[index]
+
+
+@counter("the defaults of a function, by others")
+def _() -> Any:
+    def inner(n: int = 0) -> int:
+        return n
+
+    def tick() -> int:
+        inner.__defaults__ = (inner() + 1,)
+        return inner()
+
+    return tick, lambda: inner.__defaults__
+
+
+@counter("functools.partial with a list", RIGHT)
+def _() -> Any:
+    seen: list[int] = []
+    return functools.partial(lambda s: s.append(1) or len(s), seen), lambda: len(seen)
+
+
+@counter("an attribute of functools.partial")
+def _() -> Any:
+    tick: Any = functools.partial(lambda: setattr(tick, "n", tick.n + 1) or tick.n)
+    tick.n = 0
+    return tick, lambda: tick.n
+
+
+@counter("functools.partialmethod", EITHER)
+def _() -> Any:
+    seen: list[int] = []
+
+    class Counts:
+        def _add(self, to: Any) -> int:
+            to.append(1)
+            return len(to)
+
+        tick = functools.partialmethod(_add, seen)
+
+    counts = Counts()
+    return lambda: counts.tick(), lambda: len(seen)
+
+
+@counter("slots", RIGHT)
+def _() -> Any:
+    class Counts:
+        __slots__ = ("n",)
+
+        def __call__(self) -> int:
+            self.n += 1
+            return self.n
+
+    counts = Counts()
+    counts.n = 0
+    return counts, lambda: counts.n
+
+
+@counter("a property that reads a hidden dictionary", RIGHT)
+def _() -> Any:
+    class Counts:
+        def __init__(self) -> None:
+            self.__dict__["_hidden"] = {"n": 0}
+
+        @property
+        def n(self) -> int:
+            self._hidden["n"] += 1  # type: ignore[attr-defined]
+            return self._hidden["n"]  # type: ignore[attr-defined]
+
+    counts = Counts()
+    return lambda: counts.n, lambda: dict(counts._hidden)  # type: ignore[attr-defined]
+
+
+@counter("a descriptor that keeps values itself")
+def _() -> Any:
+    class Field:
+        def __init__(self) -> None:
+            self.values: dict[int, int] = {}
+
+        def __get__(self, x: Any, kind: Any = None) -> int:
+            self.values[0] = self.values.get(0, 0) + 1
+            return self.values[0]
+
+    class Counts:
+        n = Field()
+
+    counts = Counts()
+    return lambda: counts.n, lambda: dict(vars(Counts)["n"].values)
+
+
+@counter("an object with __getattr__ and a hidden store")
+def _() -> Any:
+    store = {"n": 0}
+
+    class Proxy:
+        def __getattr__(self, name: str) -> int:
+            store[name] += 1
+            return store[name]
+
+    proxy = Proxy()
+    return lambda: proxy.n, lambda: dict(store)
+
+
+@counter("a dataclass", RIGHT)
+def _() -> Any:
+    counts = dataclasses.make_dataclass("Counts", [("n", int)])(0)
+
+    def tick() -> int:
+        counts.n += 1
+        return counts.n
+
+    return tick, lambda: counts.n
+
+
+@counter("a frozen dataclass, by object.__setattr__", RIGHT)
+def _() -> Any:
+    counts: Any = dataclasses.make_dataclass("Counts", [("n", int)], frozen=True)(0)
+
+    def tick() -> int:
+        object.__setattr__(counts, "n", counts.n + 1)
+        return counts.n
+
+    return tick, lambda: counts.n
+
+
+@counter("an attribute of an Enum's member")
+def _() -> Any:
+    class Phase(enum.Enum):
+        FIRST = 1
+
+    Phase.FIRST.n = 0  # type: ignore[attr-defined]
+
+    def tick() -> int:
+        Phase.FIRST.n += 1  # type: ignore[attr-defined]
+        return Phase.FIRST.n  # type: ignore[attr-defined]
+
+    return tick, lambda: Phase.FIRST.n  # type: ignore[attr-defined]
+
+
+@counter("a list inside of a named tuple", RIGHT)
+def _() -> Any:
+    held = collections.namedtuple("Held", "seen")([])
+    return lambda: held.seen.append(1) or len(held.seen), lambda: len(held.seen)
+
+
+@counter("a mapping proxy of a dictionary")
+def _() -> Any:
+    store = {"seen": [0]}
+    proxy = types.MappingProxyType(store)
+
+    def tick() -> int:
+        proxy["seen"][0] += 1
+        return proxy["seen"][0]
+
+    return tick, lambda: list(store["seen"])
+
+
+@counter("an object behind a weak reference")
+def _() -> Any:
+    class Counts:
+        n = 0
+
+    counts = Counts()
+    reference = weakref.ref(counts)
+    keep = [counts]
+
+    def tick() -> int:
+        reference().n += 1  # type: ignore[union-attr]
+        return reference().n  # type: ignore[union-attr]
+
+    return tick, lambda: keep[0].n
+
+
+@counter("a WeakValueDictionary")
+def _() -> Any:
+    class Counts:
+        n = 0
+
+    keep = Counts()
+    known: Any = weakref.WeakValueDictionary(a=keep)
+
+    def tick() -> int:
+        known["a"].n += 1
+        return known["a"].n
+
+    return tick, lambda: keep.n
+
+
+@counter("a Queue")
+def _() -> Any:
+    left: Any = queue.Queue()
+    for k in range(1, 20):
+        left.put(k)
+    return left.get, left.qsize
+
+
+@counter("an environment variable")
+def _() -> Any:
+    os.environ["REPLAYED_STEP"] = "0"
+
+    def tick() -> int:
+        os.environ["REPLAYED_STEP"] = str(int(os.environ["REPLAYED_STEP"]) + 1)
+        return int(os.environ["REPLAYED_STEP"])
+
+    return tick, lambda: os.environ["REPLAYED_STEP"]
+
+
+@counter("an attribute of sys")
+def _() -> Any:
+    sys.replayed_step = 0  # type: ignore[attr-defined]
+
+    def tick() -> int:
+        sys.replayed_step += 1  # type: ignore[attr-defined]
+        return sys.replayed_step  # type: ignore[attr-defined]
+
+    return tick, lambda: sys.replayed_step  # type: ignore[attr-defined]
+
+
+@counter("an attribute of a logger")
+def _() -> Any:
+    logger: Any = logging.Logger("replay")
+    logger.n = 0
+
+    def tick() -> int:
+        logger.n += 1
+        return logger.n
+
+    return tick, lambda: logger.n
+
+
+@counter("the context of decimal")
+def _() -> Any:
+    decimal.getcontext().prec = 20
+
+    def tick() -> int:
+        decimal.getcontext().prec += 1
+        return decimal.getcontext().prec - 20
+
+    return tick, lambda: decimal.getcontext().prec
+
+
+@counter("an object with state in C (an Event)")
+def _() -> Any:
+    event = threading.Event()
+
+    def tick() -> int:
+        was = event.is_set()
+        event.set()
+        return 2 if was else 1
+
+    return tick, event.is_set
+
+
+@counter("an object that is a dictionary")
+def _() -> Any:
+    class Table(dict):  # type: ignore[type-arg]
+        pass
+
+    table = Table(n=0)
+    table.m = 0  # type: ignore[attr-defined]
+
+    def tick() -> int:
+        table["n"] += 1
+        table.m += 1  # type: ignore[attr-defined]
+        return table["n"] + table.m  # type: ignore[attr-defined]
+
+    return tick, lambda: (dict(table), table.m)  # type: ignore[attr-defined]
+
+
+@counter("an object that is a list, with attributes")
+def _() -> Any:
+    class Items(list):  # type: ignore[type-arg]
+        n = 0
+
+    items = Items()
+
+    def tick() -> int:
+        items.append(1)
+        items.n += 1
+        return len(items) + items.n
+
+    return tick, lambda: (len(items), items.n)
+
+
+@counter("the attributes of a NumPy array's subclass")
+def _() -> Any:
+    class Named(np.ndarray):
+        n = 0
+
+    named = np.zeros(1).view(Named)
+
+    def tick() -> int:
+        named.n += 1
+        return named.n
+
+    return tick, lambda: named.n
+
+
+@counter("an object with __call__ that is replaced", RIGHT)
+def _() -> Any:
+    holder = types.SimpleNamespace(f=lambda: 1, n=0)
+
+    def tick() -> int:
+        n = holder.f()
+        holder.f = lambda: n + 1
+        return n
+
+    return tick, lambda: holder.f()
+
+
+@counter("the code of a function that is replaced", EITHER)
+def _() -> Any:
+    def inner() -> int:
+        return 1
+
+    def other() -> int:
+        return 2
+
+    def tick() -> int:
+        n = inner()
+        inner.__code__ = other.__code__
+        return n
+
+    return tick, inner
+
+
+@counter("the clock")
+def _() -> Any:
+    return lambda: time.perf_counter_ns() % 1_000_003, lambda: None
+
+
+@counter("the system's randomness")
+def _() -> Any:
+    return lambda: random.SystemRandom().random(), lambda: None
+
+
+@counter("a uuid")
+def _() -> Any:
+    return lambda: uuid.uuid4().int % 1_000_003, lambda: None
+
+
+def _sharing_memory() -> Any:
+    seen = torch.zeros(1, dtype=D)
+    numbers = seen.numpy()
+
+    def tick() -> float:
+        numbers[0] += 1
+        return float(seen[0])
+
+    return tick, lambda: seen.clone()
+
+
+counter("a tensor that shares memory with an array", RIGHT)(_sharing_memory)
+
+_NOT_REPLAYED = ("retain=3", "by four")
+_NEVER_RIGHT = ("the clock", "the system's randomness", "a uuid")
+for _name, (_make, _expect) in COUNTERS.items():
+    if _name in _NEVER_RIGHT:
+        program(f"f's result depends on {_name}", REPLAYED, REFUSED, "again", _NOT_REPLAYED)(
+            lambda make=_make: _ticking(make)
+        )
+    else:
+        _kinds = REPLAYED if _expect == EITHER else ALL
+        program(f"f counts in {_name}", _kinds, _expect, without=_NOT_REPLAYED)(
+            lambda make=_make: _ticking(make)
+        )
+
+
+class Counting(nn.Module):
+    """A module whose state is somewhere in it."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(weight().detach())
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part, persistent=name != "fleeting")
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Any) -> Any:
+        return x @ self.w * self.tick()
+
+
+def _module_counter(name: str, parts: Any, tick: Any, expect: str = RIGHT) -> None:
+    @program(f"a module counts in {name}", expect=expect, unsaid="no module")
+    def _() -> World:
+        kind = type("Counts", (Counting,), {"tick": tick, "__module__": __name__})
+        return of_module(kind(**parts()))
+
+
+def _tick_buffer(self: Any) -> Any:
+    self.n += 1
+    return self.n.clone()
+
+
+def _tick_fleeting(self: Any) -> Any:
+    self.fleeting.add_(1)
+    return self.fleeting.clone()
+
+
+def _tick_replaced(self: Any) -> Any:
+    self.n = self.n + 1
+    return self.n
+
+
+def _tick_data(self: Any) -> Any:
+    self.n.data.add_(1)
+    return self.n.clone()
+
+
+def _tick_average(self: Any) -> Any:
+    self.n.mul_(0.9).add_(self.w.detach().mean(), alpha=0.1)
+    return self.n.clone()
+
+
+def _tick_first(self: Any) -> Any:
+    if not self.ready:
+        self.n.fill_(3.0)
+        self.ready = True
+        return 2.0
+    return self.n.clone()
+
+
+def _tick_new(self: Any) -> Any:
+    if not hasattr(self, "late"):
+        self.register_buffer("late", torch.ones((), dtype=D))
+        return 5.0
+    self.late.add_(1)
+    return self.late.clone()
+
+
+def _tick_list(self: Any) -> Any:
+    with torch.no_grad():
+        self.ps[0].add_(1)
+    return float(self.ps[0].detach())
+
+
+def _tick_inner(self: Any) -> Any:
+    self.inner.n += 1
+    return self.inner.n
+
+
+def _tick_frozen_parameter(self: Any) -> Any:
+    self.p.data += 1
+    return float(self.p)
+
+
+_zero = lambda: torch.zeros((), dtype=D)
+_module_counter("a buffer", lambda: {"n": _zero()}, _tick_buffer)
+_module_counter("a buffer that is not saved", lambda: {"fleeting": _zero()}, _tick_fleeting)
+_module_counter("a buffer that is replaced", lambda: {"n": _zero()}, _tick_replaced)
+_module_counter("a buffer, by .data", lambda: {"n": _zero()}, _tick_data)
+_module_counter("an average of a parameter", lambda: {"n": _zero()}, _tick_average)
+_module_counter("what its first call sets up", lambda: {"n": _zero(), "ready": False}, _tick_first)
+_module_counter("a buffer that its first call registers", dict, _tick_new)
+_module_counter(
+    "a frozen parameter, by .data",
+    lambda: {"p": nn.Parameter(_zero(), requires_grad=False)},
+    _tick_frozen_parameter,
+    EITHER,
+)
+_module_counter(
+    "a frozen parameter of a ParameterList",
+    lambda: {"ps": nn.ParameterList([nn.Parameter(_zero(), requires_grad=False)])},
+    _tick_list,
+    EITHER,
+)
+_module_counter(
+    "an attribute of a module in it",
+    lambda: {"inner": nn.Identity(), "n": 0},
+    lambda self: setattr(self.inner, "n", getattr(self.inner, "n", 0) + 1) or self.inner.n,
+)
+
+
+def _kept(
+    name: str, net: Callable[[], nn.Module], expect: Any = RIGHT, kinds: Any = ALL, **how: Any
+) -> None:
+    program(name, kinds, expect, unsaid="no module")(lambda: of_module(net(), **how))
+
+
+_kept("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
+_kept("batch norm without momentum", lambda: mlp(nn.BatchNorm1d(4, momentum=None)))
+_kept(
+    "batch norm without running statistics",
+    lambda: mlp(nn.BatchNorm1d(4, track_running_stats=False)),
+)
+_kept("batch norm in evaluation", lambda: mlp(nn.BatchNorm1d(4)).eval())
+_kept(
+    "instance norm that tracks",
+    lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
+    ).double(),
+)
+_kept(
+    "a lazy layer that has not run",
+    lambda: nn.LazyLinear(2, dtype=D),
+    {CHUNKED: EITHER, CHECKPOINT: EITHER, FROZEN: EITHER, MICROBATCHED: EITHER},
+)
+
+
+class Codebook(nn.Module):
+    """Vector quantisation whose codebook is an average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.eye(3, dtype=D))
+        self.register_buffer("used", torch.zeros(3, dtype=D))
+        self.w = nn.Parameter(weight().detach())
+
+    def forward(self, x: Any) -> Any:
+        z = x @ self.w
+        which = torch.cdist(z.detach(), self.codes).argmin(1)
+        with torch.no_grad():
+            self.used.index_add_(0, which, torch.ones(len(x), dtype=D))
+            self.codes[which] = 0.9 * self.codes[which] + 0.1 * z
+        return z + (self.codes[which] - z).detach(), which
+
+
+_kept("a codebook that is an average", Codebook)
+
+
+class Momentum(nn.Module):
+    """A momentum encoder beside the encoder, and a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = mlp()
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(5, 3, dtype=D))
+        self.at = 0
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            for p, q in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+            keys = self.target(x)
+        y = self.online(x) @ torch.cat([keys, self.queue.clone()[:2]]).T[:, :2]
+        self.queue[self.at] = keys[0]
+        self.at = (self.at + 1) % 5
+        return y
+
+
+_kept("a momentum encoder with a queue", Momentum, EITHER)
+
+
+# hooks
+
+
+def _hooked(attach: Callable[[nn.Module, Any], Any], kinds: Any = ALL, expect: str = RIGHT) -> Any:
+    def make() -> World:
+        net, seen = mlp(), []
+        attach(net, seen)
+        return of_module(net, state=lambda: len(seen))
+
+    return make
+
+
+def _adds_forward(net: Any, seen: Any) -> None:
+    net[0].register_forward_hook(lambda m, a, out: seen.append(1) or out * len(seen))
+
+
+def _adds_pre(net: Any, seen: Any) -> None:
+    net[0].register_forward_pre_hook(lambda m, args: seen.append(1) or (args[0] * len(seen),))
+
+
+def _counts_full_backward(net: Any, seen: Any) -> None:
+    net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))
+
+
+def _counts_full_backward_pre(net: Any, seen: Any) -> None:
+    net[0].register_full_backward_pre_hook(lambda m, a: seen.append(1))
+
+
+def _counts_in_tensor_hooks(net: Any, seen: Any) -> None:
+    def hook(m: Any, a: Any, out: Any) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda g: seen.append(1))
+
+    net[0].register_forward_hook(hook)
+
+
+def _counts_parameter_hooks(net: Any, seen: Any) -> None:
+    net[0].weight.register_hook(lambda g: seen.append(1))
+
+
+def _counts_accumulations(net: Any, seen: Any) -> None:
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(1))
+
+
+program("a forward hook counts and multiplies")(_hooked(_adds_forward))
+program("a forward pre-hook counts and multiplies")(_hooked(_adds_pre))
+program("a full backward hook counts", TRAINED)(_hooked(_counts_full_backward))
+program("a full backward pre-hook counts", TRAINED)(_hooked(_counts_full_backward_pre))
+program("a hook on a tensor inside of f counts", TRAINED)(_hooked(_counts_in_tensor_hooks))
+program("a parameter's hook counts", (CHECKPOINT,))(_hooked(_counts_parameter_hooks))
+program("a hook after a parameter's gradient counts", TRAINED)(_hooked(_counts_accumulations))
+
+
+@program("a forward hook of every module counts", TRAINED)
+def _() -> World:
+    net, seen = mlp(), []
+
+    @contextlib.contextmanager
+    def around() -> Any:
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return of_module(net, around=around, state=lambda: len(seen))
+
+
+@program("a hook removes itself in its first call", expect=EITHER)
+def _() -> World:
+    net, handles = mlp(), []
+
+    def hook(m: Any, args: Any, out: Any) -> Any:
+        handles[0].remove()
+        return out * 3
+
+    handles.append(net[0].register_forward_hook(hook))
+    return of_module(net, state=lambda: len(net[0]._forward_hooks))
+
+
+@program("f registers a hook in its first call", expect=EITHER)
+def _() -> World:
+    net = mlp()
+
+    def f(x: Any) -> Any:
+        y = net(x)
+        if not net[0]._forward_hooks:
+            net[0].register_forward_hook(lambda m, a, out: out * 2)
+        return y
+
+    return simple(f, module=net, state=lambda: len(net[0]._forward_hooks))
+
+
+@program("saved tensors' hooks inside of f count", TRAINED)
+def _() -> World:
+    net, packed = mlp(), []
+
+    def f(x: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t):
+            return net(x)
+
+    return simple(f, module=net, state=lambda: len(packed))
+
+
+@program("saved tensors' hooks stand around", TRAINED)
+def _() -> World:
+    hooks = lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+    return of_module(mlp(nn.Dropout(0.5), nn.BatchNorm1d(4)), around=hooks)
+
+
+# --- 5: randomness --------------------------------------------------------------------------
+
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "F.dropout": lambda x: F.dropout(x, 0.5),
+    "F.dropout in place": lambda x: F.dropout(x * 1, 0.5, inplace=True),
+    "F.alpha_dropout": lambda x: F.alpha_dropout(x, 0.5),
+    "F.feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x[None], 0.5)[0],
+    "F.dropout1d": lambda x: F.dropout1d(x[None], 0.5)[0],
+    "F.rrelu": lambda x: F.rrelu(x, training=True),
+    "F.gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "torch.bernoulli": lambda x: x * torch.bernoulli(x.sigmoid().detach()),
+    "torch.multinomial": lambda x: x * (1 + torch.multinomial(x.detach().softmax(-1), 1)),
+    "torch.randn_like": lambda x: x + x * torch.randn_like(x),
+    "torch.randperm": lambda x: x[:, torch.randperm(3)] * torch.arange(1, 4),
+    "torch.poisson": lambda x: x * torch.poisson(torch.full_like(x, 2.0)),
+    "torch.normal": lambda x: x * torch.normal(0.0, 1.0, (3,), dtype=D),
+    "torch.distributions": lambda x: x * torch.distributions.Gamma(2.0, 1.0).sample(),
+    "reparametrised samples": lambda x: torch.distributions.Normal(x, 1 + x**2).rsample(),
+    "random.random": lambda x: x * random.random(),
+    "random.gauss, which keeps one back": lambda x: x * random.gauss(0, 1),
+    "random.shuffle": lambda x: x * sorted([1, 2, 3], key=lambda _: random.random())[0],
+    "NumPy's own stream": lambda x: x * _draw_numpy(),
+    "nn.init": lambda x: x @ nn.init.normal_(torch.empty(3, 3, dtype=D)),
+    "all streams at once": lambda x: F.dropout(x) * random.random() * _draw_numpy(),
+    "torch.random.fork_rng": lambda x: _forked(x),
+    "torch.manual_seed inside of f": lambda x: _seeded(x),
+    "random.seed inside of f": lambda x: x * (random.seed(3) or random.random()),
+    "attention's dropout": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None], dropout_p=0.5
+    )[0],
+}
+_numpy_normal = np.random.randn  # the process's own stream
+_draw_numpy = lambda: float(_numpy_normal())
+
+
+def _forked(x: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        x = F.dropout(x, 0.5)
+    return F.dropout(x, 0.5)
+
+
+def _seeded(x: Any) -> Any:
+    y = F.dropout(x, 0.5)
+    torch.manual_seed(5)
+    return y * torch.rand(())
+
+
+for _name, _draw in DRAWS.items():
+    _kinds = tuple(k for k in ALL if not (k == FROZEN and _name == "attention's dropout"))
+
+    @program(f"f draws by {_name}", _kinds)
+    def _(draw: Any = _draw) -> World:
+        w = weight()
+        return simple(lambda x: draw(x @ w), leaves=[w])
+
+
+class DropPath(nn.Module):
+    """Drops whole examples of a residual branch."""
+
+    def forward(self, x: Any) -> Any:
+        if not self.training:
+            return x
+        keep = torch.rand(len(x), *(1,) * (x.ndim - 1), dtype=x.dtype) < 0.7
+        return x * keep / 0.7
+
+
+class Recurrent(nn.Module):
+    """An LSTM of two layers with dropout between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 3, 2, dropout=0.5, batch_first=True).double()
+
+    def forward(self, x: Any) -> Any:
+        return self.lstm(x[:, None])[0][:, 0]
+
+
+class Attention(nn.Module):
+    """Attention with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True).double()
+
+    def forward(self, x: Any) -> Any:
+        return self.mha(x[:, None], x[:, None], x[:, None])[0][:, 0]
+
+
+_kept("a DropPath in the middle", lambda: mlp(DropPath()))
+_kept("an LSTM with dropout between its layers", Recurrent)
+_kept("attention with dropout", Attention)
+_kept(
+    "an encoder layer in training",
+    lambda: nn.Sequential(
+        nn.Unflatten(0, (-1, 1)),
+        nn.TransformerEncoderLayer(3, 1, 4, batch_first=True),
+        nn.Flatten(),
+    ).double(),
+    kinds=TRAINED,
+)
+_kept(
+    "AlphaDropout, Dropout2d and RReLU together",
+    lambda: nn.Sequential(
+        nn.Linear(3, 8),
+        nn.AlphaDropout(),
+        nn.RReLU(),
+        nn.Unflatten(1, (2, 2, 2)),
+        nn.Dropout2d(),
+        nn.Flatten(),
+    ).double(),
+)
+
+
+@program("f draws from a generator that a module holds")
+def _() -> World:
+    net = Counting(generator=torch.Generator().manual_seed(0))
+    net.tick = lambda: torch.rand((), generator=net.generator)  # type: ignore[assignment]
+    return of_module(net, state=lambda: net.generator.get_state())
+
+
+@program("f draws from a clone of the process's generator", expect=EITHER)
+def _() -> World:
+    w = weight()
+    generator = torch.default_generator
+    return simple(lambda x: x @ w * torch.rand((), generator=generator), leaves=[w])
+
+
+@program("f draws from a random.Random in a global of its module", expect=EITHER)
+def _() -> World:
+    helpers = python_module(
+        "import random\nr = random.Random(0)\ndef f(x, w):\n    return x @ w * r.random()"
+    )
+    w = weight()
+    f = helpers.f
+    return simple(lambda x: f(x, w), leaves=[w], state=lambda: helpers.r.getstate())
+
+
+# --- 6: between forward and backward --------------------------------------------------------
+
+
+def _between(change: Callable[[Any, Any], Any], *more: nn.Module) -> World:
+    net = mlp(*more)
+    x = batch()
+    return simple(net, x, module=net, between=lambda: change(net, x))
+
+
+def _to_vector(net: Any, x: Any) -> None:
+    vector = nn.utils.parameters_to_vector(net.parameters())
+    nn.utils.vector_to_parameters(vector.detach() * 2, net.parameters())
+
+
+def _new_parameter(net: Any, x: Any) -> None:
+    net[0].weight = nn.Parameter(net[0].weight.detach() * 2)
+
+
+def _shift_statistics(net: Any, x: Any) -> None:
+    for b in net.buffers():
+        b.data.add_(1)
+
+
+def _state_dict(net: Any, x: Any) -> None:
+    net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()})
+
+
+def _scaled(net: Any, x: Any) -> None:
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(2)
+
+
+_norm = lambda: nn.BatchNorm1d(4)
+_BETWEEN: dict[str, tuple[Any, Any, Any]] = {
+    "vector_to_parameters writes the parameters": (_to_vector, (), EITHER),
+    "the parameters are changed in place by .data": (
+        lambda net, x: [p.data.mul_(2) for p in net.parameters()],
+        (),
+        EITHER,
+    ),
+    "the parameters are changed in place under no_grad": (_scaled, (), REFUSED),
+    "a state_dict is loaded": (_state_dict, (_norm,), EITHER),
+    "a parameter is replaced by another": (_new_parameter, (), EITHER),
+    "a layer is replaced by another": (
+        lambda net, x: net.__setitem__(0, nn.Linear(3, 4).double()),
+        (),
+        EITHER,
+    ),
+    "the module is put to evaluation": (lambda net, x: net.eval(), (_norm, nn.Dropout), RIGHT),
+    "all parameters are frozen": (lambda net, x: net.requires_grad_(False), (), EITHER),
+    "one parameter is frozen": (lambda net, x: net[0].weight.requires_grad_(False), (), EITHER),
+    "running statistics are moved": (_shift_statistics, (_norm,), RIGHT),
+    "running statistics are reset": (
+        lambda net, x: setattr(net[2], "running_mean", torch.zeros(4, dtype=D)),
+        (_norm,),
+        RIGHT,
+    ),
+    "a hook is added": (
+        lambda net, x: net[0].register_forward_hook(lambda m, a, out: out * 2),
+        (),
+        RIGHT,
+    ),
+    "dropout's p is changed": (lambda net, x: setattr(net[2], "p", 0.1), (nn.Dropout,), RIGHT),
+    "the seed is set": (lambda net, x: torch.manual_seed(9), (nn.Dropout,), RIGHT),
+    "numbers are drawn": (
+        lambda net, x: (torch.rand(3), random.random(), _draw_numpy()),
+        (nn.Dropout,),
+        RIGHT,
+    ),
+    "gradients are set to None": (lambda net, x: net.zero_grad(), (), RIGHT),
+    "the default dtype is changed": (
+        lambda net, x: torch.set_default_dtype(torch.float64),
+        (nn.Dropout,),
+        RIGHT,
+    ),
+    "deterministic algorithms are switched on": (
+        lambda net, x: torch.use_deterministic_algorithms(True),
+        (nn.Dropout,),
+        RIGHT,
+    ),
+    "the module is called again": (lambda net, x: net(batch()), (_norm, nn.Dropout), RIGHT),
+    "the module is called again under no_grad": (
+        lambda net, x: torch.no_grad()(net)(batch()),
+        (_norm,),
+        RIGHT,
+    ),
+    "the module is moved to float32": (lambda net, x: net.float(), (), EITHER),
+    "a buffer is replaced": (
+        lambda net, x: setattr(net[2], "running_mean", torch.ones(4, dtype=D)),
+        (_norm,),
+        RIGHT,
+    ),
+    "a layer is appended": (lambda net, x: net.append(nn.Tanh()), (), RIGHT),
+    "tied weights are untied": (_new_parameter, (), EITHER),
+}
+for _name, (_change, _more, _expect) in _BETWEEN.items():
+    _kinds = REPLAYED if "frozen" not in _name else TRAINED
+    program(f"between forward and backward {_name}", _kinds, _expect)(
+        lambda change=_change, more=_more: _between(change, *(m() for m in more))
+    )
+
+
+def _captured_between(change: Callable[[Any], Any], value: Callable[[], Any], use: Any) -> World:
+    held = {"v": value()}
+    w = weight()
+    return simple(
+        lambda x: x @ w * use(held["v"]),
+        leaves=[w],
+        between=lambda: change(held),
+        state=lambda: copy.deepcopy(held["v"]),
+    )
+
+
+for _name, _args in {
+    "a captured number": (lambda h: h.update(v=5.0), lambda: 2.0, lambda v: v),
+    "a captured small tensor": (
+        lambda h: h["v"].mul_(3),
+        lambda: torch.ones(3, dtype=D),
+        lambda v: v.clone(),
+    ),
+    "a captured small tensor, by .data": (
+        lambda h: h["v"].data.mul_(3),
+        lambda: torch.ones(3, dtype=D),
+        lambda v: v.clone(),
+    ),
+    "a captured array": (
+        lambda h: h["v"].__imul__(3),
+        lambda: np.ones(3),
+        lambda v: torch.tensor(v),
+    ),
+    "a captured list": (lambda h: h["v"].clear(), lambda: [2.0], lambda v: v[0]),
+    "a captured large tensor, by .data": (
+        lambda h: h["v"].data.mul_(3),
+        lambda: torch.ones(200_000, dtype=D),
+        lambda v: v[:3].clone(),
+    ),
+    "a captured large tensor, by NumPy": (
+        lambda h: h["v"].numpy().__imul__(3),
+        lambda: torch.ones(200_000, dtype=D),
+        lambda v: v[:3].clone(),
+    ),
+    "a captured large array": (
+        lambda h: h["v"].__imul__(3),
+        lambda: np.ones(200_000),
+        lambda v: torch.tensor(v[:3]),
+    ),
+}.items():
+    program(f"between forward and backward {_name} is changed", REPLAYED, EITHER)(
+        lambda args=_args: _captured_between(*args)
+    )
+
+
+for _how, _change in {
+    "in place": lambda x: x.mul_(2),
+    "by .data": lambda x: x.data.mul_(2),
+    "by NumPy": lambda x: x.numpy().__imul__(2),
+    "by new .data": lambda x: setattr(x, "data", x.data * 2),
+}.items():
+
+    @program(f"between forward and backward the batch is changed {_how}", TRAINED, EITHER)
+    def _(change: Any = _change) -> World:
+        w, x = weight(), batch()
+        return simple(
+            lambda x: x.sin() @ w, x, leaves=[w], between=lambda: change(x), tracked=False
+        )
+
+
+@program("the optimizer takes a step between two towers' backward passes", TRAINED, EITHER)
+def _() -> World:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(run: Run) -> dict[str, Any]:
+        u, v = run(net)(batch()), run(net)(batch().flip(0))
+        score(u).backward()
+        first = [p.grad.clone() for p in net.parameters()]
+        optimizer.step()
+        score(v).backward()
+        return {"first": first, "second": [p.grad for p in net.parameters()]}
+
+    return World(step)
+
+
+@program("an unrelated graph saved a buffer before a replay", TRAINED)
+def _() -> World:
+    net, p = mlp(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), weight(1, 4)
+    counts = Counting(n=torch.ones((), dtype=D))
+    counts.tick = lambda: counts.n.add_(1).clone()  # type: ignore[assignment]
+
+    def step(run: Run) -> dict[str, Any]:
+        first = score(run(lambda x: counts(net(x)))(batch()))
+        other = (net[2].running_mean * p).sum() + (counts.n * p).sum()
+        first.backward()
+        other.backward()
+        return {"loss": [first, other], "grads": [p.grad, *(q.grad for q in net.parameters())]}
+
+    return World(step, lambda: (state_of(net), state_of(counts)))
+
+
+@program("an unrelated graph saved a shared argument before a replay", TRAINED, EITHER)
+def _() -> World:
+    w, p, count = weight(), weight(), torch.ones((), dtype=D)
+
+    def f(x: Any, count: Any) -> Any:
+        y = x @ w * count.clone()
+        count.add_(1)
+        return y
+
+    def step(run: Run) -> dict[str, Any]:
+        first = score(run(f, (0, None))(batch(), count))
+        other = (count * p).sum()
+        first.backward()
+        other.backward()
+        return {"loss": [first, other], "grads": [w.grad, p.grad]}
+
+    return World(step, lambda: count.clone())
+
+
+@program("an embedding with max_norm", (*TRAINED, MICROBATCHED), EITHER, unsaid="no module")
+def _() -> World:
+    net = nn.Embedding(5, 3, max_norm=0.5).double()
+    return of_module(net, torch.tensor([0, 1, 2, 3, 4, 0]), tracked=False)
+
+
+@program("F.embedding with max_norm of a captured weight", (*TRAINED, MICROBATCHED), EITHER)
+def _() -> World:
+    w = weight(5, 3)
+    f = lambda i: F.embedding(i, w.clone() if w.grad is not None else w, max_norm=0.5)
+    return simple(f, torch.tensor([0, 1, 2, 3, 4, 0]), leaves=[w], tracked=False)
+
+
+@program("an embedding with sparse gradients", TRAINED)
+def _() -> World:
+    return of_module(nn.Embedding(5, 3, sparse=True).double(), torch.tensor([0, 1, 2, 3, 4, 0]))
+
+
+@program("an embedding bag with sparse gradients", TRAINED)
+def _() -> World:
+    net = nn.EmbeddingBag(5, 3, sparse=True).double()
+    return of_module(net, torch.tensor([[0, 1], [2, 3], [4, 0], [1, 1], [2, 2], [3, 0]]))
+
+
+@program("an embedding that counts by frequency", TRAINED, EITHER)
+def _() -> World:
+    net = nn.Embedding(5, 3, scale_grad_by_freq=True).double()
+    return of_module(net, torch.tensor([0, 1, 2, 3, 4, 0]))
+
+
+@program("a captured sparse matrix")
+def _() -> World:
+    w, s = weight(), torch.eye(3, dtype=D).to_sparse()
+    return simple(lambda x: torch.sparse.mm(s, (x @ w).T).T, leaves=[w])
+
+
+@program("a sparse buffer that f replaces")
+def _() -> World:
+    net = Counting(s=torch.eye(3, dtype=D).to_sparse())
+
+    def tick() -> Any:
+        net.s = (net.s * 2).coalesce()
+        return net.s.to_dense()[0, 0]
+
+    net.tick = tick  # type: ignore[assignment]
+    return of_module(net, state=lambda: net.s.to_dense())
+
+
+@program("a sparse buffer that f changes in place", expect=EITHER)
+def _() -> World:
+    net = Counting(s=torch.eye(3, dtype=D).to_sparse())
+
+    def tick() -> Any:
+        net.s.mul_(2)
+        return net.s.to_dense()[0, 0]
+
+    net.tick = tick  # type: ignore[assignment]
+    return of_module(net, state=lambda: net.s.to_dense())
+
+
+@program("a sparse CSR matrix that is captured", expect=EITHER)
+def _() -> World:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        s = torch.eye(3, dtype=D).to_sparse_csr()
+    w = weight()
+    return simple(lambda x: (s @ (x @ w).T).T, leaves=[w])
+
+
+@program("a batch that is sparse", TRAINED, EITHER)
+def _() -> World:
+    w, x = weight(), batch().to_sparse()
+
+    def step(run: Run) -> dict[str, Any]:
+        f = lambda x: torch.sparse.mm(x, w)
+        out = (
+            torch.cat([f(x.index_select(0, torch.arange(i, i + 2))) for i in range(0, 6, 2)])
+            if (run.plain and run.kind == CHUNKED)
+            else run(f)(x)
+        )
+        loss = score(out)
+        loss.backward()
+        return {"loss": loss, "grads": [w.grad]}
+
+    return World(step)
+
+
+@program("nested tensors inside of f", TRAINED)
+def _() -> World:
+    w = weight()
+
+    def f(x: Any) -> Any:
+        parts = torch.nested.nested_tensor([x[0], x[-1]], layout=torch.jagged)
+        return x @ w * parts.values().sum()
+
+    return simple(f, leaves=[w], tracked=False)
+
+
+@program("a nested tensor that is captured", TRAINED, EITHER)
+def _() -> World:
+    w = weight()
+    held = torch.nested.nested_tensor(
+        [torch.ones(2, dtype=D), torch.ones(3, dtype=D)], layout=torch.jagged
+    )
+    return simple(lambda x: x @ w * held.values().sum(), leaves=[w])
+
+
+@program("f gives a lazy conjugate", (CHUNKED, CHECKPOINT))
+def _() -> World:
+    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
+    return simple(lambda x: torch.complex(x, x.cos()).conj() @ w.conj(), leaves=[w])
+
+
+@program("f gives a lazily negated imaginary part", (CHUNKED, CHECKPOINT))
+def _() -> World:
+    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
+    return simple(lambda x: (torch.complex(x, x.cos()) @ w).conj().imag, leaves=[w])
+
+
+@program("the batch is a lazy conjugate", TRAINED)
+def _() -> World:
+    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
+    x = torch.complex(batch(), batch().cos()).conj()
+    return simple(lambda x: x @ w, x, leaves=[w], tracked=False)
+
+
+for _reentrant in (True, False):
+
+    @program(
+        f"torch.utils.checkpoint inside of f, reentrant {_reentrant}",
+        TRAINED,
+        EITHER if _reentrant else RIGHT,
+    )
+    def _(reentrant: bool = _reentrant) -> World:
+        net = mlp(nn.Dropout(0.5))
+        f = lambda x: torch_checkpoint(net, x, use_reentrant=reentrant)
+        return simple(f, module=net)
+
+
+@program("torch.utils.checkpoint inside of f around batch norm", TRAINED, EITHER)
+def _() -> World:
+    net = mlp(nn.BatchNorm1d(4))
+    return simple(lambda x: torch_checkpoint(net, x, use_reentrant=False), module=net)
+
+
+@program("gt.checkpoint inside of f")
+def _() -> World:
+    net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
+    return simple(gt.checkpoint(net), module=net)
+
+
+@program("gt.chunked inside of f")
+def _() -> World:
+    net = mlp(nn.Dropout(0.5))
+    return simple(gt.chunked(net, 1, retain=0), module=net)
+
+
+@program("gt.chunked inside of f, with state", expect=EITHER)
+def _() -> World:
+    net = Keeps(lambda y: y.mean().detach())
+    return simple(gt.chunked(net, 1, retain=0), module=net, state=lambda: net.last)
+
+
+@program("a gradient is taken inside of f")
+def _() -> World:
+    w = weight()
+
+    def f(x: Any) -> Any:
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            slope = torch.autograd.grad(F.dropout(z @ w).sin().sum(), z, create_graph=True)[0]
+        return slope + x
+
+    return simple(f, leaves=[w])
+
+
+@program("f calls backward() itself, into .grad of a leaf of its own", REPLAYED, EITHER)
+def _() -> World:
+    w, p = weight(), weight()
+
+    def f(x: Any) -> Any:
+        with torch.enable_grad():
+            (p * x.detach().sum()).sum().backward()
+        return x @ w
+
+    return simple(f, leaves=[w], state=lambda: p.grad.clone())
+
+
+@program("f takes a step of an optimizer inside", REPLAYED, EITHER)
+def _() -> World:
+    w, p = weight(), weight()
+    optimizer = torch.optim.Adam([p], lr=0.1)
+
+    def f(x: Any) -> Any:
+        with torch.enable_grad():
+            optimizer.zero_grad()
+            (p * x.detach().sum()).sin().sum().backward()
+            optimizer.step()
+        return x @ w * p.detach().mean()
+
+    read = lambda: (p.detach().clone(), [s["step"].clone() for s in optimizer.state.values()])
+    return simple(f, leaves=[w], state=read)
+
+
+def _weighted(weights: Any, loss: Any) -> Callable[[], World]:
+    def make() -> World:
+        w = torch.tensor(0.5, dtype=D)
+        x, n = torch.arange(1.0, 7.0, dtype=D), torch.tensor(weights, dtype=D)
+
+        def step(run: Run) -> dict[str, Any]:
+            if run.plain:
+                w.requires_grad_()
+                value = ((w * x - 1) ** 2 * n).sum() / n.sum()
+                return {"value": value, "grad": torch.autograd.grad(value, w)[0]}
+            found = gt.microbatched(loss, 2, weights=lambda w, x, n: n.sum())(w, x, n)
+            return {"value": found[0], "grad": found[1]}
+
+        return World(step)
+
+    return make
+
+
+_mean = lambda w, x, n: ((w * x - 1) ** 2 * n).sum() / n.sum()
+_KINDS = (MICROBATCHED,)
+program("a chunk of weight 0 whose mean is 0/0", _KINDS, EITHER)(
+    _weighted([1.0, 2.0, 0.0, 0.0, 3.0, 1.0], _mean)
+)
+program("the first chunk has weight 0 and its mean is 0/0", _KINDS, EITHER)(
+    _weighted([0.0, 0.0, 1.0, 2.0, 3.0, 1.0], _mean)
+)
+program("all weights are 0", _KINDS, EITHER)(_weighted([0.0] * 6, _mean))
+program("weights that sum to 0", _KINDS, EITHER)(_weighted([1.0, 1.0, -1.0, -1.0, 0.0, 0.0], _mean))
+program("a weight that is not a number", _KINDS, EITHER)(
+    _weighted([1.0, float("nan"), 1.0, 1.0, 1.0, 1.0], _mean)
+)
+
+
+@program("backward() through a frozen module at a plain z", (FROZEN,), REFUSED, "parameter")
+def _() -> World:
+    net, z = mlp(), batch()
+
+    def step(run: Run) -> dict[str, Any]:
+        if not run.plain:
+            (run(net)(z) * 2).sum().backward()
+        return {"grads": [p.grad for p in net.parameters()]}
+
+    return World(step)
+
+
+@program("backward() through a frozen module at a z that is differentiated", (FROZEN,), EITHER)
+def _() -> World:
+    net, z = mlp(nn.BatchNorm1d(4)), batch().requires_grad_()
+
+    def step(run: Run) -> dict[str, Any]:
+        loss = score(run(net)(z))
+        loss.backward(inputs=[z])
+        return {"loss": loss, "grads": [z.grad]}
+
+    return World(step, lambda: state_of(net))
+
+
+@program("two backward passes through one graph, retain_graph=True", TRAINED)
+def _() -> World:
+    net, x = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4)), batch().requires_grad_()
+
+    def step(run: Run) -> dict[str, Any]:
+        loss = score(run(net)(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {"loss": loss, "grads": [x.grad, *(p.grad for p in net.parameters())]}
+
+    return World(step, lambda: state_of(net))
+
+
+@program("a step of training between the towers' forward passes", TRAINED)
+def _() -> World:
+    net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+
+    def step(run: Run) -> dict[str, Any]:
+        losses = []
+        for k in range(3):
+            optimizer.zero_grad()
+            loss = contrast(run(net)(batch() * k), run(net)(batch().flip(0)))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return {"losses": losses, "weights": list(net.parameters())}
+
+    return World(
+        step, lambda: [b.clone() for b in net.buffers() if not b.is_floating_point()], 1e-7
+    )
+
+
+# --- 8: flags, threads, exceptions and the rest ---------------------------------------------
+
+
+def _switching(switch: Callable[[], Any], depends: Callable[[], float]) -> World:
+    """f's result depends on a switch that f itself throws."""
+    w = weight()
+
+    def f(x: Any) -> Any:
+        y = x @ w * depends()
+        switch()
+        return y
+
+    return simple(f, leaves=[w])
+
+
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[], float]]] = {
+    "the default dtype": (
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: 1.0 + (torch.get_default_dtype() == torch.float64),
+    ),
+    "deterministic algorithms": (
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: 1.0 + torch.are_deterministic_algorithms_enabled(),
+    ),
+    "the number of threads": (
+        lambda: torch.set_num_threads(2),
+        lambda: float(torch.get_num_threads()),
+    ),
+    "the precision of products": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: 1.0 + (torch.get_float32_matmul_precision() == "medium"),
+    ),
+    "the default device": (
+        lambda: torch.set_default_device("cpu:0"),
+        lambda: 1.0 + (torch.get_default_device().index == 0),
+    ),
+    "the dtype of autocast": (
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        lambda: 1.0 + (torch.get_autocast_dtype("cpu") == torch.float16),
+    ),
+    "mkldnn": (
+        lambda: torch._C._set_mkldnn_enabled(False),
+        lambda: 1.0 + torch._C._get_mkldnn_enabled(),
+    ),
+    "the filters of warnings": (
+        lambda: warnings.simplefilter("ignore", ResourceWarning),
+        lambda: float(len(warnings.filters)),
+    ),
+    "NumPy's errors": (
+        lambda: np.seterr(divide="raise"),
+        lambda: 1.0 + (np.geterr()["divide"] == "raise"),
+    ),
+    "python's limit of recursion": (
+        lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
+        lambda: float(sys.getrecursionlimit() % 97),
+    ),
+    "what is printed": (
+        lambda: torch.set_printoptions(precision=2),
+        lambda: float(torch._tensor_str.PRINT_OPTS.precision),
+    ),
+    "python's garbage collection": (gc.disable, lambda: 1.0 + gc.isenabled()),
+    "the checks of distributions": (
+        lambda: torch.distributions.Distribution.set_default_validate_args(False),
+        lambda: 1.0 + torch.distributions.Distribution._validate_args,
+    ),
+    "grad mode": (lambda: torch.set_grad_enabled(True), lambda: 1.0 + torch.is_grad_enabled()),
+}
+for _name, _pair in SWITCHES.items():
+    program(f"f switches {_name}, and computes by it", expect=EITHER)(
+        lambda pair=_pair: _switching(*pair)
+    )
+
+
+@program("f switches gradients off and leaves them off", (CHUNKED, CHECKPOINT), EITHER)
+def _() -> World:
+    w = weight()
+
+    def f(x: Any) -> Any:
+        y = x @ w
+        torch.set_grad_enabled(False)
+        return y
+
+    def step(run: Run) -> dict[str, Any]:
+        out = run(f)(batch())
+        return {"out": out, "on": torch.is_grad_enabled()}
+
+    return World(step)
+
+
+@program("a part of f runs in inference mode")
+def _() -> World:
+    w = weight()
+
+    def f(x: Any) -> Any:
+        with torch.inference_mode():
+            scale = F.dropout((x @ w).exp()).mean()
+        return x @ w * scale.clone()
+
+    return simple(f, leaves=[w], tracked=False)
+
+
+@program("a part of f runs under no_grad, with dropout")
+def _() -> World:
+    w = weight()
+
+    def f(x: Any) -> Any:
+        with torch.no_grad():
+            scale = F.dropout((x @ w).exp()).mean()
+        return x @ w * scale
+
+    return simple(f, leaves=[w])
+
+
+@program("f warns only once, by the registry of its module", expect=EITHER)
+def _() -> World:
+    w, heard = weight(), []
+
+    def f(x: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            warnings.warn_explicit("once", UserWarning, "file", 1, registry=registry)
+        heard.append(len(caught))
+        return x @ w * (1 + len(caught))
+
+    registry: dict[Any, Any] = {}
+    return simple(f, leaves=[w], state=lambda: list(heard))
+
+
+@program("f works in a default dtype of its own")
+def _() -> World:
+    w = weight()
+
+    def f(x: Any) -> Any:
+        was = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return x @ w * torch.rand(3)
+        finally:
+            torch.set_default_dtype(was)
+
+    return simple(f, leaves=[w])
+
+
+# exceptions
+
+
+class Rich(nn.Module):
+    """State of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.last, self.seen, self.n = nn.Linear(4, 3), [], 0
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        self.n += 1
+        self.seen.append(self.n)
+        return self.last(self.drop(self.norm(self.first(x)))) * (1 + random.random())
+
+
+def _interrupted(at: int, exception: type[BaseException]) -> World:
+    """f raises at its call number `at`; then a step that succeeds."""
+    net, calls, armed = Rich(), itertools.count(1), [True]
+    x = batch()
+
+    def f(x: Any) -> Any:
+        y = net(x)
+        if next(calls) == at and armed[0]:
+            raise exception("on purpose")
+        return y
+
+    def forward(run: Run) -> Any:
+        if run.kind != FROZEN:
+            return score(run(f)(x))
+        G = run(f)
+        zs = [part.detach().requires_grad_() for part in (x[:3], x[3:])]
+        y = torch.tensor(1.3, dtype=D, requires_grad=True)
+        return [score(G(z), y) for z in zs], zs, y
+
+    def backward(run: Run, found: Any) -> Any:
+        if run.kind != FROZEN:
+            found.backward()
+            return [p.grad for p in net.parameters()]
+        inner, zs, y = found
+        slopes = [
+            torch.autograd.grad(v, z, create_graph=True)[0] for v, z in zip(inner, zs, strict=True)
+        ]
+        return list(torch.autograd.grad(sum(s.sin().sum() for s in slopes), [y, *zs]))
+
+    def step(run: Run) -> dict[str, Any]:
+        where = "nowhere"
+        if run.plain:
+            armed[0], where = False, run.notes["where"]
+            if where != "forward":
+                found = forward(run)
+            if where == "nowhere":
+                backward(run, found)
+        else:
+            try:
+                where = "forward"
+                found = forward(run)
+                where = "backward"
+                backward(run, found)
+                where = "nowhere"
+            except exception:
+                pass
+            run.notes["where"] = where
+        grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        stood = state_of(net), torch.get_rng_state(), random.getstate()
+        armed[0] = False
+        net.zero_grad()
+        second = backward(run, forward(run))
+        return {"grads": second, "grads after the exception": grads, "state after it": stood}
+
+    return World(step, lambda: state_of(net))
+
+
+for _exception in (ValueError, KeyboardInterrupt):
+    for _at in range(1, 7):
+        # A use of frozen runs for itself, so after an exception in the second the first has run.
+        program(f"f raises {_exception.__name__} at call {_at}", TRAINED if _at == 2 else REPLAYED)(
+            lambda at=_at, exception=_exception: _interrupted(at, exception)
+        )
+
+
+# threads
+
+
+def _beside(work: Callable[[nn.Module], Any], own: bool) -> World:
+    """While a chunk is computed again, another thread works; plainly it works afterwards."""
+    net = mlp(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    other = net if own else mlp(nn.BatchNorm1d(4))
+    x, go, done, found = batch(), threading.Event(), threading.Event(), []
+    calls, chunks = itertools.count(), 1
+
+    def worker() -> None:
+        go.wait()
+        found.append(work(other))
+        done.set()
+
+    def f(x: Any) -> Any:
+        y = net(x)
+        if next(calls) >= chunks and not go.is_set():  # the first pass is over
+            go.set()
+            done.wait(1)  # it may have to wait for the replay
+        return y
+
+    def step(run: Run) -> dict[str, Any]:
+        nonlocal chunks
+        chunks = -(-len(x) // run.way.size) if run.kind == CHUNKED else 1
+        thread = threading.Thread(target=worker)
+        thread.start()
+        loss = score(run(f)(x))
+        try:
+            loss.backward()
+        finally:
+            go.set()
+        thread.join()
+        return {"loss": loss, "grads": [p.grad for p in net.parameters()], "found": found}
+
+    return World(step, lambda: (state_of(net), state_of(other)))
+
+
+def _counts(module: Any) -> Any:
+    with torch.no_grad():
+        module[:3](batch())  # draws nothing
+    return module[2].num_batches_tracked.clone()
+
+
+program("another thread calls the same model while a chunk is computed again", TRAINED, EITHER)(
+    lambda: _beside(_counts, True)
+)
+program("another thread calls another model while a chunk is computed again", TRAINED, EITHER)(
+    lambda: _beside(_counts, False)
+)
+program("another thread draws numbers while a chunk is computed again", TRAINED, EITHER)(
+    lambda: _beside(lambda m: torch.rand(2), False)
+)
+program("another thread draws Python's numbers while a chunk is computed again", TRAINED, EITHER)(
+    lambda: _beside(lambda m: random.random(), False)
+)
+
+
+@program("f computes in a thread of its own", ALL, EITHER)
+def _() -> World:
+    net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
+
+    def f(x: Any) -> Any:
+        out, grad = [], torch.is_grad_enabled()
+
+        def work() -> None:
+            with torch.set_grad_enabled(grad):
+                out.append(net(x))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return out[0]
+
+    return simple(f, module=net)
+
+
+@program("the backward pass runs in another thread", TRAINED)
+def _() -> World:
+    net, x = Rich(), batch()
+
+    def step(run: Run) -> dict[str, Any]:
+        loss = score(run(net)(x))
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+    return World(step, lambda: state_of(net))
+
+
+# compiled code, transforms, wrappers, outputs
+
+
+@program("a compiled module inside of f", (CHUNKED, CHECKPOINT), EITHER)
+def _() -> World:
+    torch._dynamo.reset()
+    net = mlp(nn.BatchNorm1d(4))
+    return simple(torch.compile(net, backend="eager"), module=net)
+
+
+@program("a compiled module with dropout inside of f", (CHUNKED, CHECKPOINT), EITHER)
+def _() -> World:
+    torch._dynamo.reset()
+    net = mlp(nn.Dropout(0.5))
+    return simple(torch.compile(net, backend="aot_eager"), module=net)
+
+
+@program("a compiled function with a counter inside of f", (CHUNKED, CHECKPOINT), EITHER)
+def _() -> World:
+    torch._dynamo.reset()
+    net = Counting(n=torch.zeros((), dtype=D))
+    net.tick = lambda: net.n.add_(1).clone()  # type: ignore[assignment]
+    g = torch.compile(lambda x: net(x) * 2, backend="eager")
+    return simple(g, module=net)
+
+
+@program("torch.func.grad inside of f")
+def _() -> World:
+    w = weight()
+    return simple(lambda x: torch.func.grad(lambda z: (z @ w).sin().sum())(x), leaves=[w])
+
+
+@program("torch.func.jvp inside of f, with dropout before", TRAINED)
+def _() -> World:
+    w = weight()
+    return simple(
+        lambda x: torch.func.jvp(lambda z: (z @ w).sin(), (F.dropout(x),), (x,))[1], leaves=[w]
+    )
+
+
+@program("torch.vmap inside of f, with randomness")
+def _() -> World:
+    w = weight()
+    f = lambda x: torch.vmap(lambda r: F.dropout(r @ w), randomness="different")(x)
+    return simple(f, leaves=[w])
+
+
+@program("torch.func.functional_call inside of f, with batch norm")
+def _() -> World:
+    net = mlp(nn.BatchNorm1d(4))
+    parameters = dict(net.named_parameters())
+    f = lambda x: torch.func.functional_call(net, parameters, (x,))
+    return simple(f, module=net)
+
+
+@program("torch.func.functional_call with parameters computed in f")
+def _() -> World:
+    net = mlp()
+    f = lambda x: torch.func.functional_call(
+        net, {k: p * 2 for k, p in net.named_parameters()}, (x,)
+    )
+    return simple(f, module=net)
+
+
+@program("torch.func.stack_module_state with an ensemble")
+def _() -> World:
+    nets = [mlp() for _ in range(2)]
+    parameters, buffers = torch.func.stack_module_state(nets)
+    base = copy.deepcopy(nets[0])
+    call = lambda p, b, x: torch.func.functional_call(base, (p, b), (x,))
+    f = lambda x: torch.vmap(call, (0, 0, None))(parameters, buffers, x).sum(0)
+    return simple(f, leaves=list(parameters.values()))
+
+
+@program("a traced module with a counter", expect=EITHER)
+def _() -> World:
+    net = _traced()
+    return of_module(net, state=lambda: net.n)
+
+
+def _traced() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = Counting(n=torch.zeros((), dtype=D))
+        net.tick = lambda: net.n.add_(1).clone()  # type: ignore[assignment]
+        return torch.jit.trace(net, batch()[:2], check_trace=False)
+
+
+@program("tied weights")
+def _() -> World:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    net[2].weight = net[0].weight
+    return of_module(net)
+
+
+@program("an adapter around a frozen layer")
+def _() -> World:
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(3, 3).requires_grad_(False)
+            self.down, self.up = nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)
+            self.drop, self.merged = nn.Dropout(0.5), False
+            self.double()
+
+        def forward(self, x: Any) -> Any:
+            return self.base(x) + self.up(self.down(self.drop(x))) * 0.5
+
+    return of_module(Adapter())
+
+
+@program("an adapter that merges itself into the frozen layer for the call", expect=EITHER)
+def _() -> World:
+    base, a = nn.Linear(3, 3).double().requires_grad_(False), weight()
+
+    def f(x: Any) -> Any:
+        base.weight.data += a.detach()
+        try:
+            return base(x).clone() + (x @ a.T)
+        finally:
+            base.weight.data -= a.detach()
+
+    return simple(f, leaves=[a], tracked=False)
+
+
+@program("an adapter that is merged once, in the first call", expect=EITHER)
+def _() -> World:
+    net = nn.Linear(3, 3).double().requires_grad_(False)
+    a, merged = weight(), [False]
+
+    def f(x: Any) -> Any:
+        if not merged[0]:
+            net.weight.data += 1.0
+            merged[0] = True
+        return net(x) + x @ a
+
+    return simple(f, leaves=[a], state=lambda: (net.weight.clone(), merged[0]), tracked=False)
+
+
+class Named(torch.Tensor):
+    """A subclass that does nothing but be one."""
+
+
+@program("a parameter of a subclass of Tensor")
+def _() -> World:
+    w = weight().detach().as_subclass(Named).requires_grad_()
+    return simple(lambda x: (x @ w).as_subclass(torch.Tensor), leaves=[w])
+
+
+@program("a batch of a subclass of Tensor", TRAINED)
+def _() -> World:
+    w = weight()
+    return simple(
+        lambda x: x.as_subclass(torch.Tensor) @ w,
+        batch().as_subclass(Named),
+        leaves=[w],
+        tracked=False,
+    )
+
+
+@program("a buffer of a subclass of Tensor that counts")
+def _() -> World:
+    net = Counting(n=torch.zeros((), dtype=D).as_subclass(Named))
+    net.tick = lambda: net.n.add_(1).clone().as_subclass(torch.Tensor)  # type: ignore[assignment]
+    return of_module(net, state=lambda: float(net.n))
+
+
+@program("outputs in a dictionary, with an integer among them", TRAINED)
+def _() -> World:
+    net = mlp(nn.Dropout(0.5))
+
+    def f(x: Any) -> Any:
+        y = net(x)
+        return {"logits": y, "which": y.argmax(1)}
+
+    return simple(f, module=net)
+
+
+@program("an output that is no tensor", TRAINED, EITHER)
+def _() -> World:
+    net = mlp()
+    return simple(lambda x: (net(x), "a word"), module=net)
+
+
+@program("an output that is None", TRAINED, EITHER)
+def _() -> World:
+    net = mlp()
+    return simple(lambda x: (net(x), None), module=net)
+
+
+@program("an output that is a dataclass", TRAINED, EITHER)
+def _() -> World:
+    net = mlp()
+    kind = dataclasses.make_dataclass("Output", ["y"])
+
+    def step(run: Run) -> dict[str, Any]:
+        if run.plain:
+            loss = score(run(net)(batch()))
+        else:
+            loss = score(run(lambda x: kind(net(x)))(batch()).y)
+        loss.backward()
+        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+    return World(step)
+
+
+@program("an output that a module keeps and changes in place later", REPLAYED, EITHER)
+def _() -> World:
+    w, kept = weight(), []
+
+    def f(x: Any) -> Any:
+        for y in kept:
+            y.detach().zero_()
+        kept.clear()
+        y = x @ w
+        kept.append(y)
+        return y * 1
+
+    return simple(f, leaves=[w])
+
+
+@program("an output is changed in place by the caller", TRAINED, EITHER)
+def _() -> World:
+    net = mlp()
+
+    def step(run: Run) -> dict[str, Any]:
+        out = run(net)(batch())
+        out.mul_(2)
+        loss = score(out)
+        loss.backward()
+        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+    return World(step)
+
+
+@program("f gives its rows back as they are", TRAINED)
+def _() -> World:
+    w = weight()
+    return simple(lambda x: (x, x @ w), leaves=[w])
+
+
+@program("a parameter that only the second chunk uses", TRAINED)
+def _() -> World:
+    w, extra, seen = weight(), weight(), []
+
+    def f(x: Any) -> Any:
+        seen.append(1)
+        return x @ w + (x @ extra if len(seen) == 2 else 0)
+
+    return simple(f, leaves=[w, extra], state=lambda: len(seen))
+
+
+@program("a parameter that f makes in its first call", REPLAYED, EITHER)
+def _() -> World:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(weight().detach())
+
+        def forward(self, x: Any) -> Any:
+            if not hasattr(self, "late"):
+                self.late = nn.Parameter(torch.ones(3, dtype=D))
+            return x @ self.w * self.late
+
+    net = Late()
+
+    def step(run: Run) -> dict[str, Any]:
+        if run.kind == FROZEN:
+            return simple(net).step(run)
+        loss = score(run(net)(batch()))
+        loss.backward()
+        return {"loss": loss, "grads": [net.w.grad, net.late.grad]}
+
+    return World(step, lambda: state_of(net))
+
+
+@program("a layer is trained that was frozen before", TRAINED)
+def _() -> World:
+    net = mlp(nn.Dropout(0.5))
+
+    def step(run: Run) -> dict[str, Any]:
+        found = []
+        for on in (False, True, False):
+            net[0].requires_grad_(on)
+            net.zero_grad()
+            loss = score(run(net)(batch()))
+            loss.backward()
+            found.append([p.grad for p in net.parameters()])
+        return {"grads": found}
+
+    return World(step)
+
+
+@program("f is given parameters that are swapped in for the call", TRAINED, EITHER)
+def _() -> World:
+    net, w = mlp(), weight(4, 3)
+
+    def f(x: Any) -> Any:
+        was = net[0].weight
+        del net[0].weight
+        net[0].weight = w * 2
+        try:
+            return net(x)
+        finally:
+            del net[0].weight
+            net[0].weight = was
+
+    return simple(f, module=net, leaves=[w])
+
+
+@program("f deletes an attribute that the next call makes anew")
+def _() -> World:
+    holder = types.SimpleNamespace(n=1)
+    w = weight()
+
+    def f(x: Any) -> Any:
+        n = getattr(holder, "n", 5)
+        if n == 5:
+            holder.n = 2
+        else:
+            del holder.n
+        return x @ w * n
+
+    return simple(f, leaves=[w], state=lambda: vars(holder).copy())
+
+
+# what is to be noticed when a chunk is computed again, and what is no difference
+
+
+def _ignoring(extra: Callable[[Any], Any]) -> Callable[[], World]:
+    """The loss reads the first output alone."""
+
+    def make() -> World:
+        net = mlp(nn.Dropout(0.5))
+
+        def step(run: Run) -> dict[str, Any]:
+            f = lambda x: (lambda y: (y, extra(y)))(net(x))
+            loss = score(run(f)(batch())[0])
+            loss.backward()
+            return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+        return World(step)
+
+    return make
+
+
+program("an output that the loss ignores holds NaN", TRAINED)(
+    _ignoring(lambda y: y.detach() * np.nan)
+)
+program("an output that the loss ignores is zero of either sign", TRAINED)(
+    _ignoring(lambda y: -torch.zeros_like(y))
+)
+program("an output that the loss ignores is of truth values", TRAINED)(_ignoring(lambda y: y > 0))
+
+
+@program("f gives only the rows that it chooses, of some chunks none", TRAINED)
+def _() -> World:
+    w = weight()
+    return simple(lambda x: x[x[:, 0] > 0.5] @ w, leaves=[w])
+
+
+@program("f keeps a log of the first pass alone, by is_replaying")
+def _() -> World:
+    w, log = weight(), []
+
+    def f(x: Any) -> Any:
+        if not gt.is_replaying():
+            log.append(float(x.sum()))
+        return x @ w
+
+    return simple(f, leaves=[w], state=lambda: list(log))
+
+
+def _by_turns(use: Callable[[Any, Any], Any], *turns: int) -> Callable[[], World]:
+    """f does what an iterator, which cannot be put back, says for each call."""
+
+    def make() -> World:
+        w, other, left = weight(), weight(), iter([*turns, *[turns[-1]] * 30])
+        return simple(lambda x: x @ use((w, other), next(left)), leaves=[w, other])
+
+    return make
+
+
+program("the third chunk alone differs when it is computed again", TRAINED, EITHER)(
+    _by_turns(lambda ws, turn: ws[0] * turn, 1, 1, 2, 1)
+)
+program("a chunk computed again has the same values and a weight less", TRAINED, EITHER)(
+    _by_turns(lambda ws, turn: ws[0] if turn else ws[0].detach(), 1, 1, 1, 0)
+)
+program("a chunk computed again has the same values by another weight", TRAINED, EITHER)(
+    _by_turns(lambda ws, turn: ws[turn], 0, 0, 0, 1)
+)
+program("a chunk computed again has the same values and a part of the graph less", TRAINED, EITHER)(
+    _by_turns(lambda ws, turn: ws[0] * (ws[0] if turn else ws[0].detach()), 1, 1, 1, 0)
+)
+
+
+@program("state out of reach counts only in training, after a step in evaluation", TRAINED, EITHER)
+def _() -> World:
+    net, ticks = mlp(), itertools.count(1)
+
+    def step(run: Run) -> dict[str, Any]:
+        f = lambda x: net(x) * (next(ticks) if net.training else 1)
+        operator, found = run(f), []
+        for training in (False, True):
+            net.train(training).zero_grad()
+            loss = score(operator(batch()))
+            loss.backward()
+            found.append([p.grad for p in net.parameters()])
+        return {"grads": found}
+
+    return World(step)
+
+
+@program("state out of reach counts only for batches of another shape", TRAINED, EITHER)
+def _() -> World:
+    w, ticks = weight(), itertools.count(1)
+
+    def step(run: Run) -> dict[str, Any]:
+        f = lambda x: x @ w * (next(ticks) if x.ndim == 3 else 1)
+        operator, found = run(f), []
+        for x in (batch(), batch()[:, None]):
+            w.grad = None
+            loss = score(operator(x))
+            loss.backward()
+            found.append(w.grad)
+        return {"grads": found}
+
+    return World(step)

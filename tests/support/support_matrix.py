@@ -1,0 +1,254 @@
+"""What own rules can do: every way of giving one, in every transform, in both backends.
+
+A cell that is not named here works, with the numbers of the way's closed form. One that does not
+is named with the error that it raises. `python tests/support/support_matrix.py` writes the table of
+the docs; `tests/conformance/test_support_matrix.py` runs every cell,
+`tests/both/test_support_table.py` compares the table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from support_transforms import BOTH, Transform
+from support_ways import WAYS, Way
+
+TABLE = Path(__file__).parents[2] / "docs" / "own-rules-support.md"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Cells that raise.
+
+    Attributes:
+        reason: Why, in the table's words.
+        error: The name of the error's type.
+        words: A pattern that its message has.
+        transforms: Patterns of the transforms' names.
+        ways: Patterns of the ways' names.
+        backend: Where; None for both.
+        bug: Whether gradtools should not refuse, or should refuse by another error.
+    """
+
+    reason: str
+    error: str
+    words: str
+    transforms: tuple[str, ...]
+    ways: tuple[str, ...] = ("*",)
+    backend: str | None = None
+    bug: bool = False
+
+    def holds(self, backend: str, transform: Transform, way: Way) -> bool:
+        """Whether this cell is one of them."""
+        return (
+            self.backend in (None, backend)
+            and any(fnmatchcase(transform.name, p) for p in self.transforms)
+            and any(fnmatchcase(way.name, p) for p in self.ways)
+        )
+
+
+_BEYOND = Refusal(
+    "the last kernel of the chain has no rule; PyTorch's compiler says so around our words",
+    "MissingRuleError or TorchRuntimeError or BackendCompilerFailed",
+    "has no rule, so its derivative is unknown",
+    ("*",),
+)
+_NO_COMPILED_DOUBLE_BACKWARD = Refusal(
+    "PyTorch has no compiled double backward (torch#91469)",
+    "GradtoolsError",
+    r"no compiled double backward \(pytorch#91469\)",
+    ("second order of a compiled value",),
+    backend="torch",
+)
+_DOUBLE_BACKWARD_ONLY = ("host: double backward*",)
+_KERNEL_RULES = ("host: calls itself", "host: saves the output", "host: framework rule")
+_CALLED_BACK = ("host: d*", "host: calls itself", "host: saves the output")
+
+
+def _bug(reason: str, transforms: tuple[str, ...], ways: tuple[str, ...], backend: str) -> Refusal:
+    return Refusal(reason, "", "", transforms, ways, backend, bug=True)
+
+
+BUGS: tuple[Refusal, ...] = ()
+
+REFUSALS: tuple[Refusal, ...] = (
+    _NO_COMPILED_DOUBLE_BACKWARD,
+    Refusal(
+        "forward over forward needs a third kernel",
+        "MissingRuleError",
+        "has no rule, so its derivative is unknown",
+        ("* second order ff", "check_grads, order 2"),
+        _DOUBLE_BACKWARD_ONLY,
+    ),
+    Refusal(
+        "JAX cannot save a complex array by a checkpoint's policy",
+        "TypeError",
+        "reduce_precision does not accept dtype complex128",
+        ("checkpoint with a policy",),
+        ("holomorphic, *", "non-holomorphic, *"),
+        backend="jax",
+    ),
+    Refusal(
+        "JAX cannot export what calls back into Python",
+        "GradtoolsError",
+        r"jax\.export cannot keep a call back",
+        ("export of the value",),
+        ("host:*",),
+        backend="jax",
+    ),
+    Refusal(
+        "JAX cannot export what calls back into Python",
+        "GradtoolsError",
+        r"jax\.export cannot keep a call back",
+        ("export of the gradient",),
+        _CALLED_BACK,
+        backend="jax",
+    ),
+    Refusal(
+        "JAX cannot lower a callback for several platforms at once",
+        "NotImplementedError",
+        "multi-platform lowering for python_callback",
+        ("lowering *order 0",),
+        ("host:*",),
+        backend="jax",
+    ),
+    Refusal(
+        "JAX cannot lower a callback for several platforms at once",
+        "NotImplementedError",
+        "multi-platform lowering for python_callback",
+        ("lowering *order [12]",),
+        _CALLED_BACK,
+        backend="jax",
+    ),
+)
+
+
+# One of each kind.
+PLAIN_WAYS = (
+    "defvjp",
+    "defjvp",
+    "saves an intermediate",
+    "matrix, defvjp",
+    "host: double backward",
+)
+# Slow to compile, and made of derivatives that other transforms ask of every way: in JAX these
+# are run for the plain ways alone.
+THINNED = (
+    "check_grads, order 3",
+    "custom_root",
+    "grad and jvp of a condition",
+    "jax.hessian",
+    "second order rr of a loop",
+)
+
+
+def left_out(backend: str, transform: Transform, way: Way) -> bool:
+    """Whether a cell is not run, because it would take long."""
+    return backend == "jax" and transform.name in THINNED and way.name not in PLAIN_WAYS
+
+
+def transforms(backend: str) -> tuple[Transform, ...]:
+    """Those that the backend has."""
+    if backend == "torch":
+        from support_transforms_torch import TORCH
+
+        return (*BOTH, *TORCH)
+    from support_transforms_jax import JAX
+
+    return (*BOTH, *JAX)
+
+
+def cells(backend: str) -> Iterator[tuple[Transform, Way]]:
+    """All of a backend's that are run."""
+    for transform, way in all_cells(backend):
+        if not left_out(backend, transform, way):
+            yield transform, way
+
+
+def all_cells(backend: str) -> Iterator[tuple[Transform, Way]]:
+    """Without those that ask for a function of two arguments of one."""
+    for transform in transforms(backend):
+        for way in WAYS.values():
+            if way.halves is not None or not transform.halves:
+                yield transform, way
+
+
+def refusal_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
+    """Why a cell does not work; None where it does."""
+    cell = (backend, transform, way)
+    return next((bug for bug in BUGS if bug.holds(*cell)), None) or wanted_of(*cell)
+
+
+def wanted_of(backend: str, transform: Transform, way: Way) -> Refusal | None:
+    """What the cell should raise, were there no bugs; None where it should work."""
+    if way.order < transform.order:
+        return _BEYOND
+    return next((r for r in REFUSALS if r.holds(backend, transform, way)), None)
+
+
+# --- the table ---------------------------------------------------------------------------
+
+_HEAD = """\
+# What own rules can do
+
+This page is written by `python tests/support/support_matrix.py`, and every number in it by a test:
+a cell is a way of giving a rule in a transform, run and compared with a closed form. "9" means all
+nine work, in both backends; "7/9" that seven do, and the notes below say what the others raise.
+"""
+
+
+def table() -> str:
+    """The docs' page."""
+    groups = list(dict.fromkeys(t.group for b in ("torch", "jax") for t in transforms(b)))
+    notes: dict[str, list[str]] = {}
+    lines = [
+        "| Rule | " + " | ".join(groups) + " |",
+        "|---" * (len(groups) + 1) + "|",
+    ]
+    for way in WAYS.values():
+        row = [_cell(way, group, notes) for group in groups]
+        lines.append(f"| {way.name} | " + " | ".join(row) + " |")
+    lines += ["", "What does not work, and what it raises:", ""]
+    lines += [f"- {reason}. {_listed(places)}" for reason, places in notes.items()]
+    lines += [
+        "",
+        f"In JAX, run for {len(PLAIN_WAYS)} ways alone, because they are slow to compile:",
+    ]
+    lines += [f"{'; '.join(THINNED)}."]
+    lines += ["", "The transforms of each column:", ""]
+    for group in groups:
+        names = {t.name: None for b in ("torch", "jax") for t in transforms(b) if t.group == group}
+        lines.append(f"- **{group}**: {', '.join(names)}.")
+    return _HEAD + "\n" + "\n".join(lines) + "\n"
+
+
+def _listed(places: Sequence[str]) -> str:
+    return "Cells: " + "; ".join(dict.fromkeys(places)) + "."
+
+
+def _cell(way: Way, group: str, notes: dict[str, list[str]]) -> str:
+    done = total = 0
+    for backend in ("torch", "jax"):
+        for transform, other in cells(backend):
+            if other is not way or transform.group != group:
+                continue
+            total += 1
+            refusal = refusal_of(backend, transform, way)
+            if refusal is None:
+                done += 1
+                continue
+            reason = f"to be mended: {refusal.reason}"
+            if not refusal.bug:
+                reason = f"{refusal.reason} (`{refusal.error}`)"
+            name = {"torch": "PyTorch", "jax": "JAX"}[backend]
+            notes.setdefault(reason, []).append(f"{name}, {transform.name}")
+    return f"{total}" if done == total else f"{done}/{total}"
+
+
+if __name__ == "__main__":
+    assert all(importlib.util.find_spec(name) for name in ("torch", "jax"))
+    TABLE.write_text(table())

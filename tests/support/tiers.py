@@ -1,0 +1,72 @@
+"""Which tests `make test` leaves to `make test-all`: those that cost most, by a run's own times.
+
+    make test-all PYTEST_ARGS=--times=out/times.json     # what each test takes
+    python tests/support/tiers.py out/times.json                 # writes tests/slow.txt
+
+The tests of `slow.txt` are marked ``slow``; a new test is in the quick tier until the list is made
+again. Of every test function the cheapest case stays quick, if it takes less than two seconds: so
+each is run, and what is left out is more of the same. The mutants (`mutants.py`) say whether the
+quick tier is to be believed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+LIST = Path(__file__).parent / "slow.txt"
+BUDGET = 640.0  # seconds of all quick tests together, one after the other
+_LONG = 2.0  # seconds: what takes longer is not run for its function's sake
+
+
+def slow_of(times: Mapping[str, float], budget: float = BUDGET) -> set[str]:
+    """The tests to leave out, so that what is left takes no longer than the budget."""
+    cheapest: dict[str, str] = {}
+    for name in sorted(times, key=times.__getitem__):
+        cheapest.setdefault(function_of(name), name)
+    kept = {name for name in cheapest.values() if times[name] < _LONG}
+    left = budget - sum(times[name] for name in kept)
+    slow = set()
+    for name in sorted(times.keys() - kept, key=times.__getitem__):
+        left -= times[name]
+        if left < 0:
+            slow.add(name)
+    return slow
+
+
+def function_of(name: str) -> str:
+    """A test's name without its parameters."""
+    return name.partition("[")[0]
+
+
+def written(slow: Iterable[str], times: Iterable[str]) -> str:
+    """The list: a function whose cases are all slow is one line."""
+    slow = set(slow)
+    cases: dict[str, set[str]] = {}
+    for name in times:
+        cases.setdefault(function_of(name), set()).add(name)
+    whole = {function for function, names in cases.items() if names <= slow}
+    lines = whole | {name for name in slow if function_of(name) not in whole}
+    return "".join(f"{line}\n" for line in sorted(lines))
+
+
+def read() -> set[str]:
+    """The lines of the list."""
+    return set(LIST.read_text(encoding="utf-8").splitlines()) if LIST.exists() else set()
+
+
+def main(report: str) -> None:
+    times: dict[str, float] = json.loads(Path(report).read_text(encoding="utf-8"))
+    slow = slow_of(times)
+    LIST.write_text(written(slow, times), encoding="utf-8")
+    quick = sum(seconds for name, seconds in times.items() if name not in slow)
+    print(
+        f"{len(times)} tests, {sum(times.values()):.0f} s; quick: {len(times) - len(slow)}, "
+        f"{quick:.0f} s; slow: {len(slow)}, in {len(read())} lines"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,338 @@
+"""Planted losses of training in PyTorch: data for `tests/torch/test_lost_in_training.py`.
+
+Each entry makes a loop: a model, an optimiser, a loss. What the loop does not train is told by an
+oracle that knows nothing of gradtools: some plain steps, and a look at what moved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 2, (6,), generator=torch.Generator().manual_seed(1))
+
+
+@dataclass
+class Loop:
+    """A model in training.
+
+    Attributes:
+        model: What is to be trained.
+        optimizer: What steps it.
+        loss: A closure without arguments.
+        meant: The arrays that are meant to be trained, by name.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    loss: Callable[[], torch.Tensor]
+    meant: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A loop with a loss in it.
+
+    Attributes:
+        make: Makes it.
+        found: The kinds that are to be found, by the name of the leaf.
+        numerical: Whether it holds at these values alone.
+        notes: The leaves that notes name.
+    """
+
+    make: Callable[[], Loop]
+    found: dict[str, str]
+    numerical: bool = False
+    notes: tuple[str, ...] = ()
+    oracle: bool = True
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+def loop(model, optimizer=None, forward=None, loss=None, extra=()):
+    run = forward or model
+    given = loss or (lambda: F.cross_entropy(run(X), Y))
+    meant = {**dict(model.named_parameters()), **dict(extra)}
+    return Loop(model, optimizer or torch.optim.SGD(model.parameters(), 0.5), given, meant)
+
+
+def all_of(module, kind, prefix):
+    return {f"{prefix}.{name}": kind for name, _ in module.named_parameters()}
+
+
+LINEAR = ("weight", "bias")
+
+
+def each(prefix, kind):
+    return {f"{prefix}.{name}": kind for name in LINEAR}
+
+
+def forgotten_layer():
+    model = Net()
+    model.spare = nn.Linear(4, 4)
+    return loop(model)
+
+
+def overwritten_features():
+    model = Net()
+    model.first = nn.Linear(3, 3)
+
+    def forward(x):
+        h = model.first(x)
+        h = x  # the result is not used
+        return model(h)
+
+    return loop(model, forward=forward)
+
+
+def detached_features():
+    model = Net()
+    return loop(model, forward=lambda x: model.head(torch.tanh(model.body(x)).detach()))
+
+
+def no_grad_encoder():
+    model = Net()
+
+    def forward(x):
+        with torch.no_grad():
+            h = model.body(x)
+        return model.head(h)
+
+    return loop(model, forward=forward)
+
+
+def through_numpy():
+    model = Net()
+    again = lambda h: torch.from_numpy(h.detach().numpy())
+    return loop(model, forward=lambda x: model.head(again(model.body(x))))
+
+
+def argmax_of_logits():
+    model = Net()
+    model.gate = nn.Linear(3, 2)
+
+    def forward(x):
+        return model(x) * model.gate(x).argmax(1, keepdim=True)
+
+    return loop(model, forward=forward)
+
+
+def thresholded():
+    model = Net()
+    model.mask = nn.Parameter(torch.tensor([1.0, -1.0, 0.5]))
+    return loop(model, forward=lambda x: model(x * (model.mask > 0).float()))
+
+
+def rounded():
+    model = Net()
+    model.level = nn.Parameter(torch.ones(3) * 1.2)
+    return loop(model, forward=lambda x: model(x * model.level.round()))
+
+
+def data_of_weight():
+    model = Net()
+    model.extra = nn.Linear(3, 3, bias=False)
+    return loop(model, forward=lambda x: model(F.linear(x, model.extra.weight.data)))
+
+
+def temperature_as_number():
+    model = Net()
+    model.temperature = nn.Parameter(torch.tensor(2.0))
+    return loop(model, forward=lambda x: model(x) / model.temperature.item())
+
+
+def made_anew():
+    model = Net()
+    model.scale = nn.Parameter(torch.ones(2))
+    return loop(model, forward=lambda x: model(x) * torch.tensor(model.scale.tolist()))
+
+
+def optimizer_of_the_head():
+    model = Net()
+    return loop(model, torch.optim.SGD(model.head.parameters(), 0.5))
+
+
+def layer_added_later():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model.late = nn.Linear(3, 3)
+    return loop(model, optimizer, forward=lambda x: model(model.late(x)))
+
+
+def head_replaced():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model.head = nn.Linear(4, 2)
+    return loop(model, optimizer)
+
+
+def optimizer_of_a_copy():
+    model = Net()
+    return loop(model, torch.optim.Adam(copy.deepcopy(model).parameters(), 0.5))
+
+
+def model_made_again():
+    optimizer = torch.optim.SGD(Net().parameters(), 0.5)
+    return loop(Net(), optimizer)
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def plain_list():
+    model = Listed()
+    pairs = [
+        (f"blocks[{i}].{k}", getattr(b, k)) for i, b in enumerate(model.blocks) for k in LINEAR
+    ]
+    return loop(model, extra=pairs)
+
+
+def plain_dict():
+    model = Net()
+    model.adapters = {"a": nn.Linear(3, 3)}
+    extra = [(f"adapters['a'].{k}", getattr(model.adapters["a"], k)) for k in LINEAR]
+    return loop(model, forward=lambda x: model(model.adapters["a"](x)), extra=extra)
+
+
+def parameters_in_a_list():
+    model = Net()
+    model.scales = [nn.Parameter(torch.ones(3))]
+    run = lambda x: model(x * model.scales[0])
+    return loop(model, forward=run, extra=[("scales[0]", model.scales[0])])
+
+
+def scaled_parameter():
+    model = Net()
+    model.scale = nn.Parameter(torch.ones(3)) * 0.1  # a result, no parameter
+    return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
+
+
+def plain_tensor():
+    model = Net()
+    model.scale = torch.ones(3, requires_grad=True)
+    return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
+
+
+def parameter_as_a_buffer():
+    model = Net()
+    model.register_buffer("scale", nn.Parameter(torch.ones(3)))
+    return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
+
+
+def buffer_of_a_scale():
+    model = Net()
+    model.register_buffer("scale", torch.ones(3))
+    return loop(model, forward=lambda x: model(x * model.scale))
+
+
+def frozen_by_accident():
+    model = Net()
+    model.body.requires_grad_(False)
+    return loop(model)
+
+
+def frozen_parts_in_no_optimizer():
+    model = Net()
+    model.body.requires_grad_(False)
+    return loop(model, torch.optim.SGD(model.head.parameters(), 0.5))
+
+
+def dead_relu():
+    model = Net()
+    with torch.no_grad():
+        model.body.bias.fill_(-100.0)
+    return loop(model, forward=lambda x: model.head(torch.relu(model.body(x))))
+
+
+def zero_gate():
+    model = Net()
+    model.gate = nn.Parameter(torch.zeros(()))
+    model.branch = nn.Linear(3, 2)
+    return loop(model, forward=lambda x: model(x) + model.gate * model.branch(x))
+
+
+def two_losses_one_detached():
+    model = Net()
+    model.aux = nn.Linear(4, 2)
+
+    def loss():
+        h = torch.tanh(model.body(X))
+        return F.cross_entropy(model.head(h), Y) + F.cross_entropy(model.aux(h), Y).detach()
+
+    return loop(model, loss=loss)
+
+
+def one_of_two_models():
+    model = nn.ModuleDict({"enc": Net(), "dec": Net()})
+    optimizer = torch.optim.SGD(model["enc"].parameters(), 0.5)
+    return loop(model, optimizer, forward=lambda x: model["dec"](x) + model["enc"](x))
+
+
+NET = {**each("body", "x"), **each("head", "x")}
+
+
+def of(kind, *prefixes):
+    return {name: kind for prefix in prefixes for name in each(prefix, kind)}
+
+
+PLANTED = {
+    "a layer that forward does not use": Planted(forgotten_layer, of("unread", "spare")),
+    "a result that is overwritten": Planted(overwritten_features, of("unread", "first")),
+    "features detached": Planted(detached_features, of("detached", "body")),
+    "an encoder under no_grad": Planted(no_grad_encoder, of("no_grad", "body")),
+    "features through NumPy": Planted(through_numpy, of("left_framework", "body")),
+    "a gate by argmax": Planted(argmax_of_logits, of("discrete", "gate")),
+    "a mask by comparison": Planted(thresholded, {"mask": "discrete"}),
+    "a level that is rounded": Planted(rounded, {"level": "zero_derivative"}),
+    "the data of a weight": Planted(data_of_weight, {"extra.weight": "detached"}),
+    "a temperature as a number": Planted(temperature_as_number, {"temperature": "left_framework"}),
+    "a tensor made anew": Planted(made_anew, {"scale": "left_framework"}),
+    "an optimiser of the head": Planted(optimizer_of_the_head, of("not_optimised", "body")),
+    "a layer added after the optimiser": Planted(layer_added_later, of("not_optimised", "late")),
+    "a head replaced after it": Planted(head_replaced, of("not_optimised", "head")),
+    "an optimiser of a copy": Planted(optimizer_of_a_copy, of("not_optimised", "body", "head")),
+    "a model made again": Planted(model_made_again, of("not_optimised", "body", "head")),
+    "layers in a plain list": Planted(plain_list, of("plain_list", "blocks[0]", "blocks[1]")),
+    "a layer in a plain dict": Planted(plain_dict, of("plain_list", "adapters['a']")),
+    "parameters in a plain list": Planted(parameters_in_a_list, {"scales[0]": "plain_list"}),
+    "a parameter times a number": Planted(scaled_parameter, {"scale": "unregistered"}),
+    "a plain tensor": Planted(plain_tensor, {"scale": "unregistered"}),
+    "a parameter as a buffer": Planted(parameter_as_a_buffer, {"scale": "buffer"}),
+    "a buffer of a scale": Planted(buffer_of_a_scale, {}, notes=("scale",)),
+    "frozen, and in the optimiser": Planted(frozen_by_accident, of("frozen", "body")),
+    "frozen on purpose": Planted(
+        frozen_parts_in_no_optimizer, {}, notes=("body.weight", "body.bias"), oracle=False
+    ),
+    "a dead relu": Planted(
+        dead_relu, {**of("dead", "body"), "head.weight": "multiplied_by_zero"}, numerical=True
+    ),
+    "a gate at zero": Planted(zero_gate, of("multiplied_by_zero", "branch"), numerical=True),
+    "an auxiliary loss detached": Planted(two_losses_one_detached, of("detached", "aux")),
+    "one optimiser of two": Planted(one_of_two_models, of("not_optimised", "dec.body", "dec.head")),
+}
+STRANGERS = {"a head replaced after it", "an optimiser of a copy", "a model made again"}

@@ -1,0 +1,286 @@
+"""What PyTorch gets wrong, measured: each row of the table of bugs, in PyTorch and in gradtools.
+
+    python tests/support/upstream_bugs_page.py    # writes docs/upstream-bugs.md
+
+Each example is a loss of a matrix; its derivatives along a direction are held against central
+differences of the loss and of its gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import sys
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+from gradtools.conformance.sweeps import DIFFERS, jax_ledger, torch_ledger, twins
+from gradtools.torch.upstream_bugs import (
+    BUGS,
+    TANGENT,
+    TANGENT_AGAIN,
+    TANGENT_OF_GRADIENT,
+    Bug,
+)
+from gradtools.torch.wrong_gradients import (
+    GRADIENT,
+    GRADIENT_AGAIN,
+    WRONG_GRADIENTS,
+    WrongGradient,
+)
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "upstream-bugs.md"
+RIGHT = "the right number"
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bug: what its example gives."""
+
+    bug: Bug | WrongGradient
+    plain: str
+    ours: str
+
+
+def rows() -> list[Row]:
+    """The bugs that have an example."""
+    found = [*WRONG_GRADIENTS, *BUGS]
+    return [Row(bug, *_given(bug)) for bug in found if bug.example]
+
+
+def _given(bug: Bug | WrongGradient) -> tuple[str, str]:
+    f = eval(f"lambda x: {bug.example}", {"torch": torch})
+    generator = torch.Generator().manual_seed(3)
+    x = torch.rand(3, 3, dtype=torch.float64, generator=generator) + 0.3
+    t = torch.randn(3, 3, dtype=torch.float64, generator=generator)
+    first = bug.wrong in (GRADIENT, TANGENT)
+    expected = _slope(f, x, t) if first else _slope(_along(f, t), x, t)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrong = _TWICE if isinstance(bug, WrongGradient) and not first else bug.wrong
+        plain, ours = (_told(ways[wrong], f, x, t, expected) for ways in (_PLAIN, _OURS))
+    return plain, ours
+
+
+def _slope(f, x, t):
+    """Central differences, extrapolated once."""
+    slope = lambda h: (float(f(x + h * t)) - float(f(x - h * t))) / (2 * h)
+    return (4 * slope(1e-4) - slope(2e-4)) / 3
+
+
+def _along(f, t):
+    """The derivative of f along t, by reverse mode."""
+
+    def slope(x):
+        x = x.detach().requires_grad_()
+        return (torch.autograd.grad(f(x), x)[0] * t).sum()
+
+    return slope
+
+
+def _told(way, f, x, t, expected) -> str:
+    try:
+        found = float(way(f, x.clone(), t))
+    except GradtoolsError:
+        return "a refusal"
+    except (RuntimeError, NotImplementedError):
+        return "an error"
+    if math.isnan(found):
+        return "NaN"
+    if abs(found - expected) <= TOLERANCE * max(1e-3, abs(expected)):
+        return RIGHT
+    return "zero" if found == 0 else "another number"
+
+
+def _tangent(f, x, t):
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
+    return torch.zeros((), dtype=x.dtype) if found is None else found
+
+
+def _pulled(f, x, t):
+    (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+    return (g * t).sum()
+
+
+def _gradient_of(tangent):
+    def way(f, x, t):
+        x = x.requires_grad_()
+        slope = tangent(f, x, t)
+        return (torch.autograd.grad(slope, x)[0] * t).sum() if slope.requires_grad else 0.0
+
+    return way
+
+
+def _pushed_gradient(f, x, t):
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(x, t).requires_grad_()
+        (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+        return forward_ad.unpack_dual((g * t).sum()).tangent
+
+
+def _pulled_twice(f, x, t):
+    x = x.requires_grad_()
+    y = f(x)
+    u = torch.ones_like(y, requires_grad=True)
+    (g,) = torch.autograd.grad(y, x, u, create_graph=True)
+    (pushed,) = torch.autograd.grad(g, u, t, create_graph=True)
+    return (torch.autograd.grad(pushed, x)[0] * t).sum()
+
+
+_TWICE = "reverse over reverse"
+_PLAIN = {
+    _TWICE: _gradient_of(_pulled),
+    GRADIENT: lambda f, x, t: _along(f, t)(x),
+    TANGENT: _tangent,
+    TANGENT_AGAIN: _gradient_of(_tangent),
+    TANGENT_OF_GRADIENT: _pushed_gradient,
+    GRADIENT_AGAIN: _pulled_twice,
+}
+_OURS = {
+    _TWICE: lambda f, x, t: (gt.hvp(f, (x,), (t,), "reverse_over_reverse")[1][0] * t).sum(),
+    GRADIENT: lambda f, x, t: (gt.grad(f)(x) * t).sum(),
+    TANGENT: lambda f, x, t: gt.jvp(f, (x,), (t,))[1],
+    TANGENT_AGAIN: lambda f, x, t: (gt.grad(lambda x: gt.jvp(f, (x,), (t,))[1])(x) * t).sum(),
+    TANGENT_OF_GRADIENT: lambda f, x, t: (
+        gt.hvp(f, (x,), (t,), mode="forward_over_reverse")[1][0] * t
+    ).sum(),
+    GRADIENT_AGAIN: lambda f, x, t: (gt.grad(lambda x: gt.linearize(f, x)[1](t))(x) * t).sum(),
+}
+
+_HEAD = """# What the frameworks get wrong
+
+PyTorch's table of operators holds some 670 programs, JAX's namespaces some 500 functions. The
+sweeps of `gradtools.conformance.sweeps` send each through every way of differentiating that
+gradtools has, and hold what comes out against the framework's own reverse mode, its double
+backward, the dot-product test and finite differences. This page is what they found in the
+frameworks. It is written by `python tests/support/upstream_bugs_page.py` from the tables in
+`upstream_bugs.py` and `wrong_gradients.py` in `gradtools/torch` and from the ledgers of the
+sweeps; a test runs each row, and fails when upstream has mended one.
+
+`gradtools check --sweep` runs the sweeps on your machine and versions.
+
+## PyTorch {version}: wrong, or lacking, and had in another way
+
+A gradient that is wrong is put right while gradtools pulls back (`grad`, `vjp`, `hvp`, `chunked`
+and all others). While it pushes a tangent (`jvp`, `linearize`, forward `jacobian`, `hvp` forward
+over reverse, `mixed_partial`, `frozen`), it looks at what runs, and takes these another way: by
+transposing reverse mode, at any order, or by plain operations. Both hold in eager code, inside
+`torch.func` and in compiled code. `x` is a 3 by 3 matrix; each example is a loss of it.
+
+| operation | example | what is wrong | plain PyTorch gives | gradtools gives | upstream |
+|---|---|---|---|---|---|
+"""
+_CUSTOM = """
+**Custom operators.** Forward mode through an operator of `torch.library` that has a registered
+backward and nothing else gives zero in plain PyTorch, in silence; so do PyTorch's own such ones
+(`linear_cross_entropy` with `options=`). gradtools never trusts a custom operator with forward
+mode: it transposes its backward. That backward is tried by finite differences, once for each
+class, where a second derivative depends on it; what autograd loses there (a backward under
+`no_grad`, through NumPy, from a detached or an intermediate value, torch#76185) is refused, with
+the operator's name, and so is one that cannot be tried (it raises near its arguments, or f cannot
+be evaluated a second time). The same holds for a `torch.autograd.Function`, and for a
+`torch::autograd::Function` of C++ that an operator of `torch.ops` calls; one that is bound to
+Python in another way cannot be tried, and its second derivative is refused.
+
+**Operators that take functions** (`torch.cond`, `scan`, `map`, `while_loop`): plain forward mode
+gives zero, in silence (no report was found). gradtools pushes tangents through what these run.
+
+**TorchScript.** In what `torch.jit` optimised, plain forward mode and the second derivatives of
+`torch.func` give zero, in silence, as soon as something that requires a gradient takes part, such
+as a module's weights (torch#73972, torch#84681). gradtools refuses these; in reverse mode, at any
+order, TorchScript is right.
+
+**Under `torch.no_grad`** plain forward mode goes on (pytorch#128600); gradtools' stops, but in
+compiled code.
+
+**Normalisations.** The second derivatives of layer and batch normalisation are right in reverse
+mode, the third ones lack a term (torch#175754, torch#186256): these are refused along the input.
+Of a layer norm with a bias and no weight PyTorch's gradient of the bias has no derivative (zero, or
+an error; no report was found): gradtools takes that gradient for the sum that it is.
+
+**cdist** has a backward pass that is wrong where `vmap` maps the cotangent alone (no report was
+found): that is refused, as in `jacobian` with more than one row at a time.
+
+**Complex numbers under a dispatch mode.** Forward over reverse mode of `linalg.pinv` gives another
+number while any `TorchDispatchMode` is active (no report was found); `frozen` keeps clear of that.
+
+**Logical operations in place** (`x.logical_not_()` and its like, of a floating tensor) pass the
+gradient of the numbers that they overwrite, as if these were still there (no report was found). No
+graph shows that: `grad` and `vjp` in eager code, and `dependence`, give what PyTorch gives. What
+pushes a tangent, and compiled code, is right. Write `torch.logical_not(x)`.
+
+**Else reverse mode is trusted as it is**, beyond the gradients in the table above. These are found
+in the graph before each pullback of gradtools; a pullback of PyTorch's own (`backward()` of a loss,
+`torch.autograd.grad`) gives PyTorch's number, and so does one into a function that `torch.compile`
+compiled before gradtools differentiates it.
+
+## JAX: refused
+
+**The sign of complex numbers**, z / |z|, turns with z. JAX takes its derivative for zero up to
+version 0.10, as that of a real sign (no report was found), so that a gradient through it lacks a
+term. gradtools refuses a derivative that goes through one, wherever it sees the jaxpr: in all
+operators where the arguments are complex; where real ones become complex on the way, in `grad`,
+`value_and_grad`, `hessian`, and `hvp` and `jacobian` of no given mode. Of real arguments `jvp`,
+`vjp`, `linearize`, the two of a given mode, and `grad` with `disconnected_inputs="zeros"` do not
+see it, nor does what stands in a rule or a `frozen` function of yours: there it is JAX's
+number. Write `z / jnp.abs(z)`.
+
+**betaln** of two equal arguments has a wrong second derivative (jax#34353): whether they are equal
+is not known while a program is traced, so it is JAX's number in gradtools too.
+
+## Told, and not mended
+
+What else the sweeps found is the frameworks' own number in gradtools too. What stands under both
+frameworks was found by holding one against the other; the program has its name in JAX.
+
+| framework | program | in which way | what comes out | why | upstream |
+|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    text = _HEAD.replace("{version}", torch.__version__.partition("+")[0])
+    for row in rows():
+        bug = row.bug
+        issue = bug.issue or "no report was found"
+        example = _cell(bug.example.replace("torch.nn.functional.", "F."))
+        text += (
+            f"| `{bug.operation}` | `{example}` | {bug.wrong} | {row.plain} | {row.ours} "
+            f"| {issue} |\n"
+        )
+    text += _CUSTOM
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for framework, lines in (
+        ("PyTorch", torch_ledger.DEFECTS),
+        ("JAX", jax_ledger.LEDGER),
+        ("both", [line for line in twins.LEDGER if not line.upstream.startswith("jax")]),
+    ):
+        for line in lines:
+            if line.way != "why_zero" and (line.upstream or line.result == DIFFERS):
+                key = (
+                    framework,
+                    line.program,
+                    f"{line.result} | {_cell(line.reason)} | {line.upstream}",
+                )
+                told.setdefault(key, []).append(line.way.replace("*", "").strip() or "all")
+    for (framework, program, rest), ways in told.items():
+        name = program.replace("*", "…")
+        text += f"| {framework} | `{name}` | {', '.join(dict.fromkeys(ways))} | {rest} |\n"
+    return text
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(f"wrote {PAGE.name}\n")

@@ -1,0 +1,118 @@
+"""The formula of every function of JAX's table and of PyTorch's: it agrees, or says why not.
+
+A formula is held against automatic differentiation before it is shown, so what comes back agrees.
+What is refused must be f's own doing, in words; what is gradtools' fault stands in a ledger.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from fnmatch import fnmatchcase
+
+import numpy as np
+import pytest
+
+from gradtools import GradtoolsError
+
+pytestmark = pytest.mark.slow
+
+OWN_DOING = (
+    "automatic differentiation of it does not",  # the framework has no derivative
+    "formula: f holds a primitive that has no derivative in JAX",
+    "formula: f holds an operation that has a forward rule only",
+    "are all values finite, so nothing was compared",
+    "a while loop whose number of rounds depends on values has no adjoint program",
+    "what it gives in 16 bits is too coarse for a comparison",
+    "a formula is of dense ones",
+)
+FAULTS = {  # gradtools'; by name, which may hold wildcards, and what is wrong
+    "torch nn.functional.linear_cross_entropy.chunked_none": "its backward pass writes into out=",
+    "torch linalg.pinv.singular": "the formula of the pseudoinverse is that of full rank",
+    "jax lax.scatter 1": "of two writers to one place both get the cotangent",
+}
+GROUPS = 12
+
+
+def _outcome(gt, f, xs):
+    """What is said of f: "agrees", or why there is no formula."""
+    try:
+        found = gt.formula(f, *xs, wrt=tuple(range(len(xs))))
+    except GradtoolsError as error:
+        return str(error)
+    assert str(found) and found.latex()
+    return "agrees"
+
+
+def _of_jax(group):
+    jax = pytest.importorskip("jax")
+
+    import gradtools.jax as gt
+    from gradtools.conformance.sweeps.jax_programs import cases
+
+    for case in sorted(cases(), key=lambda c: (c.program, c.sample))[group::GROUPS]:
+        xs = case.arguments("complex128" if case.complex_only else "float64")
+
+        def f(*xs, f=case.f):
+            leaves = jax.tree.leaves(f(*xs))
+            return [y for y in leaves if jax.numpy.issubdtype(y.dtype, np.inexact)]
+
+        with jax.enable_x64(True):
+            xs = [jax.numpy.asarray(x) for x in xs]
+            if jax.eval_shape(f, *xs):
+                yield f"jax {case.program} {case.sample}", _outcome(gt, f, xs)
+    jax.clear_caches()
+
+
+def _of_torch(group):
+    pytest.importorskip("expecttest", reason="PyTorch's tables of operators need expecttest")
+
+    import gradtools.torch as gt
+    from gradtools.conformance.sweeps import torch_programs
+
+    entries = torch_programs.entries(("op_db", "module_db"))
+    for entry in [e for e in entries if e.variant == torch_programs.FUNCTION][group::GROUPS]:
+        for program in torch_programs.programs(entry):
+            small = lambda p: all(x.numel() <= 400 for x in p.primals)
+            if isinstance(program, torch_programs.TableProgram) and small(program):
+                yield f"torch {program.name}", _outcome(gt, program.f, program.primals)
+
+
+def _judged(found):
+    """The faults that no line of the ledger tells, and the lines that were needed."""
+    unexplained, needed = {}, set()
+    for name, said in found.items():
+        if said != "agrees" and not any(re.search(text, said) for text in OWN_DOING):
+            lines = [line for line in FAULTS if fnmatchcase(name, line)]
+            needed.update(lines)
+            if not lines:
+                unexplained[name] = said
+    return unexplained, needed
+
+
+def _collected(outcomes):
+    """One outcome for each name: the worst."""
+    found = {}
+    for name, said in outcomes:
+        if said != "agrees" or name not in found:
+            found[name] = said
+    return found
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("programs", [_of_jax, _of_torch], ids=["jax", "torch"])
+def test_every_formula_agrees_or_says_why_there_is_none(programs, group):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = _collected(programs(group))
+    unexplained, needed = _judged(found)
+    assert not unexplained
+    assert list(found.values()).count("agrees") > 25
+    present = {line for line in FAULTS if any(fnmatchcase(name, line) for name in found)}
+    assert needed == present, "a line of the ledger tells nothing any more"
+
+
+def test_a_fault_is_seen():
+    assert _judged({"torch sin": "formula: y is 1 by the formula and 2 by"})[0]
+    assert _judged({"torch sin": "agrees"}) == ({}, set())
+    assert _judged({"jax lax.scatter 1": "differs"}) == ({}, {"jax lax.scatter 1"})

@@ -1,0 +1,83 @@
+"""The device of a run is chosen in one place, by one name for both frameworks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from every_operator import POINT
+
+from gradtools import GradtoolsError
+from gradtools.testing.devices import described, placed
+
+
+def test_arrays_are_made_where_the_run_is_placed(gt, backend_name):
+    with placed(backend_name, "cpu:0"):
+        x = gt.asarray(np.ones(3))
+        assert "cpu" in str(x.device).lower()
+        assert gt.to_numpy(gt.grad(lambda x: gt.xp.sum(x * x))(x)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_absent_device_is_refused_and_those_that_are_there_are_named(backend_name):
+    words = "^device tpu:7: .+ has no such device here; it has "
+    with pytest.raises(GradtoolsError, match=words), placed(backend_name, "tpu:7"):
+        pass
+
+
+def test_a_device_of_no_known_kind_is_refused(backend_name):
+    words = "^device 'abacus': expected auto, cpu, gpu, tpu"
+    with pytest.raises(GradtoolsError, match=words), placed(backend_name, "abacus"):
+        pass
+
+
+def test_what_is_absent_is_named(backend_name):
+    assert "absent: " in described(backend_name)
+    assert "run on the " in described(backend_name)
+
+
+def test_every_operator_stays_on_the_device_of_its_arrays(gt, backend_name):
+    """On PyTorch's meta device, which any machine has, an array made elsewhere would be refused."""
+    if backend_name == "jax":
+        return on_the_second_of_two_devices()
+    import torch
+
+    with torch.device("meta"):
+        made = gt.asarray(POINT), gt.asarray([1.0]), gt.asarray(np.float32(2))
+    assert {x.device.type for x in made} == {"meta"}
+
+
+def on_the_second_of_two_devices() -> None:
+    """JAX makes several devices of one processor, if asked before it starts."""
+    found = subprocess.run(
+        [sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=300, check=False,
+        cwd=Path(__file__).parents[1] / "support",
+    )  # fmt: skip
+    assert found.stdout.split() == ["held"], found.stderr
+
+
+SECOND = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax
+jax.config.update("jax_enable_x64", True)
+import gradtools.jax as gt
+from every_operator import POINT, USES, World, healthy
+from gradtools.testing.devices import described, placed
+second = jax.devices("cpu")[1]
+with placed("jax", "cpu:1"):
+    for name in ("grad", "jvp", "hvp", "clip_gradient", "custom_rule: bwd", "asarray"):
+        use = next(use for use in USES if use.name == name)
+        found = use.run(World(gt, healthy(gt), gt.asarray(POINT)))
+        assert found.devices() == {second}, name
+assert gt.asarray(POINT).devices() == {jax.devices("cpu")[0]}
+print("held")
+"""
+
+
+def test_the_tests_are_run_where_the_option_says(pytestconfig, gt, backend_name):
+    asked = pytestconfig.getoption("--gradtools-device")
+    kind = {"auto": "", "gpu": "cuda"}.get(asked.partition(":")[0], asked.partition(":")[0])
+    assert kind in str(gt.asarray(POINT).device).lower()

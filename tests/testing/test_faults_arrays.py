@@ -1,0 +1,149 @@
+"""Unusual arrays in every operator: what is odd about one entry stays in it, views are no matter.
+
+Values: NaN, infinities, the largest and smallest numbers stand in one entry, and all others of the
+result are bit for bit those without it. Layouts: a view gives what a copy of it gives, and the
+memory behind it is left alone. What cannot be done is refused, in the words that are given here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from every_operator import POINT, USES, Use, World, healthy, leaves
+from state_of_process import bits
+
+from gradtools import GradtoolsError
+from tests.testing.test_faults import outcome
+
+ODD = {
+    "NaN": np.nan,
+    "infinity": np.inf,
+    "minus infinity": -np.inf,
+    "huge": 1e300,
+    "the smallest": 5e-324,
+    "minus zero": -0.0,
+}
+ROWS = [use for use in USES if use.rows]
+BATCHED = ("per_example_grad", "chunked", "microbatched", "vmap", "gather")
+
+
+def used(use: Use, gt: Any, x: Any) -> list[np.ndarray]:
+    with np.errstate(all="ignore"):  # of NumPy's kernels, which warn of NaN
+        return leaves(gt, use.run(World(gt, healthy(gt), x)))
+
+
+def skip_elsewhere(use: Use, backend: str) -> None:
+    if backend not in use.backends:
+        pytest.skip(f"{use.name} runs in {' and '.join(use.backends) or 'no backend yet'} only")
+
+
+# --- values ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ROWS, ids=str)
+def test_an_odd_value_in_one_entry_changes_no_other_and_is_not_swallowed(use, gt, backend_name):
+    skip_elsewhere(use, backend_name)
+    (expected,) = used(use, gt, gt.asarray(POINT))
+    for name, value in ODD.items():
+        x = POINT.copy()
+        x[1] = value
+        (found,) = used(use, gt, gt.asarray(x))
+        others = [0, 2, 3]
+        assert found[others].tobytes() == expected[others].tobytes(), name
+        assert np.isnan(found[1]) or name != "NaN"
+        assert found[1] != expected[1], name
+
+
+EMPTY = {"(0,)": np.zeros(0), "(0, 3)": np.zeros((0, 3)), "()": np.array(0.3)}
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+@pytest.mark.parametrize("use", ROWS, ids=str)
+def test_empty_and_zero_dimensional_arrays_give_their_own_shape(use, shape, gt, backend_name):
+    skip_elsewhere(use, backend_name)
+    if use.public in BATCHED or "vmap" in use.name:
+        return refused_batches(use, shape, gt)
+    (found,) = used(use, gt, gt.asarray(EMPTY[shape]))
+    assert found.shape == EMPTY[shape].shape
+    if shape == "()":
+        (expected,) = used(use, gt, gt.asarray(POINT))
+        np.testing.assert_allclose(found, expected[0], rtol=1e-15)
+
+
+def refused_batches(use: Use, shape: str, gt: Any) -> None:
+    """What splits a batch says that there is none; vmap and gather are the framework's own."""
+    found = outcome(use, World(gt, healthy(gt), gt.asarray(EMPTY[shape])))
+    if "vmap" in use.name or use.public == "gather":
+        known = (ValueError, IndexError, ZeroDivisionError)
+        assert isinstance(found, known) or tuple(found.shape) == EMPTY[shape].shape
+        return
+    wanted = "has no axis 0 to split on" if shape == "()" else "the batch is empty"
+    assert isinstance(found, GradtoolsError)
+    assert wanted in str(found)
+
+
+# --- layouts -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An array of POINT's values, as NumPy's memory or PyTorch's view makes it."""
+
+    name: str
+    make: Any
+    values: np.ndarray
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+NUMPY = (
+    Layout("every second entry", lambda x: np.repeat(x, 2)[::2], POINT),
+    Layout("a column", lambda x: np.stack([x, x], 1)[:, 0], POINT),
+    Layout("negative strides", lambda x: x[::-1].copy()[::-1], POINT),
+    Layout("read-only", read_only, POINT),
+    Layout("broadcast", lambda x: np.broadcast_to(x[:1], (4,)), np.full(4, POINT[0])),
+    Layout("other byte order", lambda x: x.astype(">f8"), POINT),
+)
+
+
+@pytest.mark.parametrize("layout", NUMPY, ids=str)
+def test_numpy_arrays_of_any_layout_are_taken_and_left_alone(layout, gt):
+    source = layout.make(POINT)
+    before = bits(source)
+    for use in (use for use in USES if use.public in ("grad", "vjp", "jvp", "hvp", "jacobian")):
+        expected = used(use, gt, gt.asarray(layout.values))
+        assert_same(used(use, gt, gt.asarray(source)), expected)
+    x, loss = source, lambda x: gt.xp.sum(gt.xp.sin(x) * x)
+    assert_same(
+        leaves(gt, [gt.grad(loss)(x), gt.jvp(loss, (x,), (x,)), gt.hvp(loss, (x,), (x,))]),
+        leaves(gt, [f(gt.asarray(layout.values)) for f in native(gt, loss)]),
+    )
+    assert bits(source) == before
+
+
+def native(gt: Any, loss: Any) -> list[Any]:
+    return [
+        gt.grad(loss),
+        lambda x: gt.jvp(loss, (x,), (x,)),
+        lambda x: gt.hvp(loss, (x,), (x,)),
+    ]
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        if a.dtype.kind in "US":
+            assert a.tolist() == b.tolist()
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-15, atol=0)  # other strides, other kernels

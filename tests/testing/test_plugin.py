@@ -1,0 +1,183 @@
+"""The pytest plugin, by running pytest inside pytest."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import gradtools
+from gradtools.testing import plugin
+
+pytest_plugins = ["pytester"]
+BOTH = gradtools.available_backends() == ("torch", "jax")
+needs_both = pytest.mark.skipif(not BOTH, reason="needs torch and jax")
+for backend in gradtools.available_backends():  # pytester forgets what is first imported inside
+    importlib.import_module(f"gradtools.{backend}")
+LOADED = ("-p", "gradtools.testing.plugin", "-p", "no:cacheprovider")
+
+
+def run(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
+    """Runs a file of tests in this process, where the frameworks are loaded already."""
+    pytester.makepyfile(source)
+    return pytester.runpytest_inprocess(*LOADED, *options)
+
+
+USES_GT = """
+    import numpy as np
+
+    def test_a_square_has_the_slope_two_x(gt):
+        x = gt.asarray(np.float32(3.0))
+        assert float(gt.grad(lambda x: x ** 2)(x)) == 6
+
+    class TestMethods:
+        def test_of_a_class(self, gt):
+            assert gt.__name__.startswith("gradtools.")
+"""
+USES_CROSS_CHECK = """
+    import numpy as np, torch, jax.numpy as jnp
+
+    X = np.array([0.0, 1.0, 2.0])
+
+    def test_sin(cross_check):
+        assert cross_check(torch=torch.sin, jax=jnp.sin, args=(X,), order=1)
+
+    def test_a_kink(cross_check):
+        cross_check(torch=torch.abs, jax=jnp.abs, args=(X,), order=1)
+
+    def test_a_fault(cross_check):
+        report = cross_check(
+            torch=torch.sin, jax=lambda x: -jnp.sin(x), args=(X,), order=0, raises=False
+        )
+        assert report.cause == "sign"
+
+    def test_that_fails(cross_check):
+        cross_check(torch=torch.sin, jax=lambda x: 3 * jnp.sin(x), args=(X,), order=0)
+"""
+
+
+@needs_both
+def test_a_test_that_takes_gt_runs_once_for_each_backend(pytester):
+    found = run(pytester, USES_GT, "-v")
+    found.assert_outcomes(passed=4)
+    found.stdout.fnmatch_lines(["*slope_two_x[[]torch[]] PASSED*", "*slope_two_x[[]jax[]] PASSED*"])
+
+
+@pytest.mark.parametrize("backend", gradtools.available_backends())
+def test_the_option_chooses_one_backend(pytester, backend):
+    found = run(pytester, USES_GT, "-v", f"--gradtools-backend={backend}")
+    found.assert_outcomes(passed=2)
+    found.stdout.fnmatch_lines([f"*slope_two_x[[]{backend}[]] PASSED*"])
+
+
+def test_an_unknown_backend_is_refused(pytester):
+    found = run(pytester, USES_GT, "--gradtools-backend=tinygrad")
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_without_a_backend_the_tests_are_skipped_and_say_why(pytester, monkeypatch):
+    monkeypatch.setattr(gradtools, "available_backends", lambda: ())
+    found = run(pytester, USES_GT + USES_CROSS_CHECK.split("import numpy")[0], "-rs")
+    found.assert_outcomes(skipped=2)
+    found.stdout.fnmatch_lines(["*no backend of gradtools is installed*"])
+
+
+@needs_both
+def test_cross_check_counts_what_was_compared_and_says_how_closely(pytester):
+    found = run(pytester, USES_CROSS_CHECK)
+    found.assert_outcomes(passed=3, failed=1)
+    found.stdout.fnmatch_lines(
+        [
+            "*= gradtools cross-checks =*",
+            "4 checks, 10 arrays compared; largest error of what agrees * of the tolerance (*)",
+            "disagrees: *::test_a_fault: value of output: sign*",
+            "disagrees: *::test_that_fails: value of output: constant factor*",
+            "met a known convention: |x| at 0*",
+        ]
+    )
+    found.stdout.fnmatch_lines(["*AgreementError*"])
+
+
+@needs_both
+def test_the_summary_comes_out_of_several_processes(pytester):
+    pytest.importorskip("xdist")
+    pytester.makepyfile(USES_CROSS_CHECK.split("def test_a_kink")[0])
+    found = pytester.runpytest_subprocess(*LOADED, "-n", "1")
+    found.assert_outcomes(passed=1)
+    found.stdout.fnmatch_lines(["1 check, 4 arrays compared; *"])
+
+
+@pytest.mark.parametrize("backend", gradtools.available_backends())
+def test_cross_check_with_one_backend_alone_is_skipped(pytester, backend):
+    source = "def test_both(cross_check): assert False"
+    found = run(pytester, source, "-rs", f"--gradtools-backend={backend}")
+    found.assert_outcomes(skipped=1)
+    found.stdout.fnmatch_lines(["*cross_check needs both frameworks*"])
+
+
+def test_a_run_that_does_not_use_it_imports_nothing_and_prints_nothing(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others' plugins import things
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_nothing_was_imported():
+            heavy = {"torch", "jax", "jaxlib", "numpy", "flax", "array_api_compat"}
+            assert not heavy & {name.split(".")[0] for name in sys.modules}
+            ours = {name for name in sys.modules if name.startswith("gradtools")}
+            assert ours == {"gradtools", "gradtools.errors", "gradtools.lines", "gradtools.testing",
+                            "gradtools.testing.plugin"}
+        """
+    )
+    found = pytester.runpytest_subprocess(*LOADED)
+    found.assert_outcomes(passed=1)
+    after_the_header = found.stdout.str().split("collected 1 item")[1]  # which lists plugins
+    assert "gradtools" not in after_the_header.replace("_gradtools", "")
+
+
+def test_the_package_registers_it_under_its_modules_name():
+    page = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert page["project"]["entry-points"]["pytest11"] == {plugin.__name__: plugin.__name__}
+
+
+def test_loading_it_twice_is_no_error(pytester):
+    pytester.makeconftest('pytest_plugins = ["gradtools.testing.plugin"]')
+    run(pytester, "def test_nothing(): pass").assert_outcomes(passed=1)
+
+
+def test_a_projects_own_fixture_of_the_same_name_goes_first(pytester):
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.fixture
+        def gt():
+            return "mine"
+        """
+    )
+    run(pytester, "def test_mine(gt): assert gt == 'mine'").assert_outcomes(passed=1)
+
+
+def test_a_summary_names_what_was_left_out():
+    record = {
+        "arrays": 3, "error": 0.25, "first": None, "cause": None, "conventions": [], "left_out": 2,
+    }  # fmt: skip
+    assert plugin.summary_lines([("test_a", record)]) == [
+        "1 check, 3 arrays compared; largest error of what agrees 0.25 of the tolerance (test_a)",
+        "left out: 2 quantities that a framework cannot compute",
+    ]
+    assert json.dumps(record)
+
+
+def test_a_failure_ends_at_the_line_of_the_test(pytester):
+    source = """
+        def test_of_a_bad_call(gt):
+            gt.grad(lambda x: x)(3)
+    """
+    found = run(pytester, source, "--tb=short")
+    found.stdout.no_fnmatch_line("*derivatives.py*")
+    found.stdout.fnmatch_lines(["*.py:2: in test_of_a_bad_call", "*gt.grad(lambda x: x)(3)"])
+    run(pytester, source, "--full-trace").stdout.fnmatch_lines(["*derivatives.py:*"])

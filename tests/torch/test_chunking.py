@@ -1,0 +1,1895 @@
+"""Chunked functions in PyTorch against the plain loop over chunks, in all that PyTorch does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import itertools
+import random
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools.torch.arrays import fold_in
+from tests.torch.test_chunking_traps import (
+    CHUNK,
+    Keeping,
+    Log,
+    Ours,
+    Plain,
+    X,
+    contrast,
+    same,
+    state_of,
+    step,
+    streams,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:chunked. .* is a batch normalisation")
+
+SIZES = [len(c) for c in X.split(CHUNK)]
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype)
+
+
+def network(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *more, nn.Linear(4, 2)).double()
+
+
+def plain(f, x=X, chunk_size=CHUNK):
+    return torch.cat([f(c) for c in x.split(chunk_size)])
+
+
+def gradients(loss, parameters):
+    found = torch.autograd.grad(loss, tuple(parameters), allow_unused=True)
+    return list(found)
+
+
+def all_same(a, b, tolerance=1e-12):
+    return len(a) == len(b) and all(same(p, q, tolerance) for p, q in zip(a, b, strict=True))
+
+
+def agrees(f, parameters, x=X, chunk_size=CHUNK, **options):
+    """Whether values are equal, and gradients up to the order of sums."""
+    expected, found = plain(f, x, chunk_size), gt.chunked(f, chunk_size, **options)(x)
+    parameters = tuple(parameters)
+    one, other = gradients(contrast(expected), parameters), gradients(contrast(found), parameters)
+    assert any(g is not None and g.abs().max() > 1e-6 for g in one), "a vacuous function"
+    return torch.equal(found, expected) and all_same(other, one)
+
+
+# --- parameters are found ------------------------------------------------------------------
+
+
+class Conditional(nn.Module):
+    """Each chunk uses parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x):
+        return self.parts[int(x[0, 0] > 0)](x)
+
+
+@pytest.mark.parametrize("retain", [0, 1, 3])
+def test_parameters_that_only_some_chunks_use(retain):
+    model = Conditional().double()
+    assert len({bool(c[0, 0] > 0) for c in X.split(CHUNK)}) == 2
+    assert agrees(model, model.parameters(), retain=retain)
+    contrast(gt.chunked(model, CHUNK, retain=retain)(X)).backward()
+    assert model.parts[2].weight.grad is None
+
+
+W = numbers(3, 3).requires_grad_()
+GLOBAL = {"w": W}
+
+
+class Holder:
+    def __init__(self, w):
+        self.w = w
+
+    def method(self, c):
+        return (c @ self.w).tanh()
+
+    def __call__(self, c):
+        return self.method(c).exp()
+
+
+def closure(w):
+    def outer(c):
+        def inner():
+            return (c @ w).sin()
+
+        return inner()
+
+    return outer
+
+
+CAPTURES = {
+    "closure": lambda w: closure(w),
+    "global": lambda w: lambda c: (c @ GLOBAL["w"]).tanh(),
+    "partial": lambda w: functools.partial(lambda w, c: (c @ w).tanh(), w),
+    "bound method": lambda w: Holder(w).method,
+    "callable object": Holder,
+    "dict": lambda w: lambda c, d={"w": [(w,)]}: (c @ d["w"][0][0]).tanh(),
+    "default": lambda w: lambda c, *, w=w: (c @ w).tanh(),
+    "iterator's": lambda w: (lambda get: lambda c: (c @ get()).tanh())(
+        itertools.repeat(w).__next__
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURES)
+def test_captured_leaves(name):
+    assert agrees(CAPTURES[name](W), [W])
+
+
+@pytest.mark.parametrize("name", [n for n in CAPTURES if n != "global"])
+def test_captured_non_leaves_are_refused(name):
+    with pytest.raises(GradtoolsError, match=r"is computed from others.*Pass it to f as an arg"):
+        gt.chunked(CAPTURES[name](W * 2), CHUNK)(X)
+
+
+def test_captured_non_leaves_are_refused_by_name():
+    scaled = W * 2
+    with pytest.raises(GradtoolsError, match="f captured 'scaled' that is computed"):
+        gt.chunked(lambda c: c @ scaled, CHUNK)(X)
+    with pytest.raises(GradtoolsError, match=r"f captured '.*w'"):
+        gt.chunked(Holder(scaled), CHUNK)(X)
+    model = nn.Linear(3, 2).double()
+    model.extra = {"prompt": scaled[0]}
+    with pytest.raises(GradtoolsError, match=r"f captured \"model\.extra\['prompt'\]\""):
+        gt.chunked(lambda c: model(c * model.extra["prompt"]), CHUNK)(X)
+
+
+def test_a_captured_non_leaf_that_was_made_under_no_grad_is_a_constant():
+    with torch.no_grad():
+        scaled = W * 2
+    assert agrees(lambda c: (c @ scaled) @ W, [W])
+
+
+def test_a_non_leaf_is_an_argument():
+    def loss(call):
+        return contrast(call(X, W.sin()))
+
+    f = lambda c, w: (c @ w).tanh()
+    ours = gradients(loss(gt.chunked(f, CHUNK, in_axes=(0, None))), [W])
+    assert all_same(ours, gradients(loss(lambda x, w: plain(lambda c: f(c, w))), [W]))
+
+
+def test_gradients_to_the_batch_to_shared_arguments_and_keywords():
+    w, b, x = W.detach().requires_grad_(), numbers(3).requires_grad_(), X.clone().requires_grad_()
+    f = lambda c, w, *, shift: ((c["x"] @ w) * c["y"][0].T + shift["b"]).tanh()
+    batch = lambda x: {"x": x.sin(), "y": (x.T * 2,)}
+    axes = {"c": {"x": 0, "y": (1,)}, "w": None, "shift": None}
+    ours = gt.chunked(f, CHUNK, in_axes=axes)
+    out = ours(batch(x), w.cos(), shift={"b": b, "unused": 1})
+    expected = f(batch(x), w.cos(), shift={"b": b})
+    assert same(out, expected, 1e-15)
+    assert all_same(gradients(contrast(out), [w, b, x]), gradients(contrast(expected), [w, b, x]))
+
+
+def test_tied_weights_and_one_model_in_two_towers():
+    model = network()
+    tied = lambda c: model[0](model[1](c @ model[0].weight.T @ model[0].weight))
+    assert agrees(tied, model.parameters())
+    query, passage = X, X.flip(0) * 2
+
+    def loss(tower, other):
+        return torch.logsumexp(tower(query) @ other(passage).T, 1).sum()
+
+    ours = gt.chunked(model, 2, retain=2)
+    found = gradients(loss(ours, gt.chunked(model, 5)), model.parameters())
+    expected = gradients(loss(model, model), model.parameters())
+    assert all_same(found, expected)
+    same_one = gradients(loss(ours, ours), model.parameters())
+    assert all_same(same_one, expected)
+
+
+def test_two_towers_with_dropout_share_one_stream():
+    model = network(nn.Dropout(0.5))
+
+    def run(call):
+        torch.manual_seed(1)
+        out = torch.logsumexp(call(X) @ call(X.flip(0)).T, 1).sum()
+        return out, gradients(out, model.parameters()), streams()
+
+    ours, expected = run(gt.chunked(model, CHUNK)), run(lambda x: plain(model, x))
+    assert ours[0] == expected[0] and all_same(ours[1], expected[1]) and ours[2] == expected[2]
+
+
+def test_chunked_in_chunked_with_dropout_and_state():
+    def run(inner, outer):
+        torch.manual_seed(1)
+        model = network(nn.Dropout(0.5), nn.BatchNorm1d(4))
+        out = outer(lambda c: inner(model, 2)(c[1:]) + inner(model, 4)(c[:-1]), 5)(X[:10])
+        found = gradients(contrast(out), model.parameters())
+        return [out, *found, *state_of(model).values()], streams()
+
+    loop = lambda f, n: lambda x: plain(f, x, n)
+    expected, stood = run(loop, loop)
+    for retain in (0, 1):
+        ours = functools.partial(gt.chunked, retain=retain)
+        for inner, outer in ((ours, ours), (ours, loop), (loop, ours)):
+            found, stands = run(inner, outer)
+            assert all_same(found, expected) and stands == stood
+
+
+# --- lists ---------------------------------------------------------------------------------
+
+
+def test_a_list_of_examples_of_different_lengths():
+    model, lengths = network(), [1, 4, 2, 3, 5]
+    examples = [numbers(n, 3, seed=n).requires_grad_() for n in lengths]
+
+    def f(batch):
+        assert type(batch) is list and len(batch) <= 2
+        return torch.stack([model(x).sum(0) for x in batch])
+
+    out = gt.chunked(f, 2)(examples)
+    expected = torch.cat([f(examples[i : i + 2]) for i in (0, 2, 4)])
+    leaves = [*model.parameters(), *examples]
+    assert torch.equal(out, expected)
+    assert all_same(gradients(contrast(out), leaves), gradients(contrast(expected), leaves))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_lists_in_and_lists_out(interleaved):
+    model, lengths = network(), [1, 4, 2, 3, 5]
+    examples = [{"x": numbers(n, 3, seed=n), "tag": "abc"[n % 3]} for n in lengths]
+
+    def f(batch):
+        return [{"y": model(e["x"]) * len(e["tag"]), "n": torch.tensor(len(e["x"]))} for e in batch]
+
+    out = gt.chunked(f, 2, interleaved=interleaved)(examples)
+    expected = f(examples)
+    assert [o["n"].item() for o in out] == lengths and type(out) is list
+    assert all(torch.equal(a["y"], b["y"]) for a, b in zip(out, expected, strict=True))
+    loss = lambda outs: sum(a["y"].sum() * b["y"].sin().sum() for a in outs for b in outs)
+    parameters = list(model.parameters())
+    assert all_same(gradients(loss(out), parameters), gradients(loss(expected), parameters))
+
+
+def test_strings_dicts_and_arrays_as_examples():
+    table = nn.Embedding(5, 3, dtype=torch.float64)
+    words = ["a", "bc", "d", "ea", "b", "ccd", ""]
+
+    def f(batch, extra, more):
+        assert len(batch) == len(extra) == len(more["z"])
+        sums = [table(torch.tensor([ord(c) - 97 for c in w]).long()).sum(0) for w in batch]
+        return torch.stack(sums) * torch.as_tensor(extra)[:, None] + more["z"]
+
+    extra, more = np.arange(7.0), {"z": numbers(7, 3)}
+    out = gt.chunked(f, 2)(words, extra, more)
+    expected = f(words, extra, more)
+    assert torch.equal(out, expected)
+    (weights,) = table.parameters()
+    assert all_same(gradients(contrast(out), [weights]), gradients(contrast(expected), [weights]))
+
+
+# --- outputs -------------------------------------------------------------------------------
+
+
+def test_integer_nested_and_untracked_outputs():
+    model = network()
+
+    def f(c):
+        y = model(c)
+        found = {"y": y, "n": (y.argmax(1), [y.detach(), y.T])}
+        return found, c[:, 0] > 0
+
+    out, positive = gt.chunked(f, CHUNK, out_axes=({"y": 0, "n": (0, [0, 1])}, 0))(X)
+    expected = plain(model)
+    assert torch.equal(out["y"], expected) and torch.equal(out["n"][0], expected.argmax(1))
+    assert torch.equal(out["n"][1][1], expected.T) and torch.equal(positive, X[:, 0] > 0)
+    assert not out["n"][1][0].requires_grad and not out["n"][0].requires_grad
+    assert out["n"][1][1].requires_grad
+    loss = lambda y, t: contrast(y) + (t.T @ y.T).sum() + (y * y).sum()
+    found = gradients(loss(out["y"], out["n"][1][1]), model.parameters())
+    expected = gradients(loss(expected, expected.T), model.parameters())
+    assert all_same(found, expected)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 10, 11, 12, 1000])
+@pytest.mark.parametrize("retain", [0, 1])
+def test_chunks_of_any_size(chunk_size, retain):
+    model = network(nn.Dropout(0.5))
+    torch.manual_seed(1)
+    expected = plain(model, X, chunk_size)
+    torch.manual_seed(1)
+    out = gt.chunked(model, chunk_size, retain=retain)(X)
+    assert torch.equal(out, expected)
+    parameters = list(model.parameters())
+    found = gradients(contrast(out), parameters)
+    assert all_same(found, gradients(contrast(expected), parameters))
+
+
+def test_outputs_with_more_rows_than_examples():
+    model = network()
+    assert agrees(lambda c: model(c).repeat_interleave(2, 0), model.parameters())
+    assert agrees(lambda c: model(c).mean(0, keepdim=True), model.parameters())
+
+
+def test_a_result_that_is_an_input_or_a_parameter():
+    model, x = network(), X.clone().requires_grad_()
+    f = lambda c: (c, model[0].weight[: len(c)], c.detach())
+    out, weights, detached = gt.chunked(f, CHUNK)(x)
+    assert torch.equal(out, x) and torch.equal(
+        weights, torch.cat([model[0].weight[:n] for n in SIZES])
+    )
+    found = gradients(contrast(out @ weights.T), [x, model[0].weight])
+    weights = torch.cat([model[0].weight[:n] for n in SIZES])
+    assert all_same(found, gradients(contrast(x @ weights.T), [x, model[0].weight]))
+    assert not detached.requires_grad
+
+
+def test_complex_models():
+    w = numbers(3, 3, dtype=torch.complex128).requires_grad_()
+    x = torch.complex(X, X.flip(0)).requires_grad_()
+    f = lambda c: (c @ w).tanh() * c.conj()
+    loss = lambda y: (y @ y.mH).abs().sin().sum() + (y**2).sum().real
+    out, expected = gt.chunked(f, CHUNK, retain=0)(x), plain(f, x)
+    found, wanted = gradients(loss(out), [w, x]), gradients(loss(expected), [w, x])
+    assert torch.equal(out, expected) and all_same(found, wanted)
+    check = lambda w, x: gt.chunked(lambda c, w: (c @ w).tanh(), 2, in_axes=(0, None))(x, w)
+    arguments = (w.detach()[:, :1].requires_grad_(), x.detach()[:3].requires_grad_())
+    assert torch.autograd.gradcheck(check, arguments)
+    assert torch.autograd.gradgradcheck(check, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_narrow_parameters_are_summed_in_float32(dtype):
+    w, x = torch.ones(1, dtype=dtype, requires_grad=True), torch.ones(1000, dtype=dtype)
+    x[0] = x[-1] = 2048.0
+    plain(lambda c: c * w, x, 1).float().sum().backward()
+    naive, w.grad = w.grad, None
+    gt.chunked(lambda c: c * w, 1, retain=0)(x).float().sum().backward()
+    assert w.grad.dtype is dtype
+    assert abs(w.grad.item() - 5094) <= 16 < abs(naive.item() - 5094)
+
+
+# --- modes ---------------------------------------------------------------------------------
+
+
+def flags():
+    return {
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+        "cudnn": torch.backends.cudnn.enabled,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn deterministic": torch.backends.cudnn.deterministic,
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast dtype": torch.get_autocast_dtype("cpu"),
+        "cache": torch.is_autocast_cache_enabled(),
+        "device": torch.get_default_device(),
+    }
+
+
+@contextlib.contextmanager
+def other_flags():
+    before = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast("cpu", dtype=torch.float16, cache_enabled=False))
+        stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        stack.enter_context(
+            torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True)
+        )
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        try:
+            torch.set_default_dtype(torch.float64)
+            torch.set_float32_matmul_precision("medium")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.set_float32_matmul_precision(before[0])
+            torch.set_default_dtype(before[1])
+
+
+def test_modes_and_flags_are_those_of_the_first_pass():
+    log, w = Log(), W.detach().requires_grad_()
+
+    def f(c):
+        log.note(flags())
+        return (c * w.sum() + torch.zeros(3)).tanh()
+
+    for inside, outside in (
+        (other_flags, contextlib.nullcontext),
+        (contextlib.nullcontext, other_flags),
+    ):
+        log.clear()
+        with inside():
+            out = gt.chunked(f, CHUNK, retain=0)(X)
+        with outside():
+            before = flags()
+            out.sum().backward()
+            assert flags() == before
+        assert len(log.items) == 8 and all(seen == log.items[0] for seen in log.items)
+        changed = [k for k in before if before[k] != log.items[0][k]]
+        assert set(before) - set(changed) <= {"grad", "device", "math"}
+
+
+def test_a_default_device_of_the_first_pass():
+    model, log = network(), Log()
+
+    def f(c):
+        log.note(torch.empty(1).device.type)
+        return model(c)
+
+    out = gt.chunked(f, CHUNK, retain=0)(X)
+    with torch.device("meta"):
+        contrast_grad = torch.autograd.grad(
+            out, list(model.parameters()), torch.ones_like(out, device="cpu")
+        )
+    assert log.items == ["cpu"] * 8
+    with torch.device("meta"):
+        out = gt.chunked(f, CHUNK, retain=0)(X)
+    found = torch.autograd.grad(out.sum(), list(model.parameters()))
+    assert log.items == ["cpu"] * 8 + ["meta"] * 8 and all_same(found, contrast_grad)
+
+
+def test_grad_mode_inside_f_is_that_of_the_caller():
+    def f(c):
+        c = c.detach().requires_grad_()
+        (inner,) = torch.autograd.grad((c @ W).sin().sum(), c, create_graph=True)
+        return inner
+
+    assert agrees(f, [W])
+    assert agrees(f, [W], retain=0)
+    model = network()
+
+    def half(c):
+        with torch.no_grad():
+            scale = model(c).exp()
+        return model(c) * scale
+
+    assert agrees(half, model.parameters(), retain=0)
+
+
+def test_no_grad_and_inference_mode():
+    model = network(nn.Dropout(0.5), nn.BatchNorm1d(4))
+    twin, x = copy.deepcopy(model), X.clone().requires_grad_()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        out = gt.chunked(model, CHUNK)(x)
+    stands = streams()
+    torch.manual_seed(1)
+    expected = plain(twin)
+    assert torch.equal(out, expected) and not out.requires_grad and streams() == stands
+    assert all_same(list(state_of(model).values()), list(state_of(twin).values()))
+    model.eval()
+    with torch.inference_mode():
+        out = gt.chunked(model, CHUNK)(x)
+        assert out.is_inference() and same(out, model(x), 1e-15)
+        batch = X * 1
+    out = gt.chunked(model, CHUNK)(batch.clone())
+    assert all_same(
+        gradients(contrast(out), model.parameters()),
+        gradients(contrast(model(X)), model.parameters()),
+    )
+
+
+def test_an_inference_tensor_as_the_batch():
+    with torch.inference_mode():
+        batch = X * 1
+    assert agrees(lambda c: (c.clone() @ W).tanh(), [W], x=batch) is True
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_eval_transformer_with_padding_takes_its_fast_path_in_neither_pass():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.1)
+    model = nn.TransformerEncoder(layer, 2).double().eval()
+    x, padded = numbers(5, 4, 4), torch.arange(4)[None] >= torch.tensor([4, 2, 3, 1, 4])[:, None]
+    f = lambda c, padding: model(c, src_key_padding_mask=padding)
+    pairs = lambda call: torch.cat(
+        [call(c, p) for c, p in zip(x.split(2), padded.split(2), strict=True)]
+    )
+    for retain in (0, 1):
+        out, expected = gt.chunked(f, 2, retain=retain)(x, padded), pairs(f)
+        assert torch.equal(out, expected)
+        found = gradients(out.sin().sum(), model.parameters())
+        assert all_same(found, gradients(expected.sin().sum(), model.parameters()))
+    with torch.no_grad():  # here they do
+        assert torch.equal(gt.chunked(f, 2)(x, padded), pairs(f))
+
+
+def test_grad_scaler():
+    def run(call):
+        model = network().float()
+        optimiser = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                loss = contrast(call(model, X.float()).float())
+            scaler.scale(loss).backward()
+            scaler.step(optimiser)
+            scaler.update()
+            optimiser.zero_grad()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), scaler.get_scale()
+
+    ours, scale = run(lambda m, x: gt.chunked(m, CHUNK)(x))
+    expected, scale_of_plain = run(plain)
+    assert scale == scale_of_plain == 4096.0 and torch.allclose(ours, expected, rtol=0, atol=1e-5)
+
+
+def test_chunks_that_are_passed_by_run_in_the_callers_grad_mode():
+    """Nothing is asked of them, but a later chunk depends on what they do."""
+    model = network(nn.Dropout(0.5))
+
+    def f(batch):
+        found = []
+        for x in batch:
+            x = x.detach().requires_grad_()
+            (inner,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+            model.scale = model.scale + inner.detach().mean()
+            found.append(inner * model.scale)
+        return found
+
+    def run(call):
+        torch.manual_seed(1)
+        model.scale, log = torch.ones((), dtype=torch.float64), Log()
+        model.register_forward_hook(lambda m, a, y: log.note(True) if gt.is_replaying() else None)
+        outs = call(f)
+        used = list(model[:1].parameters())
+        found = [*outs, model.scale, *gradients((outs[4] * outs[5]).sum(), used)]
+        model._forward_hooks.clear()
+        return found, log.items
+
+    examples = list(X[:8])
+    expected, _ = run(lambda f: [y for i in range(0, 8, 2) for y in f(examples[i : i + 2])])
+    found, replayed = run(lambda f: gt.chunked(f, 2, retain=0)(examples))
+    assert all_same(found, expected) and replayed == [True] * 6
+
+
+def test_variables_of_a_closure_are_replayed():
+    def run(call):
+        model, count, shift = network(), 0, None
+
+        def f(c):
+            nonlocal count, shift
+            count += 1
+            shift = c.sum() if shift is None else shift + c.sum()
+            return model(c * count + shift)
+
+        out = call(f)
+        return [out, *gradients(contrast(out), model.parameters()), shift], count
+
+    expected, count = run(plain)
+    for retain in (0, 1):
+        found, ours = run(lambda f, k=retain: gt.chunked(f, CHUNK, retain=k)(X))
+        assert all_same(found, expected) and ours == count == 4
+
+
+def test_what_f_no_longer_reaches_is_left_as_it_stands():
+    model = network(nn.BatchNorm1d(4))
+    held = [model]
+    out = gt.chunked(lambda c: held[0](c), CHUNK, retain=0)(X)
+    held[0] = None
+    model[2].running_mean.fill_(7)
+    model[2].eval()
+    found = gradients(contrast(out), model.parameters())
+    twin = network(nn.BatchNorm1d(4))
+    assert all_same(found, gradients(contrast(plain(twin)), twin.parameters()))
+    assert (model[2].running_mean == 7).all() and not model[2].training and held == [None]
+
+
+class Drawing(torch.autograd.Function):
+    """Draws in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct + 0 * torch.rand(7)[0] * random.random()
+
+
+def test_what_a_backward_pass_draws_leaves_the_next_chunk_as_it_was():
+    model = network(nn.Dropout(0.5))
+    f = lambda c: Drawing.apply(model(c))
+    for retain in (0, 1):
+        torch.manual_seed(1)
+        expected = plain(f)
+        torch.manual_seed(1)
+        out = gt.chunked(f, CHUNK, retain=retain)(X)
+        parameters = list(model.parameters())
+        found = gradients(contrast(out), parameters)
+        assert all_same(found, gradients(contrast(expected), parameters))
+
+
+# --- .grad and hooks -----------------------------------------------------------------------
+
+
+def test_an_existing_grad_is_added_to():
+    model, twin = network(), network()
+    for m in (model, twin):
+        for p in m.parameters():
+            p.grad = torch.full_like(p, 0.5)
+    held = [p.grad for p in model.parameters()]
+    contrast(gt.chunked(model, CHUNK)(X)).backward()
+    contrast(plain(twin)).backward()
+    assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+    assert all_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+@pytest.mark.parametrize("retain", [0, 2])
+def test_two_backwards_and_steps_between(retain):
+    """As in gradient accumulation, then an optimiser's step in place."""
+    models = network(nn.Dropout(0.5)), network(nn.Dropout(0.5))
+    calls = (
+        functools.partial(gt.chunked, chunk_size=CHUNK, retain=retain),
+        lambda m: lambda x: plain(m, x),
+    )
+    losses = []
+    for model, call in zip(models, calls, strict=True):
+        torch.manual_seed(1)
+        optimiser = torch.optim.Adam(model.parameters(), 0.1)
+        for _ in range(2):
+            for x in (X, X.flip(0)):
+                contrast(call(model)(x)).backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        losses.append(contrast(call(model)(X)))
+    assert same(*losses, 1e-12)
+
+
+def test_hooks_and_gradients_of_the_batch():
+    x, seen = X.clone().requires_grad_(), []
+    model = network()
+    x.register_hook(lambda g: seen.append(g.clone()))
+    model[0].weight.register_hook(lambda g: g * 2)
+    model[0].weight.register_hook(lambda g: g + 1)
+    handle = model[0].bias.register_hook(lambda g: g * 0)
+    contrast(gt.chunked(model, CHUNK, retain=2)(x)).backward()
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    contrast(plain(model, x)).backward()
+    assert all_same(found, [x.grad, *(p.grad for p in model.parameters())])
+    assert len(seen) == 2 and same(seen[0], seen[1], 1e-12)
+    handle.remove()
+    model.zero_grad()
+    contrast(gt.chunked(model, CHUNK, retain=2)(x)).backward()
+    assert model[0].bias.grad.abs().sum() > 0
+
+
+def test_full_backward_hooks_of_modules_run_and_may_change_gradients():
+    model = network()
+    model[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
+    model[0].register_forward_hook(lambda m, a, y: y * 2)
+    model[0].register_forward_pre_hook(lambda m, a: (a[0] + 1,))
+    assert agrees(model, model.parameters(), retain=0)
+    assert agrees(model, model.parameters(), retain=2)
+
+
+def test_is_replaying_is_this_threads():
+    model, log = network(), Log()
+
+    def hook(module, args, out):
+        other = []
+        thread = threading.Thread(target=lambda: other.append(gt.is_replaying()))
+        thread.start()
+        thread.join()
+        log.note((gt.is_replaying(), *other))
+
+    model.register_forward_hook(hook)
+    contrast(gt.chunked(model, CHUNK)(X)).backward()
+    assert log.items == [(False, False)] * 4 + [(True, False)] * 3
+
+
+class Raising(torch.autograd.Function):
+    """Raises in the backward pass of one call."""
+
+    calls = itertools.count()
+    at = -1
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, ct):
+        if next(Raising.calls) == Raising.at:
+            raise ZeroDivisionError("in backward")
+        return ct
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_exception_in_a_chunks_backward_leaves_no_gradient(at):
+    model = network(nn.Dropout(0.5), nn.BatchNorm1d(4))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.25)
+    Raising.calls, Raising.at = itertools.count(), at
+    x = X.clone().requires_grad_()
+    out = gt.chunked(lambda c: model[1:](Raising.apply(model[0](c))), CHUNK)(x)
+    before = state_of(model), streams(), flags()
+    with pytest.raises(ZeroDivisionError):
+        contrast(out).backward(retain_graph=True)
+    assert state_of(model).keys() == before[0].keys()
+    assert all(same(v, before[0][k]) for k, v in state_of(model).items())
+    assert (streams(), flags()) == before[1:]
+    assert all((p.grad == 0.25).all() for p in model.parameters()) and x.grad is None
+    assert not gt.is_replaying() and all(not p._backward_hooks for p in model.parameters())
+    contrast(out).backward()  # and it may be tried again
+    assert x.grad is not None
+
+
+def test_hooks_come_back_after_an_exception():
+    model = network()
+    model[0].weight.register_hook(lambda g: g * 2)
+    Raising.calls, Raising.at = itertools.count(), 2
+    out = gt.chunked(lambda c: Raising.apply(model(c)), CHUNK)(X)
+    with pytest.raises(ZeroDivisionError):
+        contrast(out).backward(retain_graph=True)
+    assert len(model[0].weight._backward_hooks) == 1
+
+
+# --- retain --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2, 4, 9])
+@pytest.mark.parametrize("count_only", [True, False])
+def test_retained_graphs_are_not_computed_again(retain, count_only):
+    model, log = network(nn.Dropout(0.5)), Log()
+    model.register_forward_hook(lambda m, a, y: log.note(gt.is_replaying()))
+    torch.manual_seed(1)
+    out = gt.chunked(model, CHUNK, retain=retain)(X)
+    stands = streams()
+    parameters = list(model.parameters())
+    loss = contrast(out)
+    first = torch.autograd.grad(loss, parameters, retain_graph=not count_only)
+    replayed = max(0, 4 - retain)
+    assert log.items == [False] * 4 + [True] * replayed
+    if not count_only:
+        second = torch.autograd.grad(loss, parameters)
+        assert log.items == [False] * 4 + [True] * 2 * replayed
+        assert all_same(first, second, 1e-14)
+    assert streams() == stands
+    torch.manual_seed(1)
+    expected = plain(model)
+    assert torch.equal(out, expected)
+    assert all_same(first, gradients(contrast(expected), parameters))
+
+
+def test_a_second_backward_needs_retain_graph_as_ever():
+    model = network()
+    loss = contrast(gt.chunked(model, CHUNK)(X))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_retained_graph_is_freed_by_the_backward_pass():
+    import gc
+    import weakref
+
+    model, alive = network(), []
+
+    def f(c):
+        y = model(c)
+        marker = nn.Parameter(torch.zeros(1))
+        y.grad_fn.metadata["marker"] = marker
+        alive.append(weakref.ref(marker))
+        return y
+
+    alive_before = alive
+    out = gt.chunked(f, CHUNK, retain=2)(X)
+    gc.collect()
+    assert len(alive_before) == 4
+    assert [r() is not None for r in alive_before] == [False, False, True, True]
+    out.sum().backward()
+    gc.collect()
+    assert all(r() is None for r in alive_before)
+
+
+def test_a_memory_budget_chooses_how_many_graphs_are_kept():
+    model, log = network(nn.Tanh()), Log()
+    model.register_forward_hook(lambda m, a, y: log.note(gt.is_replaying()))
+    # A chunk of three saves three results of tanh and the input of each linear layer: with the
+    # batch and the parameters left out, 2 results of 3 x 4 float64.
+    chunk = 2 * 3 * 4 * 8
+    replays = []
+    for budget in (0, chunk - 1, chunk, 2 * chunk, 10**9):
+        log.clear()
+        out = gt.chunked(model, CHUNK, retain=3, memory_budget=budget)(X)
+        contrast(out).backward()
+        replays.append(sum(log.items))
+    assert replays[0] == replays[1] == 4 and replays[2] == 3 and replays[3] == 2
+    assert replays[-1] == 0
+    assert agrees(model, model.parameters(), memory_budget=2 * chunk)
+
+
+# --- in-place changes ----------------------------------------------------------------------
+
+
+def test_an_argument_changed_between_the_passes_is_refused():
+    model, x, scale = network(), X.clone(), torch.ones(3, dtype=torch.float64)
+    f = lambda c, s: model(c * s)
+    for changed in (x, scale):
+        out = gt.chunked(f, CHUNK, in_axes=(0, None))(x, scale)
+        changed.mul_(2)
+        with pytest.raises(GradtoolsError, match="an argument was changed in place after"):
+            contrast(out).backward()
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+def test_what_requires_a_gradient_and_is_changed_after_the_forward_pass_is_told(retain):
+    x, w = torch.ones(4, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+    for changed in (x, w):
+        out = gt.chunked(lambda x: x**2 * w, 2, retain=retain)(x)
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(GradtoolsError, match="chunked: an argument or a parameter was changed"):
+            out.sum().backward()
+    assert x.grad is None and w.grad is None
+
+
+def test_a_parameter_changed_between_the_passes_is_refused():
+    model = network()
+    out = gt.chunked(model, CHUNK, retain=0)(X)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(GradtoolsError, match="an argument or a parameter was changed"):
+        contrast(out).backward()
+
+
+def test_a_small_captured_tensor_that_f_changes_is_replayed():
+    model, running = network(), torch.zeros(3, dtype=torch.float64)
+    plain, other = copy.deepcopy(model), torch.zeros(3, dtype=torch.float64)
+
+    def f(model, running, c):
+        running.add_(c.mean(0))
+        return model(c + running.clone())
+
+    out = gt.chunked(lambda c: f(model, running, c), CHUNK, retain=0)(X)
+    expected = torch.cat([f(plain, other, c) for c in X.split(CHUNK)])
+    contrast(out).backward()
+    contrast(expected).backward()
+    assert torch.equal(out, expected) and torch.equal(running, other)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_small_captured_constant_changed_between_the_passes_is_put_back():
+    model, scale = network(), torch.ones(3, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    out = gt.chunked(lambda c: model(c * scale), CHUNK, retain=0)(X)
+    scale.mul_(3)
+    contrast(out).backward()
+    contrast(torch.cat([plain(c) for c in X.split(CHUNK)])).backward()
+    assert scale.tolist() == [3.0] * 3
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_large_captured_tensor_that_f_changes_is_refused():
+    model, running = network(), torch.zeros(200_000, dtype=torch.float64)
+
+    def f(c):
+        running[:3].add_(c.mean(0))
+        return model(c + running[:3].clone())
+
+    with pytest.raises(GradtoolsError, match="f changes running in place, which it captured"):
+        gt.chunked(f, CHUNK)(X)
+
+
+def test_a_large_captured_constant_changed_between_the_passes_is_refused():
+    model, scale = network(), torch.ones(200_000, dtype=torch.float64)
+    out = gt.chunked(lambda c: model(c * scale[:3]), CHUNK, retain=0)(X)
+    scale.mul_(3)
+    with pytest.raises(GradtoolsError, match="scale was changed in place after the forward pass"):
+        contrast(out).backward()
+
+
+def test_a_tracked_argument_that_f_changes_is_refused():
+    model, x = network(), X.clone().requires_grad_()
+    with pytest.raises(GradtoolsError, match=r"in place that is differentiated.*Clone it in f"):
+        gt.chunked(lambda c: model(c.mul_(2)), CHUNK)(x)
+    scaled = lambda c: model(c.clone().mul_(2))
+    assert agrees(scaled, model.parameters(), x=x)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("retain", [0, 1])
+def test_lists_and_batches_that_f_changes_in_place(interleaved, retain):
+    model = network()
+
+    def f(c, batch):
+        c.add_(1)
+        for e in batch:
+            e["x"].mul_(2)
+        return model(c.clone()) * torch.stack([e["x"].clone().sum() for e in batch])[:, None]
+
+    def run(call):
+        x, examples = X[:6].clone(), [{"x": numbers(2, seed=n)} for n in range(6)]
+        out = call(x, examples)
+        return [out, *gradients(contrast(out), model.parameters()), x, *(e["x"] for e in examples)]
+
+    ours = run(gt.chunked(f, 3, interleaved=interleaved, retain=retain))
+    rows = [slice(0, None, 2), slice(1, None, 2)] if interleaved else [slice(0, 3), slice(3, 6)]
+
+    def looped(x, examples):
+        out = torch.cat([f(x[r], examples[r]) for r in rows])
+        return out[torch.tensor([0, 3, 1, 4, 2, 5])] if interleaved else out
+
+    assert all_same(ours, run(looped))
+
+
+# --- higher orders -------------------------------------------------------------------------
+
+
+def stateful(norm=nn.BatchNorm1d):
+    return network(nn.Dropout(0.4), norm(4), nn.Softplus())
+
+
+class PlainBatchNorm(nn.BatchNorm1d):
+    """By plain operations, which PyTorch differentiates rightly thrice."""
+
+    def forward(self, x):
+        mean, var = x.mean(0), x.var(0, unbiased=False)
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(x.var(0), self.momentum)
+        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+def first_to_third(call, model, x, order):
+    """Gradients of the first order up to this one, all to parameters and the batch."""
+    leaves = [*model.parameters(), x]
+    found, value = [], contrast(call(x)) * 0.1
+    for k in range(order):
+        grads = torch.autograd.grad(value, leaves, create_graph=k + 1 < order, allow_unused=True)
+        found += grads
+        value = sum((g.sin() * (j + 1)).sum() for j, g in enumerate(grads) if g is not None)
+    return found
+
+
+@pytest.mark.parametrize("retain", [0, 1, 4])
+@pytest.mark.parametrize(("order", "norm"), [(2, nn.BatchNorm1d), (3, PlainBatchNorm)])
+def test_double_and_third_backward_through_dropout_and_batch_norm(retain, order, norm):
+    found = []
+    for call in (plain, lambda f, x: gt.chunked(f, CHUNK, retain=retain)(x)):
+        model, x = stateful(norm), X.clone().requires_grad_()
+        torch.manual_seed(1)
+        grads = first_to_third(lambda x, m=model, c=call: c(m, x), model, x, order)
+        found.append(([*grads, *state_of(model).values()], streams()))
+    assert len(found[0][0]) > 8 * order
+    assert all_same(found[1][0], found[0][0], 1e-11) and found[1][1] == found[0][1]
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+def test_a_third_derivative_of_batch_norm_is_refused(retain):
+    """PyTorch's own lacks a term, torch#186256."""
+    model, x = stateful(), X.clone().requires_grad_()
+    chunked = gt.chunked(model, CHUNK, retain=retain)
+    with pytest.raises(GradtoolsError, match="a third derivative is taken of batch_norm"):
+        first_to_third(chunked, model, x, 3)
+
+
+def test_gradgradcheck():
+    torch.manual_seed(0)
+    f = lambda c, w: (c @ w).tanh() * c.sum(1, keepdim=True).exp()
+    w, x = numbers(2, 2).requires_grad_(), numbers(3, 2, seed=1).requires_grad_()
+    for retain in (0, 1):
+        call = lambda x, w, k=retain: gt.chunked(f, 2, in_axes=(0, None), retain=k)(x, w)
+        assert torch.autograd.gradcheck(
+            call, (x, w), check_forward_ad=True, check_batched_grad=True
+        )
+        assert torch.autograd.gradgradcheck(call, (x, w), check_batched_grad=True)
+
+
+def test_second_derivatives_of_a_frozen_model_to_its_batch():
+    model, x = network().requires_grad_(False), X.clone().requires_grad_()
+
+    def both(call):
+        (first,) = torch.autograd.grad(contrast(call(x)), x, create_graph=True)
+        return [first, *torch.autograd.grad(first.sin().sum(), x)]
+
+    ours = both(gt.chunked(model, CHUNK, retain=0))
+    assert all_same(ours, both(lambda x: plain(model, x)))
+
+
+def test_gradient_penalty_as_in_critics():
+    model, x = stateful(), X.clone().requires_grad_()
+
+    def penalty(call):
+        torch.manual_seed(1)
+        model.load_state_dict(start)
+        (g,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        return gradients(((g.norm(dim=1) - 1) ** 2).mean(), model.parameters())
+
+    start = copy.deepcopy(model.state_dict())
+    ours, expected = penalty(gt.chunked(model, CHUNK)), penalty(lambda x: plain(model, x))
+    assert all_same([g for g in ours if g is not None], [g for g in expected if g is not None])
+
+
+# --- torch.func and gradtools --------------------------------------------------------------
+
+F = lambda c, w: (c @ w).tanh() * c.exp()
+
+
+def ours_of(w, x, **options):
+    return contrast(gt.chunked(F, CHUNK, in_axes=(0, None), **options)(x, w))
+
+
+def plain_of(w, x):
+    return contrast(plain(lambda c: F(c, w), x))
+
+
+TRANSFORMS = {
+    "torch.func.grad": lambda f: torch.func.grad(f, argnums=(0, 1)),
+    "torch.func.vjp": lambda f: lambda w, x: torch.func.vjp(f, w, x)[1](torch.tensor(2.0).double()),
+    "torch.func.jvp": lambda f: lambda w, x: torch.func.jvp(f, (w, x), (w.cos(), x.sin())),
+    "torch.func.jacrev": torch.func.jacrev,
+    "torch.func.jacfwd": torch.func.jacfwd,
+    "torch.func.hessian": torch.func.hessian,
+    "torch.func.linearize": lambda f: lambda w, x: torch.func.linearize(f, w, x)[1](w.cos(), x),
+    "grad of grad": lambda f: torch.func.grad(lambda w, x: torch.func.grad(f)(w, x).sin().sum()),
+    "torch.func.vmap": lambda f: lambda w, x: torch.vmap(f, (0, None))(torch.stack([w, w * 2]), x),
+    "vmap of grad": lambda f: (
+        lambda w, x: torch.vmap(torch.func.grad(f), (None, 0))(w, torch.stack([x, x.sin()]))
+    ),
+    "grad of vmap": lambda f: torch.func.grad(
+        lambda w, x: torch.vmap(f, (None, 0))(w, torch.stack([x, x.sin()])).prod()
+    ),
+    "gt.grad": lambda f: gt.grad(f, argnums=(0, 1)),
+    "gt.jvp": lambda f: lambda w, x: gt.jvp(f, (w, x), (w.cos(), x.sin())),
+    "gt.hvp": lambda f: lambda w, x: gt.hvp(f, (w, x), (w.cos(), x.sin())),
+    "gt.hvp forward": lambda f: (
+        lambda w, x: gt.hvp(f, (w, x), (w.cos(), x.sin()), mode="forward_over_reverse")
+    ),
+    "gt.jacobian": gt.jacobian,
+    "gt.jacobian forward": lambda f: gt.jacobian(f, mode="forward"),
+    "gt.hessian": gt.hessian,
+    "gt.grad of gt.grad": lambda f: gt.grad(lambda w, x: gt.grad(f)(w, x).sin().sum()),
+    "gt.per_example_grad": lambda f: (
+        lambda w, x: gt.per_example_grad(f)(w, torch.stack([x, x.sin()]))
+    ),
+}
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name, retain):
+    w = W.detach()
+    found = TRANSFORMS[name](functools.partial(ours_of, retain=retain))(w, X)
+    expected = TRANSFORMS[name](plain_of)(w, X)
+    flat = torch.utils._pytree.tree_leaves
+    assert all(x.abs().max() > 1e-6 for x in flat(expected))
+    assert all_same(flat(found), flat(expected), 1e-11)
+
+
+def test_forward_mode_dual_numbers_to_the_batch_and_to_parameters():
+    model, x, dx = stateful(), X.clone(), numbers(11, 3, seed=4)
+    model[3].eval()
+
+    def pushed(call):
+        torch.manual_seed(1)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, dx)
+            out = forward_ad.unpack_dual(call(dual))
+            return [out.primal, out.tangent]
+
+    found = pushed(gt.chunked(model, CHUNK)), pushed(lambda x: plain(model, x))
+    assert all_same(*found)
+    f = lambda c, w: (c @ w).tanh()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(W.detach(), W.detach().cos())
+        out = gt.chunked(f, CHUNK, in_axes=(0, None))(x, dual)
+        assert all_same(list(forward_ad.unpack_dual(out)), list(forward_ad.unpack_dual(f(x, dual))))
+        with pytest.raises(GradtoolsError, match="belongs to a transform"):
+            gt.chunked(lambda c: f(c, dual), CHUNK)(x)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "vmap"])
+@pytest.mark.parametrize("name", CAPTURES)
+def test_captured_tensors_of_a_transform_are_refused(name, transform, monkeypatch):
+    def loss(w):
+        if name == "global":
+            monkeypatch.setitem(GLOBAL, "w", w)
+        return contrast(gt.chunked(CAPTURES[name](w), CHUNK)(X))
+
+    with pytest.raises(GradtoolsError, match=r"belongs to a transform of torch\.func"):
+        getattr(torch.func, transform)(loss)(W.detach())
+
+
+def test_what_a_transform_swaps_into_a_module_is_captured():
+    model = network()
+    values = {k: p.detach() for k, p in model.named_parameters()}
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return contrast(gt.chunked(self.model, CHUNK)(x))
+
+    loss = lambda values: torch.func.functional_call(Loss(), values, (X,))
+    with pytest.raises(GradtoolsError, match=r"captured 'f\.0\..*' that is .* torch.func"):
+        torch.func.grad(loss)({f"model.{k}": v for k, v in values.items()})
+
+
+def test_what_a_transform_has_but_f_does_not_use_is_no_capture():
+    model = network()
+    f = lambda x, extra: contrast(gt.chunked(lambda c: model(c) if model else extra, CHUNK)(x))
+    found = torch.func.grad(f)(X, W.detach())
+    assert same(found, torch.func.grad(lambda x: contrast(plain(model, x)))(X), 1e-12)
+
+
+def test_jacobians_through_dropout_have_one_mask():
+    drop = nn.Dropout(0.5)
+    model = network(drop)
+    f = lambda c, w: drop(c @ w).tanh()
+    w = W.detach()
+
+    def ours(retain):
+        return lambda w: gt.chunked(f, CHUNK, in_axes=(0, None), retain=retain)(X, w)
+
+    looped = lambda w: plain(lambda c: f(c, w))
+    for jacobian in (torch.func.jacrev, functools.partial(torch.func.jacfwd, randomness="same")):
+        torch.manual_seed(1)
+        expected = jacobian(looped)(w)
+        for retain in (0, 1):
+            torch.manual_seed(1)
+            assert same(jacobian(ours(retain))(w), expected, 1e-12)
+            torch.manual_seed(1)
+            assert same(gt.jacobian(ours(retain), mode="reverse")(w), expected, 1e-12)
+    torch.manual_seed(1)
+    expected = torch.autograd.functional.hessian(lambda w: (looped(w) ** 2).sum(), w)
+    torch.manual_seed(1)
+    assert same(gt.hessian(lambda w: (ours(0)(w) ** 2).sum())(w), expected, 1e-12)
+    # Many cotangents at once, to captured parameters too, and batch norm that is replayed.
+    model.append(nn.BatchNorm1d(2, dtype=torch.float64))
+    vectors, parameters = numbers(5, 11, 2), list(model.parameters())
+    for retain in (0, 1, 9):
+        found = []
+        for call in (lambda: plain(model), lambda: gt.chunked(model, CHUNK, retain=retain)(X)):
+            torch.manual_seed(1)
+            found.append(torch.autograd.grad(call(), parameters, vectors, is_grads_batched=True))
+        assert all_same(*found)
+
+
+def test_a_batch_of_cotangents_beneath_another_derivative_has_one_mask():
+    drop, w = nn.Dropout(0.5), W.detach()
+    f = lambda c, w: drop(c @ w).tanh()
+    ours = lambda w: gt.chunked(f, CHUNK, in_axes=(0, None))(X, w)
+    vectors = numbers(4, 11, 3)
+
+    def pushed(f, randomness):
+        pulled = lambda v: lambda w: torch.func.vjp(f, w)[1](v)[0]
+        one = lambda v: torch.func.jvp(pulled(v), (w,), (w.cos(),))[1]
+        torch.manual_seed(1)
+        return torch.vmap(one, randomness=randomness)(vectors), streams()
+
+    expected = pushed(lambda w: plain(lambda c: f(c, w)), "same")
+    for randomness in ("same", "different"):
+        found = pushed(ours, randomness)
+        assert same(found[0], expected[0], 1e-12) and found[1] == expected[1]
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(lambda x: ours(x))(torch.stack([w, w]))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_draws_as_it_is_told_in_both_passes(randomness):
+    drop, xs = nn.Dropout(0.5), torch.stack([X, X])
+    f = lambda w, x: contrast(gt.chunked(lambda c, w: drop(c @ w), CHUNK, in_axes=(0, None))(x, w))
+    torch.manual_seed(1)
+    found = torch.vmap(torch.func.grad(f), (None, 0), randomness=randomness)(W.detach(), xs)
+    torch.manual_seed(1)
+    looped = lambda w, x: contrast(plain(lambda c: drop(c @ w), x))
+    expected = torch.vmap(torch.func.grad(looped), (None, 0), randomness=randomness)(W.detach(), xs)
+    assert all_same([found], [expected]) and torch.equal(*found) == (randomness == "same")
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(f, (None, 0))(W.detach(), xs)
+
+
+def test_parameters_that_are_captured_beneath_a_transform():
+    """They are constants of torch.func; the derivative to the batch goes through them."""
+    model = network(nn.BatchNorm1d(4)).eval()
+    f = lambda call: torch.func.grad(lambda x: contrast(call(x)))(X)
+    assert same(f(gt.chunked(model, CHUNK)), f(lambda x: plain(model, x)), 1e-12)
+
+
+def test_functionalize_and_chunked():
+    model = network()
+    apply, params, state = gt.functionalize(model)
+
+    def loss(params, x, call):
+        return contrast(call(lambda c, p: apply(p, state, c)[0])(x, params))
+
+    ours = lambda f: gt.chunked(f, CHUNK, in_axes=(0, None))
+    looped = lambda f: lambda x, p: plain(lambda c: f(c, p), x)
+    found, expected = gt.grad(loss)(params, X, ours), gt.grad(loss)(params, X, looped)
+    assert all_same(list(found.values()), list(expected.values()))
+
+
+# --- other machinery of PyTorch ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_inside_and_around(reentrant):
+    def run(around, inside):
+        torch.manual_seed(1)
+        model, x = stateful(), X.clone().requires_grad_()
+        model[3].momentum = 0.0  # checkpoint itself would count its statistics twice
+        again = lambda f, *xs: checkpoint(f, *xs, use_reentrant=reentrant)
+        f = (lambda c: again(model, c)) if inside else model
+        if around is None:
+            out = plain(f, x)
+        else:
+            verify = False if inside else None  # buffers that count twice are refused otherwise
+            chunked = gt.chunked(f, CHUNK, retain=2 if around else 1, verify=verify)
+            out = again(chunked, x) if around else chunked(x)
+        contrast(out).backward()
+        return [out, x.grad, *(p.grad for p in model.parameters())], streams()
+
+    expected, stands = run(None, False)
+    pairs = [(True, False), (False, True), (True, True)]
+    for around, inside in pairs:
+        if reentrant and inside:
+            with pytest.raises(RuntimeError, match="use_reentrant=True"):
+                run(around, inside)
+            continue
+        found = run(around, inside)
+        assert all_same(found[0], expected) and found[1] == stands
+
+
+@pytest.mark.parametrize("offload", ["hooks", "cpu"])
+def test_saved_tensors_hooks_around(offload):
+    packed = []
+
+    def pack(x):
+        packed.append(x.nbytes)
+        return x * 1
+
+    def run(call):
+        model = stateful()
+        torch.manual_seed(1)
+        hooks = torch.autograd.graph
+        context = (
+            hooks.save_on_cpu()
+            if offload == "cpu"
+            else hooks.saved_tensors_hooks(pack, lambda x: x)
+        )
+        with context:
+            out = call(model)
+            loss = contrast(out)
+        loss.backward()
+        return [out, *(p.grad for p in model.parameters())]
+
+    ours = run(lambda m: gt.chunked(m, CHUNK, retain=2)(X))
+    assert all_same(ours, run(plain))
+
+
+class Cell(nn.Module):
+    """Keeps its state in attributes and buffers, some replaced and some changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("context", torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.state = torch.zeros(3)
+        self.calls = 0
+        self.history = [0]
+        self.table = {"scale": torch.ones(3)}
+
+    def forward(self, x):
+        self.calls += 1
+        self.history.append(self.calls)
+        scale = self.table["scale"].clone() * len(self.history)
+        y = torch.tanh(self.linear(x) * scale + self.state * self.calls + self.mean + self.context)
+        self.state = y.detach().mean(0)
+        self.mean = 0.5 * self.mean + x.mean(0)
+        self.context.mul_(0.5).add_(x.mean(0))
+        self.table["scale"].mul_(0.9)
+        return y
+
+
+class Celled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.drop = Cell(), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.cell(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["scripted", "held", "loaded"])
+def test_scripted_models_with_state(how):
+    def scripted():
+        torch.manual_seed(0)
+        model = torch.jit.script(Celled() if how != "held" else Cell())
+        if how == "loaded":
+            buffer = io.BytesIO()
+            torch.jit.save(model, buffer)
+            buffer.seek(0)
+            model = torch.jit.load(buffer)
+        return nn.Sequential(model, nn.Dropout(0.5)) if how == "held" else model
+
+    def run(call):
+        model = scripted()
+        cell = model[0] if how == "held" else model.cell
+        out = call(model)
+        contrast(out.sin()).backward()
+        left = [cell.state, cell.context, cell.mean, cell.table["scale"]]
+        kept = cell.calls, cell.history
+        return [out, *(p.grad for p in model.parameters()), *left], kept, streams()
+
+    looped = run(lambda m: plain(m, X.float()))
+    for retain in (0, 2):
+        ours = run(lambda m: gt.chunked(m, CHUNK, retain=retain)(X.float()))
+        assert all_same(ours[0], looped[0], 1e-5) and ours[1:] == looped[1:]
+    assert looped[1] == (4, [0, 1, 2, 3, 4])
+
+
+def test_cached_parametrizations():
+    from torch.nn.utils import parametrize
+
+    model = network()
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.orthogonal(model[2])
+
+    def inside(c):
+        with parametrize.cached():
+            return model(c) + model(-c)
+
+    assert agrees(inside, model.parameters(), retain=0)
+    assert agrees(model, model.parameters(), retain=2)
+
+
+def test_cached_parametrizations_around():
+    from torch.nn.utils import parametrize
+
+    def run(call):
+        model = network()
+        nn.utils.parametrizations.weight_norm(model[0])
+        with parametrize.cached():
+            out = call(model)
+            loss = contrast(out)
+        loss.backward()
+        return [out, *(p.grad for p in model.parameters())]
+
+    for retain in (0, 1, 2):
+        ours = run(lambda m: gt.chunked(m, CHUNK, retain=retain)(X))
+        assert all_same(ours, run(plain))
+
+
+def test_old_weight_norm_writes_an_attribute():
+    model = network()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model[0])
+    for retain in (0, 2):
+        assert agrees(model, model.parameters(), retain=retain)
+
+
+class Lazily(nn.Module):
+    """Makes buffers and attributes when it first runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        if not hasattr(self, "centre"):
+            self.centre = x.detach().mean(0)
+            self.register_buffer("made", torch.ones(()))
+        self.made += 1
+        return self.linear(x - self.centre) * self.made.clone()
+
+
+def test_attributes_that_are_made_in_the_first_call():
+    for way in (Ours, Keeping):
+        assert step(way, Lazily).differences(step(Plain, Lazily)) == []
+
+
+def test_two_towers_with_state_before_one_backward():
+    def run(call):
+        torch.manual_seed(1)
+        model = stateful()
+        tower = call(model)
+        loss = contrast(tower(X) @ tower(X.flip(0)).T)
+        model.eval()
+        loss.backward()
+        model.train()
+        return [*(p.grad for p in model.parameters()), *state_of(model).values()]
+
+    for retain in (0, 1):
+        ours = run(lambda m: gt.chunked(m, CHUNK, retain=retain))
+        assert all_same(ours, run(lambda m: lambda x: plain(m, x)))
+
+
+def test_two_threads_on_models_of_their_own():
+    models = [network() for _ in range(2)]
+    expected = [
+        gradients(contrast(plain(m, X * (k + 1))), m.parameters()) for k, m in enumerate(models)
+    ]
+    wrong, ready = [], threading.Barrier(2)
+
+    def work(k):
+        ready.wait()
+        for _ in range(15):
+            out = gt.chunked(models[k], CHUNK, retain=0)(X * (k + 1))
+            if not all_same(gradients(contrast(out), models[k].parameters()), expected[k]):
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not wrong and not any(t.is_alive() for t in threads)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_around(backend):
+    model, x = network(nn.Dropout(0.5)), X.clone().requires_grad_()
+
+    def loss(x):
+        return contrast(gt.chunked(model, CHUNK)(x * 2).sin())
+
+    torch._dynamo.reset()
+    leaves = [*model.parameters(), x]
+    torch.manual_seed(1)
+    found = torch.compile(loss, backend=backend)(x)
+    stands = streams()
+    torch.manual_seed(1)
+    expected = contrast(plain(model, x * 2).sin())
+    assert same(found, expected, 1e-14) and stands == streams()
+    assert all_same(gradients(found, leaves), gradients(expected, leaves))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("retain", [0, 2])
+def test_compiled_f(backend, retain):
+    model = network(nn.BatchNorm1d(4))
+    torch._dynamo.reset()
+    expected = plain(copy.deepcopy(model))
+    twin = copy.deepcopy(model)
+    wanted = gradients(contrast(plain(twin)), twin.parameters())
+    for compiled in (
+        torch.compile(model, backend=backend),
+        torch.compile(lambda c: model(c), backend=backend),
+    ):
+        model.load_state_dict(copy.deepcopy(network(nn.BatchNorm1d(4)).state_dict()))
+        out = gt.chunked(compiled, CHUNK, retain=retain)(X)
+        assert same(out, expected, 1e-14)
+        assert all_same(gradients(contrast(out), model.parameters()), wanted)
+        assert model[2].num_batches_tracked == 4
+
+
+# --- verify, progress, warnings ------------------------------------------------------------
+
+
+class Hidden(nn.Module):
+    """Its output is another at one call; the count of calls cannot be put back."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.linear, self.at = nn.Linear(4, 4), at
+        self.reset()
+
+    def reset(self):
+        self.count = itertools.count(1).__next__  # of C
+
+    def forward(self, x):
+        return self.linear(x) * (1 + (self.count() == self.at))
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+def test_verify_names_the_chunk_and_the_submodule(chunk):
+    model = network(nn.Tanh(), Hidden(5 + chunk), nn.Tanh())
+    parameters = list(model.parameters())
+    silent = gradients(contrast(gt.chunked(model, CHUNK, verify=False)(X)), parameters)
+    assert not all_same(silent, gradients(contrast(plain(model)), parameters))
+    model[3].reset()
+    loss = contrast(gt.chunked(model, CHUNK, verify=True)(X))
+    match = rf"chunk {chunk} gives other numbers when .* again, first in f\.3 \(Hidden\)"
+    with pytest.raises(GradtoolsError, match=match):
+        loss.backward()
+    assert all(p.grad is None for p in parameters)
+
+
+def test_verify_sees_a_module_whose_output_cancels_in_the_value_alone():
+    hidden = Hidden(5).double()
+
+    def f(c):
+        y = hidden(torch.cat([c, c[:, :1]], 1))
+        return c + (y - y.detach())[:, :3]
+
+    loss = contrast(gt.chunked(f, CHUNK, verify=True)(X))
+    with pytest.raises(GradtoolsError, match=r"chunk 0 .* first in hidden \(Hidden\)"):
+        loss.backward()
+
+
+def test_verify_tells_of_what_is_outside_of_modules():
+    model, count = network(), itertools.count(1).__next__
+
+    def f(c):
+        return model(c) * count()
+
+    loss = contrast(gt.chunked(f, CHUNK, verify=True)(X))
+    with pytest.raises(GradtoolsError, match=r"chunk 0 .* first outside of its modules"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("retain", [0, 2])
+def test_verify_passes_what_is_right(retain):
+    model = stateful()
+    assert len(agreeing_with_verify(model, retain)) == 6
+    f = lambda w: ours_of(w, X, verify=True, retain=retain)
+    assert same(
+        torch.func.grad(f)(W.detach()), torch.func.grad(lambda w: plain_of(w, X))(W.detach()), 1e-12
+    )
+    assert same(gt.hessian(f)(W.detach()), gt.hessian(lambda w: plain_of(w, X))(W.detach()), 1e-11)
+
+
+def agreeing_with_verify(model, retain):
+    torch.manual_seed(1)
+    found = gradients(
+        contrast(gt.chunked(model, CHUNK, verify=True, retain=retain)(X)), model.parameters()
+    )
+    torch.manual_seed(1)
+    expected = gradients(contrast(plain(model)), model.parameters())
+    assert all_same(found, expected)
+    return found
+
+
+def test_a_progress_bar_is_shown_when_asked_and_only_then(capfd):
+    for progress in (False, True):
+        out = gt.chunked(network(), 2, progress=progress, retain=0)(X)
+        forward = capfd.readouterr()
+        contrast(out).backward()
+        backward = capfd.readouterr()
+        assert forward.out == backward.out == ""
+        assert ("chunk" in forward.err, "chunk" in backward.err) == (progress, progress)
+    gt.chunked(network(), 20, progress=True)(X)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_bar_without_tqdm_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(GradtoolsError, match="progress=True needs the package tqdm; pip install"):
+        gt.chunked(network(), 2, progress=True)(X)
+
+
+class Normed(nn.Sequential):
+    pass
+
+
+@pytest.mark.filterwarnings("default")
+def test_batch_norm_in_training_is_warned_of_once():
+    model = Normed(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gt.chunked(copy.deepcopy(model).eval(), CHUNK)(X)
+    with pytest.warns(GradtoolsWarning, match=r"f\.1 is a batch normalisation in training mode.*"):
+        gt.chunked(model, CHUNK)(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gt.chunked(model, CHUNK)(X)
+
+
+# --- what is refused -----------------------------------------------------------------------
+
+
+def test_data_parallel_is_refused():
+    model = nn.DataParallel(network())
+    with pytest.raises(
+        GradtoolsError, match=r"f is a DataParallel.*DistributedDataParallel around"
+    ):
+        gt.chunked(model, CHUNK)(X)
+    with pytest.raises(GradtoolsError, match="is a DataParallel"):
+        gt.chunked(lambda c: model(c), CHUNK)(X)
+
+
+def test_wrapping_the_module_that_calls_chunked_is_not_refused():
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = network()
+
+        def forward(self, x):
+            return contrast(gt.chunked(self.encoder, CHUNK)(x))
+
+    model = nn.DataParallel(Step())
+    model(X).backward()
+    twin = network()
+    contrast(twin(X)).backward()
+    found = [p.grad for p in model.parameters()]
+    assert all_same(found, [p.grad for p in twin.parameters()])
+
+
+BAD = {
+    "chunk_size is 0; expected a whole number of examples, 1 or more": lambda f: gt.chunked(f, 0),
+    "chunk_size is -3; expected a whole": lambda f: gt.chunked(f, -3),
+    "chunk_size is 2.0; expected a whole": lambda f: gt.chunked(f, 2.0),
+    "chunk_size is True; expected a whole": lambda f: gt.chunked(f, True),
+    "retain is -1; expected a whole number of chunks, 0": lambda f: gt.chunked(f, 2, retain=-1),
+    "retain is None": lambda f: gt.chunked(f, 2, retain=None),
+    "memory_budget is -1; .* of bytes": lambda f: gt.chunked(f, 2, memory_budget=-1),
+    "memory_budget is 1000.0": lambda f: gt.chunked(f, 2, memory_budget=1e3),
+    "f is a Tensor; expected a function": lambda f: gt.chunked(X, 2),
+    "batch sizes differ: 11 in argument 0, 10 in argument 1": lambda f: gt.chunked(f, 2)(X, X[1:]),
+    "batch sizes differ: 2 in argument 0, a list, 11 in": lambda f: gt.chunked(f, 2)([1, 2], X),
+    r"the batch is empty \(argument 0, a list has size 0\)": lambda f: gt.chunked(f, 2)([]),
+    r"the batch is empty \(argument 0 has size 0\)": lambda f: gt.chunked(f, 2)(X[:0]),
+    "no argument is split, so there are no examples": lambda f: gt.chunked(f, 2)(),
+    "in_axes is None; expected one entry": lambda f: gt.chunked(f, 2, in_axes=None)(X),
+    "no argument is split": lambda f: gt.chunked(f, 2, in_axes=(None,))(X),
+    "no argument is split,": lambda f: gt.chunked(f, 2)(3.0),
+    r"in_axes is \(0,\); expected one entry for each of the 2": lambda f: gt.chunked(
+        f, 2, in_axes=(0,)
+    )(X, X),
+    "in_axes is 'rows'": lambda f: gt.chunked(f, 2, in_axes="rows")(X),
+    r"argument 0 of shape \(11, 3\) has no axis 2 to split on": lambda f: gt.chunked(
+        f, 2, in_axes=2
+    )(X),
+    r"argument 0 of shape \(11, 3\) has no axis -3": lambda f: gt.chunked(f, 2, in_axes=-3)(X),
+    r"argument 0 of shape \(\) has no axis 0": lambda f: gt.chunked(f, 2)(X[0, 0]),
+    r"in_axes\[0\] is \{'y': 0\}; expected an integer": lambda f: gt.chunked(
+        f, 2, in_axes=({"y": 0},)
+    )({"x": X}),
+    "entry of in_axes for argument 0 is True": lambda f: gt.chunked(f, 2, in_axes=(True,))(X),
+    "argument 0.*'n'.* is a float, which has no axis": lambda f: gt.chunked(
+        f, 2, in_axes=({"x": 0, "n": 0},)
+    )({"x": X, "n": 1.0}),
+    "list of examples, which has only the axis 0; in_axes says 1": lambda f: gt.chunked(
+        f, 2, in_axes=1
+    )([X, X]),
+    "out_axes holds 'rows' for": lambda f: gt.chunked(f, 2, out_axes="rows")(X),
+    r"out_axes holds \(0, 0\) for": lambda f: gt.chunked(f, 2, out_axes=(0, 0))(X),
+    r"shape \(2, 3\), which has no axis 2 to join": lambda f: gt.chunked(f, 2, out_axes=2)(X),
+    r"has shape \(\), which has no axis 0 to join chunks on.*use microbatched": lambda f: (
+        gt.chunked(lambda c: c.sum(), 2)(X)
+    ),
+    "output is .*float.*; expected an array": lambda f: gt.chunked(lambda c: 1.0, 2)(X),
+    r"output\['n'\] is .*; expected an array": lambda f: gt.chunked(
+        lambda c: {"y": c, "n": object()}, 2
+    )(X),
+    "structure .* must be the same for all chunks": lambda f: gt.chunked(
+        lambda c: (c,) * len(c), 2
+    )(X),
+    "4 entries on axis 0 for 2 examples; with interleaved=True": lambda f: gt.chunked(
+        lambda c: torch.cat([c, c]), 2, interleaved=True
+    )(X[:10]),
+    "key_argnums and carry_argnums name the same argument": lambda f: gt.chunked(
+        f, 2, key_argnums=1, carry_argnums=(1,)
+    )(X, gt.key(0)),
+    r"carry_argnums f returns a pair \(output, new_carry\)": lambda f: gt.chunked(
+        lambda c, s: c, 2, carry_argnums=1
+    )(X, X[0]),
+    "f's carry at chunk 0 has the structure": lambda f: gt.chunked(
+        lambda c, s: (c, (s, s)), 2, carry_argnums=1
+    )(X, X[0]),
+    "chunked: key_argnums holds 5": lambda f: gt.chunked(f, 2, key_argnums=5)(X),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
+    with pytest.raises(GradtoolsError, match=message):
+        BAD[message](lambda *args: args[0])
+
+
+# --- keys and carries ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_folded_with_the_chunks_index(retain, interleaved):
+    model = network(nn.Dropout(0.5))
+    apply, params, state = gt.functionalize(model)
+    key, rows = gt.key(3), [X[i::4] for i in range(4)] if interleaved else X.split(CHUNK)
+    f = lambda c, p, k: apply(p, state, c, key=k)[0]
+    chunked = gt.chunked(
+        f, CHUNK, (0, None, None), key_argnums=2, interleaved=interleaved, retain=retain
+    )
+
+    def loss(params, call):
+        return contrast(call(params)) + call(params)[0].sum()
+
+    stands = streams()
+    found = gt.value_and_grad(loss)(params, lambda p: chunked(X, p, key))
+    looped = lambda p: torch.cat(
+        [f(c, p, gt.asarray(chunk_key(key, i))) for i, c in enumerate(rows)]
+    )
+    order = torch.tensor([k for i in range(4) for k in range(i, 11, 4)]).argsort()
+    restored = (lambda p: looped(p)[order]) if interleaved else looped
+    expected = gt.value_and_grad(loss)(params, restored)
+    assert same(found[0], expected[0], 1e-14)
+    assert all_same(list(found[1].values()), list(expected[1].values()))
+    assert streams() == stands and len({chunk_key(key, i).sum().item() for i in range(4)}) == 4
+
+
+def chunk_key(key, i):
+    """As chunks get it: read off from one that is called."""
+    seen = []
+    gt.chunked(lambda c, k: seen.append(k.clone()) or c, 1, (0, None), key_argnums=(1,))(
+        X[: i + 1], key
+    )
+    return seen[i]
+
+
+@pytest.mark.parametrize("retain", [0, 2])
+def test_carries_go_from_chunk_to_chunk(retain):
+    model, x = network(nn.Dropout(0.3)), X.clone().requires_grad_()
+
+    def f(c, mean, count):
+        y = model(c - mean)
+        new = {"sum": 0.5 * mean + c.detach().mean(0), "last": y.detach().sum()}
+        return (y * count["n"], y.detach()), (new["sum"], {"n": count["n"] + 1})
+
+    mean, count = X[0] * 0, {"n": torch.tensor(1)}
+
+    def looped(x):
+        carry, outs = (mean, count), []
+        for c in x.split(CHUNK):
+            (y, _), carry = f(c, *carry)
+            outs.append(y)
+        return torch.cat(outs), carry
+
+    def ours(x):
+        call = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=(1, 2), retain=retain)
+        (y, _), carry = call(x, mean, count)
+        return y, carry
+
+    found = []
+    for call in (ours, looped):
+        torch.manual_seed(1)
+        y, carry = call(x)
+        found.append(
+            [y, carry[0], carry[1]["n"], *gradients(contrast(y), [x, *model.parameters()])]
+        )
+    assert all_same(*found) and found[0][2] == 5 and (mean == 0).all()
+    assert not found[0][1].requires_grad
+
+
+def test_a_carry_beneath_transforms_and_one_alone():
+    f = lambda c, h, w: ((c @ w) * (1 + h), h * 0.5 + c.mean(0))
+    chunked = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=1)
+
+    def looped(x, h, w):
+        outs = []
+        for c in x.split(CHUNK):
+            y, h = f(c, h.detach(), w)
+            outs.append(y)
+        return torch.cat(outs), h
+
+    h = X[0]
+    for transform in (
+        torch.func.grad,
+        torch.func.hessian,
+        lambda f: gt.jacobian(f, mode="forward"),
+    ):
+        losses = [lambda w, call=call: contrast(call(X, h, w)[0]) for call in (chunked, looped)]
+        found, expected = (transform(loss)(W.detach()) for loss in losses)
+        assert same(found, expected, 1e-11)
+    assert same(chunked(X, h, W.detach())[1], looped(X, h, W.detach())[1], 1e-15)
+
+
+# --- microbatched --------------------------------------------------------------------------
+
+
+def squared(w, x, *, power=2):
+    return ((x["x"] @ w["w"]) ** power + w["b"]).mean()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 11, 12])
+def test_microbatched_means_and_sums(chunk_size):
+    w = {"w": W[0].detach(), "b": torch.tensor(0.5).double()}
+    x = {"x": X}
+    value, grads = gt.microbatched(squared, chunk_size)(w, x)
+    full, expected = gt.value_and_grad(squared)(w, x)
+    assert same(value, full, 1e-15)
+    assert all_same(list(grads.values()), list(expected.values()), 1e-15)
+    total = lambda w, x: squared(w, x) * len(x["x"])
+    found, grads = gt.microbatched(total, chunk_size, reduction="sum")(w, x)
+    assert same(found, full * 11, 1e-15) and same(grads["w"], expected["w"] * 11, 1e-14)
+    cubic = gt.microbatched(squared, chunk_size)(w, x, power=3)
+    assert same(cubic[0], squared(w, x, power=3), 1e-15)
+
+
+def token_mean(w, x, mask):
+    losses = torch.nn.functional.softplus(x @ w)
+    return (losses * mask).sum() / mask.sum()
+
+
+def test_microbatched_weights_as_array_and_as_function():
+    w, mask = W.detach()[:, :2], (numbers(11, 2, seed=3) > -0.8).double()
+    counts = mask.sum(1)
+    assert counts.min() < counts.max() and all(c.sum() > 0 for c in counts.split(CHUNK))
+    full = gt.value_and_grad(token_mean)(w, X, mask)
+    for weights in (counts, counts.numpy(), lambda w, x, mask: mask.sum()):
+        found = gt.microbatched(token_mean, CHUNK, weights=weights)(w, X, mask)
+        assert same(found[0], full[0], 1e-14) and same(found[1], full[1], 1e-14)
+    unweighted = gt.microbatched(token_mean, CHUNK)(w, X, mask)
+    assert not same(unweighted[0], full[0], 1e-6)
+
+
+def test_microbatched_argnums_axes_and_no_graph():
+    f = lambda x, a, b: ((x.T @ a) * b).tanh().mean()
+    a, b = W.detach()[0], W.detach()[1, 0].requires_grad_()
+    call = gt.microbatched(f, CHUNK, argnums=(1, 2), in_axes=(1, None, None))
+    value, grads = call(X.T, a, b.detach())
+    expected = gt.value_and_grad(f, argnums=(1, 2))(X.T, a, b.detach())
+    assert same(value, expected[0], 1e-14) and all_same(list(grads), list(expected[1]), 1e-14)
+    assert b.grad is None
+    examples = [numbers(n, seed=n) for n in (1, 2, 3)]
+    listed = gt.microbatched(lambda w, xs: sum((w * x).sum() for x in xs), 2, reduction="sum")
+    total = sum(x.sum() for x in examples)
+    assert same(listed(b.detach(), examples)[1], total, 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_microbatched_sums_narrow_numbers_in_float32(dtype):
+    w, x = torch.ones((), dtype=dtype), torch.ones(1000, dtype=dtype)
+    x[0] = x[-1] = 2048.0
+    value, grad = gt.microbatched(lambda w, x: (w * x).sum(), 1, reduction="sum")(w, x)
+    assert value.dtype is dtype and grad.dtype is dtype
+    assert abs(grad.item() - 5094) <= 16 and abs(value.item() - 5094) <= 16
+
+
+BAD_MICRO = {
+    "reduction is 'max'; expected 'mean' or 'sum'": {"reduction": "max"},
+    "sums add up as they are": {"reduction": "sum", "weights": torch.ones(11)},
+    r"weights has shape \(11, 1\); expected one number for each": {"weights": torch.ones(11, 1)},
+    r"weights has shape \(\)": {"weights": 2.0},
+    "batch sizes differ: 11 in argument 1, 10 in argument 2": {"weights": torch.ones(10)},
+    r"function of weights returned shape \(3,\)": {"weights": lambda w, x: x[:, 0]},
+    r"argument 0 is differentiated, so all chunks share it; in_axes\[0\] is 0": {"in_axes": 0},
+    "argument 1 is differentiated": {"argnums": (0, 1), "in_axes": (None, 0)},
+    "no argument is split": {"argnums": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("message", BAD_MICRO)
+def test_bad_input_of_microbatched(message):
+    with pytest.raises(GradtoolsError, match=f"microbatched: .*{message}"):
+        gt.microbatched(lambda w, x: (x @ w).mean(), CHUNK, **BAD_MICRO[message])(W[0].detach(), X)
+    with pytest.raises(GradtoolsError, match="microbatched: chunk_size is 0"):
+        gt.microbatched(lambda w, x: (x @ w).mean(), 0)
+
+
+def test_per_example_gradients_of_chunked_and_in_chunks():
+    w, xs = W.detach(), numbers(4, 6, 3)
+    f = lambda w, x: contrast(gt.chunked(F, 2, in_axes=(0, None))(x, w))
+    expected = torch.stack([gt.grad(lambda w, x: contrast(F(x, w)))(w, x) for x in xs])
+    assert same(gt.per_example_grad(f)(w, xs), expected, 1e-12)
+    assert same(gt.per_example_grad(f, chunk_size=3)(w, xs), expected, 1e-12)
+
+
+def test_the_key_of_a_late_chunk_is_made_without_those_before_it():
+    key = gt.key(5)
+    assert all(torch.equal(fold_in(key, i), row) for i, row in enumerate(gt.split(key, 20)))
+    late = fold_in(key, 2**40)  # of a split into as many keys: 16 TB
+    assert late.shape == (2,) and not torch.equal(late, fold_in(key, 2**40 - 1))

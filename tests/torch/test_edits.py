@@ -1,0 +1,161 @@
+"""Edited gradients in what only PyTorch has: backward(), hooks, graph breaks, functional calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+
+
+def test_backward_writes_the_edited_gradient_into_the_leaf():
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    (gt.reverse_gradient(x, 0.5) ** 2).sum().backward()
+    assert x.grad.tolist() == [-3.0, -4.0]
+
+
+def test_a_compiled_loss_goes_backward_through_the_edits():
+    def loss(x):
+        y = gt.reverse_gradient(x, 0.5)
+        return (gt.clip_gradient(y, max_value=2.0) ** 2).sum()
+
+    torch._dynamo.reset()
+    x = torch.tensor([3.0, 0.5], requires_grad=True)
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(x).backward()
+    assert x.grad.tolist() == [-1.0, -0.5]
+
+
+def transformed(x):
+    return (gt.transform_gradient(x, lambda c: 3 * c) ** 2).sum()
+
+
+def test_transform_gradient_under_fullgraph_is_refused_by_its_reason():
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="transform_gradient takes a Python"):
+        torch.compile(gt.grad(transformed), backend="aot_eager", fullgraph=True)(torch.ones(2))
+
+
+def test_transform_gradient_in_compiled_code_with_graph_breaks_gives_the_right_numbers():
+    torch._dynamo.reset()
+    found = torch.compile(gt.grad(transformed), backend="aot_eager")(torch.tensor([1.0, 2.0]))
+    assert found.tolist() == [6.0, 12.0]
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(transformed, backend="aot_eager")(x).backward()
+    assert x.grad.tolist() == [6.0, 12.0]
+
+
+def test_an_edit_without_a_gradient_builds_no_graph():
+    y = gt.reverse_gradient(torch.ones(2))
+    assert not y.requires_grad
+    with torch.no_grad():
+        y = gt.reverse_gradient(torch.ones(2, requires_grad=True))
+    assert not y.requires_grad
+
+
+def test_an_edit_under_inference_mode_is_the_value():
+    with torch.inference_mode():
+        assert gt.clip_gradient(gt.reverse_gradient(torch.ones(2)), max_norm=1.0).tolist() == [1, 1]
+
+
+def test_a_bfloat16_gradient_under_autocast_is_edited():
+    layer = torch.nn.Linear(2, 1)
+    x = torch.ones(1, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = gt.reverse_gradient(layer(x), 2.0)
+    y.float().sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (plain,) = torch.autograd.grad(layer(x).float().sum(), x)
+    assert x.grad.tolist() == (-2 * plain).tolist()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_edits_inside_either_kind_of_checkpoint(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    f = lambda x: gt.reverse_gradient(gt.clip_gradient(x, max_norm=1.0), 2.0) ** 2
+    checkpoint(f, x, use_reentrant=reentrant).sum().backward()
+    expected = torch.tensor([-0.6, -0.8])
+    assert torch.allclose(x.grad, expected, rtol=1e-6, atol=0)
+
+
+def test_the_engines_own_double_backward_and_forward_mode_agree():
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    f = lambda x: (gt.reverse_gradient(x, 0.5) ** 3).sum()
+    assert torch.autograd.functional.hessian(f, x).diagonal().tolist() == [1.5, 3.0]
+    assert torch.func.hessian(f)(x.detach()).diagonal().tolist() == [1.5, 3.0]
+    assert torch.func.jacrev(torch.func.jacfwd(f))(x.detach()).diagonal().tolist() == [1.5, 3.0]
+    assert torch.func.jacfwd(torch.func.jacfwd(f))(x.detach()).diagonal().tolist() == [1.5, 3.0]
+
+
+# --- an edit by a number, which is a hook where nothing looks on but autograd -----------------
+
+
+def is_hook(y):
+    return type(y.grad_fn).__name__ == "ViewBackward0"
+
+
+def by_rule(x, scale):
+    """The same edit where a mode looks on, which is a rule."""
+    with torch.device("cpu"):
+        y = gt.scale_gradient(x, scale)
+    assert not is_hook(y)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_the_hook_and_the_rule_have_one_derivative_of_each_order(dtype):
+    x = torch.randn(5, dtype=dtype, requires_grad=True)
+    found = []
+    for edit in (gt.scale_gradient, by_rule):
+        y = edit(x * x, 0.3)
+        (first,) = torch.autograd.grad((y**2).abs().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.abs().sum(), x)
+        found.append((y.detach(), first.detach(), second))
+    assert is_hook(gt.scale_gradient(x, 0.3))
+    assert all(map(torch.equal, *found))
+
+
+def test_the_gradient_at_the_edited_tensor_itself_is_not_edited():
+    x = torch.ones(2, requires_grad=True)
+    y = gt.reverse_gradient(x)
+    y.retain_grad()
+    (2 * y).sum().backward()
+    assert (y.grad.tolist(), x.grad.tolist()) == ([2.0, 2.0], [-2.0, -2.0])
+
+
+def test_an_edit_is_not_lost_by_what_is_written_in_place():
+    x = torch.ones(2, requires_grad=True) * 1
+    y = gt.reverse_gradient(x)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        y.mul_(3)
+    x.mul_(3)
+    with pytest.raises(
+        RuntimeError, match="its base or another view of its base has been modified"
+    ):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_a_checkpoint_computes_an_edit_again_where_another_mode_looks_on():
+    """It counts what is saved, and a hook and a rule save nothing."""
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    f = lambda x: gt.reverse_gradient(x.sin(), 2.0) ** 2
+    with torch.device("cpu"):
+        y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, torch.autograd.grad(f(x).sum(), x)[0])
+
+
+def test_a_picture_of_live_tensors_names_the_edit():
+    x = torch.ones(2, requires_grad=True)
+    assert "custom rule scale_gradient" in str(gt.gradient_graph(outputs=gt.reverse_gradient(x)))
+
+
+def test_the_zero_of_a_cotangent_has_the_sign_of_its_scale():
+    x = torch.ones(2, requires_grad=True)
+    for edit in (gt.scale_gradient, by_rule):
+        signs = [
+            torch.autograd.grad(edit(x, s).sum(), x)[0].signbit().tolist() for s in (0.0, -0.0)
+        ]
+        assert signs == [[False, False], [True, True]]

@@ -1,0 +1,877 @@
+"""What differentiating leaves behind in PyTorch: nothing; and what it goes through: anything."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._functorch import eager_transforms
+from torch.utils.checkpoint import checkpoint
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+F64 = torch.float64
+
+
+def _x(*values: float) -> torch.Tensor:
+    return torch.tensor(values or (0.7, -1.3), dtype=F64)
+
+
+def _operators(f: Any, x: torch.Tensor) -> dict[str, Any]:
+    return {
+        "grad": lambda: gt.grad(f)(x),
+        "value_and_grad": lambda: gt.value_and_grad(f)(x),
+        "vjp": lambda: gt.vjp(f, x)[1](torch.ones((), dtype=F64)),
+        "jvp": lambda: gt.jvp(f, (x,), (torch.ones_like(x),)),
+        "linearize": lambda: gt.linearize(f, x)[1](torch.ones_like(x)),
+        "jacobian": lambda: gt.jacobian(f)(x),
+        "hvp": lambda: gt.hvp(f, (x,), (torch.ones_like(x),)),
+        "hvp, forward over reverse": lambda: gt.hvp(
+            f, (x,), (torch.ones_like(x),), "forward_over_reverse"
+        ),
+        "hessian": lambda: gt.hessian(f)(x),
+        "minimax": lambda: gt.minimax_value_and_grad(lambda x, y: f(x * y), 0, 1)(x, x + 1),
+    }
+
+
+OPERATORS = tuple(_operators(None, _x()))
+operators = pytest.mark.parametrize("operator", OPERATORS)
+
+
+def _run(operator: str, f: Any, x: torch.Tensor) -> Any:
+    return _operators(f, x)[operator]()
+
+
+# --- one evaluation ----------------------------------------------------------------------
+
+
+@operators
+def test_f_is_evaluated_once(operator):
+    calls = []
+    _run(operator, lambda x: calls.append(1) or (x**3).sum(), _x())
+    assert len(calls) == 1
+
+
+@operators
+def test_f_is_evaluated_once_also_when_it_raises(operator):
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        _run(operator, f, _x())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("operator", ["grad", "value_and_grad", "vjp", "jvp", "linearize", "hvp"])
+def test_the_random_stream_goes_on_as_after_one_plain_call(operator):
+    f = lambda x: (torch.nn.functional.dropout(x, 0.5) ** 2).sum()
+    x = torch.randn(50, dtype=F64)
+    torch.manual_seed(1)
+    f(x)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    _run(operator, f, x)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_random_stream_goes_on_also_when_f_raises_after_drawing():
+    def f(x):
+        torch.rand(5)
+        raise ZeroDivisionError
+
+    torch.manual_seed(1)
+    torch.rand(5)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with pytest.raises(ZeroDivisionError):
+        gt.grad(f)(_x())
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("operator", ["grad", "vjp", "jvp", "linearize", "hvp", "hessian"])
+def test_batch_normalisation_in_training_mode_updates_its_buffers_once(operator):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).double()
+    plain = copy.deepcopy(net)
+    data = torch.randn(6, 2, dtype=F64)
+    with torch.no_grad():
+        plain(data * 0.7)
+    _run(operator, lambda x: (net(data * x[0]) ** 2).sum() * x[1], _x())
+    assert int(net[1].num_batches_tracked) == 1
+    for mine, its in zip(net.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, its)
+
+
+# --- nothing is left ---------------------------------------------------------------------
+
+
+@operators
+def test_grad_attributes_are_never_touched(operator):
+    w = torch.nn.Parameter(_x())
+    kept = torch.full_like(w, 5.0)
+    w.grad = kept
+    x = _x().requires_grad_()
+    _run(operator, lambda x: (x**2 * w).sum(), x)
+    assert w.grad is kept and torch.equal(kept, torch.full_like(kept, 5.0))
+    assert x.grad is None and x.requires_grad and x.is_leaf
+
+
+@operators
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+def test_modes_are_as_before(operator, raises, mode):
+    def f(x):
+        assert torch.is_grad_enabled()
+        if raises:
+            raise ZeroDivisionError
+        return (x**3).sum()
+
+    context = {
+        "grad": torch.enable_grad,
+        "no_grad": torch.no_grad,
+        "inference": torch.inference_mode,
+    }[mode]
+    if operator == "jvp" and mode != "grad":
+        pytest.skip("forward mode needs no grad mode, so jvp leaves it as it is")
+    x = _x()
+    with context(), torch.autograd.set_detect_anomaly(True, check_nan=False):
+        before = _modes()
+        if raises:
+            with pytest.raises(ZeroDivisionError):
+                _run(operator, f, x)
+        else:
+            _run(operator, f, x)
+        assert _modes() == before
+
+
+def _modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
+        forward_ad._current_level,
+        torch._C._functorch.maybe_current_level(),
+    )
+
+
+@operators
+def test_inference_tensors_are_differentiated(operator):
+    f = lambda x: (x**3).sum()
+    expected = _run(operator, f, _x())
+    with torch.inference_mode():
+        x = _x()
+        found = _run(operator, f, x)
+    assert x.is_inference()
+    found, expected = (torch.utils._pytree.tree_leaves(t) for t in (found, expected))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.clone(), b)
+
+
+# --- attached or detached ----------------------------------------------------------------
+
+COMBINATIONS = list(itertools.product([True, False], repeat=3))
+
+
+@pytest.mark.parametrize(("grad_mode", "argument", "captured"), COMBINATIONS)
+@pytest.mark.parametrize(
+    "operator", ["grad", "value_and_grad", "vjp", "hvp", "hessian", "jacobian"]
+)
+def test_results_are_attached_exactly_when_grad_mode_is_on_and_something_requires_grad(
+    operator, grad_mode, argument, captured
+):
+    x = _x().requires_grad_(argument)
+    w = _x().requires_grad_(captured)
+    with torch.set_grad_enabled(grad_mode):
+        found = _run(operator, lambda x: (x**4 * w).sum(), x)
+    attached = grad_mode and (argument or captured)
+    for leaf in torch.utils._pytree.tree_leaves(found):
+        assert leaf.requires_grad == attached
+        assert (leaf.grad_fn is not None) == attached
+
+
+@pytest.mark.parametrize(("grad_mode", "argument"), itertools.product([True, False], repeat=2))
+def test_aux_is_attached_as_the_value_is(grad_mode, argument):
+    x = _x().requires_grad_(argument)
+    with torch.set_grad_enabled(grad_mode):
+        (value, aux), _ = gt.value_and_grad(lambda x: ((x**2).sum(), x * 2), has_aux=True)(x)
+    assert value.requires_grad == aux.requires_grad == (grad_mode and argument)
+
+
+def test_a_captured_tensor_that_is_no_leaf_keeps_results_attached():
+    w = _x().requires_grad_()
+    h = w.exp()
+    g = gt.grad(lambda x: (x**2 * h).sum())(_x())
+    (g * _x()).sum().backward()
+    assert torch.allclose(w.grad, 2 * _x() ** 2 * w.detach().exp(), rtol=1e-14)
+
+
+def test_without_grad_mode_a_captured_graph_is_not_freed():
+    w = _x().requires_grad_()
+    h = w.exp()
+    with torch.no_grad():
+        gt.grad(lambda x: (x**2 * h).sum())(_x())
+    h.sum().backward()
+    assert torch.equal(w.grad, h.detach())
+
+
+def test_differentiating_a_tensor_that_has_a_graph_reaches_back_through_it():
+    w = _x().requires_grad_()
+    g = gt.grad(lambda x: (x**3).sum())(w.exp())
+    (found,) = torch.autograd.grad(g.sum(), w)
+    assert torch.allclose(found, 6 * (2 * w.detach()).exp(), rtol=1e-14)
+
+
+def test_a_detached_result_keeps_no_graph():
+    saved = []
+
+    class Watched:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    def pack(x):
+        box = Watched(x)
+        saved.append(weakref.ref(box))
+        return box
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.x):
+        kept = gt.value_and_grad(lambda x: (x.exp() * x.sin()).sum())(_x())
+    gc.collect()
+    assert saved and not [s for s in saved if s() is not None]
+    assert kept[0].grad_fn is None
+
+
+def test_a_forward_mode_derivative_saves_nothing():
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        gt.jvp(lambda x: (x.exp() * x.sin()).sum(), (_x(),), (_x(),))
+    assert saved == []
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_forward_mode_without_grad_mode_keeps_no_graph_of_captured_parameters(context):
+    w = _x().requires_grad_()
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with hooks, context():
+        gt.jvp(lambda x: ((x.exp() * w).sin() ** 2).sum(), (_x(),), (_x(),))
+    assert saved == []
+
+
+def test_mixed_partial_saves_the_same_at_every_depth_of_a_network_with_parameters():
+    w = _x().requires_grad_()
+
+    def saved_at(depth: int) -> int:
+        def G(z):
+            for _ in range(depth):
+                z = (z * w).sin()
+            return z
+
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            gt.mixed_partial(lambda y, g: (y * g**2).sum(), G, _x(), _x(), _x())
+        return len(saved)
+
+    assert saved_at(1) == saved_at(12)
+
+
+def test_a_name_that_a_function_of_the_users_gives_its_context_attaches_nothing():
+    assert not gt.grad(lambda x: _OldSquare.apply(x).sum())(_x()).requires_grad
+
+
+def test_a_loop_of_training_steps_keeps_no_graph():
+    refs = []
+    w = _x()
+    for _ in range(5):
+        w = w - 0.1 * gt.grad(lambda w: (w.exp() ** 2).sum())(w)
+        assert w.grad_fn is None
+        refs.append(weakref.ref(w))
+    gc.collect()
+    assert sum(r() is not None for r in refs) == 1
+
+
+# --- what f may be -----------------------------------------------------------------------
+
+
+class _OldSquare(torch.autograd.Function):
+    """A Function in the old style, which torch.func refuses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.variable = "a name that autograd's own nodes use"
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
+@pytest.mark.parametrize("operator", ["grad", "vjp", "linearize", "hvp", "hessian"])
+def test_functions_in_the_old_style_are_differentiated(operator):
+    found = _run(operator, lambda x: _OldSquare.apply(x).sum(), _x())
+    expected = _run(operator, lambda x: (x * x).sum(), _x())
+    found, expected = (torch.utils._pytree.tree_leaves(t) for t in (found, expected))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-15) and not a.requires_grad
+
+
+def test_forward_mode_through_a_function_in_the_old_style_is_refused_in_words():
+    with pytest.raises(GradtoolsError, match="reverse rule only"):
+        gt.jvp(lambda x: _OldSquare.apply(x).sum(), (_x(),), (_x(),))
+
+
+def test_reentrant_checkpoint_is_refused_by_name():
+    f = lambda x: checkpoint(lambda x: (x**3).sum(), x, use_reentrant=True)
+    with pytest.raises(GradtoolsError, match=r"(?s)reentrant.*use_reentrant=False"):
+        gt.grad(f)(_x())
+
+
+@pytest.mark.parametrize("operator", ["grad", "vjp", "linearize", "hvp"])
+def test_non_reentrant_checkpoint_works(operator):
+    f = lambda x: checkpoint(lambda x: (x**3).sum(), x, use_reentrant=False)
+    found = _run(operator, f, _x())
+    expected = _run(operator, lambda x: (x**3).sum(), _x())
+    found, expected = (torch.utils._pytree.tree_leaves(t) for t in (found, expected))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-14)
+
+
+def test_branches_loops_and_items_on_values_are_differentiated():
+    def f(x):
+        while float(x.detach().norm()) > 1:
+            x = x / 2
+        return (x**2).sum() if x[0].item() > 0 else x.sum()
+
+    assert torch.allclose(gt.grad(f)(_x()), _x() / 2, rtol=1e-15)
+
+
+def test_changes_in_place_inside_f_do_not_reach_the_callers_tensor():
+    def f(x):
+        y = x.clone()
+        y.mul_(3.0)
+        y[0] = y[0] * 2
+        return y.sum()
+
+    x = _x()
+    assert torch.equal(gt.grad(f)(x), torch.tensor([6.0, 3.0], dtype=F64))
+    assert torch.equal(x, _x())
+
+
+def test_parameters_are_arguments():
+    net = torch.nn.Linear(2, 1).double()
+    params = dict(net.named_parameters())
+    f = lambda p, x: (torch.func.functional_call(net, p, (x,)) ** 2).sum()
+    g = gt.grad(f)(params, _x())
+    (net(_x()) ** 2).sum().backward()
+    for name, p in params.items():
+        assert torch.allclose(g[name], p.grad, rtol=1e-14)
+        assert not isinstance(g[name], torch.nn.Parameter)
+
+
+def test_saved_tensor_hooks_and_tensor_hooks_inside_f_work():
+    def f(x):
+        y = x * x
+        y.register_hook(lambda g: 2 * g)
+        return y.sum()
+
+    assert torch.allclose(gt.grad(f)(_x()), 4 * _x(), rtol=1e-15)
+
+
+def test_hooks_on_the_arguments_themselves_do_not_fire():
+    fired = []
+    x = _x().requires_grad_()
+    x.register_hook(lambda g: fired.append(1))
+    with torch.no_grad():
+        gt.grad(lambda x: (x**2).sum())(x)
+    assert fired == []
+
+
+def test_anomaly_mode_passes_through():
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="nan values"):
+        gt.grad(lambda x: (x * 0).sqrt().sum() * 0)(_x())
+
+
+# --- pullbacks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_pullback_may_be_called_many_times(requires_grad):
+    x = _x().requires_grad_(requires_grad)
+    out, pullback = gt.vjp(lambda x: x.exp() * x, x)
+    expected = (x.detach().exp() * (1 + x.detach())).detach()
+    for k in range(1, 4):
+        assert torch.allclose(pullback(k * torch.ones_like(out))[0], k * expected, rtol=1e-14)
+
+
+def test_a_pullback_is_differentiable_in_its_cotangent():
+    _, pullback = gt.vjp(lambda x: x.exp(), _x())
+    c = torch.ones(2, dtype=F64, requires_grad=True)
+    (g,) = pullback(c)
+    assert torch.allclose(torch.autograd.grad(g.sum(), c)[0], _x().exp(), rtol=1e-15)
+
+
+def test_the_derivative_of_a_pullback_in_its_cotangent_is_detached_where_nothing_requires_grad():
+    _, pullback = gt.vjp(lambda x: x.exp(), _x())
+    found = gt.grad(lambda c: pullback(c)[0].sum())(torch.ones(2, dtype=F64))
+    assert torch.allclose(found, _x().exp(), rtol=1e-15) and not found.requires_grad
+
+
+def test_a_pullback_called_without_grad_mode_is_detached():
+    _, pullback = gt.vjp(lambda x: x.exp(), _x().requires_grad_())
+    with torch.no_grad():
+        assert not pullback(torch.ones(2, dtype=F64))[0].requires_grad
+
+
+# --- through results ---------------------------------------------------------------------
+
+
+def test_backward_goes_through_a_gradient():
+    w = _x().requires_grad_()
+    penalty = (gt.grad(lambda x: (x.sin() * w).sum())(_x()) ** 2).sum()
+    penalty.backward()
+    assert torch.allclose(w.grad, 2 * w.detach() * _x().cos() ** 2, rtol=1e-14)
+
+
+def test_native_double_backward_goes_through_a_gradient():
+    x = _x().requires_grad_()
+    g = gt.grad(lambda x: (x**4).sum())(x)
+    (h,) = torch.autograd.grad(g.sum(), x, create_graph=True)
+    (t,) = torch.autograd.grad(h.sum(), x)
+    assert torch.allclose(h, 12 * x**2, rtol=1e-14) and torch.allclose(t, 24 * x, rtol=1e-14)
+
+
+def test_a_native_derivative_inside_f_is_differentiated():
+    def f(x):
+        (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        return (g**2).sum()
+
+    assert torch.allclose(gt.grad(f)(_x()), 36 * _x() ** 3, rtol=1e-14)
+
+
+SQUARE = lambda x: (x**3).sum()
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.jacrev(f)(x).sum(0),
+        lambda f, x: torch.func.jacfwd(f)(x).sum(0),
+        lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+        lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        lambda f, x: gt.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.autograd.functional.jacobian(f, x).sum(0),
+    ],
+    ids=["func.grad", "jacrev", "jacfwd", "func.vjp", "func.jvp", "gt.grad", "functional"],
+)
+@pytest.mark.parametrize(
+    "inner",
+    [
+        gt.grad(SQUARE),
+        lambda x: gt.value_and_grad(SQUARE)(x)[1],
+        lambda x: gt.vjp(SQUARE, x)[1](torch.ones((), dtype=F64))[0],
+        lambda x: gt.linearize(lambda x: x**3, x)[1](torch.ones_like(x)),
+        lambda x: gt.jvp(lambda x: x**3, (x,), (torch.ones_like(x),))[1],
+        lambda x: gt.jacobian(lambda x: x**3)(x).sum(0),
+        torch.func.grad(SQUARE),
+    ],
+    ids=["grad", "value_and_grad", "vjp", "linearize", "jvp", "jacobian", "func.grad"],
+)
+def test_native_transforms_and_ours_nest_in_each_other(outer, inner):
+    assert torch.allclose(outer(inner, _x()), 6 * _x(), rtol=1e-14)
+
+
+def test_native_hessian_and_vmap_outside():
+    x = _x()
+    inner = lambda x: (gt.grad(SQUARE)(x) ** 2).sum()  # 9 x^4
+    found = torch.func.hessian(inner)(x)
+    assert torch.allclose(found, torch.diag(108 * x**2), rtol=1e-13)
+    mapped = torch.vmap(gt.hessian(SQUARE))(torch.stack([x, 2 * x]))
+    assert torch.allclose(mapped[1], torch.diag(12 * x), rtol=1e-14)
+
+
+def test_native_vmap_inside():
+    f = lambda x: torch.vmap(torch.func.grad(lambda t: t**3))(x).sum()
+    assert torch.allclose(gt.grad(f)(_x()), 6 * _x(), rtol=1e-14)
+
+
+@pytest.mark.parametrize("operator", ["grad", "hvp"])
+def test_forward_mode_of_ours_in_a_native_dual_level(operator):
+    x, t = _x(), torch.ones(2, dtype=F64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t)
+        found = gt.grad(SQUARE)(dual) if operator == "grad" else gt.hvp(SQUARE, (dual,), (t,))[1][0]
+        tangent = forward_ad.unpack_dual(found).tangent
+    expected = 6 * x if operator == "grad" else torch.full((2,), 6.0, dtype=F64)
+    assert torch.allclose(tangent, expected, rtol=1e-14)
+
+
+def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mode():
+    """The backward of slogdet takes a shortcut without grad mode that forgets the tangent."""
+    torch.manual_seed(0)
+    a, v = torch.randn(2, 3, 3, dtype=F64)
+    f = lambda a: torch.linalg.slogdet(a @ a.T + 3 * torch.eye(3, dtype=F64))[1]
+    _, (one,) = gt.hvp(f, (a,), (v,), "forward_over_reverse")
+    _, (other,) = gt.hvp(f, (a,), (v,), "reverse_over_reverse")
+    assert torch.allclose(one, other, rtol=1e-12)
+
+
+# --- threads -----------------------------------------------------------------------------
+
+
+def test_eight_threads_take_gradients_at_shared_parameters():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    ).double()
+    params = dict(net.named_parameters())
+    data = torch.randn(8, 5, 4, dtype=F64)
+
+    def f(p, x):
+        h = torch.tanh(x @ p["0.weight"].T + p["0.bias"])
+        return ((h @ p["2.weight"].T + p["2.bias"]) ** 2).sum()
+
+    expected = [gt.grad(f)(params, x) for x in data]
+    failures: list[Any] = []
+
+    def work(k):
+        try:
+            for _ in range(20):
+                g = gt.grad(f)(params, data[k])
+                failures.extend(n for n in g if not torch.equal(g[n], expected[k][n]))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert failures == []
+    assert all(p.grad is None for p in params.values())
+
+
+# --- compiled ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "operator", ["jacobian", "hessian", "per_example_grad", "minimax", "mixed"]
+)
+def test_the_other_operators_compile_to_one_graph(operator):
+    torch._dynamo.reset()
+    x = _x()
+    fun = {
+        "jacobian": lambda x: gt.jacobian(lambda x: x**3)(x),
+        "hessian": lambda x: gt.hessian(SQUARE)(x),
+        "per_example_grad": lambda x: gt.per_example_grad(lambda w, x: ((w * x) ** 3).sum())(x, x),
+        "minimax": lambda x: gt.minimax_value_and_grad(lambda x, y: (x * y).sum(), 0, 1)(x, x + 1),
+        "mixed": lambda x: gt.mixed_partial(lambda y, g: (y * g).sum() ** 2, torch.exp, x, x, x),
+    }[operator]
+    found = torch.compile(fun, backend="aot_eager", fullgraph=True)(x)
+    pairs = zip(*(torch.utils._pytree.tree_leaves(t) for t in (found, fun(x))), strict=True)
+    for a, b in pairs:
+        assert torch.allclose(a, b, rtol=1e-13)
+
+
+def test_numpy_reads_a_detached_result():
+    assert np.asarray(gt.grad(SQUARE)(_x())).shape == (2,)
+
+
+# --- derivatives that PyTorch computes without one of their terms -------------------------
+
+_SPD = lambda a: a @ a.T + 3 * torch.eye(3, dtype=a.dtype)
+_LOSES_A_TERM = {
+    "slogdet, torch#192540": lambda a: torch.linalg.slogdet(_SPD(a))[1],
+    "det, torch#192540": lambda a: torch.linalg.det(_SPD(a)),
+    "solve, torch#192540": lambda a: (torch.linalg.solve(_SPD(a), a) ** 2).sum(),
+}
+_NORMALISED = {
+    "layer_norm, torch#196700": lambda a: (torch.nn.functional.layer_norm(a, (3,)) ** 3).sum(),
+    "batch_norm, torch#196699": lambda a: (
+        torch.nn.functional.batch_norm(a, None, None, training=True) ** 3
+    ).sum(),
+}
+_WRONG_TWICE = {**_LOSES_A_TERM, **_NORMALISED}
+
+
+@pytest.fixture
+def at_and_along():
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+    return [torch.randn(3, 3, dtype=torch.float64, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", _WRONG_TWICE)
+def test_upstream_a_tangents_gradient_still_lacks_a_term(name, at_and_along):
+    """When this fails PyTorch has mended it: take the name out of upstream_bugs.py."""
+    f, (a, t, _) = _WRONG_TWICE[name], at_and_along
+    right = gt.hvp(f, (a,), (t,))[1][0]
+    wrong = torch.func.grad(lambda x: torch.func.jvp(f, (x,), (t,))[1])(a)
+    assert (right - wrong).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", _WRONG_TWICE)
+def test_a_tangent_that_pytorch_would_differentiate_wrongly_is_right(name, at_and_along):
+    f, (a, t, _) = _WRONG_TWICE[name], at_and_along
+    found = gt.grad(lambda x: gt.jvp(f, (x,), (t,))[1])(a)
+    torch.testing.assert_close(found, gt.hvp(f, (a,), (t,))[1][0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", _WRONG_TWICE)
+def test_such_a_tangent_may_be_read(name, at_and_along):
+    f, (a, t, _) = _WRONG_TWICE[name], at_and_along
+    tangent = gt.jvp(f, (a.requires_grad_(),), (t,))[1]
+    expected = (gt.grad(f)(a) * t).sum()
+    assert torch.allclose(tangent, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", _LOSES_A_TERM)
+@pytest.mark.parametrize("outer", ["grad of linearize", "torch.func.grad", "jvp", "torch.func.jvp"])
+def test_linear_algebra_is_differentiated_twice_rightly(name, outer, at_and_along):
+    f, (a, t, s) = _LOSES_A_TERM[name], at_and_along
+    right = (gt.hvp(f, (a,), (t,))[1][0] * s).sum()
+    inner = lambda x: gt.jvp(f, (x,), (t,))[1]
+    if outer == "grad of linearize":
+        found = (gt.grad(lambda x: gt.linearize(f, x)[1](t))(a) * s).sum()
+    elif outer == "torch.func.grad":
+        found = (torch.func.grad(inner)(a) * s).sum()
+    else:
+        jvp = gt.jvp if outer == "jvp" else torch.func.jvp
+        found = jvp(inner, (a,), (s,))[1]
+    assert torch.allclose(found, right, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", _NORMALISED)
+@pytest.mark.parametrize("way", ["gradient", "linearize", "func.grad"])
+def test_a_third_derivative_of_a_normalisation_refuses(name, way, at_and_along):
+    f, (a, t, s) = _NORMALISED[name], at_and_along
+    product = lambda x: (gt.hvp(f, (x,), (t,))[1][0] * s).sum()
+    ways = {
+        "gradient": lambda: gt.grad(product)(a),
+        "linearize": lambda: gt.grad(lambda x: gt.linearize(f, x)[1](t))(a),
+        "func.grad": lambda: torch.func.grad(lambda x: gt.jvp(f, (x,), (t,))[1])(a),
+    }
+    with pytest.raises(GradtoolsError, match="third derivative is taken of"):
+        ways[way]()
+
+
+@pytest.mark.parametrize("name", _NORMALISED)
+def test_under_forward_mode_a_normalisation_has_every_derivative(name, at_and_along):
+    f, (a, t, s) = _NORMALISED[name], at_and_along
+    product = lambda x: (gt.hvp(f, (x,), (t,))[1][0] * s).sum()
+    twice = gt.jvp(lambda x: gt.jvp(f, (x,), (t,))[1], (a,), (s,))[1]
+    torch.testing.assert_close(twice, product(a), rtol=1e-9, atol=1e-12)
+    slope = lambda h: (product(a + h * t) - product(a - h * t)) / (2 * h)
+    expected = (4 * slope(1e-3) - slope(2e-3)) / 3
+    torch.testing.assert_close(gt.jvp(product, (a,), (t,))[1], expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_normalisation_by_fixed_statistics_has_every_derivative(at_and_along):
+    a, t, s = at_and_along
+    mean, var = torch.zeros(3, dtype=a.dtype), torch.ones(3, dtype=a.dtype)
+    f = lambda x: (torch.nn.functional.batch_norm(x, mean, var, training=False) ** 3).sum()
+    product = lambda x: (gt.hvp(f, (x,), (t,))[1][0] * s).sum()
+    found, step = gt.grad(product)(a), 1e-4
+    slope = (product(a + step * t) - product(a - step * t)) / (2 * step)
+    assert torch.allclose((found * t).sum(), slope, rtol=1e-6)
+
+
+# --- threads ------------------------------------------------------------------------------
+
+FORWARD = {
+    "jvp": lambda f, x: gt.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "hvp": lambda f, x: gt.hvp(f, (x,), (torch.ones_like(x),), "forward_over_reverse"),
+    "jacobian": lambda f, x: gt.jacobian(f, mode="forward")(x),
+    "mixed_partial": lambda f, x: gt.mixed_partial(f, torch.sin, x, x, torch.ones_like(x)),
+    "frozen": lambda f, x: gt.grad(lambda x: gt.grad(lambda z: f(gt.frozen(f)(z)))(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("inside", ["ours", "PyTorch's"])
+@pytest.mark.parametrize("operator", FORWARD)
+def test_the_one_dual_level_may_be_taken_by_another_thread(operator, inside):
+    """The other thread stays in forward mode until this one is done."""
+    f = lambda x, y=1.0: (x**3 * torch.sin(y * torch.ones(()))).sum()
+    if operator == "mixed_partial":
+        f = lambda y, x: (x**3 * y).sum()
+    x = _x()
+    alone = FORWARD[operator](f, x)
+    entered, done = threading.Event(), threading.Event()
+
+    def waiting(x):
+        entered.set()
+        assert done.wait(60)
+        return x**2
+
+    jvp = gt.jvp if inside == "ours" else torch.func.jvp
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(jvp, waiting, (_x(),), (torch.ones_like(x),))
+        try:
+            assert entered.wait(60)
+            found = FORWARD[operator](f, x)
+        finally:
+            done.set()
+        np.testing.assert_allclose(other.result()[1], 2 * _x(), rtol=1e-15)
+    np.testing.assert_allclose(found, alone, rtol=1e-14)
+    assert forward_ad._current_level == -1
+
+
+def test_between_the_question_for_the_dual_level_and_the_step_into_it_no_other_thread_comes(
+    monkeypatch,
+):
+    """One thread stands at the door; the other comes, and leaves while the first is inside."""
+    at_the_door, other_inside, inside, other_left = (threading.Event() for _ in range(4))
+    enter = eager_transforms.enter_jvp_nesting
+
+    def enter_late():
+        at_the_door.set()
+        assert other_inside.wait(60)
+        return enter()
+
+    def stays(x):
+        inside.set()
+        assert other_left.wait(60)
+        return (x**3).sum()
+
+    def comes(x):
+        other_inside.set()
+        assert inside.wait(60)
+        return (x**2).sum()
+
+    x = _x()
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(eager_transforms, "enter_jvp_nesting", enter_late)
+        first = pool.submit(FORWARD["jacobian"], stays, x)
+        assert at_the_door.wait(60)
+        monkeypatch.setattr(eager_transforms, "enter_jvp_nesting", enter)
+        try:
+            found = FORWARD["jacobian"](comes, x)
+        finally:
+            other_left.set()
+        np.testing.assert_allclose(first.result(), 3 * x**2, rtol=1e-14)
+    np.testing.assert_allclose(found, 2 * x, rtol=1e-14)
+    assert forward_ad._current_level == -1
+
+
+def test_threads_that_enter_and_leave_the_dual_level_at_once():
+    x = _x()
+    f = lambda x: (x**3).sum()
+    expected = 3 * x**2
+    run = lambda _: FORWARD["jacobian"](f, x)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(run, range(100)))
+    finally:
+        sys.setswitchinterval(interval)
+    for row in found:
+        np.testing.assert_allclose(row, expected, rtol=1e-14)
+    assert forward_ad._current_level == -1
+
+
+# --- gradients that f switches off --------------------------------------------------------
+
+
+def under_no_grad(x):
+    with torch.no_grad():
+        s = x.sin()
+        with torch.enable_grad():
+            t = x.cos()
+    return x * s * t
+
+
+def in_place_under_no_grad(x):
+    h = x * 2
+    with torch.no_grad():
+        h.mul_(x)
+    return h.sin()
+
+
+def under_no_grad_in_vmap(x):
+    def entry(x):
+        with torch.no_grad():
+            s = x.sin()
+        return x * s
+
+    return torch.vmap(entry)(x)
+
+
+def a_gradient_under_no_grad(x):
+    with torch.no_grad():
+        s = gt.grad(lambda x: (x.sin() * x).sum())(x)
+    return x * s
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize(
+    "f",
+    [under_no_grad, in_place_under_no_grad, under_no_grad_in_vmap, a_gradient_under_no_grad],
+    ids=lambda f: f.__name__,
+)
+def test_forward_mode_heeds_gradients_switched_off(f, tracked):
+    generator = torch.Generator().manual_seed(0)
+    x, u, v = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    leaf, one = x.clone().requires_grad_(), torch.ones((), dtype=torch.float64)
+    (pulled,) = torch.autograd.grad(f(leaf), leaf, v)
+    with torch.set_grad_enabled(tracked):
+        _, pushed = gt.jvp(f, (x,), (u,))
+        mixed = gt.mixed_partial(lambda y, g: y * (g * v).sum(), f, one, x, u)
+        jacobian = gt.jacobian(f, mode="forward")(x)
+        mapped = torch.vmap(lambda u: gt.jvp(f, (x,), (u,))[1])(torch.stack([u, 2 * u]))
+    products = [v * pushed, v * (jacobian @ u), v * mapped[0], v * mapped[1] / 2]
+    for found in (*(x.sum() for x in products), mixed):
+        torch.testing.assert_close(found, (pulled * u).sum(), rtol=1e-12, atol=1e-12)
+    assert torch.is_grad_enabled()
+    assert torch._C._is_fwd_grad_enabled()
+
+
+@pytest.mark.xfail(strict=True, reason="forward mode passes through no_grad (pytorch#128600)")
+def test_compiled_forward_mode_heeds_gradients_switched_off():
+    """Dynamo asks no mode when f switches gradients, so this one is PyTorch's own."""
+    x = _x()
+    step = torch.compile(
+        lambda x: gt.jvp(under_no_grad, (x,), (torch.ones_like(x),))[1], backend="eager"
+    )
+    torch.testing.assert_close(step(x), x.sin() * x.cos(), rtol=1e-14, atol=0)
+
+
+def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_graph():
+    def f(x):
+        return torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0]
+
+    x = torch.ones(3)
+    with pytest.raises(GradtoolsError, match=r"jvp: f sets a hook .* Use gt\.grad in f"):
+        gt.jvp(f, (x,), (x,))
+
+
+def test_a_compiled_function_that_is_differentiated_twice_from_outside_is_refused():
+    f = torch.compile(lambda x: (x**3).sum(), backend="aot_eager")
+    with pytest.raises(GradtoolsError, match="has no compiled double backward"):
+        gt.hessian(f)(torch.ones(2))
+
+
+def test_a_gradient_inside_of_a_transform_of_torch_inside_of_a_gradient():
+    x, h = torch.linspace(-1, 1, 5, dtype=torch.float64), lambda t: (t.tanh() ** 2).sum()
+
+    def third(grad):
+        inner = lambda z: torch.func.grad(lambda z: grad(h)(z).sum())(z).sum()
+        return gt.grad(inner)(x)
+
+    torch.testing.assert_close(third(gt.grad), third(torch.func.grad))

@@ -1,0 +1,249 @@
+"""Formulas of operations at their odd ends: a single number, an exponent of zero, each padding.
+
+PyTorch runs and differentiates each of them, so what fails is the formula's own fault.
+"""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+NUMBER = torch.tensor(2.0)
+VECTOR = torch.tensor([0.5, -1.0, 2.0, 0.25])
+MATRIX = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7], [0.2, 0.9, -2.0]])
+FIRST, ZERO = torch.tensor([0]), torch.tensor(0)
+
+ALONG = {  # the only axis that a single number is given
+    "sort": lambda x: torch.sort(x)[0],
+    "topk": lambda x: torch.topk(x, 1)[0],
+    "kthvalue": lambda x: torch.kthvalue(x, 1)[0],
+    "median": lambda x: torch.median(x, 0)[0],
+    "max": lambda x: torch.max(x, 0)[0],
+    "amin": lambda x: torch.amin(x, 0),
+    "cumsum": lambda x: torch.cumsum(x, 0),
+    "cumprod": lambda x: torch.cumprod(x, 0),
+    "cummax": lambda x: torch.cummax(x, 0)[0],
+    "logcumsumexp": lambda x: torch.logcumsumexp(x, 0),
+    "softmax": lambda x: torch.softmax(x, 0),
+    "log_softmax": lambda x: torch.log_softmax(x, 0),
+    "logsumexp": lambda x: torch.logsumexp(x, 0),
+    "sum": lambda x: torch.sum(x, 0),
+    "prod": lambda x: torch.prod(x, 0),
+    "norm": lambda x: torch.linalg.vector_norm(x),
+    "flip": lambda x: torch.flip(x, (0,)),
+    "index_select": lambda x: torch.index_select(x, 0, ZERO),
+    "gather": lambda x: torch.gather(x, 0, FIRST if x.ndim else ZERO),
+    "take": lambda x: torch.take(x, ZERO),
+    "scatter_add": lambda x: torch.scatter_add(
+        x, 0, FIRST if x.ndim else ZERO, x[:1] if x.ndim else x
+    ),
+    "index_add": lambda x: torch.index_add(x, 0, ZERO, 3 * x[:1] if x.ndim else 3 * x),
+    "index_fill": lambda x: torch.index_fill(x, 0, ZERO, 1.0),
+    "ellipsis": lambda x: x[...],
+    "mask": lambda x: x[torch.tensor(True)],
+}
+PADDED = {
+    mode: lambda x, mode=mode: F.pad(x[None], (1, 1), mode=mode)
+    for mode in ("constant", "circular", "reflect", "replicate")
+}
+ODD = {
+    "copysign": lambda x: torch.copysign(x, -x.detach()),
+    **{f"cdist {p}": lambda x, p=p: torch.cdist(x, x + 1, p=p) for p in (0.0, 1.0, 2.0, math.inf)},
+    **PADDED,
+    "pad by less": lambda x: F.pad(x, (-1, 0)),
+    **{f"polygamma {n}": lambda x, n=n: torch.polygamma(n, x.abs() + 1) for n in (0, 1, 3)},
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "renorm": partial(torch.renorm, p=2, dim=0, maxnorm=1.0),
+    "frexp": lambda x: torch.frexp(x)[0],
+    "trace": torch.trace,
+    "lstsq": lambda x: torch.linalg.lstsq(x, x + 1)[0],
+    "pinv": torch.linalg.pinv,
+}
+
+
+@pytest.mark.parametrize("x", [NUMBER, VECTOR], ids=["number", "vector"])
+@pytest.mark.parametrize("name", ALONG)
+def test_an_operation_along_an_axis_has_a_formula_of_one_number_too(name, x):
+    assert gt.formula(ALONG[name], x).lines(1)  # compared with autograd before it is shown
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_arguments_are_no_fault_of_the_function(name):
+    assert gt.formula(ODD[name], MATRIX).lines(1)
+
+
+# --- what is written in place, and read again --------------------------------------------
+
+
+def test_gates_that_a_cell_writes_in_place_read_as_by_hand():
+    torch.manual_seed(0)
+    found = gt.formula(torch.nn.GRUCell(3, 4), torch.randn(2, 3), torch.randn(2, 4))
+    assert found.lines(0) == [
+        "Z₁ = input weight_ihᵀ + bias_ih",
+        "Z₂ = hx weight_hhᵀ + bias_hh",
+        "S₁ = sigmoid(Z₁[:, :4] + Z₂[:, :4])",
+        "H = tanh(Z₁[:, 8:] + S₁ ⊙ Z₂[:, 8:])",
+        "S₂ = sigmoid(Z₁[:, 4:8] + Z₂[:, 4:8])",
+        "Y = S₂ ⊙ (hx - H) + H",
+    ]
+    assert "set_at" not in str(found) and "window" not in str(found)
+
+
+def _halves(x):
+    y = x.clone()
+    y[:3] *= 2
+    y[3:] = y[:3] + 1
+    return (y[3:] * y[:3]).sum()
+
+
+def _overlapping(x):
+    y = x.sin()
+    y[1:4] *= x[:3]
+    y[2:5] += 1
+    return (y[:3] * y[3:]).sum()
+
+
+def _over_again(x):
+    y = x.clone()
+    y[1:3] = x[:2] ** 2
+    y[1:3] = y[1:3].exp()
+    return y[1:].prod()
+
+
+@pytest.mark.parametrize(
+    ("f", "updates"),
+    [(_halves, 0), (_overlapping, 2), (_over_again, 1)],
+    ids=["halves", "overlapping", "over again"],
+)
+def test_a_window_of_an_update_is_what_was_written(f, updates):
+    found = gt.formula(f, torch.linspace(0.2, 1.3, 6, dtype=torch.float64))
+    assert "\n".join(found.lines(0)).count("set_at") == updates
+    assert found.check is not None and found.check.error < 1e-8
+
+
+# --- where f is defined, and in which numbers ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("f", "x"),
+    [
+        (torch.asin, np.linspace(-0.99, 0.99, 40)),
+        (torch.atanh, np.linspace(-0.999, 0.999, 40)),
+        (torch.erfinv, np.linspace(-0.99, 0.99, 40)),
+        (lambda p: F.binary_cross_entropy(p, torch.ones_like(p)), np.linspace(0.01, 0.999, 40)),
+    ],
+    ids=["asin", "atanh", "erfinv", "binary_cross_entropy"],
+)
+def test_a_function_of_few_numbers_is_compared_as_near_as_it_is_defined(f, x):
+    assert "3 random points" in str(gt.formula(f, torch.tensor(x)))
+
+
+def test_where_nothing_nearby_is_defined_the_arguments_alone_are_compared():
+    def f(x):
+        if not torch.equal(x.detach(), torch.ones(3)):
+            raise ValueError("another x")
+        return (x**2).sum()
+
+    said = str(gt.formula(f, torch.ones(3)))
+    assert "nearby f is not defined" in said and "compared at the given arguments alone" in said
+
+
+@pytest.mark.parametrize(
+    ("f", "line"),
+    [
+        (lambda x: x.to(torch.complex128).sqrt(), "  y = √(x + 0i)"),
+        (lambda x: torch.log(x + 0j), "  y = log(x + 0i)"),
+        (lambda x: x.cfloat() * 2, "  y = 2 x + 0i"),
+        (lambda x: torch.fft.fft(x.to(torch.complex128)), "  y = ℱ(x)"),
+        (lambda x: (x + 0j).abs(), "  y = |x|"),
+        (lambda x: x.to(torch.complex128) * (1 + 2j), "  y = (1 + 2i) x"),
+    ],
+)
+def test_real_numbers_as_complex_ones_are_told_where_it_matters(f, line):
+    assert line in str(gt.formula(f, torch.tensor([0.3, 1.7, -2.5]))).splitlines()
+
+
+def test_what_is_drawn_from_a_distribution_of_the_values_is_compared_at_these_alone():
+    said = str(gt.formula(lambda m: torch.distributions.Normal(m, 1.0).sample() * m, torch.ones(3)))
+    assert "nearby f draws other numbers" in said
+
+
+def test_an_operation_that_writes_and_returns_something_else_is_read():
+    mean, var = torch.zeros(2), torch.ones(2)
+    f = lambda x: torch.ops.aten._native_batch_norm_legit(x, None, None, mean, var, True, 0.1, 0)[0]
+    assert "standardize" in str(gt.formula(f, torch.randn(3, 2, 4)))
+
+
+class _OneWay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, ct):
+        raise NotImplementedError("there is no way back")
+
+
+def test_a_missing_derivative_of_the_framework_is_no_fault_of_the_formula():
+    said = r"f runs, and automatic differentiation of it does not \(.*there is no way back"
+    with pytest.raises(GradtoolsError, match=said):
+        gt.formula(_OneWay.apply, torch.ones(3))
+
+
+def test_a_sparse_tensor_is_refused_in_words():
+    with pytest.raises(
+        GradtoolsError, match=r"f makes a sparse_coo tensor \(.*\); a formula is of"
+    ):
+        gt.formula(lambda x: x.to_sparse(), torch.ones(3))
+
+
+def _all_three(A):
+    u, s, v = torch.linalg.svd(A, full_matrices=False)
+    return (u * s) @ v
+
+
+def _left_alone(A):
+    return torch.linalg.svd(A, full_matrices=False)[0].square()
+
+
+@pytest.mark.parametrize(
+    ("f", "line"),
+    [
+        (
+            _all_three,
+            "Ā = U (V ⊙ (Σᵢ (Z̄ ⊙ U)))ᵀ + U gaps(T₁ - T₁ᵀ; s²) (V ⊙ s)ᵀ"
+            " + Z gaps(T₂ - T₂ᵀ; s²) Vᵀ + (Ū - U T₁) (V / s)ᵀ",
+        ),
+        (_left_alone, "Ā = U gaps(T - Tᵀ; s²) (V ⊙ s)ᵀ + (Ū - U T) (V / s)ᵀ"),
+    ],
+)
+def test_the_adjoint_of_singular_vectors_is_one_of_matrices(f, line):
+    torch.manual_seed(0)
+    found = gt.formula(f, torch.randn(4, 3))
+    assert found.lines(1)[-1] == line and found.check is not None
+
+
+@pytest.mark.parametrize(
+    ("write", "line"),
+    [
+        (torch.no_grad()(lambda y: torch._foreach_add_(y, 1.0)), "y = (3 x + 1) ⊙ (2 x + 1)"),
+        (lambda y: torch._foreach_mul_(y, [1.0, 2.0]), "y = 12 x²"),
+        (lambda y: torch._foreach_addcmul_(y, [z + 1 for z in y], [z * 2 for z in y], 3.0), None),
+    ],
+    ids=["add", "mul", "addcmul"],
+)
+def test_an_operation_on_lists_is_one_on_each_tensor(write, line):
+    def f(x):
+        y = [x * 3, x * 2]
+        write(y)
+        return y[0] * y[1]
+
+    found = gt.formula(f, torch.rand(3) + 1)
+    assert not found.marked and found.check is not None
+    assert line is None or found.lines(0) == [line]

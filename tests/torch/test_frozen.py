@@ -1,0 +1,993 @@
+"""Frozen functions in PyTorch: kernels without forward mode, state, parameters, engines."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools.torch.freezing import _TOLD, _Use
+from gradtools.torch.modes import Modes
+from gradtools.torch.onetangent import OneTangent
+from gradtools.torch.zeros import NoProductsOfZero
+
+D = torch.float64
+CPU = {"cpu"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_told_yet():
+    _TOLD.clear()
+
+
+def loss(y, g):
+    return (0.01 * (y.sum() + g) ** 3).sum() + (g.reshape(-1)[0] * y).sin().sum()
+
+
+def second(G, zs, y, order="use by use", along=False):
+    """The derivative along y of a function of all df/dz_i, and these."""
+    if along:
+        zs = [(z * y.mean()).sin() for z in zs]
+    if order == "use by use":
+        gs = [torch.autograd.grad(loss(y, G(z)), z, create_graph=True)[0] for z in zs]
+    else:
+        values = [loss(y, G(z)) for z in zs]
+        pairs = zip(values, zs, strict=True)
+        gs = [torch.autograd.grad(v, z, create_graph=True)[0] for v, z in pairs]
+    total = sum((i + 1) * g.pow(2).sum().tanh() for i, g in enumerate(gs))
+    total = total + torch.stack(gs).prod(0).sum()
+    return [torch.autograd.grad(total, y)[0], *(g.detach() for g in gs)]
+
+
+def same(found, expected, tolerance=1e-11):
+    for a, b in zip(found, expected, strict=True):
+        assert b.abs().max() > 1e-8, "a vacuous comparison"
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def inputs(*shape, count=3, dtype=D):
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+    make = lambda *s: torch.randn(s, generator=generator, dtype=dtype).mul(0.5).requires_grad_()
+    return [make(*shape) for _ in range(count)], make(2)
+
+
+def decoder():
+    layers = [nn.Unflatten(1, (1, 2, 2)), nn.ConvTranspose2d(1, 2, 3), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Conv2d(2, 3, 3, stride=2, padding=1, groups=1))
+
+
+def encoder(dropout=0.0):
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True, activation="gelu")
+
+
+def normalised():
+    parts = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)]
+    return nn.Sequential(*parts)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+NETWORKS = {
+    "perceptron": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), (2, 4)),
+    "decoder": (decoder, (2, 4)),
+    "batch norm and dropout": (normalised, (5, 4)),
+    "encoder": (encoder, (2, 3, 8)),
+    "encoder with dropout": (lambda: encoder(0.2), (2, 3, 8)),
+    "encoder, evaluated": (lambda: encoder(0.2).eval(), (2, 3, 8)),
+    "recurrent": (Recurrent, (3, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("order", ["use by use", "all forwards first"])
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.filterwarnings("ignore:frozen. _scaled_dot_product")
+def test_it_is_double_backward_bit_for_bit_in_state(name, order, along, tracked, budget):
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    plain = make().to(D).requires_grad_(tracked)
+    ours = copy.deepcopy(plain)
+    zs, y = inputs(*shape)
+    torch.manual_seed(3)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(plain, zs, y, order, along)
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    fused = budget is None or "encoder" not in name
+    with sdpa_kernel([SDPBackend.MATH, *([SDPBackend.FLASH_ATTENTION] if fused else [])]):
+        found = second(gt.frozen(ours, budget), zs, y, order, along)
+    same(found, expected)
+    assert torch.equal(torch.rand(2), after)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], value), key
+
+
+# --- kernels without forward mode -------------------------------------------------------------
+
+
+def attention(z):
+    return nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos())
+
+
+def scripted_attention(z: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos())
+
+
+def test_fused_attention_is_pushed_by_its_formula():
+    zs, y = inputs(2, 2, 3, 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(attention, zs, y, along=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        second(attention, zs, y)
+    before = Modes.now(CPU).flags
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        same(second(gt.frozen(attention), zs, y, along=True), expected)
+    assert not [w for w in told if w.category is GradtoolsWarning]
+    assert Modes.now(CPU).flags == before
+
+
+def fused_alone(z):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(z, z.sin(), z.cos())[0]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_fused_attention_that_is_not_seen_falls_back_and_says_so_once():
+    """TorchScript shows no function: its kernel is met where it fails, and another is chosen."""
+    zs, y = inputs(2, 2, 3, 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(attention, zs, y)
+    scripted = torch.jit.script(scripted_attention)
+    before = Modes.now(CPU).flags
+    said = r"^frozen: _scaled_dot_product_flash\w* lacks .* uses PyTorch's own alternatives"
+    with pytest.warns(GradtoolsWarning, match=said):
+        same(second(gt.frozen(scripted), zs, y), expected)
+    assert Modes.now(CPU).flags == before
+    same(second(gt.frozen(scripted), zs, y), expected)  # a warning would fail the test
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_fused_attention_in_a_kept_graph_has_the_second_derivative_of_plain_attention():
+    zs, y = inputs(2, 2, 3, 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(attention, zs, y)
+    scripted = torch.jit.script(scripted_attention)
+    before = Modes.now(CPU).flags
+    for _ in range(2):
+        same(second(gt.frozen(scripted, 1 << 20), zs, y), expected)  # a warning would fail the test
+        assert Modes.now(CPU).flags == before
+
+
+@pytest.mark.filterwarnings("ignore:frozen. _scaled_dot_product")
+@pytest.mark.parametrize("along", [False, True])
+def test_a_fused_kernel_that_is_called_by_its_name_has_the_second_derivative_too(along):
+    zs, y = inputs(2, 2, 3, 4)
+    plain = lambda z: torch.softmax(z @ z.sin().mT / 2, -1) @ z.cos()
+    expected = second(plain, zs, y, along=along)
+    same(second(gt.frozen(fused_alone), zs, y, along=along), expected)
+
+
+def test_flags_are_restored_after_an_exception():
+    zs, y = inputs(3, 2, 4, dtype=torch.float32)
+    model = Recurrent().requires_grad_(False)
+    before = Modes.now(CPU).flags
+
+    def f(z):
+        if not torch.backends.cuda.flash_sdp_enabled():
+            raise ValueError("here")
+        return model(z)
+
+    with pytest.raises(ValueError, match="here"), pytest.warns(GradtoolsWarning):
+        second(gt.frozen(f), zs, y)
+    assert Modes.now(CPU).flags == before
+
+
+def test_a_float32_lstm_on_the_cpu():
+    torch.manual_seed(0)
+    model = Recurrent().requires_grad_(False)
+    zs, y = inputs(3, 2, 4, dtype=torch.float32)
+    expected = second(
+        copy.deepcopy(model).to(D),
+        [z.detach().to(D).requires_grad_() for z in zs],
+        y.detach().to(D).requires_grad_(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GradtoolsWarning)
+        found = second(gt.frozen(model), zs, y)
+    same([x.to(D) for x in found], expected, 1e-4)
+
+
+class WithoutJvp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, ct):
+        return 3 * ctx.saved_tensors[0] ** 2 * ct
+
+
+class Once(WithoutJvp):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, ct):
+        return 3 * ctx.saved_tensors[0] ** 2 * ct
+
+
+@pytest.mark.parametrize("along", [False, True])
+def test_a_function_without_jvp_takes_double_backward_and_says_so(along):
+    zs, y = inputs(2, 4)
+    with pytest.warns(GradtoolsWarning, match=r"a torch\.autograd\.Function lacks .* double back"):
+        found = second(gt.frozen(lambda z: WithoutJvp.apply(z.sin())), zs, y, along=along)
+    same(found, second(lambda z: z.sin() ** 3, zs, y, along=along))
+
+
+REFUSED_ONCE = (
+    r"frozen: G holds the autograd\.Function Once\w*, whose backward is marked with @once"
+)
+
+
+class OnceWithJvp(Once):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return Once.forward(ctx, x)
+
+    @staticmethod
+    def jvp(ctx, dx):
+        return 3 * ctx.x**2 * dx
+
+
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.filterwarnings("ignore:frozen. a torch.autograd.Function lacks")
+def test_a_backward_without_a_derivative_is_refused(along, budget):
+    """PyTorch itself says nothing of it where the cotangent has no graph, and loses a part."""
+    zs, y = inputs(2, 4)
+    with pytest.raises(GradtoolsError, match=REFUSED_ONCE):
+        second(gt.frozen(lambda z: Once.apply(z.sin()), budget), zs, y, along=along)
+
+
+def test_a_forward_rule_is_enough_for_what_forward_mode_gives():
+    zs, y = inputs(2, 4)
+    G = gt.frozen(lambda z: OnceWithJvp.apply(z.sin()))
+    same(second(G, zs, y), second(lambda z: z.sin() ** 3, zs, y))
+    with pytest.raises(GradtoolsError, match=REFUSED_ONCE):
+        second(G, zs, y, along=True)
+
+
+# --- what stops or changes gradients in reverse mode ------------------------------------------
+
+
+def under_no_grad(z):
+    with torch.no_grad():
+        s = nn.functional.linear(z.sin(), torch.ones(4, 4, dtype=D))
+    return z * s
+
+
+def switched_off_and_on(z):
+    torch.set_grad_enabled(False)
+    s = z.sin()
+    torch.set_grad_enabled(True)
+    return z * s
+
+
+def on_within_off(z):
+    with torch.no_grad():
+        s = z.sin()
+        with torch.enable_grad():
+            t = z.cos()
+    return z * s * t
+
+
+def in_place_under_no_grad(z):
+    h = z * 2
+    with torch.no_grad():
+        h[:, 0].mul_(h[:, 1])
+    return h.sin()
+
+
+def in_inference_mode(z):
+    with torch.inference_mode():
+        s = z @ torch.ones(4, 4, dtype=D)
+    return z * s.clone()
+
+
+def under_no_grad_by_a_rule(z):
+    with torch.no_grad():
+        s = gt.scale_gradient(z.sin(), 2.0)
+    return z * s
+
+
+def under_no_grad_in_vmap(z):
+    def row(x):
+        with torch.no_grad():
+            s = x.sin()
+        return x * s
+
+    return torch.vmap(row)(z)
+
+
+def a_transform_under_no_grad(z):
+    with torch.no_grad():
+        s = torch.func.grad(lambda x: (x.sin() * x).sum())(z)
+    return z * s
+
+
+def under_no_grad_in_a_checkpoint(z):
+    return gt.checkpoint(under_no_grad)(z)
+
+
+def a_hook(z):
+    h = z.sin()
+    h.register_hook(lambda g: 0.5 * g)
+    return h**2
+
+
+def a_hook_where_gradients_are_wanted(z):
+    h = z.sin()
+    if h.requires_grad:
+        h.register_hook(lambda g: 0.5 * g)
+    return h**2
+
+
+def a_hook_on_a_node(z):
+    h = z.sin()
+    if h.grad_fn is not None:
+        h.grad_fn.register_hook(lambda grads, _: (0.5 * grads[0],))
+    return h**2
+
+
+def own_derivative(z):
+    return torch.autograd.grad((z.sin() * z).sum(), z, create_graph=True)[0]
+
+
+def own_derivative_if_wanted(z):
+    with torch.enable_grad():
+        x = z if z.requires_grad else z.detach().requires_grad_()
+        return torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0]
+
+
+def own_derivative_as_a_constant(z):
+    with torch.enable_grad():
+        x = z * 1
+        x = x if x.requires_grad else x.requires_grad_()
+        return z * torch.autograd.grad((x.sin() * x).sum(), x, retain_graph=True)[0]
+
+
+def own_derivative_along_a_constant(z):
+    with torch.enable_grad():
+        d = torch.zeros(4, 4, dtype=D).requires_grad_()
+        return torch.autograd.grad(torch.matmul(z, d).exp().sum(), d, create_graph=True)[0]
+
+
+def forward_mode_of_functorch(z):
+    return torch.func.jvp(lambda x: x.sin() * x, (z,), (z.cos(),))[1]
+
+
+STOPPED = [
+    *(under_no_grad, switched_off_and_on, on_within_off, in_place_under_no_grad),
+    *(in_inference_mode, under_no_grad_by_a_rule, under_no_grad_in_vmap),
+    *(a_transform_under_no_grad, under_no_grad_in_a_checkpoint),
+    *(a_hook, a_hook_where_gradients_are_wanted, a_hook_on_a_node),
+    *(own_derivative, own_derivative_if_wanted, own_derivative_as_a_constant),
+    *(own_derivative_along_a_constant, forward_mode_of_functorch),
+]
+
+
+@pytest.mark.parametrize("G", STOPPED, ids=lambda G: G.__name__)
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
+def test_gradients_stop_and_change_in_forward_mode_as_in_reverse_mode(G, along):
+    zs, y = inputs(3, 4)
+    expected = second(lambda z: G(z * 1), zs, y, along=along)
+    same(second(gt.frozen(lambda z: G(z * 1)), zs, y, along=along), expected)
+    assert torch.is_grad_enabled()
+    assert torch._C._is_fwd_grad_enabled()
+
+
+NONLINEAR = {
+    "square": lambda g: g**2,
+    "the positive part": lambda g: g.clamp(min=0),
+    "the direction": lambda g: g / g.norm(),
+    "clipped": lambda g: g.clamp(-1e-3, 1e-3),
+}
+
+
+@pytest.mark.parametrize("hook", NONLINEAR)
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
+def test_a_hook_that_is_not_linear_is_refused_at_second_order(hook, along):
+    def G(z):
+        h = z.sin()
+        if h.requires_grad:
+            h.register_hook(NONLINEAR[hook])
+        return h**2
+
+    zs, y = inputs(3, 4)
+    first = lambda G: [gt.grad(lambda z: loss(y, G(z)))(zs[0])]
+    same(first(gt.frozen(G)), first(G))
+    with pytest.raises(GradtoolsError, match="holds a hook on a gradient that is not linear"):
+        second(gt.frozen(G), zs, y, along=along)
+
+
+class Sine(torch.autograd.Function):
+    """With a backward pass that edits the gradient."""
+
+    calls = itertools.count()  # which is not put back after a trial, as a number would be
+    edit = staticmethod(lambda c: c)
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z.sin()
+
+    @classmethod
+    def backward(cls, ctx, c):
+        next(Sine.calls)
+        (z,) = ctx.saved_tensors
+        return Sine.edit(c * z.cos())
+
+
+EDITED = {
+    "clipped": lambda c: c.clamp(-0.5, 0.5),
+    "clipped by norm": lambda c: c / c.norm().clamp(min=100.0),  # which is not reached here
+    "rectified": torch.relu,
+    "affine": lambda c: c + 1,
+}
+
+
+@pytest.mark.parametrize("edit", EDITED)
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_a_function_whose_backward_is_not_linear_is_refused_at_second_order(
+    edit, along, budget, monkeypatch
+):
+    zs, y = inputs(2, 4)
+    monkeypatch.setattr(Sine, "edit", staticmethod(EDITED[edit]))
+    G = gt.frozen(Sine.apply, memory_budget=budget)
+    (first,) = torch.autograd.grad(G(zs[0]).sum(), zs[0])
+    torch.testing.assert_close(first, EDITED[edit](zs[0].cos()).detach())
+    with pytest.raises(GradtoolsError, match=r"autograd\.Function Sine, whose backward is not lin"):
+        second(G, zs, y, along=along)
+
+
+@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
+def test_a_function_whose_backward_is_linear_is_tried_once(monkeypatch):
+    zs, y = inputs(2, 4)
+    G = gt.frozen(Sine.apply)
+    expected, calls = second(torch.sin, zs, y, along=True), []
+    for _ in range(3):
+        monkeypatch.setattr(Sine, "calls", itertools.count())
+        same(second(G, zs, y, along=True), expected)
+        calls.append(next(Sine.calls))
+    assert calls[0] >= calls[1] + 3 and calls[1] == calls[2]  # its derivative is tried as well
+
+
+@pytest.mark.filterwarnings("ignore:frozen. .* lacks")
+def test_gradients_that_are_left_off_stay_off_for_that_use_alone():
+    def left_off(z):
+        h = z.sin()
+        torch.set_grad_enabled(False)
+        return h
+
+    zs, y = inputs(3, 4)
+    same(second(gt.frozen(left_off), zs, y), second(torch.sin, zs, y))
+    assert torch.is_grad_enabled()
+    assert torch._C._is_fwd_grad_enabled()
+
+
+@pytest.mark.parametrize("G", [under_no_grad, switched_off_and_on], ids=lambda G: G.__name__)
+def test_nothing_is_recorded_unless_the_function_switches_gradients_on_where_they_are(G):
+    z, w = torch.ones(2, 4, dtype=D), torch.ones(4, 4, dtype=D).requires_grad_()
+    with forward_ad.dual_level(), OneTangent([w]):
+        dual = forward_ad.make_dual(z, z)
+        recorded = (G(dual) @ w).grad_fn is not None
+    assert recorded == (G is switched_off_and_on)
+
+
+def test_the_second_derivative_around_group_norm_of_a_channels_last_image_is_right():
+    zs, y = inputs(2, 4, 3, 3)
+    norm = nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()).to(D)
+    G = lambda z: norm(z.contiguous(memory_format=torch.channels_last))
+    same(second(gt.frozen(G), zs, y), second(G, zs, y))
+
+
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.filterwarnings("ignore:frozen. _scaled_dot_product")
+def test_a_kept_graph_of_a_kernel_without_second_derivative_is_not_used(along):
+    zs, y = inputs(2, 2, 3, 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = second(attention, zs, y, along=along)
+    same(second(gt.frozen(attention, 1 << 20), zs, y, along=along), expected)
+
+
+def test_a_budget_that_cannot_be_measured_is_refused():
+    zs, y = inputs(2, 4)
+    G = torch.func.grad(lambda z: z.sin().sum())
+    with pytest.raises(GradtoolsError, match=r"frozen: f holds a transform of torch\.func"):
+        second(gt.frozen(G, 1 << 20), zs, y)
+
+
+# --- third order ------------------------------------------------------------------------------
+
+
+def third(G, z, y):
+    """Gradients of a function of the gradient of a function of df/dz."""
+    (g,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
+    (h,) = torch.autograd.grad(g.pow(2).sum().tanh(), z, create_graph=True)
+    (k,) = torch.autograd.grad((h * h.detach().cos()).sum(), y, create_graph=True)
+    last = torch.autograd.grad(k.sin().sum(), (y, z))
+    return [g.detach(), h.detach(), k.detach(), *last]
+
+
+class PlainNorm(nn.Module):
+    """Layer normalisation by plain operations, which PyTorch differentiates rightly thrice."""
+
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def encoder_with_plain_norms():
+    model = nn.TransformerEncoder(encoder(), 2)
+    for layer in model.layers:
+        layer.norm1, layer.norm2 = PlainNorm(), PlainNorm()
+    return model
+
+
+DEEP = {
+    "perceptron": NETWORKS["perceptron"],
+    "conv decoder": NETWORKS["decoder"],
+    "transformer encoder": (encoder_with_plain_norms, (2, 3, 8)),
+    "LSTM": NETWORKS["recurrent"],
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("tracked", [False, True])
+def test_third_derivatives_are_double_backwards(name, tracked):
+    make, shape = DEEP[name]
+    torch.manual_seed(0)
+    model = make().to(D).requires_grad_(tracked)
+    (z,), y = inputs(*shape, count=1)
+    with sdpa_kernel(SDPBackend.MATH):
+        same(third(gt.frozen(model), z, y), third(model, z, y), 1e-9)
+
+
+@pytest.mark.parametrize("operator", ["frozen", "chunked", "checkpoint"])
+@pytest.mark.parametrize("mix", [*map("".join, itertools.product("fr", repeat=3))])
+def test_each_mix_of_modes_at_third_order_is_that_of_the_function_itself(operator, mix):
+    z, v = torch.linspace(-1, 1, 6, dtype=D).reshape(3, 2).cos(), torch.ones(3, 2, dtype=D)
+    v[0] = -2.0
+    own = {"chunked": lambda: gt.chunked(torch.tanh, 2)}
+    G = own.get(operator, lambda: getattr(gt, operator)(torch.tanh))()
+    modes = {
+        "f": lambda h: lambda z: gt.jvp(h, (z,), (v,))[1],
+        "r": lambda h: lambda z: (gt.grad(h)(z) * v).sum(),
+    }
+    found, expected = lambda z: (G(z) ** 2).sum(), lambda z: (z.tanh() ** 2).sum()
+    for mode in mix:
+        found, expected = (
+            modes[mode](found),
+            (lambda h: lambda z: torch.func.jvp(h, (z,), (v,))[1])(expected),
+        )
+    same([found(z)], [expected(z)])
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_third_derivative_that_pytorch_gets_wrong_is_refused(tracked):
+    """Its layer norm loses a term at third order, torch#175754."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(encoder(), 2).to(D).requires_grad_(tracked)
+    (z,), y = inputs(2, 3, 8, count=1)
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        pytest.raises(GradtoolsError, match="a third derivative is taken of layer_norm"),
+    ):
+        third(gt.frozen(model), z, y)
+
+
+# --- tangents by hand -------------------------------------------------------------------------
+
+W = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
+V = torch.linspace(-1, 1, 48, dtype=D).reshape(12, 4).sin()
+
+
+def heads(q, k, v, **options):
+    """Two heads over rows of four."""
+    fixed = (4, 2, V, V[:, 0], None, None, False, 0.0, V[:4], V[0])
+    q, k, v = (x[:, None] for x in (q, k, v))
+    return nn.functional.multi_head_attention_forward(q, k, v, *fixed, **options)[0]
+
+
+ONE_TANGENT = {
+    "linear": lambda z: nn.functional.linear(z, W.T, W[0]),
+    "linear without bias": lambda z: nn.functional.linear(z, W.T),
+    "linear with a named bias": lambda z: nn.functional.linear(z, W.T, bias=W[0]),
+    "linear with a tracked weight": lambda z: nn.functional.linear(
+        z.sin(), z.cos() @ z.cos().T @ z
+    ),
+    "linear with a tracked bias": lambda z: nn.functional.linear(z, W.T, z.sum(0)[:3]),
+    "convolution": lambda z: nn.functional.conv1d(z[:, None], W[:, None], W[:, 0], padding=1),
+    "product": lambda z: (2 * z * W[:, 0] + z * z) @ W,
+    "product from the left": lambda z: torch.mm(W[:3, :2], z) * (W[0] @ W.T),
+    "quotients": lambda z: z / 3 + z / W[:, 0] + 2 / (z + 3) + z / (z + 3) + W[:, 0] / (z + 3),
+    "sums": lambda z: 1 - (z - 2) + (W[:, 0] - z) * z + (z + W[:, 2]) + (3 + z),
+    "a sum that widens": lambda z: z[0] + torch.ones(2, 4, dtype=D),
+    "a sum changed in place": lambda z: (z + 1).mul_(2) + z,
+    "layer norm": lambda z: nn.functional.layer_norm(z * 3, (4,), W[:, 0], W[:, 1]),
+    "layer norm without weight": lambda z: nn.functional.layer_norm(z * 3, (2, 4)),
+    "layer norm with a tracked weight": lambda z: nn.functional.layer_norm(z * 3, (4,), z[0]),
+    # contiguous, for PyTorch's backward pass takes a column's neighbours for its entries
+    "batch norm": lambda z: nn.functional.batch_norm(
+        z, W.T[0].clone(), W.T[1].exp().clone(), W.T[2].clone(), W[:, 0], eps=0.1
+    ),
+    "softmax": lambda z: (3 * z).softmax(0) + torch.softmax(z, 1) * nn.functional.softmax(z, -1),
+    "softmax in another dtype": lambda z: torch.softmax(z.float(), 1, torch.float64) * z,
+    "no dropout": lambda z: (
+        nn.functional.dropout(z.sin(), 0.0) * nn.functional.dropout(z.cos(), training=False)
+    ),
+    "sums of two": lambda z: (z.sin() - z.cos()) * (z.sin() + z[:1].cos()),
+    "linear of a view": lambda z: nn.functional.linear(
+        (z[:, :, None] * W).transpose(0, 1), W, W[:, 0]
+    ),
+    "attention": lambda z: nn.functional.scaled_dot_product_attention(z, z.sin() @ z.T @ z, 2 * z),
+    "attention by position": lambda z: (
+        nn.functional.scaled_dot_product_attention(z, W.T, W.T.cos(), None, 0.0, False)
+        + nn.functional.scaled_dot_product_attention(W.T[:2], z, W.T[:2], None, 0.0, False)
+    ),
+    "attention to a value": lambda z: nn.functional.scaled_dot_product_attention(
+        W.T[:2], W.T[:2], z, scale=0.3
+    ),
+    "masked attention": lambda z: nn.functional.scaled_dot_product_attention(
+        z, 2 * z, z, attn_mask=W[:2, :2]
+    ),
+    "causal attention": lambda z: nn.functional.scaled_dot_product_attention(
+        z, 2 * z, z, is_causal=True, scale=0.3
+    ),
+    "heads": lambda z: heads(z, z, z, need_weights=False),
+    "heads and their weights": lambda z: heads(z, z, z.sin()),
+    "heads across": lambda z: (
+        heads(z.cos(), W.T, W.T, need_weights=False) + heads(W.T[:2, :], z, z, need_weights=False)
+    ),
+    "masked heads": lambda z: heads(z, z.sin(), z, attn_mask=W[:2, :2], need_weights=False),
+}
+
+
+@pytest.mark.parametrize("name", ONE_TANGENT)
+def test_what_is_pushed_by_hand_has_its_derivative(name):
+    zs, y = inputs(2, 4)
+    reduced = lambda z: ONE_TANGENT[name](z).sin()
+    with sdpa_kernel(SDPBackend.MATH):
+        same(second(gt.frozen(reduced), zs, y), second(reduced, zs, y))
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("along", [False, True])
+def test_an_argument_may_be_expanded(tracked, along):
+    """Its entries share memory, and PyTorch lays the tangents out as it lies."""
+    base, y = torch.linspace(-1, 1, 4, dtype=D, requires_grad=True), torch.ones(3, dtype=D)
+    model, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(D), y.requires_grad_()
+    model.requires_grad_(tracked)
+    found = []
+    for G in (model, gt.frozen(model)):
+        z = base.expand(5, 4)
+        (slope,) = torch.autograd.grad((y * G(z)).square().sum(), z, create_graph=True)
+        asked = [y, base] if along else [y]
+        found.append(torch.autograd.grad(slope.pow(3).sum(), asked))
+    for own, plain in zip(*found, strict=True):
+        torch.testing.assert_close(own, plain)
+
+
+def test_a_fixed_tensor_that_is_changed_in_place_may_have_a_tangent():
+    z, dz, w = torch.randn(2, 4), torch.randn(2, 4), torch.zeros(4, 4)
+    with forward_ad.dual_level(), torch.no_grad(), OneTangent([w]):
+        dual = forward_ad.make_dual(z, dz)
+        w.add_(dual[0])
+        found = forward_ad.unpack_dual(nn.functional.linear(dual, w)).tangent
+    expected = torch.func.jvp(lambda z: z @ z[0].expand(4, 4).T, (z,), (dz,))[1]
+    torch.testing.assert_close(found, expected)
+
+
+def kinds():
+    """Inputs of a linear layer whose weight is read once for value and tangent, or is not."""
+    few, many = torch.randn(2, 3, 512), torch.randn(200, 512)
+    yield from ((few, True, 1), (few, False, 1), (few[0], True, 1), (many, True, 2))
+    yield few.mT.contiguous().mT, True, 1
+    yield few[0, 0], True, 2
+    yield few.to(torch.complex64), True, 1
+
+
+@pytest.mark.parametrize("case", range(7))
+def test_a_wide_layer_reads_its_weight_once(case):
+    torch.manual_seed(0)
+    x, with_bias, products = [*kinds()][case]
+    layer = nn.Linear(512, 520, with_bias, dtype=x.dtype).requires_grad_(False)
+    dx = torch.randn_like(x)
+    expected = torch.func.jvp(layer, (x,), (dx,))
+    with forward_ad.dual_level(), torch.no_grad(), OneTangent(layer.parameters()):
+        with Products() as count:
+            dual = layer(forward_ad.make_dual(x, dx))
+        found = forward_ad.unpack_dual(dual)
+    assert count.seen == products
+    for own, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, plain)
+        assert own.untyped_storage().nbytes() == own.nbytes, "keeps the joined product"
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(512, 520), nn.LayerNorm(512), nn.Softmax(-1), nn.Linear(512, 520, bias=False)],
+    ids=repr,
+)
+def test_what_autocast_casts_is_left_to_pytorch(layer):
+    layer.requires_grad_(False)
+    x, dx = torch.randn(2, 3, 512), torch.randn(2, 3, 512)
+    found = []
+    for within in (lambda _: nullcontext(), OneTangent):
+        with forward_ad.dual_level(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            with within(layer.parameters()):
+                dual = layer(forward_ad.make_dual(x, dx))
+            found += [*forward_ad.unpack_dual(dual)]
+    plain, tangent, own, own_tangent = found
+    assert own.dtype == plain.dtype and torch.equal(own, plain)
+    assert own_tangent.dtype == tangent.dtype and torch.equal(own_tangent, tangent)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
+        self.seen += fun.overloadpacket.__name__ in ("mm", "addmm", "mv", "addmv")
+        return fun(*args, **(kwargs or {}))
+
+
+def test_flops_of_attention_are_those_of_its_products():
+    """The layers of multi-head attention are seen, though one python function calls them."""
+    model = nn.MultiheadAttention(16, 2, batch_first=True).requires_grad_(False)
+    z = torch.randn(2, 5, 16)
+
+    layers, products = 2 * 10 * 16 * 16 * 4, 2 * 2 * 2 * 2 * 5 * 5 * 8
+    with FlopCounterMode(display=False) as count, forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(z, z.cos())
+        with OneTangent(model.parameters()), sdpa_kernel(SDPBackend.MATH):
+            model(dual, dual, dual, need_weights=False)
+    assert count.get_total_flops() == 2 * layers + 3 * products
+
+
+def test_compiled_directions_of_mixed_partial_see_one_mask():
+    """Compiled code breaks its graph around several: it could not go back in a random stream."""
+    G = lambda z: nn.functional.dropout(torch.tanh(z), 0.5, True)
+    f = lambda y, g: (torch.sin(y * g) * y).sum()
+    run = lambda y, z, u: gt.mixed_partial(f, G, y, z, [u, u, 2 * u])
+    found = []
+    for way in (run, torch.compile(run, backend="aot_eager")):
+        torch.manual_seed(0)
+        found.append(way(torch.ones(64), torch.linspace(-1, 1, 64), torch.ones(64)))
+    eager, (first, second, third) = found
+    assert torch.equal(first, second) and torch.equal(2 * first, third)
+    assert torch.equal(first, eager[0]) and first.count_nonzero() > 8
+
+
+def test_a_use_is_freed_with_its_last_holder():
+    """And not by gc, which comes when it likes: a graph of G would wait for it."""
+    model = nn.Linear(4, 3).to(D).requires_grad_(False)
+    (z,), y = inputs(2, 4, count=1)
+    z, y = z.requires_grad_(), y.requires_grad_()
+    G, uses = gt.frozen(model), lambda: sum(type(x) is _Use for x in gc.get_objects())
+    gc.collect()
+    gc.disable()
+    try:
+        before = uses()
+        (slope,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
+        assert uses() > before
+        torch.autograd.grad(slope.square().sum(), y)
+        del slope
+        assert uses() == before
+    finally:
+        gc.enable()
+
+
+# --- parameters -------------------------------------------------------------------------------
+
+REFUSED = "a parameter of G is asked for its derivative"
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_asking_for_a_parameters_derivative_raises(order):
+    model = nn.Linear(4, 3).to(D)
+    (z,), y = inputs(2, 4, count=1)
+    G = gt.frozen(model)
+    value = loss(y, G(z))
+    if order == 2:
+        (g,) = torch.autograd.grad(value, z, create_graph=True)
+        value = g.pow(2).sum()
+    with pytest.raises(GradtoolsError, match=REFUSED):
+        torch.autograd.grad(value, model.weight, retain_graph=True)
+    with pytest.raises(GradtoolsError, match=REFUSED):
+        value.backward(retain_graph=True)
+    value.backward(inputs=[y], retain_graph=True)
+    assert y.grad is not None and model.weight.grad is None
+
+
+def test_backward_works_where_parameters_are_switched_off():
+    model = nn.Linear(4, 3).to(D).requires_grad_(False)
+    (z,), y = inputs(2, 4, count=1)
+    (g,) = torch.autograd.grad(loss(y, gt.frozen(model)(z)), z, create_graph=True)
+    (e,) = torch.autograd.grad(loss(y, model(z)), z, create_graph=True)
+    g.pow(2).sum().backward()
+    same([y.grad, z.grad], torch.autograd.grad(e.pow(2).sum(), (y, z)))
+
+
+def test_a_captured_tensor_that_is_computed_from_others_is_refused():
+    (z,), y = inputs(2, 4, count=1)
+    scaled = 2 * y.sum()
+    with pytest.raises(GradtoolsError, match=r"captured 'scaled' that is computed"):
+        gt.frozen(lambda z: z * scaled)(z)
+
+
+@pytest.mark.parametrize("operator", [gt.frozen, lambda G: gt.chunked(G, 1)])
+def test_a_lazy_module_is_refused_until_it_has_run(operator):
+    model, (zs, y) = nn.LazyLinear(3, dtype=D), inputs(2, 4)
+    with pytest.raises(GradtoolsError, match=r"f\.bias has no shape yet \(a lazy module\)"):
+        operator(model)(zs[0])
+    model(zs[0])
+    same(second(operator(model), zs, y), second(model, zs, y))
+
+
+def test_a_batch_norm_is_no_reason_for_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GradtoolsWarning)
+        gt.frozen(normalised())(torch.randn(5, 4))
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_a_module_that_reduces_gradients_is_refused(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+        for G in (gt.frozen(ddp), gt.frozen(lambda z: ddp(z).sin())):
+            with pytest.raises(GradtoolsError, match=r"is a DistributedData.*such as ddp\.module"):
+                G(torch.ones(2, 4, requires_grad=True))
+        assert gt.frozen(ddp.module)(torch.ones(2, 4)).shape == (2, 3)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- engines ----------------------------------------------------------------------------------
+
+
+def net(z):
+    return (z.sin() @ torch.ones(4, 3, dtype=D).tril()).exp()
+
+
+def test_uses_that_are_pulled_back_more_than_once():
+    (z,), y = inputs(2, 4, count=1)
+
+    def twice(G):
+        value = loss(y, G(z))
+        (a,) = torch.autograd.grad(value, z, create_graph=True)
+        (b,) = torch.autograd.grad(value.sin(), z, create_graph=True)
+        total = (a * b).sum()
+        first = torch.autograd.grad(total, (y, z), retain_graph=True)
+        return [*first, *torch.autograd.grad(total, (y, z))]
+
+    for budget in (None, 1 << 20):
+        same(twice(gt.frozen(net, budget)), twice(net))
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_batched_cotangents(budget):
+    (z,), y = inputs(2, 4, count=1)
+
+    def rows(G):
+        (g,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
+        units = torch.eye(8, dtype=D).reshape(8, 2, 4)
+        return torch.autograd.grad(g, (y, z), units, is_grads_batched=True)
+
+    same(rows(gt.frozen(net, budget)), rows(net))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vjp", "jacrev", "hessian", "vmap"])
+def test_transforms_of_torch_func(transform):
+    zs, y = inputs(2, 4)
+    z, v = zs[0].detach(), zs[1].detach()
+    y = y.detach()
+
+    def run(G):
+        by_z = lambda y: torch.func.grad(lambda z: loss(y, G(z)))(z).pow(2).sum()
+        along = lambda z: torch.func.grad(lambda z: loss(y, G(z)))(z)
+        made = {
+            "grad": lambda: [torch.func.grad(by_z)(y)],
+            "jvp": lambda: torch.func.jvp(along, (z,), (v,)),
+            "vjp": lambda: torch.func.vjp(along, z)[1](v),
+            "jacrev": lambda: [torch.func.jacrev(along)(z)],
+            "hessian": lambda: [torch.func.hessian(lambda z: loss(y, G(z)))(z)],
+            "vmap": lambda: [torch.vmap(lambda z: torch.func.grad(lambda z: loss(y, G(z)))(z))(z)],
+        }
+        return made[transform]()
+
+    same(run(gt.frozen(net)), run(net))
+
+
+def test_offloaded_saved_tensors():
+    zs, y = inputs(2, 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy().copy(), torch.from_numpy):
+        found = second(gt.frozen(net), zs, y, along=True)
+    same(found, second(net, zs, y, along=True))
+
+
+def test_an_argument_changed_in_place_is_refused():
+    z = torch.ones(2, 4, dtype=D)
+    (w,), y = inputs(2, 4, count=1)
+    value = loss(y, gt.frozen(lambda z, w: net(z) * w.sum())(z, w))
+    (g,) = torch.autograd.grad(value, w, create_graph=True)
+    z.add_(1)
+    with pytest.raises((GradtoolsError, RuntimeError), match=r"in place|inplace"):
+        torch.autograd.grad(g.pow(2).sum(), y)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_with_a_symbolic_zero_has_the_shape_of_the_product(transposed):
+    x, w = torch.ones(2, 4, 9, 7), torch.ones((4, 6, 3, 2) if transposed else (6, 2, 3, 2))
+    how = ([2, 1], [1, 0], [1, 2], transposed, [1, 0] if transposed else [0, 0], 2)
+    zero = lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)
+    flat, a, b = torch.ones(4, 3), torch.ones(2, 4), torch.ones(5, 2, 4)
+    expected = [torch.convolution(x, w, None, *how), a @ flat, b @ flat.expand(5, 4, 3)]
+    with Products() as count, NoProductsOfZero():
+        found = [
+            torch.convolution(x, zero(w), None, *how),
+            torch.mm(a, zero(flat)),
+            torch.bmm(b, zero(flat.expand(5, 4, 3))),
+        ]
+    assert count.seen == 0
+    for own, plain in zip(found, expected, strict=True):
+        assert own.shape == plain.shape and own.dtype == plain.dtype and not own.any()
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_of_G_that_is_changed_before_the_second_derivative_is_told(requires_grad):
+    module = torch.nn.Linear(3, 3).requires_grad_(requires_grad)
+    z, y = torch.ones(3), torch.ones(3, requires_grad=True)
+    slope = gt.grad(lambda z: (y * gt.frozen(module)(z).tanh()).sum())(z)
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(GradtoolsError, match=r"frozen: f\.weight was changed in place after"):
+        slope.square().sum().backward(inputs=[y])
+
+
+def test_an_argument_of_G_that_is_changed_before_the_second_derivative_is_told():
+    module = torch.nn.Linear(3, 3)
+    z, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    slope = gt.grad(lambda z: (y * gt.frozen(module)(z).tanh()).sum())(z)
+    with torch.no_grad():
+        z.add_(1)
+    with pytest.raises(GradtoolsError, match="frozen: an argument or a parameter was changed"):
+        slope.square().sum().backward(inputs=[y])

@@ -1,0 +1,306 @@
+"""The passes of a PyTorch program: modules and parameters by name, in place, effects, Functions."""
+
+import re
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
+from gradtools.errors import GradtoolsError, GradtoolsWarning  # noqa: E402
+
+
+def names(graph, numbers):
+    return [graph.values[number].name for number in numbers]
+
+
+def node_of(graph, operation, phase=0):
+    return next(n for n in graph.nodes if n.operation == operation and n.phase == phase)
+
+
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.last = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x)))).sum()
+
+
+@pytest.fixture
+def network():
+    torch.manual_seed(0)
+    return Network()
+
+
+X = torch.ones(5, 3)
+
+
+def test_parameters_of_a_module_are_captured_by_name_and_differentiated(network):
+    graph = gt.gradient_graph(network, X, wrt=())
+    assert {"first.weight", "first.bias", "last.weight"} <= set(names(graph, graph.captured))
+    assert names(graph, graph.outputs) == [
+        "output",
+        *(f"gradient of {name}" for name, _ in network.named_parameters()),
+    ]
+
+
+def test_both_passes_of_a_layer_stand_in_its_scope(network):
+    graph = gt.gradient_graph(network, X)
+    scopes = {(n.phase, n.scope) for n in graph.nodes if n.operation in ("matmul", "addmm")}
+    first, last = ("Network", "first"), ("Network", "last")
+    assert scopes == {(0, first), (0, last), (1, first), (1, last)}
+
+
+def test_state_and_gradients_of_a_module_are_left_as_they_were(network):
+    before = {name: x.clone() for name, x in network.state_dict().items()}
+    network.first.weight.grad = torch.ones(4, 3)
+    gt.gradient_graph(network, X, order=2)
+    for name, x in network.state_dict().items():
+        assert torch.equal(x, before[name]), name
+    assert torch.equal(network.first.weight.grad, torch.ones(4, 3))
+    assert network.last.weight.grad is None
+
+
+def test_a_random_stream_stands_where_it_stood():
+    before = torch.get_rng_state()
+    gt.gradient_graph(lambda x: torch.nn.functional.dropout(x), X)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_parameter_that_f_changes_is_put_back():
+    w = torch.ones(3)
+
+    def f(x):
+        with torch.no_grad():
+            w.mul_(2)
+        return x * w
+
+    gt.gradient_graph(f, torch.ones(3))
+    assert torch.equal(w, torch.ones(3))
+
+
+def test_a_weight_that_a_module_changes_is_put_back(network):
+    before = network.last.weight.detach().clone()
+
+    def f(x):
+        with torch.no_grad():
+            network.last.weight.data.mul_(2)
+        return network(x)
+
+    gt.gradient_graph(f, X)
+    assert torch.equal(network.last.weight, before)
+
+
+def test_a_frozen_parameter_has_no_gradient(network):
+    network.last.weight.requires_grad_(False)
+    graph = gt.gradient_graph(network, X, wrt=())
+    assert "gradient of last.weight" not in names(graph, graph.outputs)
+
+
+def test_what_was_written_in_place_is_another_value_for_its_views_too():
+    def f(x):
+        y = x * 1
+        view = y.view(-1)
+        y.mul_(3)
+        return view + 1
+
+    graph = gt.gradient_graph(f, torch.ones(3), order=0)
+    assert [n.operation for n in graph.nodes] == [
+        "multiply",
+        "reshape",
+        "multiply",
+        "update",
+        "add",
+    ]
+    update, add = graph.nodes[3], graph.nodes[4]
+    assert update.inputs == (graph.nodes[1].outputs[0], graph.nodes[2].outputs[0])
+    assert add.inputs[0] == update.outputs[0]
+
+
+def test_a_tensor_that_is_given_other_data_is_what_that_is():
+    def f(x):
+        y, other = torch.zeros(2), 3 * x
+        y.data = other.detach()
+        return (x * y).sum()
+
+    _, _, stop, product, _ = gt.gradient_graph(f, torch.ones(2), order=0).nodes
+    assert (stop.operation, product.operation) == ("stop", "multiply")
+    assert stop.outputs[0] in product.inputs
+
+
+def test_a_saved_tensor_that_is_then_overwritten_is_refused():
+    def f(x):
+        y = torch.exp(x)
+        y.mul_(2)
+        return y
+
+    with pytest.raises(GradtoolsError, match="modified in place after it was saved"):
+        gt.gradient_graph(f, torch.ones(3))
+
+
+def test_a_piece_that_autograd_counts_by_itself_may_be_written():
+    """A GRU adds in place to pieces of one array, each with a version of its own."""
+    gru = torch.nn.GRU(3, 4)
+    graph = gt.gradient_graph(lambda x: gru(x)[0], torch.randn(5, 1, 3), order=2)
+    assert "second gradient of argument 0" in {graph.values[v].name for v in graph.outputs}
+
+
+def test_a_kernel_without_double_backward_gives_way_to_its_alternative():
+    attention = torch.nn.functional.scaled_dot_product_attention
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.warns(GradtoolsWarning, match="flash_attention.* has no derivative"):
+        graph = gt.gradient_graph(lambda q: attention(q, q, q), q, order=2)
+    assert {n.phase for n in graph.nodes} == {0, 1, 2}
+    once = gt.gradient_graph(lambda q: attention(q, q, q), q, order=1)
+    assert any("flash" in n.native for n in once.nodes)
+
+
+def test_a_functions_backward_is_marked_at_its_own_line():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, ct):
+            (x,) = ctx.saved_tensors
+            return 2 * x * ct
+
+    graph = gt.gradient_graph(lambda x: torch.exp(Square.apply(x)), torch.ones(3))
+    marked = [n for n in graph.nodes if n.mark == "custom rule"]
+    assert {n.phase for n in marked} == {0, 1}
+    assert {n.source.function for n in marked} == {"forward", "backward"}
+    assert node_of(graph, "exp").mark == ""
+
+
+def test_gradients_switched_off_are_a_cut():
+    def f(x):
+        with torch.no_grad():
+            y = torch.exp(x)
+        return x * y
+
+    graph = gt.gradient_graph(f, torch.ones(3))
+    assert [edge.cut for edge in graph.edges if edge.cut] == ["gradients switched off"]
+
+
+def test_the_gradient_of_an_output_that_is_unused_is_left_out(network):
+    graph = gt.gradient_graph(lambda a, b: a * 2, torch.ones(3), torch.ones(3), wrt=(0, 1))
+    assert names(graph, graph.outputs) == ["output", "gradient of argument 0"]
+
+
+def test_inside_of_a_transform_it_is_refused():
+    def f(x):
+        gt.gradient_graph(torch.exp, x)
+        return x
+
+    with pytest.raises(GradtoolsError, match="plain eager code only"):
+        torch.func.vmap(f)(torch.ones(3))
+
+
+def test_convolutions_and_attention_have_neutral_names():
+    def f(x, w):
+        y = torch.nn.functional.conv2d(x, w)
+        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+
+    graph = gt.gradient_graph(f, torch.ones(1, 2, 8, 8), torch.ones(3, 2, 3, 3), wrt=(0, 1))
+    found = [n.operation for n in graph.nodes if not n.phase]
+    assert "convolution" in found and "attention" in found
+
+
+def test_complex_gradients_keep_gradtools_convention():
+    x = torch.tensor(np.asarray([1 + 2j], np.complex64))
+    graph = gt.gradient_graph(lambda x: x * (1 + 2j), x)
+    assert "conj" in [n.operation for n in graph.nodes if n.phase == 1]
+
+
+def test_torch_funcs_derivatives_inside_are_written_out():
+    def f(x):
+        return torch.func.grad(lambda x: torch.exp(x).sum())(x)
+
+    graph = gt.gradient_graph(f, torch.ones(3))
+    assert {n.phase for n in graph.nodes} == {0, 1}
+    assert [e.bytes for e in graph.edges if e.saved]  # told by what is read later
+
+
+def test_an_integer_output_of_a_kernel_cuts_nothing():
+    graph = gt.gradient_graph(torch.linalg.det, torch.eye(3))
+    assert not [e for e in graph.edges if e.cut]
+
+
+def test_a_mask_of_dropout_is_drawn_and_not_computed_from_what_it_masks():
+    graph = gt.gradient_graph(torch.nn.functional.dropout, X)
+    assert not [e for e in graph.edges if e.cut]
+
+
+def test_a_recording_inside_of_a_recording_is_refused_and_leaves_nothing_behind():
+    def f(x):
+        gt.gradient_graph(torch.exp, x)
+        return x
+
+    with pytest.raises(GradtoolsError, match="while another run is recorded"):
+        gt.gradient_graph(f, torch.ones(3))
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+    assert gt.gradient_graph(torch.exp, torch.ones(3)).nodes
+
+
+def test_cutting_and_joining_are_marked_as_the_chunks_are():
+    f = gt.chunked(torch.sin, chunk_size=2)
+    graph = gt.gradient_graph(lambda x: f(x).sum(), torch.ones(4, 3))
+    marks = {n.operation: n.mark for n in graph.nodes if n.phase == 0}
+    assert marks == {
+        "split_with_sizes": "chunked",
+        "sin": "chunked",
+        "concatenate": "chunked",
+        "sum": "",
+    }
+
+
+def test_a_small_block_is_open_and_an_arguments_gradient_stands_outside():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (torch.nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+            self.norms = torch.nn.ModuleList([torch.nn.BatchNorm2d(2) for _ in range(2)])
+
+        def forward(self, x):
+            h = torch.relu(self.norms[0](self.one(x)))
+            return torch.relu(x + self.norms[1](self.two(h)))
+
+    assert "▸" not in gt.gradient_graph(Block(), torch.rand(2, 2, 4, 4)).to_svg()
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    picture = gt.gradient_graph(layer, torch.rand(2, 3, 8)).to_svg(depth=0)
+    assert "▸ TransformerEncoderLayer" in picture and "gradient of src = " in picture
+
+
+def test_a_modules_leaves_have_the_names_of_its_attributes():
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    graph = gt.gradient_graph(lambda model, x: model(x).sum(), layer, torch.ones(2))
+    assert "gradient of model.0.weight = " in str(graph)
+
+
+def test_gradients_of_parameters_stand_outside_of_closed_blocks():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    graph = gt.gradient_graph(layer, torch.randn(1, 3, 8))
+    text = str(graph)
+    shown = "".join(re.findall(r">([^<]*)</text>", graph.to_svg())).replace(" ", "")
+    for name, _ in layer.named_parameters():
+        assert f"→ gradient of {name} = " in text
+        assert f"gradientof{name}" in shown  # long names take two lines
+
+
+def test_a_closed_block_tells_how_many_results_it_holds():
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()) for _ in range(14)]
+    graph = gt.gradient_graph(torch.nn.Sequential(*layers), torch.randn(2, 3))
+    assert "results inside" in graph.to_text(depth=0, fold=False)
+
+
+def test_several_results_are_told_in_their_order():
+    graph = gt.gradient_graph(lambda x: torch.sort(x)[0], X, order=0)
+    assert "b = sort(a, axis=1)   5×3 float32, 5×3 int64\n" in str(graph)

@@ -1,0 +1,77 @@
+"""What gradtools does for its own ends says so where it runs, whatever its files are called."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import torch
+
+import gradtools.torch as gt
+from gradtools.torch import marks
+
+ROOM = """
+from gradtools.torch.compiling import left_to_python
+left_to_python(__name__)
+
+def add(x):
+    return x + 1
+"""
+
+
+def test_a_room_that_says_so_is_left_to_python_under_any_name(tmp_path, monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+
+    (tmp_path / "some_room_of_ours.py").write_text(ROOM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = importlib.util.find_spec("some_room_of_ours")
+    assert spec is not None
+    import some_room_of_ours
+
+    monkeypatch.setitem(sys.modules, "some_room_of_ours", some_room_of_ours)
+    counter = CompileCounter()
+    f = torch.compile(lambda x: some_room_of_ours.add(x * 2) * 3, backend=counter)
+    assert f(torch.ones(2)).tolist() == [9.0, 9.0]
+    assert counter.frame_count == 2  # before and after, and not the room itself
+    assert counter.op_count == 2
+
+
+def test_a_detach_of_our_own_says_for_whose_sake_and_ends_with_it():
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, fun, types, args=(), kwargs=None):
+            seen.append(marks.reason_of_detach())
+            return fun(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Watch():
+        marks.detached(x, marks.CHUNK)
+        x.detach()
+        marks.data_of(x, marks.DERIVATIVE)
+    assert seen == [marks.CHUNK, "", marks.DERIVATIVE]
+    assert marks.reason_of_detach() == ""
+
+
+def test_a_recording_knows_a_chunk_and_a_frozen_function_by_what_their_functions_say():
+    w = torch.randn(3, 3)
+    x = torch.randn(4, 3)
+    for operator in (lambda f: gt.chunked(f, 2), gt.frozen):
+        graph = gt.gradient_graph(
+            lambda x, o=operator: (o(lambda x: (x @ w).tanh())(x) ** 2).sum(), x
+        )
+        assert {"chunked", "frozen"} & {node.mark for node in graph.nodes}
+
+
+def test_functions_of_ours_are_told_from_the_users_by_their_class():
+    from gradtools.torch.freezing import _PullbackInputs
+    from gradtools.torch.programs import _ProgramNode
+    from gradtools.torch.rules import _BothModes
+
+    class Mine(torch.autograd.Function):
+        pass
+
+    assert marks.function_of_ours(_PullbackInputs) == "frozen"
+    assert marks.function_of_ours(_ProgramNode) == "chunked"
+    assert marks.function_of_ours(_BothModes) == marks.RULE
+    assert marks.function_of_ours(Mine) is None

@@ -1,0 +1,167 @@
+"""gradtools registers, patches and copies nothing of PyTorch that outlives a call, or precedes it.
+
+What is read: each kernel that PyTorch's dispatcher knows, and what stands in the namespaces that
+users call. In a process of its own, since PyTorch registers some kernels itself at their first use.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from every_operator import POINT, USES, World, healthy
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import gradtools.torch as gt
+
+D = torch.float64
+KEYS = (
+    *("CPU", "CUDA", "Meta", "ZeroTensor", "Conjugate", "Negative", "Python", "ADInplaceOrView"),
+    *("AutogradCPU", "AutogradCUDA", "AutogradOther", "Autograd", "AutocastCPU", "Functionalize"),
+    *("FuncTorchBatched", "FuncTorchGradWrapper", "BackendSelect", "CompositeImplicitAutograd"),
+    "CompositeExplicitAutograd",
+)
+
+
+def registrations():
+    """The kernels of every operator, by dispatch key."""
+    kernels = torch._C._dispatch_get_registrations_for_dispatch_key
+    return {(key, kernel): True for key in KEYS for kernel in kernels(key)}
+
+
+def attributes():
+    """What stands where users look for it, by identity."""
+    places = (torch, torch.Tensor, functional, torch.autograd, torch.autograd.Function, nn.Module)
+    places += (torch.autograd.graph, forward_ad, torch.func, torch.overrides, nn.Parameter)
+    return {(p.__name__, name): id(value) for p in places for name, value in vars(p).items()}
+
+
+def run_everything():
+    """Every public operator once, then second derivatives through layers of all kinds."""
+    x = torch.tensor(POINT)
+    for use in USES:
+        if "torch" in use.backends:
+            use.run(World(gt, healthy(gt), x.clone()))
+    second(gt.frozen(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Linear(4, 4), nn.Tanh()).to(D)), (2, 4))
+    second(gt.frozen(nn.LSTM(4, 4).to(D)), (3, 4), lambda found: found[0])
+    heads = nn.MultiheadAttention(4, 2, dtype=D)
+    second(gt.frozen(lambda z: heads(z, z, z, need_weights=False)[0]), (3, 1, 4))
+
+
+def second(G, shape, part=lambda found: found):
+    """A derivative to y and z of a gradient by z through G."""
+    z, y = torch.ones(shape, dtype=D).requires_grad_(), torch.tensor(2.0, requires_grad=True)
+    value = (y * part(G(z))).pow(2).sum()
+    (slope,) = torch.autograd.grad(value, z, create_graph=True)
+    return torch.autograd.grad(slope.pow(2).sum(), (y, z))
+
+
+def changed(before, after):
+    return sorted(str(k) for k in before | after if before.get(k) != after.get(k))
+
+
+def told_by(program):
+    """What a program prints in a process of its own."""
+    lines = ["import sys, warnings", f"sys.path[:0] = {sys.path!r}"]
+    text = "\n".join([*lines, "warnings.simplefilter('ignore')", textwrap.dedent(program)])
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_no_operator_registers_a_kernel_or_changes_what_stands_in_torch():
+    program = """
+        import torch, torch._dynamo, torch._meta_registrations, torch._refs
+        torch.vmap(torch.sin)(torch.ones(2))  # which registers its decompositions
+        import gradtools.torch.host  # the one operator of gradtools' own
+        from tests.torch.test_nothing_outside_a_call import *
+
+        before, stood = registrations(), attributes()
+        run_everything()
+        assert len(before) > 1000
+        print(changed(before, registrations()), changed(stood, attributes()))
+    """
+    assert told_by(program) == "[] []"
+
+
+def test_importing_gradtools_registers_no_kernel():
+    program = """
+        import torch, torch._dynamo, torch._meta_registrations, torch._refs
+        KEYS = {KEYS}
+        kernels = torch._C._dispatch_get_registrations_for_dispatch_key
+        read = lambda: {(key, op) for key in KEYS for op in kernels(key)}
+        before = read()
+        import gradtools.torch
+        print({op for _, op in read() ^ before})
+    """.replace("{KEYS}", repr(KEYS))
+    assert told_by(program) == "set()"
+
+
+def test_a_users_own_forward_mode_gives_the_same_after_a_frozen_second_derivative():
+    """A product with a symbolic zero is checked for its shapes, and inf x 0 is NaN."""
+    program = """
+        from tests.torch.test_nothing_outside_a_call import *
+
+        def told():
+            zero = torch._efficientzerotensor((4, 3))
+            try:
+                torch.mm(torch.ones(2, 5), zero)
+            except RuntimeError:
+                checked = True
+            else:
+                checked = False
+            with forward_ad.dual_level():
+                x = forward_ad.make_dual(torch.full((2, 4), torch.inf), torch.ones(2, 4))
+                return checked, str(forward_ad.unpack_dual(x @ torch.ones(4, 3)).tangent)
+
+        before = told()
+        second(gt.frozen(nn.Linear(4, 4).to(D)), (2, 4))
+        print(before[0], told() == before)
+    """
+    assert told_by(program) == "True True"
+
+
+# --- what users patch ------------------------------------------------------------------------
+
+
+def sharper(query, key, value, *args, **kwargs):
+    return torch.softmax(3 * query @ key.transpose(-2, -1), -1) @ value.sin()
+
+
+def doubled(x, weight, bias=None):
+    return 2 * torch.matmul(x, weight.T) + (0 if bias is None else bias)
+
+
+PATCHES = [
+    ("scaled_dot_product_attention", sharper, False),
+    ("linear", doubled, False),
+    ("linear", doubled, True),
+]
+
+
+@pytest.mark.parametrize(("name", "patch", "weights"), PATCHES)
+def test_a_function_that_is_patched_later_is_the_one_that_is_differentiated(
+    name, patch, weights, monkeypatch
+):
+    """As attention libraries do; the oracle is double backward of the same module."""
+    torch.manual_seed(0)
+    heads = nn.MultiheadAttention(4, 2, batch_first=True, dtype=D).requires_grad_(False)
+    G = lambda z: heads(z, z.sin(), z.cos(), need_weights=weights)[0]
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = second(G, (2, 3, 4))
+        monkeypatch.setattr(functional, name, patch)
+        expected, found = second(G, (2, 3, 4)), second(gt.frozen(G), (2, 3, 4))
+        pushed = gt.jvp(G, (Z,), (Z.cos(),))[1]
+    assert not torch.allclose(plain[0], expected[0])
+    for own, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, theirs)
+    torch.testing.assert_close(pushed, (G(Z + E * Z.cos()) - G(Z - E * Z.cos())) / (2 * E))
+
+
+Z, E = torch.linspace(-1, 1, 24, dtype=D).reshape(2, 3, 4), 1e-6

@@ -1,0 +1,93 @@
+"""Every operator on a device that is not the CPU, which `other_device.py` makes on any machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import other_device
+import pytest
+from every_operator import USES
+
+ROOT = Path(__file__).parents[2]
+NAMES = [use.name for use in (*USES, *other_device.MORE) if "torch" in use.backends]
+OF_THE_HOST = {"asarray", "key", "split"}  # which are asked for no device
+WAITS = {  # of a call that is not the first
+    "asarray": 1,  # of what `to_numpy` gave
+    "to_numpy": 1,
+    "host_function: kernel": 3,  # the kernel's operands, and what its pullback is given
+    "host_function: bwd": 3,
+    # What f holds is compared with its copy, at each evaluation and after it.
+    "checkpoint": 3,
+    "chunked": 3,
+    "chunked: none retained": 7,
+    "frozen": 1,
+    "frozen: second order": 5,
+    # These look at the numbers.
+    "dependence": 1,
+    "why_zero": 8,
+    "gradient_graph": 1,
+    "gradient_graph: twice": 1,
+    "graph_diff": 2,
+    "formula": 19,
+    "measure": 28,
+}
+DRAW = {use.name for use in other_device.MORE if use.name.startswith("noise in")}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (shutil.which("c++") and importlib.util.find_spec("ninja")),
+        reason="no C++ compiler, or no ninja",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    """What the program says of each use; the device is that process's alone."""
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / "other_device.py")], check=False,
+        capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operator_runs_on_the_device_of_its_arrays(name, found):
+    one = found[name]
+    assert not one["error"], one["where"]
+    assert one["agrees"], "with the CPU"
+    assert set(one["devices"]) <= {"cpu" if name in OF_THE_HOST else "other"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_host_waits_for_the_device_only_where_it_must(name, found):
+    assert found[name]["again"] == WAITS.get(name, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_random_stream_of_the_device_moves_only_where_f_draws(name, found):
+    assert found[name]["drew"] == (name in DRAW)
+
+
+def test_more_chunks_are_no_more_waits(found):
+    """Four chunks and two."""
+    assert found["chunked: a chunk each"]["again"] == found["noise in chunked"]["again"]
+
+
+def test_the_sweep_finds_what_is_planted(found):
+    told = {name: found[name] for name in other_device.FAULTS}
+    assert "same device" in told["an array of the CPU"]["error"]
+    assert "numpy" in told["NumPy's array"]["error"]
+    assert "generator" in told["a generator of the CPU"]["error"]
+    assert told["a number that is read"]["again"] == 1
+    assert told["a result on the CPU"]["devices"] == ["cpu"]
+    assert told["a random stream that moves"]["drew"]
+    assert not told["another result"]["agrees"]

@@ -1,0 +1,563 @@
+"""A run that is recorded leaves nothing behind, sees what it should, and costs what it must."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import threading
+from contextlib import nullcontext, suppress
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import function
+from torch.nn.modules import module as modules
+from torch_lost_gradients import CAUSES
+
+import gradtools.torch as gt
+from gradtools import DisconnectedInputError, GradtoolsError
+from gradtools.seeing.findings import KINDS
+from gradtools.seeing.flow import dependence_matrix
+from gradtools.seeing.graph import Dependence
+from gradtools.seeing.program import LeafProgram
+from gradtools.torch.backend import TorchBackend
+from gradtools.torch.recording import refusals
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
+X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
+BACKEND = TorchBackend()
+
+
+def recorded(f, *args):
+    program = LeafProgram(BACKEND, "test", f, args, {}, (0,))
+    return BACKEND.record(program.run, program.leaves, program.names)
+
+
+def operations(f, *args):
+    return [node.operation for node in recorded(f, *args).graph.nodes]
+
+
+# --- what is left behind -----------------------------------------------------------------
+
+
+class _Busy(nn.Module):
+    """Changes everything that it can."""
+
+    def __init__(self, raises=False):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3).double()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.other = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.history, self.calls, self.raises = [], 0, raises
+        self.large = torch.zeros(1 << 18, dtype=torch.float64)
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.norm(torch.stack([x, x * self.weight, x + torch.rand(3)]))
+        y.sum().backward(retain_graph=True)
+        with torch.no_grad():
+            self.other.mul_(2.0)
+            self.other.data.add_(1.0)
+            self.large.add_(random.random() + np.random.default_rng().random())
+        self.history.append(y.sum().item())
+        self.other.requires_grad_(False)
+        if self.raises:
+            raise ValueError("of its own")
+        return y.square().sum()
+
+
+def _state(net):
+    tensors = [x.clone() for x in (*net.state_dict().values(), net.large)]
+    flags = [p.requires_grad for p in net.parameters()]
+    numbers = [
+        flags,
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+        net.calls,
+        list(net.history),
+    ]
+    return tensors, numbers, net.weight.grad if net.weight.grad is None else net.weight.grad.clone()
+
+
+def _same(a, b):
+    assert all(map(torch.equal, a[0], b[0]))
+    assert a[1] == b[1]
+    assert (a[2] is None) == (b[2] is None) and (a[2] is None or torch.equal(a[2], b[2]))
+
+
+@pytest.mark.parametrize("graded", [False, True], ids=["without grad", "with grad"])
+def test_effects_of_f_are_undone(graded):
+    net, x = _Busy(), X.clone()
+    if graded:
+        net.weight.grad = torch.full((3,), 7.0, dtype=torch.float64)
+    grad, before = net.weight.grad, _state(net)
+    gt.why_zero(net, x)
+    _same(before, _state(net))
+    assert net.weight.grad is grad and x.grad is None and torch.equal(x, X)
+
+
+def _by_operation(w):
+    with torch.no_grad():
+        w.mul_(1.5)
+
+
+def _by_optimizer(w):
+    torch.optim.SGD([w], 0.5, foreach=False).step()
+
+
+def _by_numpy(w):
+    w.detach().numpy()[:] = 9.0
+
+
+def _by_assignment(w):
+    w.data = torch.zeros_like(w)
+
+
+WRITES = (_by_operation, _by_optimizer, _by_numpy, _by_assignment)
+UNSEEN = pytest.mark.xfail(strict=True, reason="measure watches operations, and no other writing")
+LOOKS = [
+    pytest.param(write, name, marks=[UNSEEN] if name == "measure" and write in WRITES[2:] else [])
+    for write in WRITES
+    for name in ("why_zero", "formula", "gradient_graph", "measure")
+]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize(("write", "name"), LOOKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+def test_parameters_that_f_writes_are_put_back_by_every_run(write, name, raises, dtype):
+    w, x = nn.Parameter(torch.ones(3, dtype=dtype)), torch.ones(3, dtype=dtype)
+    w.grad, memory = torch.ones_like(w), w.data_ptr()
+
+    def f(x):
+        write(w)
+        if raises:
+            raise ValueError("of its own")
+        return torch.softmax((x * w).abs(), 0).sum()
+
+    with pytest.raises((ValueError, GradtoolsError)) if raises else nullcontext():
+        getattr(gt, name)(f, x)
+    assert w.tolist() == w.grad.tolist() == [1.0] * 3 and w.data_ptr() == memory
+
+
+@pytest.mark.parametrize("name", ["why_zero", "formula", "gradient_graph", "measure"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_parameters_are_copied_only_if_f_writes_them(name, writes, monkeypatch):
+    w, kept, clone = nn.Parameter(torch.ones(3)), set(), torch.UntypedStorage.clone
+    monkeypatch.setattr(torch.UntypedStorage, "clone", lambda s: kept.add(s.data_ptr()) or clone(s))
+
+    def f(x):
+        if writes:
+            _by_operation(w)
+        return torch.softmax(x * w, 0).sum()
+
+    getattr(gt, name)(f, torch.ones(3))
+    assert (w.data_ptr() in kept) == writes
+
+
+def _adds(w):
+    (w * 2.0).sum().backward()
+
+
+def _replaces(w):
+    w.grad = None
+
+
+def _halves(w):
+    w.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("name", ["why_zero", "formula", "gradient_graph", "measure"])
+@pytest.mark.parametrize("write", [_adds, _replaces, _halves])
+def test_gradients_that_f_changes_are_put_back_by_every_run(write, name):
+    w = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    grad = w.grad = torch.full_like(w, 5.0)
+
+    def f(x):
+        write(w)
+        return (x * w.detach()).sum()
+
+    with suppress(GradtoolsError):  # a formula is held against f at other weights, with no gradient
+        getattr(gt, name)(f, torch.ones(3))
+    assert w.grad is grad and grad.tolist() == [5.0] * 3
+
+
+def test_effects_of_f_are_undone_when_it_raises():
+    net = _Busy(raises=True)
+    before = _state(net)
+    with pytest.raises(GradtoolsError, match="f raised ValueError: of its own"):
+        gt.why_zero(net, X)
+    _same(before, _state(net))
+
+
+def test_nothing_stays_watched():
+    def raises(x):
+        nn.Parameter(x)
+        raise ValueError
+
+    hooks = [modules._global_forward_pre_hooks, modules._global_forward_hooks]
+    before = [dict(h) for h in hooks]
+    with pytest.raises(GradtoolsError):
+        gt.why_zero(raises, X)
+    gt.why_zero(lambda x: x.sum(), X)
+    assert [dict(h) for h in hooks] == before
+    assert "apply" not in vars(function._SingleLevelFunction)
+    assert "__call__" not in vars(type(nn.Parameter))
+
+
+def test_runs_in_several_threads_wait_for_each_other():
+    found = {}
+
+    def look(k):
+        found[k] = [f.kind for f in gt.why_zero(lambda x: x.detach().sum() * k, X).findings]
+
+    threads = [threading.Thread(target=look, args=(k,)) for k in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {k: ["detached"] for k in range(1, 5)}
+
+
+def test_other_threads_are_not_seen():
+    def f(x):
+        other = threading.Thread(target=lambda: nn.Linear(2, 2)(torch.ones(2)).detach())
+        other.start()
+        other.join()
+        return x.sin()
+
+    assert operations(f, X) == ["sin"]
+
+
+def test_the_arguments_are_copied():
+    x = X.clone().requires_grad_()
+    gt.why_zero(lambda x: (x * 1).mul_(2).sum(), x)
+    gt.why_zero(lambda x: x.detach().zero_().sum(), x)
+    assert torch.equal(x, X) and x.grad is None
+
+
+# --- what is seen ------------------------------------------------------------------------
+
+
+def test_nodes_carry_neutral_and_native_names_and_reads_are_none():
+    def f(x):
+        assert x.shape == (3,) and x.dim() == 1 and x.requires_grad and x.is_leaf
+        return torch.cat([F.relu(x - 1.0), x.T @ x.reshape(3, 1)]).clamp(0, 1)
+
+    nodes = recorded(f, X).graph.nodes
+    assert [(n.operation, n.native) for n in nodes] == [
+        ("subtract", "sub"),
+        ("relu", "relu"),
+        ("transpose", "T"),
+        ("reshape", "reshape"),
+        ("matmul", "matmul"),
+        ("concatenate", "cat"),
+        ("clip", "clamp"),
+    ]
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(3, 3).double(), nn.Tanh()])
+
+    def forward(self, x):
+        return self.inner[1](self.inner[0](x))
+
+
+def test_scopes_are_paths_of_modules():
+    net = nn.Sequential(_Block(), _Block())
+    graph = recorded(lambda x: net(x) * 2, X).graph
+    assert [".".join(n.scope) for n in graph.nodes] == [
+        "Sequential.0.inner.0",
+        "Sequential.0.inner.1",
+        "Sequential.1.inner.0",
+        "Sequential.1.inner.1",
+        "",
+    ]
+
+
+def test_captured_parameters_have_their_names():
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
+    recording = recorded(net, X)
+    names = {recording.graph.values[v].name for v in recording.graph.captured}
+    assert names == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert {name for name, _ in recording.parameters} == names
+
+
+def test_a_parameter_that_f_never_reads_is_told():
+    class Forgetful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+
+        def forward(self, x):
+            return self.used(x)
+
+    found = dict(recorded(Forgetful(), X).parameters)
+    assert found["unused.weight"] is None and found["used.weight"] is not None
+
+
+def test_a_changed_tensor_is_another_value_and_so_are_its_views():
+    def f(x):
+        out = torch.zeros(2, 3, dtype=x.dtype)
+        first, second = out[0], out[1]
+        first.copy_(x)
+        return first, second, out
+
+    assert dependence_matrix(recorded(f, X).graph) == [
+        [Dependence.DIFFERENTIABLE],
+        [Dependence.NONE],
+        [Dependence.DIFFERENTIABLE],
+    ]
+
+
+def test_compiled_functions_are_run_as_they_are():
+    @torch.compile(backend="eager")
+    def f(x):
+        return (x.detach() ** 2).sum()
+
+    assert [found.kind for found in gt.why_zero(f, X).findings] == ["detached"]
+    healthy = torch.compile(lambda x: (x**2).sum(), backend="eager")
+    assert not gt.why_zero(healthy, X).findings
+
+
+def test_scripted_modules_are_joined_by_their_graph():
+    net = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double())
+    assert not gt.why_zero(lambda x: net(x + 3).sum(), X).findings
+
+
+def test_nodes_are_marked():
+    net = nn.Linear(3, 2).double()
+    for mark, f in {
+        "chunked": lambda x: gt.chunked(torch.sin, 2)(x),
+        "frozen": lambda x: gt.frozen(net)(x),
+        "checkpoint": lambda x: gt.checkpoint(torch.sin)(x),
+        "edited gradient": lambda x: gt.clip_gradient(x, max_norm=1.0),
+        "custom rule": lambda x: gt.straight_through(torch.round)(x),
+    }.items():
+        graph = recorded(f, X).graph
+        assert mark in {node.mark for node in graph.nodes}
+        assert dependence_matrix(graph) == [[Dependence.DIFFERENTIABLE]]
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_inside_a_transform_it_is_refused(transform):
+    def f(x):
+        gt.why_zero(lambda z: z.sum(), x)
+        return x.sum()
+
+    with pytest.raises(GradtoolsError, match="not inside a transform"):
+        transform(f)(X)
+
+
+def test_recording_inside_of_a_recording_is_refused():
+    with pytest.raises(GradtoolsError, match="while another run is recorded"):
+        gt.why_zero(lambda x: gt.why_zero(lambda z: z.sum(), x) and x.sum(), X)
+
+
+def test_only_outputs_that_are_numbers_are_host_outputs():
+    def f(x):
+        return x.sum(), float(x[0]), x.detach().numpy().mean()
+
+    recording = recorded(f, X)
+    assert recording.host_outputs == (1, 2)
+    assert [row[0].name for row in dependence_matrix(recording.graph)] == [
+        "DIFFERENTIABLE",
+        "CUT",
+        "CUT",
+    ]
+
+
+def test_f_that_gives_something_else_each_time_is_not_followed():
+    calls = []
+
+    def f(x):
+        calls.append(float(x[0]))
+        return x.sum() * len(np.random.default_rng().random(3)) + np.random.default_rng().random()
+
+    assert not gt.why_zero(f, X).findings
+
+
+def test_the_corpus_covers_every_kind():
+    covered = {cause.kind for cause in CAUSES}
+    of_a_line = {name for name, kind in KINDS.items() if kind.has_place}  # others are of a model
+    of_numbers = {"not_finite", "faint", "empty"}  # in test_gradients_of_no_use
+    in_jax = {"stopped_in_rule"}
+    assert of_a_line - covered == {"host_number", *of_numbers, *in_jax}
+    partial = {cause.kind for cause in CAUSES if not cause.whole}
+    assert partial >= {"detached", "left_framework", "discrete", "zero_derivative"}
+
+
+def test_every_refusal_of_pytorch_is_in_the_corpus():
+    texts = set()
+    for cause in CAUSES:
+        program = LeafProgram(BACKEND, "test", cause.f, cause.args, {}, (0,))
+        found = BACKEND.record(program.run, program.leaves, program.names).refusal
+        texts |= {part for part in refusals.KINDS if found and part in found.message}
+    assert texts == set(refusals.KINDS)
+
+
+def test_a_number_as_the_result_is_a_finding():
+    report = gt.why_zero(lambda x: float((x**2).sum()), X)
+    assert [found.kind for found in report.findings] == ["left_framework", "host_number"]
+
+
+def test_a_cancelled_gradient_is_numerical():
+    report = gt.why_zero(lambda x: (x - x).sum() + x.new_ones(()), X)
+    assert [(found.kind, found.operation) for found in report.findings] == [("cancelled", "sub")]
+
+
+# --- what it costs -----------------------------------------------------------------------
+
+
+def test_a_healthy_function_runs_twice_however_many_leaves_it_has():
+    calls = itertools.count()  # which no snapshot puts back
+
+    def f(params):
+        next(calls)
+        return sum((p**2).sum() for p in params)
+
+    assert not gt.why_zero(f, [X * k for k in range(1, 30)]).findings
+    assert next(calls) == 2
+
+
+def test_zero_gradients_of_many_leaves_cost_one_more_run_each_at_most():
+    calls = itertools.count()  # which no snapshot puts back
+
+    def f(params):
+        next(calls)
+        return sum(F.relu(p - 99).sum() for p in params)
+
+    report = gt.why_zero(f, [X * k for k in range(1, 6)])
+    assert [found.kind for found in report.findings] == ["dead"] * 5
+    assert next(calls) <= 2 + 5 * 4  # whether the output moves at all is tried at three sizes
+
+
+def test_a_successful_gradient_runs_f_once_and_a_disconnected_one_once_more():
+    calls = itertools.count()
+
+    def connected(x):
+        next(calls)
+        return (x**2).sum()
+
+    gt.grad(connected)(X)
+    assert next(calls) == 1
+
+    def cut(x):
+        next(calls)
+        return (x.detach() ** 2).sum()
+
+    with pytest.raises(DisconnectedInputError):
+        gt.grad(cut)(X)
+    assert next(calls) == 4
+
+
+# --- the error of a disconnected argument ------------------------------------------------
+
+
+def test_the_error_names_the_cut():
+    def f(x):
+        y = x.detach()
+        return (y**2).sum()
+
+    line = f.__code__.co_firstlineno + 1
+    with pytest.raises(
+        DisconnectedInputError, match=f"cut by detach at test_recording.py:{line}"
+    ):
+        gt.grad(f)(X)
+
+
+def test_the_error_names_a_captured_stand_in():
+    net = nn.Linear(3, 1).double()
+    with pytest.raises(DisconnectedInputError, match=r"reading net\.weight in its place"):
+        gt.grad(lambda weight: net(X).sum())(net.weight)
+
+
+def test_the_error_is_told_without_places_where_f_runs_only_once():
+    left = iter([1.0])
+    with pytest.raises(DisconnectedInputError, match=r"path\. It may be"):
+        gt.grad(lambda x: (x.detach() * next(left)).sum())(X)
+
+
+def test_the_error_is_told_without_places_inside_a_transform():
+    def inner(x):
+        return gt.grad(lambda z: (z.detach() ** 2).sum())(x)
+
+    with pytest.raises(DisconnectedInputError, match=r"path\. It may be"):
+        torch.func.vmap(inner)(X.reshape(3, 1))
+
+
+# --- tags --------------------------------------------------------------------------------
+
+
+def test_tags_go_through_numpy_and_arithmetic_and_change_no_numbers():
+    from gradtools.torch.recording.tags import tagged, tags_in
+
+    plain = np.arange(6.0).reshape(2, 3) - 1.5
+    a = tagged(plain.copy(), frozenset({7}))
+    for run in (
+        lambda a: a * 2 + 1,
+        lambda a: (a > 0).astype(np.float32),
+        lambda a: np.concatenate([a, a[:1]]),
+        lambda a: np.where(a > 0, a, -a).T.copy(),
+        lambda a: np.stack([np.sqrt(abs(a)), a @ a.T @ a]),
+        lambda a: np.percentile(a, [10, 50]),
+        lambda a: sum(a.tolist()[0]) * 2.0 - 1,
+        lambda a: max(a.item(0), a.item(5)) ** 2 / 3,
+    ):
+        assert tags_in(run(a)) == {7}
+        np.testing.assert_array_equal(run(a), run(plain))
+
+
+def test_what_is_tagged_needs_no_second_run():
+    calls = itertools.count()
+
+    def f(x):
+        next(calls)
+        fraction = torch.from_numpy((x.detach().numpy() > 0).astype(np.float64)).mean()
+        return fraction * x.sum().item()
+
+    graph = recorded(f, X).graph
+    assert dependence_matrix(graph) == [[Dependence.CUT]] and len(graph.outside) == 2
+    assert next(calls) == 1
+
+
+def test_tags_are_lost_with_their_arrays():
+    from gradtools.torch.recording import tags
+
+    before = len(tags._LIVING)
+    a = tags.tagged(np.ones(3), frozenset({1}))
+    assert len(tags._LIVING) > before
+    del a
+    assert len(tags._LIVING) == before
+
+
+def test_what_f_caches_is_usable_after_dependence():
+    """A tensor without numbers would stay in the cache, so f runs on numbers."""
+    positions = functools.lru_cache(lambda n: torch.arange(n, dtype=torch.float32))
+    f = lambda x: (x * positions(3)).sum()
+    gt.dependence(f, torch.ones(3))
+    assert float(f(torch.ones(3))) == 3
+
+
+def test_what_left_for_an_f_that_refuses_other_numbers_is_not_unused():
+    def f(x):
+        value = x.sum().item()
+        if abs(value - 0.7) > 1e-6:
+            raise ValueError("only 0.7")
+        return torch.tensor(math.sin(value))
+
+    (finding,) = gt.why_zero(f, torch.tensor([0.5, 0.2]))
+    assert (finding.kind, finding.operation) == ("left_framework", "item")
+
+
+def test_a_tangent_of_softmax_is_differentiated_as_the_pushforward_is():
+    f = lambda x: torch.softmax(x, 0)[0] ** 2
+    x = torch.arange(3.0, dtype=torch.float64)
+    found = gt.grad(lambda x: gt.jvp(f, (x,), (x,))[1])(x)
+    torch.testing.assert_close(found, gt.grad(lambda x: gt.linearize(f, x)[1](x))(x))

@@ -1,0 +1,549 @@
+"""Each private name of PyTorch does what we rely on, and has no public sister yet."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradtools.torch import _upstream as upstream
+
+Tensor = torch.Tensor
+
+
+def _x() -> Tensor:
+    return torch.tensor([1.0, 2.0], requires_grad=True)
+
+
+# --- no longer needed? ---------------------------------------------------------------------------
+
+# What is public in 2.13 where a public way may come. A name that is new here may take the place of
+# one of the room's: look, and then add it to the list.
+_PUBLIC = {
+    torch.func: (
+        "debug_unwrap functional_call functionalize grad grad_and_value hessian jacfwd jacrev jvp "
+        "linearize rearrange replace_all_batch_norm_modules_ stack_module_state vjp vmap"
+    ),
+    torch.autograd.graph: (
+        "GradientEdge Node allow_mutation_on_saved_tensors disable_saved_tensors_hooks "
+        "get_gradient_edge increment_version region_activation_memory_budget "
+        "register_multi_grad_hook save_on_cpu saved_tensors_hooks "
+        "set_override_stale_capture_stream set_warn_on_accumulate_grad_stream_mismatch"
+    ),
+    forward_ad: (
+        "UnpackedDualTensor dual_level enter_dual_level exit_dual_level make_dual unpack_dual"
+    ),
+}
+
+
+@pytest.mark.parametrize("module", _PUBLIC, ids=lambda module: module.__name__)
+def test_nothing_public_has_come_that_may_take_the_place_of_a_private_name(module):
+    made_here = {
+        name
+        for name, value in vars(module).items()
+        if name[0] != "_" and getattr(value, "__module__", "") == module.__name__
+    }
+    assert {*getattr(module, "__all__", made_here)} == set(_PUBLIC[module].split())
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (Tensor, "version"),
+        (Tensor, "is_view"),
+        (Tensor, "is_zerotensor"),
+        (Tensor, "hooks"),
+        (torch, "is_any_autocast_enabled"),
+        (torch.compiler, "graph_break"),
+        (torch.compiler, "is_compiled"),
+        (torch.nn.Module, "hooks"),
+        (torch.nn.Module, "forward_hooks"),
+        (torch.autograd, "current_node"),
+        (torch.mps, "default_generators"),
+    ],
+)
+def test_there_is_no_public_name_for(holder, name):
+    assert not hasattr(holder, name)
+
+
+def test_there_is_no_public_registry_of_containers():
+    assert importlib.util.find_spec("torch.utils.pytree") is None  # pytorch#65761, #175082
+
+
+# --- levels of torch.func ------------------------------------------------------------------------
+
+
+def test_levels_of_torch_func_are_seen_from_inside():
+    seen = {}
+
+    def f(x):
+        kinds = upstream.TransformType
+        seen["kinds"] = [level.key() for level in upstream.get_interpreter_stack()]
+        seen["top"] = upstream.peek_interpreter_stack().key()
+        seen["wrapped"] = upstream.is_wrapped(x), upstream.is_gradtrackingtensor(x)
+        inner = upstream.get_unwrapped(x)
+        seen["batched"] = upstream.is_batchedtensor(inner), upstream.maybe_get_bdim(inner)
+        seen["level"] = upstream.maybe_current_level() == upstream.maybe_get_level(x)
+        with upstream.temporarily_clear_interpreter_stack():
+            seen["cleared"] = upstream.peek_interpreter_stack()
+        assert kinds.Grad in seen["kinds"]
+        return (x**2).sum()
+
+    torch.func.vmap(torch.func.grad(f))(torch.ones(3, 2))
+    kinds = upstream.TransformType
+    assert seen == {
+        "kinds": [kinds.Vmap, kinds.Grad],
+        "top": kinds.Grad,
+        "wrapped": (True, True),
+        "batched": (True, 0),
+        "level": True,
+        "cleared": None,
+    }
+    assert upstream.peek_interpreter_stack() is None and upstream.get_interpreter_stack() is None
+    assert upstream.maybe_current_level() is None
+
+
+def test_a_wrapper_says_that_its_transform_has_ended():
+    kept = []
+    torch.func.grad(lambda x: kept.append(x) or x.sum())(torch.ones(2))
+    assert upstream.is_wrapped(kept[0]) and upstream.maybe_get_level(kept[0]) == -2
+
+
+def test_autograds_own_vmap_is_counted_and_left():
+    seen = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, ct):
+            upstream.enter_vmap()
+            seen.append((upstream.leave_vmap(), upstream.is_legacy_batched(ct)))
+            return ct
+
+    x = _x()
+    torch.autograd.grad(Watch.apply(x), x, torch.eye(2), is_grads_batched=True)
+    assert seen == [(1, True)]
+    assert not upstream.is_legacy_batched(x)
+    level = upstream.enter_vmap()
+    y = upstream.add_batch_axis(torch.ones(3, 2), 0, level)
+    assert y.shape == (2,) and upstream.is_legacy_batched(y)
+    assert upstream.remove_batch_axis(y, level, 3, 0).shape == (3, 2)
+    upstream.leave_vmap()
+
+
+# --- forward mode --------------------------------------------------------------------------------
+
+
+def test_the_level_of_forward_mode_is_seen_and_entered():
+    assert upstream.forward_level() == -1
+    level = upstream.enter_forward_level()
+    try:
+        assert level == upstream.forward_level() == 0
+        assert upstream.enter_forward_level() is None  # there is one
+        assert upstream.forward_level() == 0
+        x = upstream.make_dual(torch.ones(2), torch.full((2,), 3.0), level=0)
+        assert upstream.unpack_dual(x * 2, level=0)[1].tolist() == [6.0, 6.0]
+        with upstream.forward_mode_enabled(False):
+            assert not upstream.is_forward_mode_enabled()
+            assert upstream.unpack_dual(x * 2, level=0)[1] is None
+        upstream.set_forward_mode_enabled(False)
+        upstream.set_forward_mode_enabled(True)
+        assert upstream.is_forward_mode_enabled()
+    finally:
+        forward_ad.exit_dual_level(level=level)
+    assert upstream.forward_level() == -1
+
+
+def test_a_level_that_another_is_about_to_enter_is_left_again(monkeypatch):
+    """As between the two lines of `forward_ad.enter_dual_level` in another thread."""
+    monkeypatch.setattr(forward_ad, "_current_level", 3)
+    assert upstream.enter_forward_level() is None
+    monkeypatch.undo()
+    with forward_ad.dual_level():
+        assert upstream.forward_level() == 0
+
+
+def test_the_pullback_of_softmax_is_its_formula():
+    y, g = torch.softmax(torch.randn(3, 4), -1), torch.randn(3, 4)
+    want = y * (g - (g * y).sum(-1, keepdim=True))
+    torch.testing.assert_close(upstream.softmax_pullback(g, y, -1, y.dtype), want)
+
+
+def test_any_autocast_is_seen():
+    assert not upstream.is_any_autocast_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert upstream.is_any_autocast_enabled()
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+def test_a_backward_pass_says_which_it_is_and_what_it_comes_to():
+    x = _x()
+    y = x.exp()
+    seen = {}
+
+    def hook(ct):
+        seen["task"] = upstream.current_graph_task()
+        seen["keeps"] = upstream.keeps_graph()
+        seen["will"] = upstream.will_run(y.grad_fn)
+
+    z = (y * 2).sum()
+    z.register_hook(hook)
+    z.backward(retain_graph=True)
+    assert seen["task"] >= 0 and seen["keeps"] is True and seen["will"] is True
+    z.backward()
+    assert seen["keeps"] is False and upstream.current_graph_task() == -1
+
+
+def test_the_running_node_and_its_number_are_seen():
+    x, seen = _x(), []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, ct):
+            seen.append(upstream.current_node())
+            return ct * 2
+
+    before = upstream.nodes_made()
+    y = Double.apply(x)
+    assert upstream.sequence_of(y.grad_fn) == before < upstream.nodes_made()
+    assert upstream.forward_class(type(y.grad_fn)) is Double
+    assert upstream.backward_class(Double) is type(y.grad_fn)
+    assert upstream.current_node() is None
+    y.sum().backward()
+    assert upstream.sequence_of(seen[0]) == upstream.sequence_of(y.grad_fn)
+
+
+def test_what_a_node_saved_is_read_by_its_name():
+    x = _x()
+    node = x.exp().grad_fn
+    assert upstream.saves(node, "result") and not upstream.saves(node, "other")
+    assert torch.equal(upstream.saved(node, "result"), x.exp())
+    assert upstream.saved(node, "other", "none") == "none"
+
+
+def test_hooks_of_saved_tensors_are_seen():
+    assert upstream.saved_tensors_hooks_on(False) is None
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert upstream.saved_tensors_hooks_on(False) is not None
+
+
+def test_versions_are_read_kept_and_set():
+    x = torch.zeros(2)
+    x += 1
+    assert upstream.version_of(x) == 1
+    with upstream.version_counter_kept(x):
+        x += 1
+    assert upstream.version_of(x) == 1
+    upstream.set_version_counters((x,), (0,))
+    assert upstream.version_of(x) == 0
+
+
+def test_the_engine_gives_what_autograd_grad_gives_of_arguments_that_are_right():
+    x, unused = _x(), _x()
+    y = x.sin()
+    found = upstream.run_engine(
+        (y,), (torch.ones(2),), True, True, (x, unused), allow_unreachable=True,
+        accumulate_grad=False,
+    )  # fmt: skip
+    expected = torch.autograd.grad(y, (x, unused), torch.ones(2), True, True, allow_unused=True)
+    assert torch.equal(found[0], expected[0]) and found[1] is expected[1] is None
+    assert found[0].requires_grad and x.grad is None
+
+
+def test_a_graph_ends_in_nodes_of_one_class():
+    x = _x()
+    assert type(x.sin().grad_fn.next_functions[0][0]) is upstream.AccumulateGrad
+
+
+def test_set_grad_enabled_is_what_a_mode_sees():
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, fun, types, args=(), kwargs=None):
+            seen.append(fun)
+            return fun(*args, **(kwargs or {}))
+
+    with Watch():
+        assert len(upstream.function_modes()) == upstream.count_of_function_modes() == 1
+        torch.set_grad_enabled(True)
+        with upstream.DisableTorchFunction():
+            torch.ones(1) + 1
+    assert any(fun is upstream.set_grad_enabled for fun in seen)
+    assert upstream.count_of_function_modes() == upstream.count_of_dispatch_modes() == 0
+
+
+def test_an_apply_beneath_functions_meets_who_keeps_a_bound_one():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    kept, seen = Double.apply, []
+
+    def apply(cls, *args):
+        seen.append(cls)
+        return super(upstream.Functions, cls).apply(*args)
+
+    upstream.Functions.apply = classmethod(apply)
+    try:
+        kept(torch.ones(1))
+    finally:
+        del upstream.Functions.apply
+    kept(torch.ones(1))
+    assert seen == [Double]
+
+
+def test_torch_func_calls_functions_by_an_operator_that_modes_see():
+    seen = []
+
+    class Double(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, ct):
+            return ct * 2
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, fun, types, args=(), kwargs=None):
+            seen.append(fun)
+            return fun(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.func.grad(lambda x: Double.apply(x).sum())(torch.ones(2))
+    assert upstream.custom_function_call in seen
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def test_zeros_views_and_aliases_are_told():
+    zero = torch._efficientzerotensor((2,))
+    x = torch.zeros(2)
+    assert upstream.is_zero(zero) and not upstream.is_zero(x)
+    assert upstream.is_view(x.view(2)) and not upstream.is_view(x)
+    assert upstream.is_alias_of(x, x[1:]) and not upstream.is_alias_of(x, x.clone())
+
+
+def test_the_owners_of_memory_are_counted():
+    x = torch.ones(3)
+    alone = upstream.owners_of_memory(x)
+    y = x[1:]
+    assert upstream.owners_of_memory(y) == alone + 1
+
+
+def test_fake_tensors_have_shapes_and_devices_alone():
+    with upstream.fake_tensors():
+        y = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert y.shape == (2, 4) and y.device.type == "cpu"
+    assert upstream.is_fake(y) and not upstream.is_fake(torch.ones(2))
+
+
+def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
+    class Mine(Tensor):
+        pass
+
+    x = torch.ones(2)
+    y = upstream.make_subclass(Mine, x)
+    assert type(y) is Mine and y.data_ptr() == x.data_ptr() and not upstream.is_view(y)
+
+
+def test_a_view_that_is_marked_so_may_not_be_written_in_place():
+    x = _x() * 1
+    y = x.view_as(x)
+    upstream.set_creation_meta(y, upstream.IN_CUSTOM_FUNCTION)
+    with pytest.raises(RuntimeError, match="created inside a custom Function"):
+        y.mul_(2)
+
+
+def test_tracing_is_told():
+    seen = []
+
+    def f(x):
+        seen.append(upstream.tracing_state() is not None)
+        return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
+        torch.jit.trace(f, torch.ones(1), check_trace=False)
+    assert upstream.tracing_state() is None and seen == [True]
+
+
+def test_a_sparse_tensor_that_is_not_coalesced_shows_its_entries():
+    x = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
+    assert upstream.indices_of(x).tolist() == [[0, 0]] and upstream.values_of(x).tolist() == [1, 2]
+
+
+def test_the_storages_of_a_tensor_are_one_object_for_as_long_as_it_lives():
+    """So that a storage is known by its `id`, where `_cdata` was asked before."""
+    x = torch.ones(3)
+    first = id(x.untyped_storage())
+    others = [object() for _ in range(1000)]
+    assert id(x[1:].untyped_storage()) == first and others
+
+
+def test_hooks_of_a_leaf_are_seen_and_none_there_is_put_back():
+    x = _x()
+    assert upstream.tensor_hooks(x) is None
+    x.register_hook(lambda g: g).remove()
+    assert upstream.tensor_hooks(x) is not None
+    upstream.set_tensor_hooks(x, None)
+    assert torch.equal(pickle.loads(pickle.dumps(x)), x)
+
+
+def test_every_hook_that_is_set_counts():
+    x = _x().requires_grad_()
+    y, before = 2 * x, upstream.hooks_made()
+    y.register_hook(lambda g: g), y.grad_fn.register_hook(lambda given, taken: None)
+    x.register_post_accumulate_grad_hook(lambda x: None)
+    assert upstream.hooks_made() == before + 3
+
+
+def test_a_frame_of_checkpoint_is_known():
+    seen = []
+
+    def f(x):
+        frame = sys._getframe()
+        while frame is not None:
+            seen.append(upstream.is_of_checkpoint(frame))
+            frame = frame.f_back
+        return x
+
+    torch.utils.checkpoint.checkpoint(f, _x(), use_reentrant=False)
+    assert any(seen) and not seen[0]
+
+
+# --- operators and modules -----------------------------------------------------------------------
+
+
+def test_operators_say_what_they_write():
+    aten = torch.ops.aten
+    writes = [a.alias_info is not None for a in upstream.arguments_of(aten.add_.Tensor)]
+    assert writes[0] and not any(writes[1:])
+    assert upstream.schema_of(aten.add.Tensor).name == "aten::add"
+    assert isinstance(aten.add.Tensor, upstream.OpOverload)
+    assert isinstance(aten.add, upstream.OpOverloadPacket)
+    assert upstream.has_kernel_for("aten::add.Tensor", "CPU")
+    assert aten.addcmul.default in upstream.decompositions()
+
+
+def test_a_module_shows_its_slots_and_hooks():
+    m = torch.nn.BatchNorm1d(2, affine=False)
+    assert isinstance(m, upstream.BatchNorm)
+    parameters, buffers, children = upstream.slots_of(m)
+    assert parameters["weight"] is None and "running_mean" in buffers and not children
+    assert all(vars(m)[name] is slot for name, slot in zip(upstream.SLOTS, (
+        parameters, buffers, children), strict=True))  # fmt: skip
+    assert vars(m)[upstream.NOT_SAVED] == set()
+    assert not upstream.has_hooks(m) and not upstream.has_backward_hooks(m)
+    forward = m.register_forward_hook(lambda *a: None)
+    assert upstream.has_hooks(m) and len(upstream.forward_hooks_of(m)) == 1
+    assert upstream.forward_hook_numbers(m) == [forward.id]
+    forward.remove()
+    m.register_full_backward_hook(lambda *a: None)
+    assert upstream.has_backward_hooks(m) and upstream.takes_whole_gradients(m)
+
+
+def test_cached_weights_are_seen_in_their_block_alone():
+    parametrize = torch.nn.utils.parametrize
+    assert upstream.cached_weights() is None
+    with parametrize.cached():
+        other: dict = {}
+        upstream.set_cached_weights(other)
+        assert upstream.cached_weights() is other
+
+
+def test_the_block_of_a_default_device_is_seen():
+    before = torch.get_default_device()
+    assert upstream.device_set() is None
+    try:
+        torch.set_default_device("meta")
+        assert upstream.device_set() is not None
+    finally:
+        torch.set_default_device(before)
+        torch.set_default_device(None)
+    assert upstream.device_set() is None
+
+
+def test_attributes_of_a_scripted_module_are_listed():
+    m = torch.jit.script(torch.nn.Linear(2, 2))
+    found = {name: parameter for name, parameter, _ in upstream.scripted_attributes(m)}
+    assert found["weight"] is True and found["training"] is False
+
+
+def test_which_kernels_stand_beneath_autograd():
+    key = upstream.DispatchKey.AutogradFunctionality
+    assert not upstream.is_dispatch_key_excluded(key)
+    seen = []
+
+    class Watch(upstream.TorchDispatchMode):
+        def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
+            seen.append(
+                (upstream.is_dispatch_key_excluded(key), upstream.count_of_dispatch_modes())
+            )
+            return fun(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.ones(1) + 1
+        with upstream.disable_current_modes():
+            assert upstream.count_of_dispatch_modes() == 0
+    assert seen[-1] == (True, 0)
+
+
+def test_an_outermost_block_beneath_an_operation_is_dispatched_as_in_a_new_thread():
+    tracked = []
+
+    class Watch(upstream.TorchDispatchMode):
+        def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
+            x = torch.ones(1, requires_grad=True)
+            before = (2 * x).requires_grad
+            with upstream.outermost(), torch.enable_grad():
+                modes = upstream.count_of_dispatch_modes()
+                tracked.append((before, (2 * x).requires_grad, modes))
+            return fun(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.ones(1) + 1
+    assert tracked[-1] == (False, True, 0)
+
+
+# --- dynamo --------------------------------------------------------------------------------------
+
+
+def test_what_torch_compile_returned_is_known():
+    f = lambda x: x
+    assert upstream.is_compiled(torch.compile(f)) and not upstream.is_compiled(f)
+    assert upstream.is_compiled(torch.compile(torch.nn.Linear(1, 1)))
+    assert upstream.dynamo_is_loaded()
+
+
+def test_another_thread_has_its_own_count_of_nodes():
+    found = []
+    _x().exp()
+    thread = threading.Thread(target=lambda: found.append(upstream.nodes_made()))
+    thread.start()
+    thread.join()
+    assert found[0] < upstream.nodes_made()

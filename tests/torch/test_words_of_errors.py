@@ -1,0 +1,164 @@
+"""The user's own errors go by as they are; PyTorch's are said in words that help, of their type."""
+
+import pytest
+import torch
+
+import gradtools.torch as gt
+from gradtools import GradtoolsError
+
+X = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+PHRASES = [
+    "must implement the jvp function",
+    "modified by an inplace operation",
+    "Trying to use forward AD with cat that does not support it",
+    "these require grad",
+    "element 0 of tensors does not require grad and does not have a grad_fn",
+    "marked with @once_differentiable",
+    "derivative for cat is not implemented",
+    "Cannot access data pointer",
+    "support saved tensor hooks",
+    "a leaf Variable that requires grad",
+]
+WAYS = {
+    "grad": lambda f: gt.grad(f)(X),
+    "jvp": lambda f: gt.jvp(f, (X,), (X,)),
+    "linearize": lambda f: gt.linearize(f, X),
+    "functorch": lambda f: torch.func.grad(lambda x: gt.grad(f)(x).sum())(X),
+    "frozen": lambda f: gt.frozen(f)(X),
+    "chunked": lambda f: gt.grad(lambda x: gt.chunked(f, 1, memory_budget=9)(x).sum())(X),
+    "checkpoint": lambda f: gt.grad(lambda x: gt.checkpoint(f)(x).sum())(X),
+    "straight_through": lambda f: gt.grad(lambda x: gt.straight_through(f)(x).sum())(X),
+    "straight_through in functorch": lambda f: torch.func.grad(
+        lambda x: gt.straight_through(f)(x).sum()
+    )(X),
+}
+
+
+class _Own(NotImplementedError):
+    pass
+
+
+def _raised(way, f):
+    with pytest.raises(BaseException) as caught:
+        way(f)
+    return caught.value
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [RuntimeError, _Own])
+def test_an_error_of_f_with_pytorchs_words_is_the_same_error(way, kind):
+    for phrase in PHRASES:
+        own = kind(phrase)
+
+        def f(x):
+            raise own
+
+        assert _raised(WAYS[way], f) is own
+
+
+@pytest.mark.filterwarnings("ignore:frozen")
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_an_error_of_a_users_backward_or_jvp_is_the_same_error(phrase):
+    own = RuntimeError(phrase)
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, ct):
+            raise own
+
+        @staticmethod
+        def jvp(ctx, dx):
+            raise own
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, ct):
+            return Raises.apply(ctx.saved_tensors[0]) * ct
+
+    f = lambda x: Raises.apply(x).sum()
+    G = gt.frozen(lambda x: Twice.apply(x).sum())
+    second = lambda f: gt.grad(lambda x: gt.grad(G)(x).sum())(X)
+    for way in (WAYS["grad"], WAYS["jvp"], second):
+        assert _raised(way, f) is own
+
+
+def test_what_a_user_has_pytorch_raise_is_the_users():
+    def f(x):
+        torch._check(bool(x.sum() < 0), lambda: "does not require grad and does not have a grad_fn")
+        return x.sum()
+
+    error = _raised(WAYS["grad"], f)
+    assert type(error) is RuntimeError and not isinstance(error, GradtoolsError)
+
+
+def test_an_error_that_torchscript_raises_for_the_user_is_the_users():
+    @torch.jit.script
+    def f(x):
+        if bool(x.sum() > 0):
+            raise RuntimeError("marked with @once_differentiable")
+        return x.sum()
+
+    assert type(_raised(WAYS["grad"], f)) is torch.jit.Error
+
+
+def test_an_error_that_f_raises_from_pytorchs_is_the_users():
+    def f(x):
+        try:
+            return torch.autograd.grad(x.sum().detach(), x)[0].sum()
+        except RuntimeError as error:
+            raise RuntimeError(f"my own: {error}") from error
+
+    error = _raised(WAYS["grad"], f)
+    assert type(error) is RuntimeError and str(error).startswith("my own: element 0 of tensors")
+
+
+def test_pytorchs_refusal_keeps_its_type_and_is_ours_too():
+    class ReverseOnly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, ct):
+            return ct
+
+    error = _raised(WAYS["jvp"], lambda x: ReverseOnly.apply(x).sum())
+    assert isinstance(error, GradtoolsError) and isinstance(error, NotImplementedError)
+    error = _raised(WAYS["grad"], lambda x: torch.autograd.grad(x.sum().detach(), x)[0].sum())
+    assert isinstance(error, GradtoolsError) and type(error.__cause__) is RuntimeError
+    assert isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+
+
+def test_a_refusal_is_explained_once_and_points_at_the_users_line():
+    def f(x):
+        return torch.autograd.grad(x.sum().detach(), x)[0].sum()
+
+    text = str(_raised(WAYS["grad"], lambda x: gt.grad(f)(x).sum()))
+    assert text.count("PyTorch says") == 1
+    assert f"test_words_of_errors.py:{f.__code__.co_firstlineno + 1}" in text
+
+
+def test_f_may_catch_pytorchs_refusal_by_its_type():
+    def f(x):
+        try:
+            return gt.grad(lambda x: torch.autograd.grad(x.sum().detach(), x)[0].sum())(x).sum()
+        except RuntimeError:
+            return (x * x).sum()
+
+    torch.testing.assert_close(gt.grad(f)(X), 2 * X)
+
+
+def test_frozen_lets_a_refusal_inside_of_it_through():
+    def f(x):
+        return gt.grad(lambda x: torch.autograd.grad(x.sum().detach(), x)[0].sum())(x).sum()
+
+    assert "grad: f sets a hook" in str(_raised(WAYS["frozen"], f))

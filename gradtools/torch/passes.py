@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of, warn
+from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
 from gradtools.seeing.attributes import numbers_text
 from gradtools.seeing.crossing import opened
@@ -51,7 +51,7 @@ from gradtools.torch.operands import AtenCall
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
-from gradtools.torch.recording.observing import put_back, recording, watchable
+from gradtools.torch.recording.observing import copied, recording
 from gradtools.torch.recording.places import Scopes, place
 from gradtools.torch.recording.undo import Undo
 from gradtools.torch.recording.values import Values, like
@@ -69,11 +69,6 @@ def gradient_graph(asked: Differentiated | Live) -> Graph:
     """The passes of a program as one graph, its effects undone; or what autograd holds."""
     if isinstance(asked, Live):
         return live_graph(asked.outputs)
-    if not watchable():
-        raise GradtoolsError(
-            f"{asked.program.asked}: a program can be recorded in plain eager code only, not "
-            "inside a transform of torch.func, in compiled code, or while another is recorded."
-        )
     try:
         return _opened(_hooked_or_not(asked))
     except (RuntimeError, NotImplementedError) as error:
@@ -123,16 +118,14 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
     hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
     """
     program = asked.program
-    with put_back(program.run, program.leaves) as undo:
-        recorder = _PassRecorder(undo, hooked)
-        with recording(), torch.inference_mode(False), torch.enable_grad():
-            return _recorded(asked, recorder)
+    with recording(f"{program.asked}: a program", program.run, program.leaves) as undo:
+        return _recorded(asked, _PassRecorder(undo, hooked))
 
 
 def _recorded(asked: Differentiated, recorder: _PassRecorder) -> Graph:
     program = asked.program
     active = set(program.wrt)
-    xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
+    xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
     with recorder.watching(FORWARD):
         ys = _execute(program.run, xs)
@@ -194,10 +187,6 @@ def _execute_backward(
         )
 
 
-def _copied(x: Any, tracked: bool) -> Any:
-    return x.detach().clone().requires_grad_(tracked) if isinstance(x, Tensor) else x
-
-
 def _is_tracked(y: Any) -> bool:
     return isinstance(y, Tensor) and y.requires_grad and is_inexact(y)
 
@@ -239,9 +228,7 @@ class _PassRecorder(Watching):
         self.captured: dict[int, Tensor | None] = {}
         self.made: list[_Made] = []
         self.scopes = Scopes()
-        reached = reversed(undo.start.reached.watched)
-        self._known = {id(x): name.removeprefix("f.") for x, name in reached}
-        self._undo, self._hooked = undo, hooked
+        self._known, self._undo, self._hooked = undo.names(), undo, hooked
         self._phase, self._quiet = FORWARD, False
         self._rules: list[tuple[str, str]] = []  # of the rules that run, outermost first
         self._untracked: set[int] = set()  # what backward reads without its graph

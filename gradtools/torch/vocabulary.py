@@ -6,19 +6,18 @@ put back. Parameters that f holds and that require grad are differentiated like 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula.recorded import Recorded
 from gradtools.seeing.graph import needed
 from gradtools.seeing.program import LeafProgram
 from gradtools.torch.modes import Modes
-from gradtools.torch.recording.observing import put_back, recording, watchable
+from gradtools.torch.recording.observing import copied, put_back, recording
 from gradtools.torch.translating.arrays import ARRAYS
 from gradtools.torch.translating.composites import FUNCTIONS, PLAIN
 from gradtools.torch.translating.control import followed
@@ -37,31 +36,22 @@ OPERATIONS = {**ELEMENTWISE, **ARRAYS, **LAYERS}
 
 def formula_graph(program: LeafProgram) -> Recorded:
     """One run of a program, forward only. Its effects are undone."""
-    if not watchable():
-        raise GradtoolsError(
-            f"{program.asked}: a program can be recorded in plain eager code only, not inside a "
-            "transform of torch.func, in compiled code, or while another is recorded."
-        )
-    with put_back(program.run, program.leaves) as undo:
-        watched = reversed(undo.start.reached.watched)
-        names = {id(x): name.removeprefix("f.") for x, name in watched}
-        recorder = FormulaRecorder(OPERATIONS, FUNCTIONS, names, origin_of)
-        with recording(), torch.inference_mode(False), torch.enable_grad():
-            found = _recorded(program, recorder)
-    return _again(program, names) if recorder.lost else found
+    found, lost = _recorded(program, FUNCTIONS)
+    if lost:  # f takes a derivative through something that was written down as a whole
+        found, _ = _recorded(program, PLAIN)
+    return found
 
 
-def _again(program: LeafProgram, names: dict[int, str]) -> Recorded:
-    """f takes a derivative through something that was written down as a whole: all in parts."""
-    with put_back(program.run, program.leaves):
-        recorder = FormulaRecorder(OPERATIONS, PLAIN, names, origin_of)
-        with recording(), torch.inference_mode(False), torch.enable_grad():
-            return _recorded(program, recorder)
+def _recorded(program: LeafProgram, functions: Mapping[Any, Any]) -> tuple[Recorded, bool]:
+    """One run, and whether a derivative inside of f was lost."""
+    with recording(f"{program.asked}: a program", program.run, program.leaves) as undo:
+        recorder = FormulaRecorder(OPERATIONS, functions, undo.names(), origin_of)
+        return _written(program, recorder), recorder.lost
 
 
-def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
+def _written(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
     active = set(program.wrt)
-    xs = [_copied(x, k in active) for k, x in enumerate(program.leaves)]
+    xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
     pairs = zip(xs, program.names, strict=True)
     inputs = [recorder.introduce(x, name) for x, name in pairs]
     with followed(), plainly(), watched(recorder), Functions(recorder), Operations(recorder):
@@ -83,10 +73,6 @@ def _recorded(program: LeafProgram, recorder: FormulaRecorder) -> Recorded:
         run=_with_others(program, [captured[v] for v in wanted]),
         narrow=recorder.narrow,
     )
-
-
-def _copied(x: Any, tracked: bool) -> Any:
-    return x.detach().clone().requires_grad_(tracked)
 
 
 def _output(recorder: FormulaRecorder, y: Any) -> Ref:

@@ -242,7 +242,7 @@ def test_a_recording_inside_of_a_recording_is_refused_and_leaves_nothing_behind(
         gt.gradient_graph(torch.exp, x)
         return x
 
-    with pytest.raises(GradtoolsError, match="while another is recorded"):
+    with pytest.raises(GradtoolsError, match="while another run is recorded"):
         gt.gradient_graph(f, torch.ones(3))
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
     assert gt.gradient_graph(torch.exp, torch.ones(3)).nodes

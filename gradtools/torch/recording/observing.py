@@ -116,26 +116,28 @@ def observed(
     run: Run, leaves: Sequence[Any], names: Sequence[str], replace: Replace | None = None
 ) -> Iterator[Seen]:
     """A recorded run, and afterwards everything as it was."""
-    if not watchable():
-        raise GradtoolsError(
-            "a run can be recorded in plain eager code only, not inside a transform of torch.func, "
-            "in compiled code, or while another run is recorded."
-        )
-    with put_back(run, leaves) as undo:
-        recorder = Recorder(_execute.__code__, undo.watch, replace)
-        with recording(), torch.inference_mode(False), torch.enable_grad():
-            yield _run(recorder, undo.start, run, leaves, names)
+    with recording("a run", run, leaves) as undo:
+        yield _run(Recorder(_execute.__code__, undo.watch, replace), undo, run, leaves, names)
 
 
 @contextmanager
-def recording() -> Iterator[None]:
-    """Inside, this thread records a run, and `watchable` says that no other may be."""
-    _here.recording = True
-    try:
-        with recorded():
-            yield
-    finally:
-        _here.recording = False
+def recording(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
+    """Inside, this thread records one run, whatever modes are around; then all is as it was.
+
+    what: In the refusal where none can be recorded.
+    """
+    if not watchable():
+        raise GradtoolsError(
+            f"{what} can be recorded in plain eager code only, not inside a transform of "
+            "torch.func, in compiled code, or while another run is recorded."
+        )
+    with put_back(run, leaves) as undo:
+        _here.recording = True
+        try:
+            with recorded(), torch.inference_mode(False), torch.enable_grad():
+                yield undo
+        finally:
+            _here.recording = False
 
 
 @contextmanager
@@ -170,14 +172,12 @@ def _eagerly() -> AbstractContextManager[Any]:
 
 
 def _run(
-    recorder: Recorder, start: Snapshot, run: Run, leaves: Sequence[Any], names: Sequence[str]
+    recorder: Recorder, undo: Undo, run: Run, leaves: Sequence[Any], names: Sequence[str]
 ) -> Seen:
-    watched = [(x, name) for x, name in start.reached.watched]
-    recorder.numbering.reachable.update({id(x): x for x, _ in watched})
-    known = {id(x): _spoken(name) for x, name in reversed(watched)}
+    recorder.numbering.reachable.update({id(x): x for x, _ in undo.start.reached.watched})
     aliases = [copied(x) for x in leaves]
     inputs = [_introduced(recorder, x, name) for x, name in zip(aliases, names, strict=True)]
-    seen = Seen(recorder, leaves, names, aliases, inputs, known, [])
+    seen = Seen(recorder, leaves, names, aliases, inputs, undo.names(), [])
     try:
         seen.outs = _execute(recorder, run, aliases)
     except Exception as error:
@@ -200,16 +200,11 @@ def _introduced(recorder: Recorder, x: Any, name: str) -> int:
     return number
 
 
-def copied(x: Any) -> Any:
-    """A copy of a leaf, which requires grad if it may."""
+def copied(x: Any, tracked: bool = True) -> Any:
+    """A copy of a leaf, which requires grad if asked for and if it may."""
     if not isinstance(x, Tensor):
         return x
-    return x.detach().clone().requires_grad_(is_inexact(x))
-
-
-def _spoken(name: str) -> str:
-    """The name of what f holds, as its author writes it."""
-    return name.removeprefix("f.")
+    return x.detach().clone().requires_grad_(tracked and is_inexact(x))
 
 
 def _comes_from(error: BaseException | None, origin: BaseException) -> bool:

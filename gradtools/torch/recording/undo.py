@@ -43,6 +43,11 @@ class Undo(TorchFunctionMode):
         for x in [*held, *[grad for _, grad in self._grads if grad is not None]]:
             self.watch(x)
 
+    def names(self) -> dict[int, str]:
+        """The names of what f can reach, as its author writes them, by id."""
+        watched = reversed(self.start.reached.watched)
+        return {id(x): name.removeprefix("f.") for x, name in watched}
+
     def watch(self, x: Tensor) -> None:
         """x was there before, too."""
         owner = owner_of(x)

@@ -1169,7 +1169,7 @@ def alias_of(x: Tensor) -> Tensor:
 def _entered(xs: Entries) -> list[Any]:
     """The same numbers, in the graph that they are in, or as leaves of a graph of their own."""
     plain = lambda x: x.requires_grad and x.layout is torch.strided and not is_dual(x)
-    return [x.view_as(x) if plain(x) else alias_of(x) for x in xs]
+    return [x[...] if plain(x) else alias_of(x) for x in xs]  # view_as has other strides
 
 
 def _refuse_others(reading: list[bool], *xs: Any) -> None:
@@ -1190,7 +1190,7 @@ def _refuse_others(reading: list[bool], *xs: Any) -> None:
 
 def _views(xs: Entries) -> list[Any]:
     """The same numbers, in the graph that they are in, under names of their own."""
-    return [x.view_as(x) if x.requires_grad else alias_of(x) for x in xs]
+    return [x[...] if x.requires_grad else alias_of(x) for x in xs]
 
 
 def pieces_of(chunks: Chunks) -> list[list[Any]]:

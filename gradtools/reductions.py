@@ -281,7 +281,7 @@ class _Softmax(_LogSumExp):
 
     def _weighted(self, w: Array, v: Array) -> Array:
         """sum_j w_ij v_ij."""
-        flat = self._flat(v)
+        flat, w = self._alike(self._flat(v), w)
         if self._shared(w, v):
             found = w @ flat[0]
         else:
@@ -294,16 +294,31 @@ class _Softmax(_LogSumExp):
     def _flat(self, v: Array) -> Array:
         return self._xp.reshape(wide(self.backend, v), (*v.shape[:2], -1))
 
+    def _alike(self, a: Array, b: Array) -> tuple[Array, Array]:
+        """Both in one dtype: values may be complex, or wider than scores."""
+        if a.dtype == b.dtype:
+            return a, b
+        dtype = self._xp.result_type(a, b)
+        return self._xp.astype(a, dtype), self._xp.astype(b, dtype)
+
+    def _dual(self, ct: Array) -> Array:
+        """What a cotangent is multiplied by values with: <c, v> is the real part of conj(c) v."""
+        return self._xp.conj(ct) if self.backend.is_complex(ct) else ct
+
+    def _real(self, x: Array) -> Array:
+        return self._xp.real(x) if self.backend.is_complex(x) else x
+
     def _along(self, ct: Array, v: Array) -> Array:
-        """The products of a row's cotangent with its values."""
-        flat, g = self._flat(v), self._xp.reshape(ct, (ct.shape[0], -1))
+        """The products <c_i, v_ij> of a row's cotangent with its values."""
+        g = self._xp.reshape(self._dual(ct), (ct.shape[0], -1))
+        flat, g = self._alike(self._flat(v), g)
         if self._shared(g, v):
-            return g @ flat[0].T
-        return self._xp.squeeze(flat @ self._xp.expand_dims(g, axis=2), axis=2)
+            return self._real(g @ flat[0].T)
+        return self._real(self._xp.squeeze(flat @ self._xp.expand_dims(g, axis=2), axis=2))
 
     def _spread(self, w: Array, ct: Array, v: Array) -> Array:
         """The cotangent of values, w_ij ct_i."""
-        g = self._xp.reshape(ct, (ct.shape[0], -1))
+        w, g = self._alike(w, self._xp.reshape(ct, (ct.shape[0], -1)))
         shared, apart = lambda: w.T @ g, lambda: self._xp.expand_dims(w, axis=2) * self._behind(g)
         found = shared() if self._shared(w, v) else apart()
         return self._like(self._xp.reshape(found, v.shape), v)
@@ -333,7 +348,8 @@ class _Softmax(_LogSumExp):
         full = [_filled(self.backend, ct, y) for ct, y in zip(cts[1:], outs, strict=True)]
         norm = None if cts[0] is None else cts[0]
         for g, y in zip(full, outs, strict=True):
-            term = self._xp.sum(self._xp.reshape(g * y, (y.shape[0], -1)), axis=1)
+            product = self._real(self._dual(g) * y)
+            term = self._xp.sum(self._xp.reshape(product, (y.shape[0], -1)), axis=1)
             norm = -term if norm is None else norm - term
         return [norm, *full]
 

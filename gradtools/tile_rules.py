@@ -260,7 +260,7 @@ def fold_columns(call: TiledCall, xs: Arrays) -> Any:
     backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
 
     def first(tile: Arrays) -> Arrays:
-        leaves, treedef = backend.flatten(init(call.call(tile[:-2])))
+        leaves, treedef = backend.flatten(init(call.evaluated(tile)))
         state_def[:] = [treedef]
         return [as_array(backend, call.asked, x, "init's state") for x in leaves]
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import isqrt
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ class Tiling(Operators):
         Raises:
             GradtoolsError: A tile below 1; a budget that no tile fits; (on call) no rows or
                 columns, lengths that differ, an unknown reduction, scores of another shape, an
-                array that f closes over and that is differentiated.
+                array that f closes over and that is differentiated. PyTorch: f draws random
+                numbers, changes an argument, or gives other numbers for a derivative.
 
         Example:
             >>> score = lambda x, y: x[:, None] * y
@@ -186,13 +188,14 @@ class TileOptions:
 def _sizes(asked: str, tile_size: Any) -> tuple[int, int] | None:
     if tile_size is None:
         return None
-    pair = (tile_size, tile_size) if isinstance(tile_size, int) else tuple(tile_size)
-    if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
+    pair = tile_size if isinstance(tile_size, tuple | list) else (tile_size, tile_size)
+    whole = all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= 1 for n in pair)
+    if len(pair) != 2 or not whole:
         raise GradtoolsError(
             f"{asked}: tile_size is {tile_size!r}; expected a number of rows and columns that is "
             "at least 1, or two of these."
         )
-    return pair
+    return index(pair[0]), index(pair[1])
 
 
 def _names(what: str, given: Any) -> tuple[int | str, ...]:
@@ -228,6 +231,9 @@ class TiledCall:
         self.cut = TileGrid(1, 1, 1, 1)
         self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
         self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
+        self.watch: Callable[[Arrays, Arrays], None] | None = None  # of f's next tile, a wing's
+        self.sweeping = False  # whether a sweep over its tiles is under way
+        self.watched: Any = None  # what a wing knows of tiles that f has seen
         self.may_capture = True  # others than these
 
     @classmethod
@@ -325,11 +331,11 @@ class TiledCall:
 
     def sweep(self, tile: Any, roles: Sequence[str], groups: Any, cut: TileGrid) -> Sweep:
         """A program over the tiles of this call."""
-        return Sweep(tile, roles, groups, cut, self.asked, self.options.progress)
+        return Sweep(tile, roles, groups, cut, self, self.options.progress)
 
     def of_tile(self, xs: Sequence[Array]) -> Arrays:
         """f's flat output at one tile."""
-        out, treedef = self.backend.flatten(self.call(list(xs[:-2])))
+        out, treedef = self.backend.flatten(self.evaluated(xs))
         if self._template is None:
             self._read(out, treedef)
         shape = self.shape_of(xs)
@@ -337,6 +343,14 @@ class TiledCall:
             kind.check(
                 [reduced_second(self.backend, out[i], side) for i in places], _order(shape, side)
             )
+        return out
+
+    def evaluated(self, xs: Sequence[Array]) -> Any:
+        """f at one tile."""
+        out = self.call(list(xs[:-2]))
+        if self.watch is not None:
+            watch, self.watch = self.watch, None
+            watch(list(xs[-2:]), self.backend.flatten(out)[0])
         return out
 
     def _tiles(self) -> list[list[int | None]]:

@@ -53,7 +53,7 @@ class Sweep:
         roles: The side of each array that is cut, or SHARED.
         groups: How states of tiles are merged, asked once a tile has been seen.
         cut: Where the tiles are.
-        asked: The operator, for messages.
+        call: Whose tiles these are.
         progress: Whether a bar is shown.
     """
 
@@ -61,7 +61,7 @@ class Sweep:
     roles: Sequence[str]
     groups: Callable[[], Sequence[MergeGroup]]
     cut: TileGrid
-    asked: str = "tiled"
+    call: Any
     progress: bool = False
 
 

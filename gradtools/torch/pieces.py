@@ -109,9 +109,9 @@ def alias_of(x: Tensor) -> Tensor:
 def entered(xs: Entries) -> list[Any]:
     """The same numbers, in the graph that they are in, or as leaves of a graph of their own."""
     plain = lambda x: x.requires_grad and x.layout is torch.strided and not is_dual(x)
-    return [x.view_as(x) if plain(x) else alias_of(x) for x in xs]
+    return [x[...] if plain(x) else alias_of(x) for x in xs]  # view_as has other strides
 
 
 def views_of(xs: Entries) -> list[Any]:
     """The same numbers, in the graph that they are in, under names of their own."""
-    return [x.view_as(x) if x.requires_grad else alias_of(x) for x in xs]
+    return [x[...] if x.requires_grad else alias_of(x) for x in xs]

@@ -17,6 +17,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
 from gradtools.torch.customcode import refuse_torchscript
 from gradtools.torch.gates import gated
+from gradtools.torch.wrappers import is_mapped
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
@@ -71,18 +72,12 @@ def refuse_in_batches(
     asked: str, ys: Sequence[Tensor], cts: Sequence[Tensor], wrong: str | None
 ) -> None:
     """Raises if vmap maps cotangents, but not their outputs, which hold one of these operations."""
-    if wrong and any(_is_mapped(ct) and not _is_mapped(y) for y, ct in zip(ys, cts, strict=True)):
+    if wrong and any(is_mapped(ct) and not is_mapped(y) for y, ct in zip(ys, cts, strict=True)):
         raise GradtoolsError(
             f"{asked}: f holds {wrong}, whose backward pass PyTorch computes wrongly where vmap "
             "maps the cotangent alone (no upstream report was found). Pass chunk_size=1, which is "
             "a plain loop, or write it by plain operations."
         )
-
-
-def _is_mapped(x: Tensor) -> bool:
-    while is_wrapped(x) and not upstream.is_batchedtensor(x):
-        x = upstream.get_unwrapped(x)
-    return is_wrapped(x)
 
 
 def guarded_gradients(

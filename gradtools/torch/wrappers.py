@@ -23,6 +23,13 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+def is_mapped(x: Tensor) -> bool:
+    """Whether x is a batch of vmap's."""
+    while is_wrapped(x) and not upstream.is_batchedtensor(x):
+        x = upstream.get_unwrapped(x)
+    return bool(is_wrapped(x))
+
+
 def tensors_in(x: Any) -> Iterator[Tensor]:
     """The tensors among arguments or results."""
     if isinstance(x, Tensor):

@@ -440,3 +440,84 @@ def test_a_call_leaves_no_cycle_that_would_keep_what_f_holds():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["of columns", "of pairs"])
+@pytest.mark.parametrize("dtype", ["complex128", "float32"])
+def test_values_may_be_complex_or_of_another_width_than_scores(dtype, shared, gt):
+    x, y, v, *along = arrays(gt, (4, 3), (5, 3), (5, 2), (4, 3), (5, 3), (5, 2))
+    number = 1 - 2j if dtype == "complex128" else 1.0
+    cast = lambda v: gt.asarray((gt.to_numpy(v) * number).astype(dtype))
+    primals, tangents = (x, y, cast(v)), (*along[:2], cast(along[2]))
+    value = lambda x, v: v[None] if shared else v[None] * gt.xp.cos(x.sum(1))[:, None, None]
+    f = gt.tiled(lambda x, y, v: (x @ y.T, value(x, v)), "softmax", TILE, columns=(1, 2))
+    dense = lambda x, y, v: (softmax(gt.xp, x @ y.T)[:, :, None] * value(x, v)).sum(1)
+    square = lambda f: lambda *xs: (gt.xp.abs(f(*xs)) ** 2).sum()
+    tolerance = 1e-10 if dtype == "complex128" else 1e-5
+    for mode in ("forward_over_reverse", "reverse_over_reverse"):
+        found, wanted = (gt.hvp(square(h), primals, tangents, mode=mode) for h in (f, dense))
+        for a, b in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+            close(gt, a, b, tolerance)
+
+
+def another(kind):
+    """A factor that is another one at each call, or a tensor and how it changes."""
+    import random
+
+    import torch
+
+    table = torch.ones(())
+    draw = {
+        "a generator": partial(torch.rand, (), generator=torch.Generator()),
+        "NumPy's stream": np.random.rand,
+        "Python's stream": random.random,
+        "a counter": itertools.count(1).__next__,
+        "a tensor that is written later": lambda: table,
+    }[kind]
+    return draw, lambda: table.add_(1)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["sum", "own reduction"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a generator",
+        "NumPy's stream",
+        "Python's stream",
+        "a counter",
+        "a tensor that is written later",
+    ],
+)
+def test_a_tile_that_is_another_when_it_is_computed_again_is_refused(kind, own):
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    factor, change = another(kind)
+    reduce = (lambda s: s.sum(1), lambda a, b: a + b, lambda s: s) if own else "sum"
+    x = torch.ones(4, 3, requires_grad=True)
+    found = gt.tiled(lambda x, y: x @ y.T * factor(), reduce, 2)(x, torch.ones(5, 3)).sum()
+    change()
+    with pytest.raises(GradtoolsError, match="gives other numbers when a tile is computed again"):
+        found.backward()
+
+
+def test_an_argument_that_f_writes_is_refused_and_stays():
+    torch = pytest.importorskip("torch")
+    import gradtools.torch as gt
+
+    x, y = torch.ones(4, 3), torch.ones(5, 3)
+    for write in (lambda x, y: x.mul_(2), lambda x, y: y.add_(1)):
+        with torch.no_grad(), pytest.raises(GradtoolsError, match="f changes an argument in place"):
+            gt.tiled(lambda x, y: (write(x, y), x @ y.T)[1], "sum", 2)(x, y)
+    assert x.sum() == 12 and y.sum() == 15
+    with torch.inference_mode():
+        assert gt.tiled(lambda x, y: x @ y.T, "sum", 2)(x, y).sum() == 60
+
+
+def test_the_size_of_a_tile_is_a_whole_number_of_any_kind(gt):
+    x, y = arrays(gt, (4, 3), (5, 3))
+    f = lambda x, y: x @ y.T
+    close(gt, gt.tiled(f, "sum", np.int64(2))(x, y), gt.tiled(f, "sum", [2, 3])(x, y))
+    for size in (True, 2.0, "2", (2,), (2, 0)):
+        with pytest.raises(GradtoolsError, match="tile_size is"):
+            gt.tiled(f, "sum", size)

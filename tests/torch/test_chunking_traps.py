@@ -785,3 +785,14 @@ def test_interleaved_chunks_come_out_in_the_order_of_the_batch(size):
     assert torch.equal(out, plain) and same(model.linear.weight.grad, expected, 1e-12)
     if size > 3:
         assert not torch.equal(y, plain)
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+def test_a_last_chunk_of_one_image_keeps_the_layout_of_its_channels(retain):
+    """view_as gives axes of length one other strides, by which PyTorch chooses kernels."""
+    x = torch.randn(7, 3, 4, 4).to(memory_format=torch.channels_last)
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    pool = torch.nn.AdaptiveAvgPool2d(1)
+    gt.chunked(pool, 3, retain=retain)(found).pow(2).sum().backward()
+    pool(expected).pow(2).sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad)

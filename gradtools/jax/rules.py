@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,6 @@ from jax.experimental.jet import jet_rules
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError, NotImplementedRefusal, is_of, refusal, warn
 from gradtools.jax import homogeneous, shardings, tracing
 from gradtools.jax._upstream import Primitive
@@ -57,6 +56,9 @@ from gradtools.rules import (
     saved_from,
     spread,
 )
+
+if TYPE_CHECKING:
+    from gradtools.contract import Contract
 
 Mask = tuple[bool, ...]
 _local = threading.local()

@@ -1,4 +1,7 @@
-"""What importing a wing adds to importing its framework: the median of fresh processes."""
+"""What importing a wing adds to importing its framework: the median of fresh processes.
+
+CPU seconds, so that other programs on the machine count little.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 TIMED = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 {framework}
-middle = time.perf_counter()
+middle = time.process_time()
 import gradtools.{name}
-end = time.perf_counter()
+end = time.process_time()
 ours = [name for name in sys.modules if name.split(".")[0] == "gradtools"]
 print(middle - start, end - middle, len(ours))
 """
@@ -45,7 +48,7 @@ def main() -> None:
     lines = [
         f"# Import time, {datetime.date.today()}, Python {sys.version.split()[0]}",
         "",
-        f"Medians of {RUNS} fresh processes, after one that is not counted.",
+        f"CPU milliseconds, medians of {RUNS} fresh processes after one that is not counted.",
         "",
         "| wing | the framework, ms | then the wing, ms | its modules |",
         "|---|---|---|---|",

@@ -22,13 +22,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtools.contract import Contract
 from gradtools.errors import GradtoolsError
-from gradtools.host import Spec
+
+if TYPE_CHECKING:
+    from gradtools.contract import Contract
+    from gradtools.host import Spec
 
 Array = Any
 Entries = Sequence[Any]  # arrays, or None for a zero
@@ -373,7 +375,7 @@ def batched(
     def reaches(*specs: Spec) -> Sequence[Sequence[bool]] | None:
         assert rule.reaches is not None
         pairs = zip(specs, x_axes, strict=True)
-        return rule.reaches(*[s if a is None else Spec(s.shape[1:], s.dtype) for s, a in pairs])
+        return rule.reaches(*[s if a is None else replace(s, shape=s.shape[1:]) for s, a in pairs])
 
     axes = tuple(saved_from(rule.saves, x_axes) if saved_axes is None else saved_axes)
     return replace(

@@ -196,8 +196,22 @@ def check(options: argparse.Namespace) -> int:
             inside.enter_context(placed(name, options.device))
         inside.enter_context(highest_precision(here))
         verdicts = [_counted(i, *both) for i, both in enumerate(_progress(asked))]
-        _print(options, here, verdicts)
-    return 1 if any(v.failure for v in verdicts) else 0
+        shown = _on_gpu(options, here)
+        _print(options, here, verdicts, shown)
+    return 1 if any(v.failure for v in verdicts) or any(map(_failed, shown.values())) else 0
+
+
+def _on_gpu(options: argparse.Namespace, here: Sequence[str]) -> dict[str, str]:
+    """What only a GPU shows, in PyTorch: by scenario what failed, or why it was left out."""
+    if "torch" not in here or options.device.partition(":")[0] not in ("gpu", "cuda"):
+        return {}
+    from gradtools.conformance import gpu
+
+    return gpu.failures()
+
+
+def _failed(found: str) -> bool:
+    return bool(found) and not found.startswith("left out: ")
 
 
 def _one_thread() -> None:
@@ -296,10 +310,15 @@ def _dots(asked: Sequence[Any]) -> Iterator[Any]:
 
 
 def _print(
-    options: argparse.Namespace, here: Sequence[str], verdicts: Sequence[CellVerdict]
+    options: argparse.Namespace,
+    here: Sequence[str],
+    verdicts: Sequence[CellVerdict],
+    shown: dict[str, str],
 ) -> None:
     if options.json:
-        print(json.dumps(_record(here, verdicts), indent=1))
+        print(
+            json.dumps({**_record(here, verdicts), **({"gpu": shown} if shown else {})}, indent=1)
+        )
         return
     print("\n".join(_devices(here)))
     print(f"\n{worst_table(verdicts)}\n\nleft out:")
@@ -311,6 +330,13 @@ def _print(
     run = [v for v in verdicts if not v.cell.reason]
     over = len({v.cell.program.name for v in run})
     print(f"\n{len(run)} cells run over {over} programs; {len(failed)} failed")
+    if not shown:
+        return
+    for name, found in shown.items():
+        if found:
+            print(f"{'FAILED on the GPU: ' if _failed(found) else ''}{name}: {found}")
+    tried = [found for found in shown.values() if not found.startswith("left out: ")]
+    print(f"on the GPU: {tried.count('')} of {len(tried)} held")
 
 
 def _record(here: Sequence[str], verdicts: Sequence[CellVerdict]) -> dict[str, Any]:

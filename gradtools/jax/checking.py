@@ -8,19 +8,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.contract import Contract
 from gradtools.errors import warn
 from gradtools.jax import homogeneous
 from gradtools.jax.primitives import READS_A_VALUE, Mask, eval_cotangent
 from gradtools.jax.trees import all_known, filled, is_inexact, likes_of, without_none, zeros_of
 from gradtools.linearity import is_linear
 from gradtools.rules import Linearized, Rule, saved_from, spread
+
+if TYPE_CHECKING:
+    from gradtools.contract import Contract
 
 
 def looks_of(xs: Sequence[Any]) -> Any:

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.host import Spec
 from gradtools.jax import _upstream as upstream
 from gradtools.jax._upstream import Literal, get_opaque_trace_state
 from gradtools.jax.jaxprs import (
@@ -129,6 +128,8 @@ def reaches(eqn: Eqn) -> Sequence[Sequence[bool]] | None:
     """Which input of a rule of ours reaches which output, where the rule says so."""
     if eqn.primitive.name != "gradtools_primal" or eqn.params["rule"].reaches is None:
         return None
+    from gradtools.host import Spec
+
     avals = [v.aval for v in eqn.invars]
     return eqn.params["rule"].reaches(*[Spec(a.shape, str(a.dtype)) for a in avals])
 

@@ -7,149 +7,49 @@ never trusted: it is tried (trials.py), once, when a derivative of its gradient 
 What it loses, and what cannot be tried, is refused by a node beside the gradient, a gate, that the
 engine enters only on its way to what is lost. A constant gradient (of a linear map, a mask, a
 straight-through estimator) loses nothing.
-
-Here is also what a derivative taken inside a function depends on: so that what is cut from it
-afterwards can be told from what is constant.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError, LostDerivativeError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import value_of
-from gradtools.torch.compiling import LOST, nodes_of
 from gradtools.torch.gates import beside
-from gradtools.torch.patches import scripts_called
+from gradtools.torch.surveying import (
+    CPP_FUNCTION,
+    CPP_NODE,
+    OWN,
+    TORCHSCRIPT_LOSES,
+    Survey,
+    all_behind,
+    being_evaluated,
+    graph_of,
+    is_cpp_function,
+    is_spent,
+    is_torchscript,
+    node_of,
+    surveyed,
+)
 from gradtools.torch.trials import Trial, Untried, standing_in, told
-from gradtools.torch.wrappers import unwrapped
-from gradtools.torch.wrong_gradients import WRONG, is_wrong, rightly
+from gradtools.torch.wrong_gradients import rightly
 
 Tensor = torch.Tensor
 is_wrapped = upstream.is_wrapped
 Args = tuple[Any, ...]
-_OWN = ("gradtools.", upstream.COMPILED_CODE)
 
 
-# --- what a graph holds ------------------------------------------------------------------
-
-
-class Survey(NamedTuple):
-    """What one walk over a graph finds.
-
-    Attributes:
-        leaves: The tensors at its ends.
-        custom: Nodes of code that is not PyTorch's, nor gradtools' own.
-        lost: Nodes of operators without a backward pass, where PyTorch only warns.
-        wrong: Nodes of operations whose gradient PyTorch has wrong.
-        compiled: Backward passes of compiled code, which lose derivatives.
-    """
-
-    leaves: list[Tensor]
-    custom: list[Any]
-    lost: list[Any]
-    wrong: list[Any]
-    compiled: list[Any]
-
-
-_PLAIN: set[type] = set()  # PyTorch's own nodes
-
-
-def surveyed(outs: Sequence[Tensor]) -> Survey:
-    """The graph of outs."""
-    found, plain, accumulates = Survey([], [], [], [], []), _PLAIN, upstream.AccumulateGrad
-    todo: list[Any] = [y.grad_fn or get_gradient_edge(y).node for y in outs if y.requires_grad]
-    seen = set(todo)
-    while todo:  # as `nodes_of`, at every derivative
-        node = todo.pop()
-        kind = type(node)
-        if kind is accumulates:
-            found.leaves.append(node.variable)
-        elif kind not in plain:
-            _note(found, node, kind)
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                todo.append(parent)
-    return found
-
-
-def _note(found: Survey, node: Any, kind: Any) -> None:
-    if kind.__name__ == LOST:
-        found.compiled.append(node)
-    elif issubclass(kind, BackwardCFunction):
-        if not upstream.forward_class(kind).__module__.startswith(_OWN):
-            found.custom.append(node)
-    elif kind.__name__ in WRONG:
-        if is_wrong(node):
-            found.wrong.append(node)
-    elif kind.__name__ != _COMPILED:
-        _PLAIN.add(kind)
-    elif node.name() == "torch::autograd::WarnNotImplemented":
-        found.lost.append(node)
-    elif _is_cpp_function(node) or _is_torchscript(node):
-        found.custom.append(node)
-
-
-_COMPILED = "CppFunction"  # nodes of many kinds, without types of their own
-
-
-def _is_cpp_function(node: Any) -> bool:
-    """Whether a node is of a torch::autograd::Function that is written in C++."""
-    return type(node).__name__ == _COMPILED and node.name().startswith(_CPP_FUNCTION)
-
-
-def _is_torchscript(node: Any) -> bool:
-    """Whether a node is the backward pass of a piece of TorchScript."""
-    return type(node).__name__ == _COMPILED and node.name().startswith("torch::jit::")
-
-
-def _tracked(xs: Sequence[Tensor]) -> list[Tensor]:
-    return [x for x in xs if x.requires_grad]
-
-
-def _graph(outs: Sequence[Tensor]) -> set[Any]:
-    return _upstream([_node_of(y) for y in outs if y.requires_grad])
-
-
-def _node_of(x: Tensor) -> Any:
-    """The node that ends in x; None if x is of another level of functorch than what runs."""
-    if not x.requires_grad or (is_wrapped(x) and not _is_here(x)):
-        return None
-    if x.grad_fn is None and not is_wrapped(x) and upstream.peek_interpreter_stack() is not None:
-        return None  # a leaf outside of the transform that runs
-    return x.grad_fn or get_gradient_edge(x).node
-
-
-def _is_here(x: Tensor) -> bool:
-    """Whether a tensor of functorch's belongs to the level that runs, or is mapped in it."""
-    level = upstream.peek_interpreter_stack()
-    return level is not None and upstream.maybe_get_level(x) == level.level()
-
-
-def _upstream(nodes: Sequence[Any]) -> set[Any]:
-    seen: set[Any] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
-    return seen
+# --- gates at custom code ----------------------------------------------------------------
 
 
 def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
@@ -166,147 +66,6 @@ def _tracked_in(nodes: set[Any], aliases: Sequence[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-SPENT = "gradtools_spent"
-_UNSPENT = [False]
-
-
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.opened: list[OpenDerivative] = []
-
-
-_here = _Here()
-
-
-def is_spent(x: Tensor) -> bool:
-    """Whether x is an alias of a derivative whose function was evaluated.
-
-    Nobody asks for a spent alias: it is no reason for another result to stay attached.
-    """
-    return getattr(x, SPENT, _UNSPENT)[0]
-
-
-class OpenDerivative(NamedTuple):
-    """A derivative whose function is being evaluated.
-
-    Attributes:
-        aliases: The tensors at which it is.
-        entered: Which of these reach a derivative taken inside.
-        constant: Which of these reach one that is constant.
-        before: Which had entered one in the functions around when this one began.
-        spent: Whether the aliases are spent, one flag that all of them hold.
-    """
-
-    aliases: Sequence[Tensor]
-    entered: set[int]
-    constant: set[int]
-    before: list[set[int]]
-    spent: list[bool]
-
-    def cut(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[int]:
-        """Of what is not reached, what entered a derivative: it was cut afterwards."""
-        if not self.entered:
-            return []
-        lost = [i for i in sorted(self.entered) if grads[i] is None]
-        return [i for i in lost if i not in self._led_to(outs)] if lost else lost
-
-    def _led_to(self, outs: Sequence[Tensor]) -> set[int]:
-        """What the graph of outs leads to: if no gradient comes, it is zero on the way."""
-        nodes = _graph(outs)
-        return {i for i, x in enumerate(self.aliases) if _node_of(x) in nodes}
-
-    def filled(self, grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Zeros for what is not reached because a derivative inside is constant."""
-        if not (self.entered or self.constant):
-            return list(grads)
-        lost = {i for i in self.entered if grads[i] is None}
-        zero = self.constant - self.entered
-        zero |= lost & self._led_to(outs) if lost else lost
-        return [
-            torch.zeros_like(self.aliases[i], requires_grad=False) if g is None and i in zero else g
-            for i, g in enumerate(grads)
-        ]
-
-
-def being_evaluated() -> list[OpenDerivative]:
-    """The derivatives of this thread whose functions are being evaluated, the innermost last."""
-    return _here.opened
-
-
-def begun(aliases: Sequence[Tensor], around: Sequence[OpenDerivative]) -> OpenDerivative:
-    """A derivative whose function is about to be evaluated, inside of others."""
-    before = [set(each.entered) for each in around] if around else []
-    return OpenDerivative(aliases, set(), set(), before, [False])
-
-
-@contextmanager
-def opened(aliases: Sequence[Tensor]) -> Iterator[OpenDerivative]:
-    """Inside, a function is evaluated at the aliases."""
-    around = being_evaluated()
-    around.append(begun(aliases, around))
-    try:
-        yield around[-1]
-    finally:
-        around.pop()
-
-
-def note_taken(
-    outs: Sequence[Tensor],
-    found: Sequence[Tensor | None],
-    leaves: Sequence[Tensor],
-    aliases: Sequence[Tensor],
-    kept: bool,
-    inside: OpenDerivative | None = None,
-) -> None:
-    """Notes, where a function is being evaluated, what a derivative that it takes depends on.
-
-    found: The derivative of outs at the leaves, which stand under the names `aliases` in outs'
-        graph. What that graph reaches and its own does not is constant.
-    kept: Whether found has a graph.
-    inside: The evaluation of outs: what entered a derivative there, of which this one is constant,
-        is not cut.
-    """
-    around = _here.opened
-    if not around:
-        return
-    befores = inside.before if inside is not None else []
-    nodes = _graph(outs)
-    pairs = [(x, a) for x, a in zip(leaves, aliases, strict=True) if x.requires_grad]
-    nodes |= _graph([x for x, a in pairs if x is a or _node_of(a) in nodes])
-    moving = _graph([g for g in found if g is not None]) if kept else nodes
-    for each, before in zip_longest(around, befores[: len(around)]):
-        for i, x in enumerate(each.aliases):
-            node = _node_of(x)
-            if node is not None and node in moving:
-                each.entered.add(i)
-            elif node is not None and node in nodes:
-                each.constant.add(i)
-                if before is not None and i not in before:
-                    each.entered.discard(i)
-
-
-# --- gates at custom code ----------------------------------------------------------------
-
-
-def guarded(
-    asked: str,
-    fun: Fun,
-    leaves: Sequence[Tensor],
-    survey: Survey,
-    aliases: Sequence[Tensor],
-    again: bool,
-) -> AbstractContextManager[None] | None:
-    """Around a pullback: what custom code loses is refused, and what PyTorch has wrong is right.
-
-    None where there is neither.
-
-    again: Whether its result may be differentiated.
-    """
-    if not (survey.lost or survey.wrong or (again and survey.custom)):
-        return None
-    return _Guard(asked, fun, leaves, survey, aliases).watching(again)
-
-
 def refuse_lossy(asked: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey) -> None:
     """Raises if custom code loses what its gradient depends on at the arguments."""
     for node in survey.custom:
@@ -315,7 +74,7 @@ def refuse_lossy(asked: str, fun: Fun, leaves: Sequence[Tensor], survey: Survey)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Guard:
+class Guard:
     """What is needed to ask about the custom code in the graph of one evaluation.
 
     Attributes:
@@ -388,7 +147,7 @@ class _Gating(NamedTuple):
             if not torch.is_grad_enabled():
                 return None
             behind = [ct for ct in cts if isinstance(ct, Tensor) and ct.requires_grad]
-            inputs = _tracked_in(_upstream(parents), self.aliases)
+            inputs = _tracked_in(all_behind(parents), self.aliases)
             constant = not any(g.requires_grad for g in there)
             # A gate would make of a constant something that leads on.
             if constant and (behind or inputs) and not self._may_lose():
@@ -434,7 +193,7 @@ class Called:
 
     def loses(self, outs: Sequence[Tensor], leaf: Tensor) -> bool:
         """Whether the gradient of outs at a leaf loses here how it depends on the call's inputs."""
-        if self.node not in _graph(outs) or _node_of(leaf) not in _upstream([self.node]):
+        if self.node not in graph_of(outs) or node_of(leaf) not in all_behind([self.node]):
             return False
         key = _Key(self.kind, tuple(self.node.needs_input_grad))
         if key.fine(False):
@@ -457,7 +216,7 @@ def gated_calls(asked: str, aliases: Sequence[Tensor]) -> Iterator[None]:
         key = _Key(kind, tuple([isinstance(x, Tensor) and x.requires_grad for x in args]))
         outs = out if isinstance(out, tuple | list) else (out,)
         nodes: list[Any] = [y.grad_fn for y in outs if isinstance(y, Tensor) and y.requires_grad]
-        if nodes and not kind.__module__.startswith(_OWN) and not key.fine(False):
+        if nodes and not kind.__module__.startswith(OWN) and not key.fine(False):
             trial = Trial.of(beneath, args)
             nodes[0].register_hook(
                 _Gating(asked, key, partial(_noted, trial, key), aliases).hook(nodes[0])
@@ -475,45 +234,15 @@ def gate_compiled(asked: str, outs: Sequence[Tensor], aliases: Sequence[Tensor])
         raise Untried("it is written in C++, and is called in what gradtools runs by itself")
 
     for node in surveyed(outs).custom:
-        if type(node).__name__ == _COMPILED and not _is_fine(node):
+        if type(node).__name__ == CPP_NODE and not _is_fine(node):
             key = _key_of(node)
             node.register_hook(_Gating(asked, key, partial(tried, key), aliases).hook(node))
-
-
-def refuse_torchscript(asked: str, outs: Sequence[Tensor]) -> None:
-    """Raises if a function that was pushed along, or entered by torch.func, holds TorchScript."""
-    beneath = [unwrapped(y) for y in outs if is_wrapped(y)]
-    if any(_is_torchscript(node) for node in nodes_of(_tracked([*outs, *beneath]))):
-        raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
-
-
-def scripts_refused(asked: str) -> AbstractContextManager[None]:
-    """Around a function that is pushed along once more: no call of TorchScript may make a node."""
-
-    def around(script: Any, call: Any, args: Args, kwargs: Any) -> Any:
-        before = nodes_made()
-        out = call(*args, **kwargs)
-        if nodes_made() != before:
-            raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
-        return out
-
-    return scripts_called(around)
-
-
-# How many nodes this thread has made: TorchScript makes them under no_grad, too.
-nodes_made = upstream.nodes_made
-_TORCHSCRIPT_LOSES = (
-    "f holds a function of TorchScript (torch.jit), in which PyTorch loses tangents, and second "
-    "derivatives inside of torch.func's transforms, in silence (torch#73972). Call the function "
-    "that was scripted or traced; or stay in reverse mode outside of torch.func: linearize for "
-    "jvp, hvp(mode='reverse_over_reverse')."
-)
 
 
 def _ask(asked: str, key: _Key, which: str, tried: Callable[[], set[str]]) -> None:
     """Raises if a class loses the derivative of its gradient along these, or cannot be tried."""
     if key == _TORCHSCRIPT:
-        raise LostDerivativeError(f"{asked}: {_TORCHSCRIPT_LOSES}")
+        raise LostDerivativeError(f"{asked}: {TORCHSCRIPT_LOSES}")
     try:
         lost = which in tried()
     except Untried as why:
@@ -548,7 +277,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, fun: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         """The function; a custom one gets a hook on its node."""
         out = fun(*args, **(kwargs or {}))
-        if fun is upstream.custom_function_call and not args[0].__module__.startswith(_OWN):
+        if fun is upstream.custom_function_call and not args[0].__module__.startswith(OWN):
             self._note(args[0], args[1:], out)
         return out
 
@@ -648,7 +377,6 @@ class _CppFunction:
 
 _TORCHSCRIPT = _Key(_CppFunction("TorchScript"), ())
 _cpp_function = cache(_CppFunction)  # one for each name, which stays
-_CPP_FUNCTION = "torch::autograd::CppNode<"
 _GENERATED = "GeneratedBackwardFor_"
 # What was seen of a class: whether it is fine. One that is not is tried again where it matters,
 # for a class that is handed functions may lose the derivative of one and not of another.
@@ -656,10 +384,10 @@ _SEEN: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictiona
 
 
 def _key_of(node: Any) -> _Key:
-    if _is_torchscript(node):
+    if is_torchscript(node):
         return _TORCHSCRIPT
-    if type(node).__name__ == _COMPILED:
-        return _Key(_cpp_function(node.name().removeprefix(_CPP_FUNCTION)[:-1]), ())
+    if type(node).__name__ == CPP_NODE:
+        return _Key(_cpp_function(node.name().removeprefix(CPP_FUNCTION)[:-1]), ())
     return _Key(upstream.forward_class(type(node)), tuple(node.needs_input_grad))
 
 
@@ -733,8 +461,8 @@ class _OperatorCalls(TorchFunctionMode):
         if isinstance(self.key.kind, _CppFunction) and isinstance(fun, _OPERATORS):
             flat, treedef = upstream.tree_flatten((args, kwargs or {}))
             outs = [y for y in upstream.tree_leaves(out) if isinstance(y, Tensor)]
-            own = _graph(outs) - _graph([x for x in flat if isinstance(x, Tensor)])
-            if any(_is_cpp_function(node) and _key_of(node) == self.key for node in own):
+            own = graph_of(outs) - graph_of([x for x in flat if isinstance(x, Tensor)])
+            if any(is_cpp_function(node) and _key_of(node) == self.key for node in own):
                 self.tried(partial(_called_flat, fun, treedef), tuple(flat))
         return out
 

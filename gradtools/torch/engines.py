@@ -31,21 +31,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, refuse_lost, skipped_by_dynamo
-from gradtools.torch.customcode import (
-    SPENT,
-    OpenDerivative,
-    begun,
-    being_evaluated,
-    calls_guarded,
-    guarded,
-    is_spent,
-    nodes_made,
-    note_taken,
-    opened,
-    refuse_torchscript,
-    scripts_refused,
-    surveyed,
-)
 from gradtools.torch.gates import gated
 from gradtools.torch.marks import DERIVATIVE, detached
 from gradtools.torch.modes import (
@@ -58,6 +43,20 @@ from gradtools.torch.modes import (
 from gradtools.torch.refusals import explain, explained
 from gradtools.torch.rules import evaluated_to_push
 from gradtools.torch.stopping import Stops
+from gradtools.torch.surveying import (
+    SPENT,
+    OpenDerivative,
+    begun,
+    being_evaluated,
+    guarded,
+    is_spent,
+    nodes_made,
+    note_taken,
+    opened,
+    refuse_torchscript,
+    scripts_refused,
+    surveyed,
+)
 from gradtools.torch.terms import (
     NORMALISATIONS,
     WRONG_IN_BATCHES,
@@ -422,7 +421,7 @@ def _functorch_vjp(fun: Fun, leaves: list[Tensor], groups: Sequence[int] | None)
             nested[:] = [inside]
         else:
             again = _is_differentiated_again(1)
-            guarding = calls_guarded(asked_of(fun)) if again else nullcontext()
+            guarding = _calls_guarded(asked_of(fun)) if again else nullcontext()
             with opened(xs) as inside, guarding, _pushed_from_outside():
                 outs, extras = fun(*xs)
             entered[:], wrong[:] = [inside], [first_of(WRONG_IN_BATCHES, outs)]
@@ -557,8 +556,14 @@ def _looked_at_twice(asked: str) -> Iterator[None]:
         with _twice_in_trace(True):
             yield
         return
-    with calls_guarded(asked), TwiceByPlainOperations():
+    with _calls_guarded(asked), TwiceByPlainOperations():
         yield
+
+
+def _calls_guarded(asked: str) -> AbstractContextManager[Any]:
+    from gradtools.torch.customcode import calls_guarded
+
+    return calls_guarded(asked)
 
 
 def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:

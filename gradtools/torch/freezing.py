@@ -28,9 +28,6 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.customcode import (
     gate_compiled,
     gated_calls,
-    nodes_made,
-    scripts_refused,
-    surveyed,
 )
 from gradtools.torch.engines import _unshared
 from gradtools.torch.gates import gated
@@ -44,6 +41,7 @@ from gradtools.torch.replay import Forward
 from gradtools.torch.state import Snapshot
 from gradtools.torch.stopping import Stops
 from gradtools.torch.summing import Sums
+from gradtools.torch.surveying import nodes_made, scripts_refused, surveyed
 from gradtools.torch.watching import bytes_saved, is_plain, marked, own_wrapper
 from gradtools.torch.wrappers import is_dual, is_inexact
 from gradtools.torch.zeros import ComplexNumbers, NoProductsOfZero

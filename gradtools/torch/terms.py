@@ -15,8 +15,8 @@ import torch.autograd.forward_ad as forward_ad
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import nodes_of
-from gradtools.torch.customcode import refuse_torchscript
 from gradtools.torch.gates import gated
+from gradtools.torch.surveying import refuse_torchscript
 from gradtools.torch.wrappers import is_mapped
 
 Tensor = torch.Tensor

@@ -23,8 +23,8 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.customcode import guarded, refuse_lossy, surveyed
 from gradtools.torch.rules import apply_rule
+from gradtools.torch.surveying import guarded, surveyed
 from gradtools.torch.trials import kept_as_it_is
 from gradtools.torch.wrappers import is_inexact
 from gradtools.torch.wrong_gradients import right_vjp
@@ -121,6 +121,8 @@ def _pushed(name: str, fun: Flat, opaque: bool, xs: Sequence[Tensor], dxs: Entri
             moving = [x for x, m in zip(xs, mask, strict=True) if m]
             at = [torch.ones_like(y) for y, c in zip(ys, carried, strict=True) if c]
             if opaque and _is_tracked(moving):
+                from gradtools.torch.customcode import refuse_lossy
+
                 survey = surveyed([y for y in ys if y.requires_grad])
                 refuse_lossy(name, lambda *xs: (fun(*xs), []), xs, survey)
             _, push = _evaluated(name, cotangents, at, [True] * len(at), False)

@@ -152,6 +152,7 @@ ALONE = {
     ("torch", "terms.py"): "rules of PyTorch that lose a term when differentiated again",
     ("torch", "randomness.py"): "generators with a state; JAX has keys",
     ("torch", "state.py"): "modules and variables that change; JAX's functions are pure",
+    ("torch", "surveying.py"): "a walk over autograd's graph at each derivative; JAX has a jaxpr",
     ("torch", "customcode.py"): "what autograd loses in silence in a Function; JAX raises there",
     ("torch", "trials.py"): "how that is found out",
     ("torch", "verifying.py"): "a second run of f against the first; in JAX there is one jaxpr",

@@ -77,12 +77,12 @@ def test_a_gradient_does_the_operations_of_autograd_by_hand():
     assert saved(lambda: gt.grad(loss)(x)) == saved(lambda: by_hand(x))
 
 
-def test_a_reversal_does_and_keeps_what_a_hand_written_function_does():
+def test_a_reversal_does_what_a_hand_written_function_does_and_keeps_less():
     x, s = torch.randn(1000, requires_grad=True), torch.tensor(-0.5)
     ours = lambda: torch.autograd.grad(gt.reverse_gradient(x, 0.5).sum(), x)
     other = lambda: torch.autograd.grad(Reversal.apply(x, s).sum(), x)
     assert operations(ours) == operations(other)
-    assert saved(ours) == saved(other) == s.nbytes
+    assert (saved(ours), saved(other)) == (0, s.nbytes)
 
 
 @pytest.mark.parametrize("depth", [4, 16, 64])

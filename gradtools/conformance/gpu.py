@@ -1,0 +1,265 @@
+"""What only a GPU shows, in PyTorch: `gradtools check --device cuda` and tests/torch/test_cuda.py.
+
+A scenario is a function of a device. It raises AssertionError where something does not hold, and
+`Absent` where the machine lacks what it needs. Those that a CPU can run as well, by kernels of its
+own, are tried there too, so that a scenario that was never on a GPU is a program that runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+
+import gradtools.torch as gt
+from gradtools.errors import GradtoolsWarning
+
+Tensor = torch.Tensor
+Edit = Callable[[Any], Any]
+
+
+class Absent(Exception):
+    """The machine lacks what a scenario needs."""
+
+
+class Scenario(NamedTuple):
+    """What must hold on a device.
+
+    Attributes:
+        run: Raises where it does not hold.
+        anywhere: Whether it runs on a CPU, too.
+    """
+
+    run: Callable[[torch.device], None]
+    anywhere: bool = True
+
+
+def failures() -> dict[str, str]:
+    """By scenario what failed on the GPU, empty where it held, or why it was left out."""
+    return {name: _failure(scenario) for name, scenario in SCENARIOS.items()}
+
+
+def _failure(scenario: Scenario) -> str:
+    try:
+        scenario.run(torch.device("cuda", torch.cuda.current_device()))
+    except Absent as absent:
+        return f"left out: {absent}"
+    except Exception as error:  # a scenario that raises is a result of the check
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _exactly(found: Any, expected: Any) -> None:
+    assert_close(found, expected, rtol=0, atol=0)
+
+
+# --- random streams ----------------------------------------------------------------------
+
+
+def _noisy(x: Tensor) -> Tensor:
+    """Noise by a layer, and from the stream of every device of the kind, and of the CPU."""
+    count = torch.cuda.device_count() if x.is_cuda else 1
+    others = [torch.rand((), device=torch.device(x.device.type, i)) for i in range(count)]
+    noise = sum(draw.to(x.device) for draw in (*others, torch.rand((), device="cpu")))
+    return nn.functional.dropout(torch.sin(x), 0.5) * torch.rand_like(x) * noise
+
+
+def _drawn_again(edit: Edit) -> Callable[[torch.device], None]:
+    def run(device: torch.device) -> None:
+        x, found = torch.randn(4, device=device), []
+        for f in (edit(_noisy), _noisy):
+            torch.manual_seed(3)
+            found.append((gt.grad(lambda x, f=f: f(x[:2]).sum())(x), torch.rand(2, device=device)))
+        _exactly(*found)  # the second: the stream goes on where it would
+
+    return run
+
+
+# --- precision and kernels ---------------------------------------------------------------
+
+
+def _scaled(edit: Edit) -> Callable[[torch.device], None]:
+    def run(device: torch.device) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(device)
+        x, found = torch.randn(4, 8, device=device), []
+        for f in (edit(net), net):
+            net.zero_grad()
+            scaler = torch.amp.GradScaler(device.type)
+            with torch.autocast(device.type, torch.float16):
+                loss = f(x).float().square().mean()
+            scaler.scale(loss).backward()
+            grads = [p.grad for p in net.parameters() if p.grad is not None]
+            found.append([g / scaler.get_scale() for g in grads])
+        assert_close(*found, rtol=8e-3, atol=1e-4)
+
+    return run
+
+
+def _slope(f: Any, y: Tensor, z: Tensor, u: Tensor | None = None) -> Tensor:
+    """d/dy of <u, d/dz f(y, z)>, by double backward; of the slope's square if u is None."""
+    y, z = y.detach().requires_grad_(), z.detach().requires_grad_()
+    (first,) = torch.autograd.grad(f(y, z), z, create_graph=True)
+    return torch.autograd.grad((first * (first if u is None else u)).sum(), y)[0]
+
+
+def _through(G: Callable[[Tensor], Tensor], z: Tensor) -> None:
+    """Forward mode and second order through G, beside double backward by plain kernels."""
+    y, u = torch.randn_like(G(z)), torch.randn_like(z)
+    f = lambda y, g: ((y * g) ** 2).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GradtoolsWarning)  # that another kernel is taken
+        pushed = gt.mixed_partial(f, G, y, z, u)
+        frozen = gt.frozen(G)
+        twice = _slope(lambda y, z: f(y, frozen(z)), y, z)
+    plain = torch.backends.cudnn.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False)
+    with sdpa_kernel(SDPBackend.MATH), plain[0], plain[1]:
+        expected = [_slope(lambda y, z: f(y, G(z)), y, z, along) for along in (u, None)]
+    assert_close([pushed, twice], expected, rtol=1e-3, atol=1e-3)
+
+
+def _recurrent(kind: Any) -> Callable[[torch.device], None]:
+    def run(device: torch.device) -> None:
+        torch.manual_seed(0)
+        layer = kind(3, 4).to(device).requires_grad_(False)
+        _through(lambda z: layer(z)[0], torch.randn(5, 2, 3, device=device))
+
+    return run
+
+
+def _attention(device: torch.device) -> None:
+    z = torch.randn(2, 2, 5, 8, device=device)
+    _through(lambda z: nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos()), z)
+
+
+def _attention_twice(device: torch.device) -> None:
+    xs = tuple(torch.randn(2, 2, 5, 8, device=device) for _ in range(3))
+    loss = lambda *xs: nn.functional.scaled_dot_product_attention(*xs).square().sum()
+    found = gt.hvp(loss, xs, xs)[1]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = gt.hvp(loss, xs, xs, mode="reverse_over_reverse")[1]
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- streams, memory, graphs -------------------------------------------------------------
+
+
+def _side_stream(device: torch.device) -> None:
+    x = torch.randn(1 << 20, device=device)
+    gradient = gt.grad(lambda x: gt.chunked(torch.sin, 1 << 18)(x).sum())
+    expected, side = gradient(x), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = gradient(x)
+    torch.cuda.current_stream().wait_stream(side)
+    _exactly(found, expected)
+
+
+def _peak(device: torch.device) -> None:
+    """By the allocator's own counter: eight functions of 2^20 numbers, in eight chunks."""
+    x = torch.randn(1 << 20, device=device)
+    deep = lambda x: x.sin().exp().sin().exp().sin().exp().sin().exp()
+    measured: Any = [
+        gt.measure(gt.grad(lambda x, f=f: f(x).sum()), x).device_peak_bytes
+        for f in (deep, gt.chunked(deep, 1 << 17))
+    ]
+    plain, chunked = measured
+    if not chunked < 0.75 * plain:
+        raise AssertionError(f"the peak is {chunked} bytes in chunks, {plain} at once")
+
+
+def _graph(device: torch.device) -> None:
+    x = torch.randn(64, device=device)
+    gradient = gt.grad(lambda x: gt.reverse_gradient(x.sin()).sum())
+    for _ in range(3):
+        gradient(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradient(x)
+    x.fill_(0.0)
+    graph.replay()
+    _exactly(found, -torch.ones_like(x))
+
+
+# --- two processes -----------------------------------------------------------------------
+
+_ROWS, _SECONDS = 5, 60
+
+
+def _two_processes(device: torch.device) -> None:
+    """One step on the rows of both: nccl and SyncBatchNorm on GPUs, gloo on CPUs."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        raise Absent("it needs two GPUs")
+    with TemporaryDirectory() as folder:
+        where = (Path(folder) / "meet").as_uri()
+        spawn(_rank, (device.type, where), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def _rank(rank: int, kind: str, where: str) -> None:
+    """What one of the processes does."""
+    from datetime import timedelta
+
+    device = torch.device(kind, rank if kind == "cuda" else 0)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=where,
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=_SECONDS),
+    )
+    try:
+        _one_step(device, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _one_step(device: torch.device, rank: int) -> None:
+    torch.manual_seed(0)
+    norm: Any = nn.SyncBatchNorm if device.type == "cuda" else nn.BatchNorm1d
+    net = nn.Sequential(nn.Linear(4, 8), norm(8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+    mine = torch.randn(2 * _ROWS, 4)[rank * _ROWS :][:_ROWS].to(device)
+    found = []
+    for edit in (gt.checkpoint, lambda net: net):
+        model = deepcopy(net)
+        features = gt.gather(edit(model)(mine))
+        loss = (features @ features.T).logsumexp(1).mean()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for g in grads:
+            dist.all_reduce(g)
+        found.append((list(grads), list(model.buffers())))
+    assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+_EDITS: dict[str, Edit] = {
+    "chunked": lambda f: gt.chunked(f, 2),
+    "checkpoint": gt.checkpoint,
+    "frozen": gt.frozen,
+}
+
+SCENARIOS: dict[str, Scenario] = {
+    **{f"noise in {name}": Scenario(_drawn_again(edit)) for name, edit in _EDITS.items()},
+    **{  # `frozen` has no parameters
+        f"a scaled step in half precision, {name}": Scenario(_scaled(_EDITS[name]))
+        for name in ("chunked", "checkpoint")
+    },
+    "LSTM, forward and twice": Scenario(_recurrent(nn.LSTM)),
+    "GRU, forward and twice": Scenario(_recurrent(nn.GRU)),
+    "attention, forward and twice": Scenario(_attention),
+    "attention, second order": Scenario(_attention_twice),
+    "a side stream": Scenario(_side_stream, anywhere=False),
+    "the allocator's peak": Scenario(_peak, anywhere=False),
+    "a CUDA graph": Scenario(_graph, anywhere=False),
+    "two processes": Scenario(_two_processes),
+}

@@ -1,4 +1,4 @@
-"""Hooks that edit gradients, where f is pushed along: forward mode would pass them by.
+"""Tensor hooks that edit gradients, applied in forward mode too, which passes hooks by.
 
 A hook replaces the cotangent, which the transposed map, dy = J dx, knows nothing of. So the
 backward hooks of a module that is about to run on dual numbers, and a hook that f sets on a tensor

@@ -1,4 +1,4 @@
-"""An expression as mathematics.
+"""An expression as text and LaTeX.
 
 Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
 elementwise product as a circled dot, sums over axes by their letters. Axes align by their
@@ -280,7 +280,7 @@ class ExpressionWriter:
         """Products of matrices and vectors."""
         if f.below or not f.arrays or (self._is_mean(f) and len(f.out) < 2):
             return None
-        found = chain(f, self.axes)
+        found = chain(f)
         if found is None:
             return None
         pieces = [self._link(group, flipped) for group, flipped in found]

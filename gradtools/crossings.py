@@ -1,4 +1,4 @@
-"""Calls of functions of another framework, noted for whoever looks into them.
+"""Calls of a function of another framework, reported so that graphs can look into them.
 
 To the framework around it such a call is one opaque operation, and what is lost inside is lost at a
 line that only the other framework knows. While `noting`, each call says how to ask there.

@@ -1,4 +1,4 @@
-"""What a notebook shows of reports and tables: HTML from the text that a terminal would get.
+"""HTML forms of reports and tables for notebooks, from the text that a terminal would get.
 
 The objects have one text, with a terminal's colours if asked for. `coloured` turns the escape
 sequences of ANSI X3.64 into spans, so that what is seen is the same in both places.

@@ -1,4 +1,4 @@
-"""Programs and arrays that a command is given: by name, from a file, drawn to a shape.
+"""Functions and arrays that a command line names: from a module, from a file, or of a shape.
 
 What the commands share. A program is ``package.module:name``, found from the working directory.
 Arrays are NumPy's; `Given` makes them those of the framework that the program is written in,

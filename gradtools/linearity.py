@@ -1,4 +1,4 @@
-"""Whether a map is linear, told by numbers alone, for nobody can look into a kernel.
+"""Whether a map is linear, tested with numbers alone: a kernel has no program to read.
 
 A linear map takes multiples to multiples, L(c v) = c L(v), and sums to sums. In floating point
 both hold up to rounding, which is as large as the terms that the map adds up: where these cancel,

@@ -1,4 +1,4 @@
-"""Whose a line is: the user's, an installed package's, or a framework's, gradtools' or Python's.
+"""Whose code a source line is: the user's, an installed package's, a framework's, gradtools'.
 
 Told by the file's place, once for both frameworks. It finds the user's line for a message or a
 picture and hides the lines beneath it; and PyTorch's operators that call f again look for what f

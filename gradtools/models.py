@@ -1,4 +1,4 @@
-"""Models and arrays: the ways between a framework's objects and pure functions of arrays.
+"""Models and arrays: `functionalize`, `asarray`, `key`, `vmap`, `checkpoint`, `compile`.
 
 A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, in every framework
 the same, so that derivatives are taken with respect to an argument like any other. Arrays come

@@ -1,4 +1,4 @@
-"""Whether two programs are one: the same operations on variables that correspond.
+"""Whether two jaxprs are equal up to the names of their variables.
 
 JAX keeps what it derives from a program, such as its linearisation, by the program's identity, and
 what is traced anew is another one. So of programs that are alike the first is run (hash consing),

@@ -1,4 +1,4 @@
-"""Equations that call a function of another framework, whose arguments they may lay out."""
+"""Calls of bridged functions in a jaxpr, and how their arguments are laid out."""
 
 from __future__ import annotations
 

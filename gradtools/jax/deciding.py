@@ -1,4 +1,4 @@
-"""Programs that decide on values: a Python ``if``, a shape that depends on numbers.
+"""Tracing of programs that branch on values: a Python ``if``, data-dependent shapes.
 
 Eager differentiation allows them, a plain trace does not, for in it no array has a value. Here a
 program is traced like any other, by a trace that stands in front of JAX's own and hands

@@ -139,7 +139,7 @@ class _JaxprReader:
         outputs = tuple(values.new(var) for var in jaxprs.targets(eqn))
         links = self.links(eqn, inner, values)
         if _may_lose(eqn, links):
-            loss = _loss(eqn, operation)
+            loss = _loss(eqn)
         node = Node(
             operation=operation,
             inputs=inputs,
@@ -184,7 +184,7 @@ class _JaxprReader:
         """What an equation carries, where it is not what a node's bodies and dtypes say."""
         name = eqn.primitive.name
         if jaxprs.is_ruled(eqn):
-            return self.ruled_links(eqn, inner)
+            return self.ruled_links(eqn)
         if hasattr(eqn.primitive, "gradtools_connects"):
             return _rows(eqn, eqn.primitive.gradtools_connects(eqn), _FULL, _CUT)
         if inner:
@@ -211,7 +211,7 @@ class _JaxprReader:
             values.flat.update(eqn.outvars)
         return _weakened(eqn, passive, flat)
 
-    def ruled_links(self, eqn: Eqn, inner: Sequence[Any]) -> Links:
+    def ruled_links(self, eqn: Eqn) -> Links:
         masks = self._uncut.step(eqn, [1 << i for i in range(len(eqn.invars))])
         flows = [[bool(mask >> i & 1) for i in range(len(eqn.invars))] for mask in masks]
         rows = _rows(eqn, flows, _FULL, _NONE)
@@ -450,7 +450,7 @@ def _may_lose(eqn: Eqn, links: Links | None) -> bool:
     return any(row[i] < _FULL for row in links for i in entering)
 
 
-def _loss(eqn: Eqn, operation: str) -> str:
+def _loss(eqn: Eqn) -> str:
     name = eqn.primitive.name
     if name in _STOPS:
         return _STOPS[name]

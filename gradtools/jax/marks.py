@@ -1,4 +1,4 @@
-"""Marks that our own code sets where it is traced, for recordings that read the program.
+"""Names of jitted functions by which recordings know operations that gradtools made itself.
 
 A jaxpr keeps the name of its function, and nothing else that could be set: so the mark is a name.
 """

@@ -1,4 +1,4 @@
-"""Whole modules among a call's arguments: what is differentiated, and what is kept apart.
+"""Whole modules among the arguments: their floating arrays are differentiated, the rest is fixed.
 
 An `equinox` module is a pytree whose leaves may be functions, strings and integers; a `flax.nnx`
 module is a graph, some of which is no parameter and changes when it is called. A call of a

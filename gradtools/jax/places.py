@@ -1,4 +1,4 @@
-"""Where in the user's program something runs: the innermost line of their own, and the modules.
+"""Source lines of equations: the innermost line of the user's own, and the modules around it.
 
 Whose a frame is says `gradtools.lines`; where none is the user's, the innermost of an installed
 package stands in.

@@ -1,4 +1,4 @@
-"""JAX's refusals: what to do about those that we know.
+"""Errors of JAX that are known, each raised again with what to do about it.
 
 JAX raises plain ValueErrors and TypeErrors, so one of its refusals is known by its text alone; that
 the error is JAX's, by what raised it. What the user raises goes by as it is.

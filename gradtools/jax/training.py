@@ -134,7 +134,7 @@ def optimised(asked: str, optimizer: Any, model: Any, held: Sequence[HeldArray])
         return _probed(optimizer, state, part)
     if type(optimizer) is tuple and len(optimizer) == 2 and _is_transform(optimizer[0]):
         return _probed(*optimizer, part)
-    return _by_names(asked, optimizer, held)
+    return _by_names(optimizer, held)
 
 
 def _is_transform(x: Any) -> bool:
@@ -189,7 +189,7 @@ def _stranger(name: str) -> tuple[str, str]:
     return f"optimizer{name}" if name.startswith("[") else f"optimizer.{name}", ""
 
 
-def _by_names(asked: str, state: Any, held: Sequence[HeldArray]) -> Optimised:
+def _by_names(state: Any, held: Sequence[HeldArray]) -> Optimised:
     """By the names of what the state keeps for each array, where it keeps anything."""
     nnx = sys.modules.get("flax.nnx")
     arrays = [

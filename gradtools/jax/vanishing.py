@@ -1,4 +1,4 @@
-"""Where a gradient becomes zero at these values, though its path is whole.
+"""Where a cotangent becomes zero, NaN or too faint at these values, on a tape of the jaxpr.
 
 The jaxpr is run once on a tape (`tape.py`), for all leaves of a program, and one cotangent goes
 back over it, step by step. What becomes zero goes no further::

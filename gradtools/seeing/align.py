@@ -1,4 +1,4 @@
-"""Two graphs laid beside each other: which operation of one is which of the other.
+"""Two graphs aligned: which operation of one is which of the other.
 
 The two frameworks say the same in other words: one has softmax, the other its five steps; they
 reshape and transpose at other places. So the programs are read as sequences of *steps*, without

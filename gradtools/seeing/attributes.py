@@ -1,4 +1,4 @@
-"""How an operation is told: its operands in their places, and what else makes it what it is.
+"""The label of an operation: its operands in their places, and its attributes.
 
     subtract(1, a)    sum(b, axis=0)    power(a, 2)    slice(c, [1:3, :])    compare(a > 0)
 

@@ -1,4 +1,4 @@
-"""Cards: the text of a box and the room that it needs.
+"""The text of a box and its measured size.
 
 All text is set in a monospaced face, whose letters are as wide as one another in every such font
 to within a few percent; the table below is the widest of the usual ones. What is too long is

@@ -1,4 +1,4 @@
-"""The gradient's doctor: how outputs depend on inputs, where a gradient is lost, what mends it.
+"""`dependence` and `why_zero`: how outputs depend on inputs, where a gradient is lost, the mend.
 
 A gradient that is lost says nothing: the term is ignored, and zeros look like any others. One
 recorded run tells where data flows on and the derivative does not (`flow.py`). When the path is

@@ -1,4 +1,4 @@
-"""The passes of a differentiated program, and what goes in and comes out of each.
+"""The forward and backward passes of a differentiated program, with their inputs and outputs.
 
 Forward gives the outputs y = f(x). Backward takes a cotangent c for each y and gives the gradients
 g = Jᴴc. Backward of the backward takes a cotangent v for each g and gives the derivatives of

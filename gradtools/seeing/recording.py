@@ -1,4 +1,4 @@
-"""What a wing says about one run of a user's function.
+"""The record of one run that a wing gives to `seeing`.
 
 `record` runs or traces a function of flat leaves once and gives a `Recording`: the graph, and the
 framework's own error if there was one. `vanishing` takes the gradient at these very values and

@@ -1,4 +1,4 @@
-"""What the doctor says: a table of dependences, and a report of lost gradients.
+"""A table of dependences, and the report of `why_zero`.
 
 Both are plain data with a text; colour is put on by whoever prints to a terminal.
 """

@@ -1,4 +1,4 @@
-"""A graph as a file, in the form that its suffix names."""
+"""A graph written to a file, in the form that its suffix names."""
 
 from __future__ import annotations
 

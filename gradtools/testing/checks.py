@@ -615,7 +615,7 @@ class DerivativeCheck:
             lambda: self.probe.curvature(self.xs, d.us, e.us, self.vs),
         )
         if curved is not None:
-            self._curvature(curved, products, along, d, e)
+            self._curvature(curved, products, d, e)
         self.say_undecided()
 
     def _products(self, d: Direction) -> dict[str, Arrays]:
@@ -685,7 +685,7 @@ class DerivativeCheck:
                 )  # fmt: skip
 
     def _curvature(
-        self, curved: Any, products: dict[str, Arrays], along: Any, d: Direction, e: Direction
+        self, curved: Any, products: dict[str, Arrays], d: Direction, e: Direction
     ) -> None:
         name = self._name("forward_over_forward")
         for mode, product in products.items():

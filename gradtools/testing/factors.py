@@ -1,4 +1,4 @@
-"""What a constant factor between two results may be: a size, or a number of analysis."""
+"""Names for a constant factor between two results: a product of sizes, or pi and the like."""
 
 from __future__ import annotations
 

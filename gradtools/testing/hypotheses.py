@@ -1,4 +1,4 @@
-"""What a layer may have computed instead: each guess is evaluated and held against both outputs.
+"""Guesses of what a layer computed instead, each evaluated and held against both outputs.
 
 A guess names a cause only if one side's output is what the guess gives and the other side's is
 what another guess of the same kind gives: GELU and its approximation by tanh, layer normalisation

@@ -1,4 +1,4 @@
-"""A function under vmap against itself, one example at a time.
+"""A function under vmap, compared with itself one example at a time.
 
 A rule is written for one example, and the batch is the framework's affair: but for a host kernel
 with `vectorized=True`, a rule with a vmap of its own, and whatever reads the number of axes.

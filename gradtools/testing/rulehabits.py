@@ -1,4 +1,4 @@
-"""What the parts of a rule must not do besides: write in place, read the last call, draw anew.
+"""Side effects of a rule's parts: writing in place, state of the last call, new random draws.
 
 A framework calls fwd and bwd when and as often as it likes, and others hold what it hands them. So
 fwd, bwd and jvp are functions: of what they get alone, which they leave as it is.

@@ -1,4 +1,4 @@
-"""Where a disagreement happens, and which side is wrong.
+"""Where two sides disagree (in one mode, at second order alone), and which side is wrong.
 
 Known once every quantity has been compared: whether only one mode is concerned, or only the second
 order; whether a side differs from itself; whether a side's derivative is the slope of its value.

@@ -1,4 +1,4 @@
-"""One run of a model with every layer watched: what goes in, what comes out, what comes back.
+"""A model's run with hooks on every layer: inputs, outputs and gradients.
 
 In PyTorch hooks see each module's output and its gradient. In JAX each call's output gets a zero
 added, and the gradient with respect to that zero is the gradient at the output; flax.linen's calls

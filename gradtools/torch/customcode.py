@@ -1,4 +1,4 @@
-"""Custom code in a graph of autograd: a derivative that its gradient loses is refused by name.
+"""autograd.Functions without double backward: a derivative that would be lost is refused by name.
 
 A torch.autograd.Function, or an operator with a registered backward, may compute its gradient
 where autograd does not look: under no_grad, through NumPy, from an intermediate that it saved. The

@@ -1,4 +1,4 @@
-"""The shorter way through an own rule's commonest call: tensors alone, in plain eager mode.
+"""A fast path for calls of a custom rule with tensors alone, in plain eager mode.
 
 What `torch/rules.py` does for any call costs several times what a bare `torch.autograd.Function`
 does. Most of it is the same for all calls with arguments of the same shapes and dtypes: the rule,

@@ -1,4 +1,4 @@
-"""How a host kernel enters PyTorch: one custom operator, found again by a text.
+"""How a host kernel enters PyTorch: one custom operator, which finds the kernel by its key.
 
 A compiled program holds no Python objects, so the operator takes the key of a `KernelCall` and
 looks it up. It says of fake tensors what would come out, and of a batch that it is another one

@@ -1,4 +1,4 @@
-"""Leaves that several nodes of one backward pass reach, in one set of sums.
+"""One sum for a leaf that several nodes of one backward pass reach.
 
 Two towers that share an encoder are two nodes, and autograd adds what they give for a leaf once
 both have run: until then the gradients of each are alive. Here a node hands what it has for a leaf

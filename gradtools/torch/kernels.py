@@ -1,4 +1,4 @@
-"""Kernels without forward mode, and PyTorch's own alternatives to them.
+"""Fused kernels without forward mode, and the plain ones of PyTorch that take their place.
 
 Fused attention and recurrent layers on the CPU cannot push a tangent. Their kernels are chosen by
 switches, so where one fails that operation alone is done again with the switches off: the random

@@ -1,4 +1,4 @@
-"""Marks that our own code sets where it runs, for recordings that look on.
+"""Context marks by which recordings know operations that gradtools made itself.
 
 A recording of a user's program sees what gradtools does in it, too. Whether a `detach` is the
 user's, or cuts a chunk off from the graph around it, is said here, at the call. What a Function of

@@ -1,4 +1,4 @@
-"""Forward mode for functions of fixed weights: what has one tangent is pushed by hand.
+"""Forward mode where one operand alone has a tangent: f(dx, w), in place of PyTorch's rules.
 
 PyTorch's forward rules make a symbolic zero for the tangent of every weight, bias and number, and
 then multiply and add it up; a layer so takes three products in place of two, and a sum with a

@@ -1,4 +1,4 @@
-"""Whole modules among a call's arguments: what is differentiated, and what is kept apart.
+"""Whole modules among the arguments: their parameters are differentiated, the rest is fixed.
 
 The part of a `torch.nn.Module` that is differentiated is the dictionary of its parameters that
 require grad, by name; the rest is the module. f gets a structural copy with other parameters,

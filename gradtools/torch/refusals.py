@@ -1,4 +1,4 @@
-"""PyTorch's refusals: which errors are PyTorch's own, and what to do about those we know.
+"""Errors of PyTorch: which are its own, and those known raised again with what to do about them.
 
 PyTorch raises a RuntimeError for nearly everything, so one of its refusals is known by its text
 alone; that the error is PyTorch's, by what raised it. What the user raises goes by as it is.

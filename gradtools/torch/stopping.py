@@ -1,4 +1,4 @@
-"""Forward mode that heeds gradients switched off: what f computes under no_grad has no tangent.
+"""Forward mode that heeds torch.no_grad: what f computes under it has no tangent.
 
 PyTorch's dual numbers pass through `no_grad` as if it were not there, so a function that stops a
 gradient with it would have one derivative in reverse mode and another in forward mode. Here

@@ -1,4 +1,4 @@
-"""Sums over chunks, of which a leaf's part is added as soon as autograd has it.
+"""Sums of chunks' gradients, each added as soon as autograd has computed it.
 
 `torch.autograd.grad` hands all gradients over at the end: beside the sum so far a whole second set
 of them. Here a hook on each leaf takes its gradient when it is complete, adds it to the sum, and

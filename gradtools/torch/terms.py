@@ -1,4 +1,4 @@
-"""Derivatives that PyTorch computes without one of their terms.
+"""Derivative formulas of PyTorch that lose a term when differentiated again: refused there.
 
 Some of its rules may not be differentiated again: a term is left out, in silence. What they give
 is right and may be read; here it is made to refuse the derivative that would be wrong.

@@ -1,4 +1,4 @@
-"""Is the backward pass of custom code right when it is differentiated again? One call is tried.
+"""Whether a Function's backward is right when differentiated again: one call is tried.
 
 With g(x, ct) the gradient that a torch.autograd.Function gives, autograd's derivative of g is
 compared with

@@ -1,4 +1,4 @@
-"""Where a cotangent becomes zero on its way back, at these very values.
+"""Where a cotangent becomes zero, NaN or too faint at these values, in autograd's graph.
 
 The gradient is taken once as it is. If it is zero everywhere, it is taken again with every node
 of autograd watched that leads to the leaf: one that is given a cotangent that is not zero, and

@@ -1,4 +1,4 @@
-"""Whether what is computed again is what was computed first.
+"""A recomputation compared with the first pass: figures of the outputs, and the leaves reached.
 
 What a function's result depends on is put back before it runs again (`state`), as far as it can
 be reached; that the rest made no difference is seen here. Of each chunk the first pass keeps

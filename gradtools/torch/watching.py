@@ -1,4 +1,4 @@
-"""What is asked of programs over chunks besides their numbers, and what they refuse.
+"""Checks, refusals and progress of programs over chunks, besides their numbers.
 
 Whether f is computed again, and by whom; how far it is; how many bytes a graph keeps; modules and
 captured tensors with which it cannot.

@@ -1,4 +1,4 @@
-"""What PyTorch's transforms wrap around a tensor, and zeros like one."""
+"""Wrappers of functorch and forward mode around a tensor: unwrapping, and zeros like one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with zero tangents, left out in a dispatch mode that ends with its block.
+"""Products with symbolic zero tangents, skipped inside a TorchDispatchMode.
 
 Forward mode takes a symbolic zero for the tangent of what has none, such as a fixed weight w, and
 multiplies it out: a layer y = x w then takes three products,

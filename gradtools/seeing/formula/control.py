@@ -1,4 +1,4 @@
-"""Operations with programs inside, with rules of their own, or of unknown meaning.
+"""Loops, branches, functions with rules of their own, and operations of unknown meaning.
 
 The adjoint of a loop is a loop that runs backward over what the loop went through::
 

@@ -1,4 +1,4 @@
-"""A formula as a file, in the form that its suffix names: text, LaTeX to include, Markdown."""
+"""A formula written to a file: text, LaTeX to include, Markdown, by the suffix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How operations on whole arrays are written, and what the reader must know about their signs."""
+"""Notation of operations on whole arrays, and the notes that explain it."""
 
 from __future__ import annotations
 

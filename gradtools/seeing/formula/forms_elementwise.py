@@ -1,4 +1,4 @@
-"""How functions of each place are written: powers, conditions, cases, and plain names.
+"""Notation of elementwise functions: powers, conditions, cases, and plain names.
 
 Each form gets the expression, its arguments as they are written, and whether it is a matrix that
 is written whole, where a power must not be mistaken for a product of matrices.

@@ -574,7 +574,7 @@ def _derive(lowered: Lowered, order_: int, wrt: Sequence[int] | None) -> _Formul
         if order_ == 2
         else []
     )
-    pairs, whole = _in_complex_numbers(program.inputs, cotangents, gradients, output_names, names)
+    pairs, whole = _in_complex_numbers(program.inputs, cotangents, gradients, names)
     return _FormulaPrograms(
         lowered,
         order_,
@@ -597,7 +597,6 @@ def _in_complex_numbers(
     inputs: Sequence[Expr],
     cotangents: Sequence[Expr],
     gradients: Sequence[Expr | None],
-    output_names: Sequence[Written],
     names: dict[Expr, Written],
 ) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
     """The adjoint of separate real and imaginary parts, where it can be said of both together."""

@@ -1,4 +1,4 @@
-"""Functions that act in each place by itself: NumPy's value, derivative, kind of the result.
+"""Elementwise functions: NumPy's value, the derivative, the result's kind.
 
 One table, `FUNCTIONS`. A holomorphic function states its partial derivatives f' as expressions
 of its value y and its arguments; the cotangent of an argument is then conj(f') g, its real part

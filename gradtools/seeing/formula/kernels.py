@@ -1,4 +1,4 @@
-"""NumPy's value of each primitive: plain loops over windows and taps, exact in float64.
+"""NumPy's value of each operation on whole arrays: plain loops over windows, in float64.
 
 Every kernel gets the expression, for its attributes, and the values of its arguments.
 """
@@ -274,7 +274,7 @@ def fourier(y, x):
 # Convolution: one tap of the weight at a time.
 
 
-def _taps(y, w_space, x_space, out_space):
+def _taps(y, w_space, out_space):
     """For each tap: the window of the padded input that meets the output."""
     stride, dilation = y["stride"], y["dilation"]
     for tap in itertools.product(*map(range, w_space)):
@@ -303,7 +303,7 @@ def convolution(y, x, w):
     xs, ws = _grouped(y, _padded(y, x)), _grouped(y, w, 0)
     groups = y["groups"]
     out = np.zeros((x.shape[0], groups, w.shape[0] // groups, *space), np.result_type(x, w))
-    for tap, window in _taps(y, w.shape[2:], x.shape[2:], space):
+    for tap, window in _taps(y, w.shape[2:], space):
         part = xs[(slice(None),) * 3 + window]
         out += np.einsum("ngc...,goc->ngo...", part, ws[(slice(None),) * 3 + tap])
     return out.reshape(y.shape)
@@ -315,7 +315,7 @@ def convolution_input(y, g, w):
     padded = [n + a + b for n, (a, b) in zip(y.shape[2:], y["padding"], strict=True)]
     out = np.zeros((y.shape[0], groups, y.shape[1] // groups, *padded), np.result_type(g, w))
     gs, ws = _grouped(y, g), _grouped(y, w, 0)
-    for tap, window in _taps(y, w.shape[2:], y.shape[2:], g.shape[2:]):
+    for tap, window in _taps(y, w.shape[2:], g.shape[2:]):
         out[(slice(None),) * 3 + window] += np.einsum(
             "ngo...,goc->ngc...", gs, ws[(slice(None),) * 3 + tap]
         )
@@ -329,7 +329,7 @@ def convolution_weight(y, x, g):
     shape = (groups, y.shape[0] // groups, *y.shape[1:])
     out = np.zeros(shape, np.result_type(x, g))
     xs, gs = _grouped(y, _padded(y, x)), _grouped(y, g)
-    for tap, window in _taps(y, y.shape[2:], x.shape[2:], g.shape[2:]):
+    for tap, window in _taps(y, y.shape[2:], g.shape[2:]):
         part = xs[(slice(None),) * 3 + window]
         flat = (*part.shape[:3], -1)
         out[(slice(None),) * 3 + tap] = np.einsum(
@@ -345,7 +345,7 @@ def _pool_windows(y, x, fill, space):
     """The values that meet each place of the output: one array for each tap, stacked."""
     window, lead = y["window"], x.ndim - len(y["window"])
     padded = np.pad(x, [(0, 0)] * lead + list(y["padding"]), constant_values=fill)
-    return [(at, padded[(slice(None),) * lead + at]) for _, at in _taps(y, window, x.shape, space)]
+    return [(at, padded[(slice(None),) * lead + at]) for _, at in _taps(y, window, space)]
 
 
 def _unpad(y, out, lead, shape):
@@ -400,7 +400,7 @@ def sum_pool(y, x):
 def sum_unpool(y, g):
     """G added all over each window."""
     space = _pool_space(y, g.shape)
-    places = [at for _, at in _taps(y, y["window"], y.shape, space)]
+    places = [at for _, at in _taps(y, y["window"], space)]
     return _scatter_windows(y, y.shape, places, [g] * len(places), g.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Shapes, indexing, reductions and contractions of the vocabulary, in terms of the making."""
+"""Lowering of shapes, indexing, reductions and contractions of the vocabulary."""
 
 from __future__ import annotations
 

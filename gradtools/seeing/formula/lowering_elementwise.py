@@ -1,4 +1,4 @@
-"""What the vocabulary's elementwise operations mean in terms of `functions.py`."""
+"""Lowering of the vocabulary's elementwise operations to those of `functions.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions, pooling, normalisation, losses and attention, in terms of the making."""
+"""Lowering of convolutions, pooling, normalisation, losses and attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making the operations on whole arrays: their shapes, kinds and attributes."""
+"""Constructors of operations on whole arrays: their shapes, kinds and attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What inputs, captured values and results are called.
+"""The names of inputs, captured values and results.
 
 The wing gives the path of a leaf, such as ``argument 0['layers'][1].weight``. The formula calls
 it by the shortest end of the path that is not the same for two leaves.

@@ -1,4 +1,4 @@
-"""Indices as they are meant: without what lets a negative one count from the end.
+"""Indices without the wrap-around of negative ones, which a formula does not show.
 
 ``X[i]`` counts negative places from the end by itself, in NumPy and here. A framework that cannot
 writes ``{i + n if i < 0; i otherwise}`` first, and a second time ``modulo n``. Indexing reads

@@ -1,4 +1,4 @@
-"""The operations that do not act in each place by itself: NumPy's value and the pullback of each.
+"""The table of operations on whole arrays: value in NumPy, and pullback.
 
 `PRIMITIVES` holds them. ``evaluate(y, *arrays)`` reads its attributes from the expression y; an
 operation with several outputs returns a tuple, and its pullback gets tuples.

@@ -178,7 +178,7 @@ def _is_negative(exponent: Any) -> bool:
 Link = tuple[list[Expr], bool]
 
 
-def chain(f: Factors, axes: Axes) -> list[Link] | None:
+def chain(f: Factors) -> list[Link] | None:
     """The factors as a chain of matrices: groups of factors, and whether they are transposed."""
     entries = _without_batch(f)
     if entries is None or any(len(set(n)) < len(n) or len(n) > 2 for _, n in entries):

@@ -1,4 +1,4 @@
-"""What the names stand for that a formula recognises: a legend below it, in text and in LaTeX.
+"""The legend of names that `recognition` gives, in text and in LaTeX.
 
 A function that reads ``log(1 + exp(x))`` is written softplus(x), and differentiated as such; where
 that would change values it is written as it was computed.

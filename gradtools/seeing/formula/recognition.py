@@ -1,4 +1,4 @@
-"""Patterns: what one framework calls by one name and the other writes out gets that name.
+"""Pattern matching: a composition such as log(1 + exp(x)) is written by its name, softplus.
 
 JAX writes out what PyTorch has as one call. Each pattern below looks at one value of the program
 and at what it is made of; where it fits, the value is written as what it is::

@@ -1,4 +1,4 @@
-"""An expression as mathematics.
+"""An expression as text and LaTeX.
 
 Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
 elementwise product as a circled dot, sums over axes by their letters. Axes align by their
@@ -291,7 +291,7 @@ class ExpressionWriter:
         """Products of matrices and vectors."""
         if not f.arrays or (self._is_mean(f) and len(f.out) < 2):
             return None
-        found, divided = chain(f, self.axes), _divided(f)
+        found, divided = chain(f), _divided(f)
         if found is None or divided is None:
             return None
         pieces = [self._link(group, flipped, divided) for group, flipped in found]

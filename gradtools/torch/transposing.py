@@ -192,10 +192,8 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
 
 
 def _is_tracked_at(levels: set[int | None], x: Tensor) -> bool:
-    if EAGER in levels and x.requires_grad:
-        return True
     while upstream.is_wrapped(x):
         if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels:
             return True
-        x = upstream.get_unwrapped(x)
-    return False
+        x = upstream.get_unwrapped(x)  # a batch does not say whether what it holds is tracked
+    return EAGER in levels and x.requires_grad

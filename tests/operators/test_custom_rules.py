@@ -581,3 +581,43 @@ def test_a_rule_of_a_host_function_of_a_ufunc_takes_its_arguments_by_position(gt
     f = gt.custom_rule(gt.host_function(np.sin))
     f.defvjp(lambda x: (f(x), x), lambda x, c: (c * gt.xp.cos(x),))
     same(gradients(gt, f, x)[0], np.cos(X))
+
+
+MATRIX = np.array([[1.0, 2.0, -1.0], [0.5, -3.0, 2.0], [4.0, 1.0, 0.25]])
+OF_ITS_OWN_RULE = {  # of f(x) = M x whose forward rule is f itself
+    "grad": (lambda gt, f, x: gt.grad(lambda x: f(x).sum())(x), MATRIX.sum(0)),
+    "reverse jacobian": (lambda gt, f, x: gt.jacobian(f, mode="reverse")(x), MATRIX),
+    "forward jacobian": (lambda gt, f, x: gt.jacobian(f, mode="forward")(x), MATRIX),
+    "hessian": (
+        lambda gt, f, x: gt.hessian(lambda x: (f(x) ** 2).sum())(x),
+        2 * MATRIX.T @ MATRIX,
+    ),
+    "grad of vmap": (
+        lambda gt, f, x: gt.grad(lambda x: gt.vmap(f)(gt.xp.stack([x, x])).sum())(x),
+        2 * MATRIX.sum(0),
+    ),
+    "vmap of grad": (
+        lambda gt, f, x: gt.vmap(gt.grad(lambda x: f(x).sum()))(gt.xp.stack([x, x]))[1],
+        MATRIX.sum(0),
+    ),
+    "hessian of vmap": (
+        lambda gt, f, x: gt.hessian(lambda x: (gt.vmap(f)(gt.xp.stack([x, 2 * x])) ** 2).sum())(x),
+        10 * MATRIX.T @ MATRIX,
+    ),
+    "grad of vmap of vmap": (
+        lambda gt, f, x: gt.grad(
+            lambda x: gt.vmap(gt.vmap(f))(gt.xp.stack([gt.xp.stack([x, x])] * 2)).sum()
+        )(x),
+        4 * MATRIX.sum(0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ITS_OWN_RULE)
+def test_a_linear_function_that_is_its_own_forward_rule_is_transposed_by_its_code(gt, name):
+    matrix = gt.asarray(MATRIX)
+    f = gt.custom_rule(lambda x: matrix @ x)
+    f.defjvp(lambda p, t: (f(p[0]), f(t[0])))
+    run, expected = OF_ITS_OWN_RULE[name]
+    found = gt.to_numpy(run(gt, f, gt.asarray(np.array([1.0, -2.0, 0.5]))))
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)

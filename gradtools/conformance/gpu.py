@@ -32,7 +32,7 @@ class Absent(Exception):
     """The machine lacks what a scenario needs."""
 
 
-class Scenario(NamedTuple):
+class GpuScenario(NamedTuple):
     """What must hold on a device.
 
     Attributes:
@@ -49,7 +49,7 @@ def failures() -> dict[str, str]:
     return {name: _failure(scenario) for name, scenario in SCENARIOS.items()}
 
 
-def _failure(scenario: Scenario) -> str:
+def _failure(scenario: GpuScenario) -> str:
     try:
         scenario.run(torch.device("cuda", torch.cuda.current_device()))
     except Absent as absent:
@@ -248,18 +248,18 @@ _EDITS: dict[str, Edit] = {
     "frozen": gt.frozen,
 }
 
-SCENARIOS: dict[str, Scenario] = {
-    **{f"noise in {name}": Scenario(_drawn_again(edit)) for name, edit in _EDITS.items()},
+SCENARIOS: dict[str, GpuScenario] = {
+    **{f"noise in {name}": GpuScenario(_drawn_again(edit)) for name, edit in _EDITS.items()},
     **{  # `frozen` has no parameters
-        f"a scaled step in half precision, {name}": Scenario(_scaled(_EDITS[name]))
+        f"a scaled step in half precision, {name}": GpuScenario(_scaled(_EDITS[name]))
         for name in ("chunked", "checkpoint")
     },
-    "LSTM, forward and twice": Scenario(_recurrent(nn.LSTM)),
-    "GRU, forward and twice": Scenario(_recurrent(nn.GRU)),
-    "attention, forward and twice": Scenario(_attention),
-    "attention, second order": Scenario(_attention_twice),
-    "a side stream": Scenario(_side_stream, anywhere=False),
-    "the allocator's peak": Scenario(_peak, anywhere=False),
-    "a CUDA graph": Scenario(_graph, anywhere=False),
-    "two processes": Scenario(_two_processes),
+    "LSTM, forward and twice": GpuScenario(_recurrent(nn.LSTM)),
+    "GRU, forward and twice": GpuScenario(_recurrent(nn.GRU)),
+    "attention, forward and twice": GpuScenario(_attention),
+    "attention, second order": GpuScenario(_attention_twice),
+    "a side stream": GpuScenario(_side_stream, anywhere=False),
+    "the allocator's peak": GpuScenario(_peak, anywhere=False),
+    "a CUDA graph": GpuScenario(_graph, anywhere=False),
+    "two processes": GpuScenario(_two_processes),
 }

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from gradtools.jax._upstream import Literal
-from gradtools.jax.jaxprs import CALLS, RULED, Eqn, Jaxpr, Program, live, programs, scan_counts
+from gradtools.jax.jaxprs import CALLS, RULED, Eqn, HeldJaxpr, Jaxpr, live, programs, scan_counts
 from gradtools.jax.lifetimes import LIFE, remembered
 from gradtools.seeing import measures as costs
 
@@ -51,7 +51,7 @@ _OPAQUE = {
 _CONTROL = ("scan", "while", "cond")
 
 
-def bodies(eqn: Eqn) -> list[Program]:
+def bodies(eqn: Eqn) -> list[HeldJaxpr]:
     """The bodies of an equation, of a primitive of ours what it runs, too."""
     name = eqn.primitive.name
     if name in _OPAQUE:
@@ -65,14 +65,14 @@ def is_call(name: str) -> bool:
     return own or name in CALLS or name in RULED
 
 
-def _own(eqn: Eqn) -> Program:
+def _own(eqn: Eqn) -> HeldJaxpr:
     """What a primitive of gradtools runs, without what no result of it needs."""
     avals = tuple([v.aval for v in eqn.invars])
     params = {name: value for name, value in eqn.params.items() if name != LIFE}
 
-    def make() -> Program:
+    def make() -> HeldJaxpr:
         closed = jax.make_jaxpr(lambda *xs: eqn.primitive.impl(*xs, **params))(*avals)
-        return Program(live(closed.jaxpr), tuple(closed.consts))
+        return HeldJaxpr(live(closed.jaxpr), tuple(closed.consts))
 
     if "rule" not in params:
         return make()
@@ -135,7 +135,7 @@ def _bound(eqn: Eqn, xs: list[Any]) -> list[Any]:
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
-def _ran_scan(eqn: Eqn, body: Program, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
+def _ran_scan(eqn: Eqn, body: HeldJaxpr, xs: list[Any], path: Path) -> tuple[list[Any], Runs]:
     n, carried = scan_counts(eqn)
 
     def step(carry: Any, row: Any) -> Any:
@@ -153,7 +153,7 @@ def _ran_scan(eqn: Eqn, body: Program, xs: list[Any], path: Path) -> tuple[list[
 
 
 def _ran_while(
-    eqn: Eqn, parts: list[Program], inside: list[list[Path]], xs: list[Any], path: Path
+    eqn: Eqn, parts: list[HeldJaxpr], inside: list[list[Path]], xs: list[Any], path: Path
 ) -> tuple[list[Any], Runs]:
     gate, body = parts
     a, b = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -184,7 +184,7 @@ def _where(go: Any, new: Any, old: Any) -> Any:
 
 
 def _ran_cond(
-    parts: list[Program], inside: list[list[Path]], xs: list[Any], path: Path
+    parts: list[HeldJaxpr], inside: list[list[Path]], xs: list[Any], path: Path
 ) -> tuple[list[Any], Runs]:
     keys = [*((*path, k) for k in range(len(parts))), *[key for each in inside for key in each]]
 

@@ -101,28 +101,28 @@ def live(jaxpr: Jaxpr) -> Jaxpr:
 
 
 @dataclass(frozen=True)
-class Program:
+class HeldJaxpr:
     """A jaxpr and the arrays that it holds."""
 
     jaxpr: Jaxpr
     consts: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, found: Any) -> Program:
+    def of(cls, found: Any) -> HeldJaxpr:
         """Of a jaxpr with its constants or without."""
         return cls(open_jaxpr(found), tuple(getattr(found, "consts", ())))
 
 
-def programs(eqn: Eqn) -> list[Program]:
+def programs(eqn: Eqn) -> list[HeldJaxpr]:
     """What an equation runs: of a while its condition and body, of a cond its branches."""
     name, params = eqn.primitive.name, eqn.params
     if name == "while":
-        return [Program.of(params["cond_jaxpr"]), Program.of(params["body_jaxpr"])]
+        return [HeldJaxpr.of(params["cond_jaxpr"]), HeldJaxpr.of(params["body_jaxpr"])]
     if name == "cond":
-        return [Program.of(branch) for branch in params["branches"]]
+        return [HeldJaxpr.of(branch) for branch in params["branches"]]
     keys = ("call",) if name == "custom_vmap_call" else ("jaxpr", "call_jaxpr", "fun_jaxpr")
     found = next((params[key] for key in keys if key in params), None)
-    return [] if found is None else [Program.of(found)]
+    return [] if found is None else [HeldJaxpr.of(found)]
 
 
 CALLS = (
@@ -157,7 +157,7 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Body:
+class InnerJaxpr:
     """A jaxpr inside an equation, and how its ends are tied to those of the equation.
 
     ``inputs[i]`` is the equation's input that enters as input i. Output k leaves as output k,
@@ -171,54 +171,54 @@ class Body:
     gate: bool = False
 
 
-def bodies(eqn: Eqn) -> list[Body]:
+def bodies(eqn: Eqn) -> list[InnerJaxpr]:
     """The bodies of an equation; none if it is opaque: every input may flow anywhere."""
     if any(map(_is_ref, eqn.invars)):
         return []
     return _STRUCTURED.get(eqn.primitive.name, _own_body)(eqn)
 
 
-def _own_body(eqn: Eqn) -> list[Body]:
+def _own_body(eqn: Eqn) -> list[InnerJaxpr]:
     """The body of a primitive that says by `gradtools_flow` how data flows in an equation."""
     jaxpr = getattr(eqn.primitive, "gradtools_flow", lambda _: None)(eqn)
-    return [] if jaxpr is None else [Body(open_jaxpr(jaxpr), range(len(eqn.invars)))]
+    return [] if jaxpr is None else [InnerJaxpr(open_jaxpr(jaxpr), range(len(eqn.invars)))]
 
 
-def _call_body(eqn: Eqn) -> list[Body]:
+def _call_body(eqn: Eqn) -> list[InnerJaxpr]:
     inner = [program.jaxpr for program in programs(eqn)]
-    return [Body(jaxpr, range(len(eqn.invars))) for jaxpr in inner if _fits(jaxpr, eqn)]
+    return [InnerJaxpr(jaxpr, range(len(eqn.invars))) for jaxpr in inner if _fits(jaxpr, eqn)]
 
 
 def _fits(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     return (len(jaxpr.invars), len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
 
 
-def _cond_bodies(eqn: Eqn) -> list[Body]:
+def _cond_bodies(eqn: Eqn) -> list[InnerJaxpr]:
     inputs = range(1, len(eqn.invars))
-    return [Body(branch.jaxpr, inputs) for branch in programs(eqn)]
+    return [InnerJaxpr(branch.jaxpr, inputs) for branch in programs(eqn)]
 
 
-def _scan_body(eqn: Eqn) -> list[Body]:
+def _scan_body(eqn: Eqn) -> list[InnerJaxpr]:
     consts, carried = scan_counts(eqn)
     carries = tuple((k, consts + k) for k in range(carried))
-    return [Body(programs(eqn)[0].jaxpr, range(len(eqn.invars)), carries)]
+    return [InnerJaxpr(programs(eqn)[0].jaxpr, range(len(eqn.invars)), carries)]
 
 
-def _while_bodies(eqn: Eqn) -> list[Body]:
+def _while_bodies(eqn: Eqn) -> list[InnerJaxpr]:
     """The condition, then the body: an equation's inputs are their constants, then the carry."""
     gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = range(gates + consts, len(eqn.invars))
 
     owned = range(gates), range(gates, gates + consts)
 
-    def body(program: Program, own: range, gate: bool) -> Body:
+    def body(program: HeldJaxpr, own: range, gate: bool) -> InnerJaxpr:
         carries = tuple((k, len(own) + k) for k in range(len(carry)))
-        return Body(program.jaxpr, [*own, *carry], carries, gate)
+        return InnerJaxpr(program.jaxpr, [*own, *carry], carries, gate)
 
     return list(map(body, programs(eqn), owned, (True, False)))
 
 
-_STRUCTURED: dict[str, Callable[[Eqn], list[Body]]] = {
+_STRUCTURED: dict[str, Callable[[Eqn], list[InnerJaxpr]]] = {
     **dict.fromkeys((*CALLS, *RULED, *_OTHERS), _call_body),
     "cond": _cond_bodies,
     "scan": _scan_body,

@@ -27,8 +27,8 @@ from gradtools.jax import _upstream as upstream
 from gradtools.jax._upstream import Literal, get_opaque_trace_state
 from gradtools.jax.jaxprs import (
     RULED,
-    Body,
     Eqn,
+    InnerJaxpr,
     Jaxpr,
     bodies,
     is_inexact,
@@ -252,7 +252,7 @@ class Flow:
         kept = total & ~_any(_from_inexact(eqn, bits))
         return [total if is_inexact(var) else kept for var in targets]
 
-    def _edges(self, eqn: Eqn, bodies: list[Body]) -> list[int]:
+    def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
         """For each output of a structured equation the mask of its inputs that flow to it."""
         if eqn.primitive.name in RULED and not self.raw:
             return self._ruled_edges(eqn, bodies)
@@ -264,18 +264,18 @@ class Flow:
         gates = self._gates(eqn, bodies, masks) if self.raw else 0
         return [mask | gates for mask in masks]
 
-    def _body_edges(self, body: Body) -> list[int]:
+    def _body_edges(self, body: InnerJaxpr) -> list[int]:
         inner = self.of_jaxpr(body.jaxpr)
         back = {i: inner[k] for k, i in body.carries}
         inputs = [1 << i for i in body.inputs]
         return [_union(_closure(mask, back), inputs) for mask in inner]
 
-    def _ruled_edges(self, eqn: Eqn, bodies: list[Body]) -> list[int]:
+    def _ruled_edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
         """A custom rule replaces whatever its function does inside, so no cut counts there."""
         masks = self.uncut._edges(eqn, bodies)
         return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
 
-    def _gates(self, eqn: Eqn, bodies: list[Body], masks: Sequence[int]) -> int:
+    def _gates(self, eqn: Eqn, bodies: list[InnerJaxpr], masks: Sequence[int]) -> int:
         """The inputs that decide which branch runs, or how often a loop does."""
         if eqn.primitive.name == "cond":
             return 1

@@ -54,7 +54,7 @@ from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import copied, recording
 from gradtools.torch.recording.places import Scopes, place
 from gradtools.torch.recording.undo import Undo
-from gradtools.torch.recording.values import Values, like
+from gradtools.torch.recording.values import TensorTable, like
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
@@ -235,7 +235,7 @@ class _PassRecorder(Watching):
         self._origins: dict[int, _Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
-        self._held = Values[int]()
+        self._held = TensorTable[int]()
 
     # --- the mode
 

@@ -14,7 +14,7 @@ import torch
 
 from gradtools.cli import main
 from gradtools.conformance import gpu
-from gradtools.conformance.gpu import SCENARIOS, Absent, Scenario
+from gradtools.conformance.gpu import SCENARIOS, Absent, GpuScenario
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -66,8 +66,8 @@ def test_the_command_runs_the_scenarios_on_a_gpu_and_fails_with_them(monkeypatch
     def lacks(device):
         raise Absent("it needs two GPUs")
 
-    scenarios = {"one": Scenario(lambda device: None), "two": Scenario(falls)}
-    monkeypatch.setattr(gpu, "SCENARIOS", {**scenarios, "three": Scenario(lacks)})
+    scenarios = {"one": GpuScenario(lambda device: None), "two": GpuScenario(falls)}
+    monkeypatch.setattr(gpu, "SCENARIOS", {**scenarios, "three": GpuScenario(lacks)})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("gradtools.conformance.checking.placed", placed_anywhere)
     asked = ["check", "--backend", "torch", "--quick", "--filter", "stop_gradient"]

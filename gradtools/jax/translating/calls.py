@@ -370,7 +370,7 @@ def _body(
 
 def _program(w: Any, found: Any) -> tuple[Any, list[Entry]]:
     """A program's equations, and what it holds, as operands."""
-    program = jaxprs.Program.of(found)
+    program = jaxprs.HeldJaxpr.of(found)
     return program.jaxpr, [w.held(c) for c in program.consts]
 
 

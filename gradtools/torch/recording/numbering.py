@@ -18,7 +18,7 @@ from gradtools.seeing.graph import Dependence, Links, Value
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.tags import tags_at
-from gradtools.torch.recording.values import Values, holds_numbers, like
+from gradtools.torch.recording.values import TensorTable, holds_numbers, like
 from gradtools.torch.wrappers import is_inexact, unwrapped
 
 Tensor = torch.Tensor
@@ -49,7 +49,8 @@ class Numbering:
         self.outside: list[tuple[int, int]] = []
         self.made: dict[Any, int] = {}
         self.reachable: dict[int, Tensor] = {}
-        self._known = Values[tuple[int, Edge]]()  # beneath transforms: there autograd's graph is
+        # Beneath the wrappers of transforms, for there autograd's graph is.
+        self._known = TensorTable[tuple[int, Edge]]()
         self._edges: dict[Edge, int] = {}
 
     def new(self, x: Any, name: str = "") -> int:

@@ -22,7 +22,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Known(Generic[V]):
+class KnownTensor(Generic[V]):
     """A tensor, its value, the memory that it showed, and how often that had been written to."""
 
     tensor: Tensor
@@ -50,28 +50,28 @@ class Memory(Generic[V]):
     written: list[V] = field(default_factory=list)
 
 
-class Values(Generic[V]):
+class TensorTable(Generic[V]):
     """Tensors, each with its value."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Known[V]] = {}
-        self._alike: dict[Any, Known[V]] = {}
+        self._known: dict[int, KnownTensor[V]] = {}
+        self._alike: dict[Any, KnownTensor[V]] = {}
         self._memories: dict[int, Memory[V]] = {}
 
-    def get(self, x: Tensor) -> Known[V] | None:
+    def get(self, x: Tensor) -> KnownTensor[V] | None:
         """What is known of this very tensor."""
         return self._known.get(id(x))
 
-    def find(self, x: Tensor) -> Known[V] | None:
+    def find(self, x: Tensor) -> KnownTensor[V] | None:
         """What is known of this tensor as it lies now, or of another that shows the same."""
         known = self._known.get(id(x))
         if known is None or known.memory != memory_of(x):  # since x.data = ... it is another
             known = self._alike.get(view_of(x))
             if known is not None:
-                self._known[id(x)] = Known(x, known.value, known.memory, known.writes)
+                self._known[id(x)] = KnownTensor(x, known.value, known.memory, known.writes)
         return known
 
-    def hold(self, x: Tensor, value: V, alone: bool = False) -> Known[V]:
+    def hold(self, x: Tensor, value: V, alone: bool = False) -> KnownTensor[V]:
         """From now on x has this value; alone: others that show the same memory have not."""
         owner, before = owner_of(x), self._known.get(id(x))
         key = id(owner)
@@ -80,7 +80,7 @@ class Values(Generic[V]):
             memory = self._memories[key] = Memory(owner, x, value)
         if before is None or before.memory != key:
             memory.tensors.append(x)
-        known = self._known[id(x)] = Known(x, value, key, len(memory.written))
+        known = self._known[id(x)] = KnownTensor(x, value, key, len(memory.written))
         if not alone:
             self._alike[view_of(x)] = known
         return known
@@ -89,7 +89,7 @@ class Values(Generic[V]):
         """The memory that x shows, if anything is known of it."""
         return self._memories.get(memory_of(x))
 
-    def since(self, known: Known[V]) -> Sequence[V]:
+    def since(self, known: KnownTensor[V]) -> Sequence[V]:
         """What was written to a tensor's memory since it got its value."""
         return self._memories[known.memory].written[known.writes :]
 

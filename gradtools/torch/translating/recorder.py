@@ -26,7 +26,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.flops import inside_of
 from gradtools.torch.operands import written
-from gradtools.torch.recording.values import Values, view_of
+from gradtools.torch.recording.values import TensorTable, view_of
 from gradtools.torch.translating import memory
 from gradtools.torch.translating.writer import Ref, Writer, like
 from gradtools.torch.wrappers import is_inexact, tensors_in
@@ -69,7 +69,7 @@ class FormulaRecorder:
         self.narrow = ""  # a dtype short of double in which a kernel computes whatever it is given
         self.crossed = 0  # how many calls of another framework's functions were written down
         self.thread = threading.get_ident()
-        self.held = Values[Ref]()
+        self.held = TensorTable[Ref]()
         self.tensors: dict[int, Tensor] = {}
         self.fixed: set[int] = set()  # values that depend on no argument
 

@@ -143,7 +143,7 @@ class Watch:
     def look(self, indices: State, out: list[Any]) -> None:
         """Notes what f gave at the tile of these rows and columns, or compares it."""
         arrays = [*indices, *(x for x in out if isinstance(x, Tensor))]
-        if any(map(is_mapped, arrays)):
+        if any(is_mapped(x) or x.is_meta for x in arrays):  # there are no numbers to compare
             return
         with upstream.outermost(), torch.no_grad():
             rows, columns, *leaves = [unwrapped(x).detach() for x in arrays]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.calls import with_article
+from gradtools.calls import whole_number, with_article
 from gradtools.errors import GradtoolsError
 
 X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
@@ -72,9 +72,8 @@ def key(seed: Any) -> jax.Array:
 def split(key: jax.Array, n: int = 2) -> jax.Array:
     """Independent keys, an array of shape (n,). See ``gradtools.models``."""
     check_key("split", key)
-    if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1:
-        raise GradtoolsError(f"split: n must be a positive integer, got {n!r}.")
-    return jax.random.split(key, int(n))
+    n = whole_number("split", "n", n, 1, "keys")
+    return jax.random.split(key, n)
 
 
 def fold_in(key: jax.Array, index: Any) -> jax.Array:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.calls import with_article
+from gradtools.calls import whole_number, with_article
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -71,9 +71,8 @@ def key(seed: Any) -> torch.Tensor:
 def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     """Independent keys, an int64 tensor of shape (n, 2). See ``gradtools.models``."""
     check_key("split", key)
-    if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1:
-        raise GradtoolsError(f"split: n must be a positive integer, got {n!r}.")
-    return _children(key, torch.arange(int(n), dtype=torch.int64, device=key.device))
+    n = whole_number("split", "n", n, 1, "keys")
+    return _children(key, torch.arange(n, dtype=torch.int64, device=key.device))
 
 
 def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Parameters:
 
     @classmethod
     def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
-        """Those of a function. A rule's stand in an order, so a call gives nothing to `**kwargs`."""
+        """Those of a function; a rule's stand in an order, so a call gives no `**kwargs`."""
         signature = _signature(fun)
         if signature:
             kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -167,7 +167,7 @@ def test_a_line_of_the_ledger_that_no_longer_occurs_fails():
 
 
 def test_a_table_of_a_ledger_reads_each_pair_of_programs_and_ways():
-    table = "# a heading\na, in place; b* |\nx | differs, whole, complex64, torch#1\n    two\n    words\n"
+    table = "# head\na, in place; b* |\nx | differs, whole, complex64, torch#1\n  two\n  words\n"
     last = ("x", "differs", "two words", "torch#1", "complex64", True)
     assert ledger_lines(table) == tuple(LedgerLine(p, *last) for p in ("a, in place", "b*"))
     with pytest.raises(ValueError, match=r"not an entry of a ledger: a \| b \| c"):

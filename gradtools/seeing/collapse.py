@@ -21,6 +21,20 @@ from gradtools.seeing.repeats import Folding
 FOLD_FROM = 40  # boxes: what has fewer is shown whole
 
 
+def shown(
+    graph: Graph,
+    *,
+    depth: int | None = None,
+    expand: str | Iterable[str] = (),
+    fold: bool | None = None,
+    title: str = "",
+    limit: int = 44,
+) -> tuple[Outline, frozenset[int]]:
+    """A graph's outline and its open blocks, by the options of `drawing.to_svg`; limit: boxes."""
+    outline = outline_of(graph, fold=fold, expand=expand, title=title)
+    return outline, outline.opened(depth, expand, limit)
+
+
 def outline_of(
     graph: Graph,
     *,

@@ -43,7 +43,6 @@ from gradtools.seeing.passes import (
 from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
-from gradtools.torch.flops import Watching
 from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
@@ -214,7 +213,7 @@ class _Made:
     inner: bool = False  # whether it is of a derivative that f takes itself
 
 
-class _PassRecorder(Watching):
+class _PassRecorder(upstream.Watching):
     """Writes down the operations that run beneath it.
 
     Args:
@@ -331,7 +330,7 @@ class _PassRecorder(Watching):
     def _origin(self) -> _Origin:
         """The line, modules and mark of what runs: in later passes those of the forward pass."""
         end = _execute_backward if self._phase else _execute
-        source, found = place(end.__code__)
+        source, found = place(end)
         managed = mark_of_running()
         rule, own = next((known for known in self._rules if known[1]), ("", ""))
         mark = managed or own or found

@@ -117,7 +117,7 @@ def observed(
 ) -> Iterator[Seen]:
     """A recorded run, and afterwards everything as it was."""
     with recording("a run", run, leaves) as undo:
-        yield _run(Recorder(_execute.__code__, undo.watch, replace), undo, run, leaves, names)
+        yield _run(Recorder(_execute, undo.watch, replace), undo, run, leaves, names)
 
 
 @contextmanager

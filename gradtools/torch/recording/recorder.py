@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class Recorder(TorchFunctionMode):
     """Writes down what runs inside of it.
 
     Args:
-        end: The code of the function that runs the user's program: there the search for the
+        end: The function that runs the user's program: there the search for the
             user's line ends.
         note_captured: As in `Numbering`.
         replace: Which leavings, by number, and what makes of their data what is there instead.
@@ -128,7 +127,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(
         self,
-        end: CodeType,
+        end: Callable[..., Any],
         note_captured: Callable[[Tensor], None],
         replace: Replace | None = None,
     ) -> None:

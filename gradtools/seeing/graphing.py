@@ -115,9 +115,9 @@ class Graphing(Operators):
         of what they read is which. An operation of one graph may be made of several of the other,
         as softmax is; layouts, the order of independent steps and what is computed twice are no
         difference, nor is how one reads or writes at indices: x[i], an embedding, take, gather.
-        Constants are compared to five digits, integers in full. Of two frameworks the forward passes are compared, and which gradients of
-        arguments there are, for each writes its derivatives in its own way. The numbers in captured
-        arrays are not compared.
+        Constants are compared to five digits, integers in full. Of two frameworks the forward
+        passes are compared, and which gradients of arguments there are, for each writes its
+        derivatives in its own way. The numbers in captured arrays are not compared.
 
         Args:
             a: What `gradient_graph` returned.

@@ -240,6 +240,7 @@ _TIES: dict[str, Callable[[Axes, Expr], None]] = {
     "argmax": _tie_argmax,
     "solve": _tie_solve,
     "inverse": _tie_inverse,
+    "pinv": _tie_inverse,
     "scan": _tie_scan,
     "ruled": _tie_ruled,
     **dict.fromkeys(_REDUCED, _tie_reduced),

@@ -84,6 +84,11 @@ def _inverse(w: ExpressionWriter, x: Expr) -> Written:
     return _inverse_of(w, x.args[0])
 
 
+def _pseudoinverse(w: ExpressionWriter, x: Expr) -> Written:
+    w.note("A⁺: the Moore-Penrose inverse; its derivative is that of a constant rank")
+    return superscript(w.whole(x.args[0]), "⁺", "+")
+
+
 def _inverse_of(w: ExpressionWriter, a: Expr) -> Written:
     """The inverse of a matrix; of a transpose it is A^-T, of a conjugate transpose A^-H."""
     turned = _transposed_leaf(a) if a not in w.names else None
@@ -409,6 +414,7 @@ ARRAY_FORMS: dict[str, Callable[[ExpressionWriter, Expr], Written]] = {
     "logabsdet": _log_determinant,
     "sign_det": lambda w, x: function("sgn det", [w.whole(x.args[0])]),
     "inverse": _inverse,
+    "pinv": _pseudoinverse,
     "solve": _solve,
     "fourier": _fourier,
     "opaque": _opaque,

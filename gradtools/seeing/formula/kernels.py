@@ -236,6 +236,11 @@ def cholesky(y, a):
     return np.linalg.cholesky(hermitian(a))
 
 
+def pseudoinverse(a):
+    """The Moore-Penrose inverse; singular values at rounding are zero, as in the frameworks."""
+    return np.linalg.pinv(a, rcond=max(a.shape[-2:]) * np.finfo(a.dtype).eps)
+
+
 def half(y, x):
     """The lower triangle with half of the diagonal."""
     return np.tril(x) - x * np.eye(x.shape[-1]) / 2

@@ -239,7 +239,7 @@ triangular_solve | a b | lower? unit? transpose? conjugate? left? |
 cholesky      | a       | upper?         | l with l l^H = a (or u with u^H u = a)
 matrix_power  | a       | exponent       | an integer
 expm          | a       |                | matrix exponential
-pinv          | a       |                | pseudo-inverse, full rank
+pinv          | a       |                | pseudo-inverse
 eigh          | a       |                | of (a + a^H)/2, ascending | values vectors
 svd           | a       |                | thin: a = u diag(s) vh | u s vh
 qr            | a       |                | reduced, as many rows as columns or more | q r

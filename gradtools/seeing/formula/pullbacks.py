@@ -312,6 +312,21 @@ def inverse_pullback(y, g, a):
     return [negate(matmul(matmul(h, g), h))]
 
 
+def pseudoinverse_pullback(y, g, a):
+    """-P^H g P^H + (I - A P) g^H P P^H + P^H P g^H (I - P A), of any constant rank.
+
+    Golub and Pereyra, The differentiation of pseudo-inverses (1973).
+    """
+    h, gh = adjoint_matrix(y), adjoint_matrix(g)
+    left, right = matmul(matmul(gh, y), h), matmul(matmul(h, y), gh)
+    parts = [
+        negate(matmul(matmul(h, g), h)),
+        subtract(left, matmul(a, matmul(y, left))),
+        subtract(right, matmul(matmul(right, y), a)),
+    ]
+    return [add(parts)]
+
+
 def solve_pullback(y, g, a, b):
     """b: A^-H g; a: minus that times x^H."""
     right = solve(adjoint_matrix(a), g)

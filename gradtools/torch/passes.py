@@ -11,7 +11,6 @@ has another number from then on, and so has every view of it when it is read the
 
 from __future__ import annotations
 
-import os
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -365,8 +364,12 @@ class _PassRecorder(Watching):
         nodes = [node for node, _ in makers]
         if None in nodes or nodes.count(running) != 1 or self._rules:
             return origin
-        shared = os.path.commonprefix([[*scope] for _, scope in makers])
-        return replace(origin, scope=tuple(shared))
+        (one, two), shared = (scope for _, scope in makers), origin.scope[:0]
+        for a, b in zip(one, two, strict=False):
+            if a != b:
+                break
+            shared = (*shared, a)
+        return replace(origin, scope=shared)
 
     def _ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A function with a rule of its own: what it computes is marked."""

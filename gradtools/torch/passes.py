@@ -235,9 +235,8 @@ class _PassRecorder(upstream.Watching):
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
         self._held = TensorTable[int]()
-        self._written: dict[
-            int, tuple[Tensor, _Origin]
-        ] = {}  # what was written in place, by its number then
+        self._makers: dict[int, tuple[Any, tuple[str, ...]]] = {}  # autograd's node, the modules
+        self._written: dict[int, tuple[Tensor, _Origin]] = {}  # in place, by its number then
 
     # --- the mode
 
@@ -308,6 +307,8 @@ class _PassRecorder(upstream.Watching):
         sequence, origin = upstream.nodes_made() - 1, self._origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
+        origin = self._where_gradients_meet(name, numbers, origin)
+        self._makers.update((number, (upstream.current_node(), origin.scope)) for number in made)
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
@@ -349,6 +350,25 @@ class _PassRecorder(upstream.Watching):
         if managed and of.mark:  # a frozen function is a chunk to gradtools
             mark = of.mark
         return _Origin(source, self.scopes.path or of.scope, mark or inherited, rule)
+
+    def _where_gradients_meet(self, name: str, numbers: Sequence[int], origin: _Origin) -> _Origin:
+        """Autograd sums what comes over two paths as the last that it does for the second of them.
+
+        The sum belongs to the modules around both.
+        """
+        makers = [self._makers.get(number, (None, ())) for number in numbers]
+        running = upstream.current_node()
+        if not self._phase or name != "add" or len(makers) != 2 or running is None:
+            return origin
+        nodes = [node for node, _ in makers]
+        if None in nodes or nodes.count(running) != 1 or self._rules:
+            return origin
+        (one, two), shared = (scope for _, scope in makers), origin.scope[:0]
+        for a, b in zip(one, two, strict=False):
+            if a != b:
+                break
+            shared = (*shared, a)
+        return replace(origin, scope=shared)
 
     def _ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A function with a rule of its own: what it computes is marked."""

@@ -539,6 +539,10 @@ class Tiles(Recomputation):
         """
         return fun, []
 
+    def as_now(self, fun: Callable[..., Any], xs: Sequence[Array]) -> Callable[..., Any]:
+        """fun, which later computes in the modes that hold now, for arrays like xs."""
+        return fun
+
     def sweep(self, sweep: Sweep, xs: Sequence[Array]) -> list[list[Array]]:
         """The merged states of all tiles, group by group; blocks of rows and columns joined."""
         return self._lacks("tiled")
@@ -546,6 +550,19 @@ class Tiles(Recomputation):
     def fold(self, step: Any, state: list[Array], xs: Sequence[Array], count: int) -> list[Array]:
         """`state = step(state, block)` over so many blocks of the arrays' first axis."""
         return self._lacks("linear_cross_entropy")
+
+    def taken(self, x: Array, at: Array, index: Array) -> Array:
+        """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
+        here = index == self.xp.expand_dims(at, axis=1)
+        return self.xp.sum(self.xp.where(here, x, self.zeros_like(x)), axis=1)
+
+    def put(self, v: Array, at: Array, index: Array) -> Array:
+        """The transpose: a matrix of v at these places, and zeros.
+
+        index: Of all columns, without gaps.
+        """
+        here, v = index == self.xp.expand_dims(at, axis=1), self.xp.expand_dims(v, axis=1)
+        return self.xp.where(here, v, self.zeros_like(v))
 
     def sharded_like(self, x: Array, other: Array) -> Array:
         """x, over a mesh of devices as another array of its shape, if that is over one."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradtools.backend import Backend, Operators, P
+from gradtools.calls import order_among
 from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing.graph import Graph
 from gradtools.seeing.program import LeafProgram, spoken
@@ -89,10 +90,7 @@ class Formulating(Operators):
         Source: Giles, Collected matrix derivative results for forward and reverse mode
         algorithmic differentiation, 2008; for complex numbers Kreutz-Delgado, 2009.
         """
-        if not isinstance(order, int) or isinstance(order, bool) or order not in (1, 2):
-            raise GradtoolsError(
-                f"formula: order is {order!r}; expected 1, or 2 with the double backward."
-            )
+        order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
         if not self._backend.watchable():
             raise GradtoolsError(
                 "formula: f is looked at with numbers, in plain eager code only, not inside of a "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradtools.backend import Operators, P
+from gradtools.calls import order_among
 from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing import difference
 from gradtools.seeing.difference import GraphDifference
@@ -79,11 +80,8 @@ class Graphing(Operators):
 
         Source: the pictures of PyTorch's tutorial on double backward with custom functions.
         """
-        if not isinstance(order, int) or isinstance(order, bool) or order not in _ORDERS:
-            raise GradtoolsError(
-                f"gradient_graph: order is {order!r}; expected 0 (forward), 1 (with backward) or "
-                "2 (with backward of the backward)."
-            )
+        expected = "0 (forward), 1 (with backward) or 2 (with backward of the backward)"
+        order = order_among("gradient_graph", order, _ORDERS, expected)
         if (f is None) == (outputs is None):
             raise GradtoolsError(
                 "gradient_graph: expected either a function with its arguments or outputs=, "

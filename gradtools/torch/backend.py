@@ -233,7 +233,10 @@ class TorchBackend(Backend):
 
     uncompiled = staticmethod(uncompiled)
 
+    as_now = Lazily("gradtools.torch.tiling")
     sweep = Lazily("gradtools.torch.tiling")
+    taken = Lazily("gradtools.torch.tiling")
+    put = Lazily("gradtools.torch.tiling")
     fold = Lazily("gradtools.torch.tiling")
     tile_bytes = Lazily("gradtools.torch.tiling")
     run_chunks = Lazily("gradtools.torch.chunking")

@@ -30,7 +30,7 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions, Chunks
-    from gradtools.host import Kernel, KernelCall, Results
+    from gradtools.host import KernelCall
     from gradtools.seeing.graph import Graph
     from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import LeafProgram
@@ -364,7 +364,9 @@ class Programs(Rules):
     def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
         """A shorter way through the commonest calls of a custom rule, where there is one.
 
-        It takes the positional arguments, and gives NotImplemented for what is not of these.
+        It takes the positional arguments, and gives NotImplemented for what is not of these. A
+        host function's kernel is called here and now where nothing but arrays with values go in,
+        and no trace, transform, mode or autograd follows what is done.
         """
         return None
 
@@ -398,13 +400,6 @@ class Programs(Rules):
     def call_kernel(self, call: KernelCall, xs: Sequence[Array]) -> list[Array]:
         """The results of a host kernel, inside the framework's program; without a derivative."""
         return self._lacks("host_function")
-
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Array]] | None:
-        """The same where nothing but arrays with values go in, and nothing follows what is done.
-
-        None where anything does: a trace, a transform, a mode, autograd.
-        """
-        return None
 
     def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
         return self._lacks("gather")

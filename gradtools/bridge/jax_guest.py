@@ -33,6 +33,7 @@ from gradtools.jax.graphs import graph_of
 from gradtools.jax.jaxprs import live, open_jaxpr
 from gradtools.jax.tracing import reached_matrix
 from gradtools.seeing.graph import Graph
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.host import is_followed
 from gradtools.torch.wrappers import is_wrapped
 
@@ -92,6 +93,8 @@ class JaxGuest:
         grad = torch.is_grad_enabled()
         for x in xs:
             if type(x) not in _PLAIN or (grad and x.requires_grad) or is_wrapped(x):
+                return False
+            if upstream.is_legacy_batched(x):
                 return False
         return not is_followed()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,6 @@ from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
-    from gradtools.host import Kernel
     from gradtools.rules import Rule
 
 Tensor = torch.Tensor
@@ -177,12 +176,6 @@ class TorchBackend(Backend):
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 
     call_kernel = Lazily("gradtools.torch.host")
-
-    @cached_property
-    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
-        from gradtools.torch import host
-
-        return partial(host.call_now, self)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:

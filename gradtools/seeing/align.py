@@ -41,6 +41,9 @@ NAMES = {
     "take": "index",
     "gather": "index",
     "slice": "index",
+    "take_along": "index",
+    "scatter_add": "scatter",
+    "scatter_along": "scatter",
     "dynamic_slice": "index",
     "conv_general_dilated": "convolution",
 }
@@ -57,7 +60,7 @@ PARTS: Mapping[str, frozenset[str]] = {
         "log_softmax": f"{_SOFT} log logsumexp",
         "logsumexp": f"{_SOFT} log add",
         "cross_entropy": f"{_SOFT} log logsumexp log_softmax negate index mean where compare clip "
-        "add take_along one_hot multiply scatter concatenate",
+        "add one_hot multiply scatter concatenate",
         "layer_norm": _NORM,
         "batch_norm": f"{_NORM} update",
         "group_norm": _NORM,
@@ -80,13 +83,14 @@ PARTS: Mapping[str, frozenset[str]] = {
         "mse_loss": f"subtract power {_MEAN} mean",
         "reciprocal": "divide power",
         "rsqrt": "sqrt divide reciprocal power",
-        "index": "compare add where clip concatenate cast",
         "sigmoid_backward": "multiply subtract",
         "tanh_backward": "multiply subtract power",
         "threshold_backward": "where compare multiply",
         "native_layer_norm_backward": f"{_NORM} multiply",
     }.items()
 }
+_ON_INDICES = frozenset({"compare", "add", "where", "concatenate", "cast", "remainder"})
+_AT_INDICES = frozenset({"index", "scatter", "update"})
 _CELLS = 16_000_000  # of the table of weights; longer programs are cut where they surely agree
 
 
@@ -141,11 +145,40 @@ def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[Aligned
     """
     steps: list[AlignedStep] = []
     _collect(graph, {}, whole, steps)
+    steps = _without_index_arithmetic(steps)
     first = {id(node) for _, node in forward_alone(graph).walk()}
     return tuple(
         replace(step, turn=0.5) if not step.node.phase and id(step.node) not in first else step
         for step in steps
     )
+
+
+def _without_index_arithmetic(steps: list[AlignedStep]) -> list[AlignedStep]:
+    """Leaves out what is done to integers that are read as indices alone.
+
+    JAX writes out what PyTorch does inside: that a negative index counts from the end, and one
+    array of the indices of several axes. Whether the indices are the same, the forms tell.
+    """
+    readers: dict[int, set[int]] = {step.number: set() for step in steps}
+    for step in steps:
+        for read in step.reads:
+            readers[read].add(step.number)
+    gone: set[int] = set()
+    for step in reversed(steps):
+        whole = step.name in _ON_INDICES and not any(v.is_inexact for v in step.outputs)
+        read_by = readers[step.number]
+        if whole and read_by and all(k in gone or steps[k].name in _AT_INDICES for k in read_by):
+            gone.add(step.number)
+    through: dict[int, frozenset[int]] = {}
+    left: list[AlignedStep] = []
+    for step in steps:
+        reads = frozenset[int]().union(*(through[k] for k in step.reads))
+        if step.number in gone:
+            through[step.number] = reads
+        else:
+            through[step.number] = frozenset({len(left)})
+            left.append(replace(step, reads=reads, number=len(left)))
+    return left
 
 
 def _collect(
@@ -155,14 +188,19 @@ def _collect(
         reads = frozenset[int]().union(*(made.get(v, frozenset()) for v in node.inputs))
         name = common_name(node)
         if node.bodies and (name not in whole or _holds(node, name)):
-            found = reads
+            found, of = reads, dict[int, frozenset[int]]()
             for body in node.bodies:
                 inner = {
                     value: made.get(node.inputs[i], frozenset())
                     for value, i in zip(body.graph.inputs, body.inputs, strict=True)
                 }
                 _collect(body.graph, inner, whole, steps)
-                found = found.union(*(inner.get(out, frozenset()) for out in body.graph.outputs))
+                leaving = [inner.get(out, frozenset()) for out in body.graph.outputs]
+                found = found.union(*leaving)
+                for out, read in zip(node.outputs, [] if body.gate else leaving, strict=False):
+                    of[out] = of.get(out, frozenset()) | read
+            made.update(of if node.operation == "call" else dict.fromkeys(node.outputs, found))
+            continue
         elif not node.bodies and is_arranging(graph, node):
             found = reads
         else:

@@ -114,9 +114,10 @@ class Graphing(Operators):
         each other: operands in their places, constants, axes and other attributes, and which axis
         of what they read is which. An operation of one graph may be made of several of the other,
         as softmax is; layouts, the order of independent steps and what is computed twice are no
-        difference. Of two frameworks the forward passes are compared, and which gradients of
-        arguments there are, for each writes its derivatives in its own way. The numbers in captured
-        arrays are not compared.
+        difference, nor is how one reads or writes at indices: x[i], an embedding, take, gather.
+        Constants are compared to five digits, integers in full. Of two frameworks the forward
+        passes are compared, and which gradients of arguments there are, for each writes its
+        derivatives in its own way. The numbers in captured arrays are not compared.
 
         Args:
             a: What `gradient_graph` returned.

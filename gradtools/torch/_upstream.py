@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -300,12 +301,9 @@ def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
 # --- tensors -----------------------------------------------------------------------------------
 
 
-def version_of(x: Tensor) -> int:
-    """How often x was written in place. `Tensor._version` is documented, and has no public name.
-
-    Gone: compare contents, where today a count is compared.
-    """
-    return x._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often x was written in place. `Tensor._version` is documented, and has no public name. Gone:
+compare contents, where today a count is compared."""
 
 
 def is_zero(x: Tensor) -> bool:

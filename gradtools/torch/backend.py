@@ -131,7 +131,7 @@ class TorchBackend(Backend):
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.direct import DirectCalls
 
-        return DirectCalls(of) if DirectCalls.fit(of) else None
+        return DirectCalls(of).call if DirectCalls.fit(of) else None
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]

@@ -145,10 +145,13 @@ _UNSAID = frozenset(
 _OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
 _OWN = """
 fmod addmm baddbmm addmv addbmm addr block_diag as_strided eye unbind
-linspace logspace slice_scatter select_scatter diagonal_scatter fill_diagonal
+linspace logspace diagonal_scatter fill_diagonal
 """  # what `recording/operations.py` calls by the word of something near
 _NAMES = {name: name for name in _OWN.split()} | {
     "select": "slice",
+    "slice_scatter": "update",
+    "select_scatter": "update",
+    "repeat": "tile",
     "scatter": "scatter_along",
     "masked_fill": "where",
     "convolution_overrideable": "convolution",
@@ -201,7 +204,7 @@ def _sliced(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
     shape = call.first.shape
     axis = call.given.get("dim", 0) % max(1, call.rank)
     start, limit, stride = [0] * len(shape), [*map(int, shape)], [1] * len(shape)
-    if call.name == "select":
+    if call.name in ("select", "select_scatter"):
         start[axis] = call.given["index"] % shape[axis]
         limit[axis] = start[axis] + 1
         dropped = {"drop": (axis,)}
@@ -359,7 +362,8 @@ def _strided(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
 _FORMS: Mapping[str, _Form] = {
     **dict.fromkeys(("reshape", "broadcast"), _out_shape),
     "transpose": _permuted,
-    **dict.fromkeys(("slice", "select"), _sliced),
+    **dict.fromkeys(("slice", "select", "slice_scatter", "select_scatter"), _sliced),
+    "tile": lambda call, operation, found: (operation, {"reps": found["repeats"]}),
     "compare": _compared,
     **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
     **dict.fromkeys(("max_pool", "avg_pool", "max_pool2d_with_indices_backward"), _pooled),

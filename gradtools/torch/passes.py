@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
-from gradtools.seeing.attributes import numbers_text
+from gradtools.seeing.attributes import number_text, numbers_text
 from gradtools.seeing.crossing import opened
 from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value, needed
 from gradtools.seeing.passes import (
@@ -53,7 +53,7 @@ from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import copied, recording
 from gradtools.torch.recording.places import Scopes, place
 from gradtools.torch.recording.undo import Undo
-from gradtools.torch.recording.values import TensorTable, like
+from gradtools.torch.recording.values import TensorTable, like, shows_all_of, slice_of
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
@@ -235,6 +235,9 @@ class _PassRecorder(upstream.Watching):
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
         self._held = TensorTable[int]()
+        self._written: dict[
+            int, tuple[Tensor, _Origin]
+        ] = {}  # what was written in place, by its number then
 
     # --- the mode
 
@@ -325,6 +328,7 @@ class _PassRecorder(upstream.Watching):
             if isinstance(y, Tensor):
                 if any(y is x for x in written) and (memory := self._held.memory(y)) is not None:
                     memory.written.append(number)
+                    self._written[number] = y, origin
                 self.hold(y, number)
 
     def _origin(self) -> _Origin:
@@ -425,7 +429,7 @@ class _PassRecorder(upstream.Watching):
         return self._number(x) if isinstance(x, Tensor) else self._literal(x)
 
     def _literal(self, x: Any) -> int:
-        number = self.new(x, f"{x:.6g}" if isinstance(x, int | float | complex) else "")
+        number = self.new(x, number_text(x) if isinstance(x, int | float | complex) else "")
         self.captured[number] = None
         return number
 
@@ -448,19 +452,24 @@ class _PassRecorder(upstream.Watching):
         return number
 
     def _updated(self, x: Tensor, before: int, written: Sequence[int]) -> int:
-        """x after others wrote to its memory."""
-        number, origin = self.new(x), self._origin()
-        node = Node(
-            "update",
-            (before, *written),
-            (number,),
-            "update",
-            source=origin.source,
-            scope=origin.scope,
-            phase=self._phase,
-            mark=origin.mark,
-        )
-        self.made.append(_Made(node, -1, torch.is_grad_enabled()))
+        """x after others wrote to its memory: one step for each of them."""
+        for value in written:
+            by, origin = self._written[value]
+            number = self.new(x)
+            operation, inputs, attributes = _effect_of(by, x)
+            node = Node(
+                operation,
+                (before, value)[inputs:],
+                (number,),
+                "update",
+                attributes=MappingProxyType(attributes),
+                source=origin.source,
+                scope=origin.scope,
+                phase=self._phase,
+                mark=origin.mark,
+            )
+            self.made.append(_Made(node, -1, torch.is_grad_enabled()))
+            before = number
         self.hold(x, number)
         return number
 
@@ -567,6 +576,21 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
             f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
         )
     return x
+
+
+def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
+    """What a write makes of a tensor that shows the same memory.
+
+    Returns:
+        The operation, how many of (what x was before, what was written) it does not read, and its
+        attributes.
+    """
+    if shows_all_of(x, written):
+        return "reshape", 1, {"shape": tuple(x.shape)}
+    part, whole = slice_of(written, x), slice_of(x, written)
+    if whole is not None:  # all of x was written
+        return "slice", 1, whole
+    return "update", 0, part or {}
 
 
 # --- aten's operations -------------------------------------------------------------------

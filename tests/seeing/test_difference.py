@@ -277,7 +277,7 @@ def test_what_is_no_graph_is_refused():
 
 
 def test_the_parts_of_operations_are_names_of_the_vocabulary():
-    from gradtools.seeing.formula.operations import OPERATIONS
+    from gradtools.seeing.formula.vocabulary import OPERATIONS
 
     known = {align.NAMES.get(name, name) for name in OPERATIONS} | {"random_bits", "bernoulli"}
     unknown = {part for parts in align.PARTS.values() for part in parts} - known

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.formula.expressions import Expr, kind_of, placeholder
-from gradtools.seeing.formula.lowering import LOWERINGS
+from gradtools.seeing.formula.vocabulary import OPERATIONS
 from gradtools.seeing.graph import Body, Graph, Node, Value
 
 _DTYPES = {"real": "float64", "complex": "complex128", "integer": "int64", "boolean": "bool"}
@@ -59,7 +59,8 @@ class Builder:
         """Add a node; the number of its result, or a tuple of them."""
         inputs = tuple(self._operand(x) for x in operands)
         args = [self._known[v] for v in inputs]
-        return self._node(operation, inputs, LOWERINGS[operation](*args, **attributes), attributes)
+        lower: Any = OPERATIONS[operation].lower
+        return self._node(operation, inputs, lower(*args, **attributes), attributes)
 
     def _node(self, operation, inputs, results, attributes, bodies=()) -> Any:
         many = isinstance(results, (list, tuple))

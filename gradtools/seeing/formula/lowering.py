@@ -15,14 +15,10 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.formula import control
 from gradtools.seeing.formula.algebra import constant_of
 from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, Program, kind_of, placeholder
-from gradtools.seeing.formula.lowering_arrays import ARRAYS
-from gradtools.seeing.formula.lowering_elementwise import ELEMENTWISE, apply_cast
-from gradtools.seeing.formula.lowering_layers import LAYERS
-from gradtools.seeing.formula.lowering_linalg import LINALG
-from gradtools.seeing.formula.operations import OPERATIONS
+from gradtools.seeing.formula.vocabulary import OPERATIONS
+from gradtools.seeing.formula.vocabulary.elementwise import apply_cast
+from gradtools.seeing.formula.vocabulary.record import Operation
 from gradtools.seeing.graph import Graph, Node, Value
-
-LOWERINGS = {**ELEMENTWISE, **ARRAYS, **LAYERS, **LINALG}
 
 
 @dataclass
@@ -89,9 +85,9 @@ def _read(known: Mapping[int, Expr], graph: Graph, node: Node | None, v: int) ->
     )
 
 
-def _check_attributes(node: Node) -> None:
+def _check_attributes(node: Node, word: Operation) -> None:
     """The attributes are those of the vocabulary."""
-    allowed = OPERATIONS[node.operation].attributes
+    allowed = word.attributes
     names = {a.rstrip("?") for a in allowed}
     needed = {a for a in allowed if not a.endswith("?")}
     given = set(node.attributes)
@@ -108,16 +104,17 @@ def _lower_node(node: Node, graph: Graph, args: list[Expr], lowered: Lowered) ->
     expected = [graph.values[v] for v in node.outputs]
     if "function" in node.attributes:  # a kernel, which may be called like a word
         return _marked(node, expected, args, lowered)
-    if node.operation in OPERATIONS and node.operation != "opaque":
-        _check_attributes(node)
+    word = OPERATIONS.get(node.operation)
+    if word and node.operation != "opaque":
+        _check_attributes(node, word)
     if node.operation in _LINEAR:
         args = [x.args[0] if x.op == "cast" and x.is_complex else x for x in args]
     if node.operation in _WITH_BODIES:
         results = _WITH_BODIES[node.operation](node, args, lowered)
     elif node.operation == "random":
         results = [_draw(node, expected[0], lowered)]
-    elif node.operation in LOWERINGS:
-        results = LOWERINGS[node.operation](*args, **dict(node.attributes))
+    elif word and word.lower:
+        results = word.lower(*args, **dict(node.attributes))
     else:
         return _marked(node, expected, args, lowered)
     results = list(results) if isinstance(results, (list, tuple)) else [results]

@@ -132,28 +132,28 @@ class KernelMet(Exception):
     """A host kernel was to run where there are no numbers for it, or none is asked for."""
 
 
-class _State(threading.local):
+class _Asking(threading.local):
     """What this thread does; a default of the class, for a miss takes longer than a kernel."""
 
     asking = False
 
 
-_STATE = _State()
+_here = _Asking()
 
 
 def refuse_kernel() -> None:
     """Ends a question that would run a host kernel."""
-    if not is_compiling() and _STATE.asking:
+    if not is_compiling() and _here.asking:
         raise KernelMet
 
 
 @contextmanager
 def _kernels_refused(yes: bool = True) -> Iterator[None]:
-    before, _STATE.asking = _STATE.asking, yes
+    before, _here.asking = _here.asking, yes
     try:
         yield
     finally:
-        _STATE.asking = before
+        _here.asking = before
 
 
 # --- is it linear? -----------------------------------------------------------------------

@@ -596,12 +596,12 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 # --- whether f takes a derivative itself -------------------------------------------------
 
 
-class _Here(threading.local):
+class _OpenFlags(threading.local):
     def __init__(self) -> None:
         self.open: list[list[bool]] = []
 
 
-_eager = _Here()
+_eager = _OpenFlags()
 _compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty before and after
 
 

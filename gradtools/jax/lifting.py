@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,21 +36,30 @@ def closed_over_error(rule: Rule) -> GradtoolsError:
     )
 
 
-def lift_captured(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
+def lift_captured(
+    rule: Rule, xs: Sequence[Any], differentiated: bool = False
+) -> tuple[Rule, list[Any]]:
     """The rule with the arrays it closes over appended to its inputs, and those arrays.
 
     Each map is traced with every tangent present. A rule that closes over nothing is returned
     as it is.
+
+    differentiated: Whether inputs that are known are differentiated, too.
     """
     with pushed_on(local_list("lifting"), rule):
-        return _lift_maps(rule, xs)
+        return _lift_maps(rule, xs, differentiated)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ValueLiftedRule(Rule):
-    """A rule of whose functions the value alone was lifted; `unlifted` is the rule as it was."""
+    """A rule of whose functions the value alone was lifted.
 
-    unlifted: Rule
+    Attributes:
+        lift: `lift(xs)` gives the rule with all lifted, and for each input of that its position in
+            `xs`, or the array that it is.
+    """
+
+    lift: Callable[[Sequence[Any]], tuple[Rule, list[Any]]]
 
 
 def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
@@ -62,12 +72,19 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         captures=False,
         closed_over=tuple(range(n, n + len(consts))),
         flow=None,
-        unlifted=rule,
+        lift=partial(_lift_rest, rule, n, consts),
     )
     return lifted, consts
 
 
-def _lift_maps(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
+def _lift_rest(rule: Rule, n: int, consts: list[Any], xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
+    """What the value closed over is taken from `xs`: it may be batched, or be another trace's."""
+    lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
+    at = {id(c): n + i for i, c in enumerate(consts)}
+    return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
+
+
+def _lift_maps(rule: Rule, xs: Sequence[Any], differentiated: bool) -> tuple[Rule, list[Any]]:
     n = len(xs)
     consts: list[Any] = []
 
@@ -80,8 +97,9 @@ def _lift_maps(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         return lambda own, *args: hoisted(own[start:stop], *args)
 
     primal = lift(lambda *a: list(rule.primal(*a)), *xs)
+    anyway = differentiated or rule.reverse_only
     moving = [
-        is_inexact(x) and i not in rule.passive and (rule.reverse_only or not all_known([x]))
+        is_inexact(x) and i not in rule.passive and (anyway or not all_known([x]))
         for i, x in enumerate(xs)
     ]  # with respect to what is known nothing is differentiated; an edit shows what it cuts
     flow = primal if rule.flow is rule.primal else lift(rule.flow, *xs)

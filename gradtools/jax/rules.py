@@ -160,10 +160,9 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[list[Any], list[Any]]
         ys = primal_p.bind(*xs, rule=rule)
         return ys, [_zero(y) for y in ys]
     if isinstance(rule, ValueLiftedRule):
-        n = len(xs) - len(rule.closed_over)
-        rule, captured = lift_captured(rule.unlifted, xs[:n])
-        xs, dxs = [*xs[:n], *captured], [*dxs[:n], *map(_zero, captured)]
-        given = (*given[:n], *[False] * len(captured))
+        rule, inputs = rule.lift(xs)
+        dxs = [dxs[x] if isinstance(x, int) else _zero(x) for x in inputs]
+        xs, given = [xs[x] if isinstance(x, int) else x for x in inputs], _given(rule, dxs)
     ys, maps, saved = _evaluated(rule, xs, given)
     return ys, _pushed(maps, ys, saved, dxs, given)
 
@@ -483,11 +482,22 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, size: int, run: Any = Non
         more: dict[str, Any] = {}
         if isinstance(rule, LinearizedRule):
             more["forward"] = run or forward
+        if isinstance(rule, ValueLiftedRule):
+            more["lift"] = partial(_lift_batched, rule, x_axes, size)
         if isinstance(rule, LinearizedRule | PartialRule) and rule.whole is not None:
             more["whole"] = _batched(rule.whole, x_axes, None, size)
         return batched(rule, _Lists, x_axes, saved_axes, size, **more)
 
     return remembered(rule, ("batched", x_axes, saved_axes, size, run is None), make)
+
+
+def _lift_batched(
+    rule: ValueLiftedRule, axes: Sequence[Any], size: int, xs: Sequence[Any]
+) -> tuple[Rule, list[Any]]:
+    """The rest of a rule lifted at one example, and batched."""
+    lifted, inputs = rule.lift([x if a is None else x[0] for x, a in zip(xs, axes, strict=True)])
+    of_inputs = tuple([axes[x] if isinstance(x, int) else None for x in inputs])
+    return _batched(lifted, of_inputs, None, size), inputs
 
 
 def _batched_evaluation(rule: LinearizedRule, axes: tuple[Any, ...], size: int) -> Rule:

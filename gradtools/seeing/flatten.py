@@ -91,7 +91,6 @@ class FlatGraph:
         self.values: list[Value] = []
         self.alive: set[int] = set()  # values that are alive whether they are kept or not
         self._given = alive_anyway(graph)
-        self.has_later_pass = any(node.phase for _, node in graph.walk())
         self._lost = lost_links(graph)
         self.leaves = [
             *(self._leaf("input", graph, v, f"input {i}") for i, v in enumerate(graph.inputs)),

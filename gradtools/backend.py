@@ -31,7 +31,7 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions, Chunks
     from gradtools.host import KernelCall
-    from gradtools.seeing.graph import Graph
+    from gradtools.seeing.nodes import PlainGraph
     from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import LeafProgram
     from gradtools.seeing.recording import Recording, Run, Vanished
@@ -623,11 +623,11 @@ class Seeing(Tiles):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         return run(leaves)
 
-    def gradient_graph(self, asked: Differentiated | Live) -> Graph:
+    def gradient_graph(self, asked: Differentiated | Live) -> PlainGraph:
         """The passes of a program as one graph, its effects undone; or what is held of results."""
         return self._lacks("gradient_graph")
 
-    def formula_graph(self, program: LeafProgram) -> Graph:
+    def formula_graph(self, program: LeafProgram) -> PlainGraph:
         """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
 
         ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What

@@ -88,11 +88,11 @@ class Graphing(Operators):
                 f"results that exist already; got {'neither' if f is None else 'both'}."
             )
         if f is None:
-            return self._backend.gradient_graph(Live(outputs))
+            return Graph(**vars(self._backend.gradient_graph(Live(outputs))))
         program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, wrt)
         try:
             graph = self._backend.gradient_graph(Differentiated(program, order))
-            return with_spoken_names(graph, program.spoken)
+            return Graph(**vars(with_spoken_names(graph, program.spoken)))
         except GradtoolsError:
             raise
         except Exception as error:

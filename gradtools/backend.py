@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -659,8 +659,36 @@ class Lazily:
     def __get__(self, backend: Any, owner: type) -> Any:
         if backend is None:
             return self
-        found = getattr(import_module(self.room), self.name or self.member)
+        found = getattr(
+            import_module(f"gradtools.{backend.name}.{self.room}"), self.name or self.member
+        )
         return backend.__dict__.setdefault(self.member, found)
+
+
+class Wing(Backend):
+    """What both wings have in rooms of the same names."""
+
+    as_number = Lazily("accumulate")
+    call_kernel = Lazily("host")
+    held, optimised = Lazily("training"), Lazily("training")
+    sweep, fold, tile_bytes = Lazily("tiling"), Lazily("tiling"), Lazily("tiling")
+    run_chunks, sum_chunks = Lazily("chunking"), Lazily("chunking")
+    gather = Lazily("gathering")
+    run_frozen = Lazily("freezing")
+    record = Lazily("seeing")
+    vanishing = Lazily("vanishing")
+    gradient_graph = Lazily("passes")
+    formula_graph, trying = Lazily("vocabulary"), Lazily("vocabulary")
+    measure = Lazily("measures")
+    functionalize = Lazily("modules")
+
+    @property
+    def accumulation(self) -> Any:
+        return import_module(f"gradtools.{self.name}.accumulate")
+
+    @cached_property
+    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
+        return partial(import_module(f"gradtools.{self.name}.host").call_now, self)
 
 
 class Operators:

@@ -43,10 +43,3 @@ def as_seed(seed: Any) -> int:
     if not -(2**63) <= seed < 2**63:
         raise GradtoolsError(f"key: a seed fits into 64 bits with its sign, got {seed}.")
     return seed
-
-
-def as_count(n: Any) -> int:
-    """How many keys `split` is to give, or an error."""
-    if isinstance(n, bool) or not isinstance(n, numbers.Integral) or n < 1:
-        raise GradtoolsError(f"split: n must be a positive integer, got {n!r}.")
-    return int(n)

@@ -272,8 +272,8 @@ class CustomRule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
-        if self._direct is not None and not kwargs:
-            found = self._direct(args)
+        if self._direct is not None:
+            found = self._direct(self._bound(args, kwargs)[1] if kwargs else args)
             if found is not NotImplemented:
                 return found
         backend = self._backend

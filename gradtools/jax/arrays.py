@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.arrays import as_count, as_numpy, as_seed, is_plain
+from gradtools.arrays import as_numpy, as_seed, is_plain
+from gradtools.calls import whole_number
 from gradtools.errors import GradtoolsError
 
 X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
@@ -67,7 +68,8 @@ def key(seed: Any) -> jax.Array:
 def split(key: jax.Array, n: int = 2) -> jax.Array:
     """Independent keys, an array of shape (n,). See ``gradtools.models``."""
     check_key("split", key)
-    return jax.random.split(key, as_count(n))
+    n = whole_number("split", "n", n, 1, "keys")
+    return jax.random.split(key, n)
 
 
 def fold_in(key: jax.Array, index: Any) -> jax.Array:

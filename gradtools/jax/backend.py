@@ -134,6 +134,13 @@ class JaxBackend(Wing):
                 vmap_method="sequential",
             )
 
+    def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
+        if not hasattr(of, "kernel"):
+            return None
+        from gradtools.jax import host
+
+        return partial(host.call_now, self, of.kernel, len(of._taken.names))
+
     # --- the framework's own transforms
 
     like_module = staticmethod(wrapping.like_module)

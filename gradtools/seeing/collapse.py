@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from gradtools.seeing.attributes import call_text, mark_text
 from gradtools.seeing.flatten import BlockGroup, FlatGraph, Link, Notes, Unit
-from gradtools.seeing.graph import Graph, Node
 from gradtools.seeing.letters import Letters, stand_in
 from gradtools.seeing.nesting import in_parts, nested
+from gradtools.seeing.nodes import Node, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.repeats import Folding
 
@@ -22,7 +22,7 @@ FOLD_FROM = 40  # boxes: what has fewer is shown whole
 
 
 def shown(
-    graph: Graph,
+    graph: PlainGraph,
     *,
     depth: int | None = None,
     expand: str | Iterable[str] = (),
@@ -36,7 +36,7 @@ def shown(
 
 
 def outline_of(
-    graph: Graph,
+    graph: PlainGraph,
     *,
     fold: bool | None = None,
     expand: str | Iterable[str] = (),

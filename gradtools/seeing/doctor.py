@@ -30,7 +30,7 @@ from gradtools.seeing.flow import (
     losses_of,
     overwritten,
 )
-from gradtools.seeing.graph import Dependence, Graph, Node, Source
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Source
 from gradtools.seeing.passes import CUSTOM
 from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording, Refusal, Vanished
@@ -117,7 +117,7 @@ def refused(program: LeafProgram, refusal: Refusal) -> Finding:
 
 
 def from_losses(
-    name: str, graph: Graph, found: Sequence[Loss], kind: str | None = None
+    name: str, graph: PlainGraph, found: Sequence[Loss], kind: str | None = None
 ) -> list[Finding]:
     """One finding for each line and kind of the losses of one leaf; of this kind, if given."""
     findings = []
@@ -142,7 +142,7 @@ def _called(node: Node) -> str:
     return str(name or node.native or node.operation)
 
 
-def _led_to(graph: Graph, loss: Loss) -> list[Node]:
+def _led_to(graph: PlainGraph, loss: Loss) -> list[Node]:
     """The node that loses; with what is detached only to leave the framework, where it leaves."""
     if loss.node.loss not in ("detached", "no_grad"):
         return [loss.node]
@@ -188,7 +188,7 @@ def _from_ends(
     ]
 
 
-def overwriting(name: str, graph: Graph, value: int) -> list[Finding]:
+def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     """One finding for each line at which all that a leaf gives is overwritten."""
     return from_losses(name, graph, overwritten(graph, value), "overwritten")
 

@@ -11,14 +11,14 @@ from typing import Any
 from gradtools.errors import GradtoolsError
 from gradtools.seeing import collapse
 from gradtools.seeing.cards import card_of, short, shown
-from gradtools.seeing.graph import Dependence, Graph
+from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.palette import LIGHT
 
 _TIMEOUT = 120  # seconds
 
 
-def to_dot(graph: Graph, **view: Any) -> str:
+def to_dot(graph: PlainGraph, **view: Any) -> str:
     """A graph in Graphviz' language; the options are those of `drawing.to_svg`."""
     return dot_of(*collapse.shown(graph, **view))
 
@@ -92,7 +92,7 @@ def quoted(text: str) -> str:
     return f'"{re.sub("&", "&amp;", safe)}"'
 
 
-def drawn_by_graphviz(graph: Graph, **view: Any) -> str:
+def drawn_by_graphviz(graph: PlainGraph, **view: Any) -> str:
     """The picture that an installed Graphviz makes of a graph, as SVG.
 
     Raises:

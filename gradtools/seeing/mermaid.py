@@ -7,14 +7,14 @@ from typing import Any
 
 from gradtools.seeing import collapse
 from gradtools.seeing.cards import card_of, short, shown
-from gradtools.seeing.graph import Dependence, Graph
+from gradtools.seeing.nodes import Dependence, PlainGraph
 from gradtools.seeing.outline import Arrow, Block, Box, Outline
 from gradtools.seeing.palette import LIGHT
 
 _SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "captured": ("[/", "/]")}
 
 
-def to_mermaid(graph: Graph, **view: Any) -> str:
+def to_mermaid(graph: PlainGraph, **view: Any) -> str:
     """A graph as a Mermaid flowchart; the options are those of `drawing.to_svg`."""
     return mermaid_of(*collapse.shown(graph, **view))
 

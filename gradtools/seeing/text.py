@@ -16,14 +16,14 @@ from typing import Any
 
 from gradtools.seeing import collapse
 from gradtools.seeing.cards import short, shown
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.seeing.outline import Block, Box, Outline, counted
 
 _FIT = 90  # lines
 _WIDEST = 56  # letters before the shape stands
 
 
-def to_text(graph: Graph, **view: Any) -> str:
+def to_text(graph: PlainGraph, **view: Any) -> str:
     """A graph as text; the options are those of `drawing.to_svg`."""
     return text_of(*collapse.shown(graph, limit=_FIT, **view))
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.arrays import as_count, as_numpy, as_seed, is_plain
+from gradtools.arrays import as_numpy, as_seed, is_plain
+from gradtools.calls import whole_number
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -70,7 +71,8 @@ def key(seed: Any) -> torch.Tensor:
 def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     """Independent keys, an int64 tensor of shape (n, 2). See ``gradtools.models``."""
     check_key("split", key)
-    return _children(key, torch.arange(as_count(n), dtype=torch.int64, device=key.device))
+    n = whole_number("split", "n", n, 1, "keys")
+    return _children(key, torch.arange(n, dtype=torch.int64, device=key.device))
 
 
 def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:

@@ -213,6 +213,9 @@ class TorchBackend(Wing):
 
     uncompiled = staticmethod(uncompiled)
 
+    as_now = Lazily("tiling")
+    taken = Lazily("tiling")
+    put = Lazily("tiling")
     is_replaying = Lazily("watching", "asks_is_replaying")
     frozen_uses = Lazily("freezing", "Uses")
 

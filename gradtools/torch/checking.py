@@ -133,27 +133,27 @@ class KernelMet(Exception):
 
 
 class _Asking(threading.local):
-    """What this thread does; a default of the class, for a miss takes longer than a kernel."""
+    """Whether this thread asks; a default of the class, for a miss takes longer than a kernel."""
 
-    asking = False
+    now = False
 
 
-_here = _Asking()
+ASKING = _Asking()
 
 
 def refuse_kernel() -> None:
     """Ends a question that would run a host kernel."""
-    if not is_compiling() and _here.asking:
+    if not is_compiling() and ASKING.now:
         raise KernelMet
 
 
 @contextmanager
 def _kernels_refused(yes: bool = True) -> Iterator[None]:
-    before, _here.asking = _here.asking, yes
+    before, ASKING.now = ASKING.now, yes
     try:
         yield
     finally:
-        _here.asking = before
+        ASKING.now = before
 
 
 # --- is it linear? -----------------------------------------------------------------------

@@ -48,6 +48,7 @@ class _Signature:
     """What is known of the calls with tensors of the same shapes, dtypes and devices.
 
     Attributes:
+        called: Of a host function, the call of its kernel and what it returns.
         shaped: The rule for so many tensors.
         looks: The shape, dtype and device of each.
         question: Under what the contract keeps that the forward pass was held to it.
@@ -64,6 +65,7 @@ class _Signature:
     pulled: bool = False
     pushed: bool = False
     valued: bool = False
+    called: Any = None
 
     def __post_init__(self) -> None:
         self.count = len(self.looks)
@@ -118,6 +120,8 @@ class DirectCalls:
 
     def __init__(self, of: CustomRule) -> None:
         self.of = of
+        self.call_kernel = _call_of(of) if hasattr(of, "kernel") else None
+        self.with_rule = of.check != "always" and bool(of.bwd or of.jvp)
         self.count = len(of._taken.names)  # 0 where it takes any
         self.signatures: dict[Any, _Signature] = {}
         self.closed = _Closed((of.fun, of.fwd, of.bwd, of.jvp))
@@ -126,8 +130,9 @@ class DirectCalls:
     def fit(of: CustomRule) -> bool:
         """Whether the rule has calls that may go this way."""
         parameters = of._taken
-        special = (*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)
-        return of.check != "always" and bool(of.bwd or of.jvp) and not any(special)
+        if any((*parameters.static, *parameters.keyword_only, parameters.star, of.symbolic)):
+            return False
+        return hasattr(of, "kernel") or (of.check != "always" and bool(of.bwd or of.jvp))
 
     def call(self, args: tuple[Any, ...]) -> Any:
         """What the rule gives, or NotImplemented."""
@@ -138,7 +143,7 @@ class DirectCalls:
             if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_nested or is_wrapped(x):
                 return NotImplemented
             tracked = tracked or x.requires_grad
-        if upstream.peek_interpreter_stack() is not None or HERE.running or are_watched():
+        if upstream.peek_interpreter_stack() is not None:
             return NotImplemented
         key = tuple([(x.shape, x.dtype, x.device) for x in args])
         signature = self.signatures.get(key) or self._signature(key, args)
@@ -148,6 +153,8 @@ class DirectCalls:
             return self._push(signature, args, tracked)
         if not tracked or not torch.is_grad_enabled():
             return self._value(signature, args, tracked)
+        if not self.with_rule or HERE.running or are_watched():
+            return NotImplemented
         if not (signature.ready or signature.is_ready()) or not self.closed.untracked():
             return NotImplemented
         if signature.records:
@@ -159,6 +166,8 @@ class DirectCalls:
     def _push(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
         if (
             (tracked and torch.is_grad_enabled())
+            or HERE.running
+            or are_watched()
             or not (signature.pushes and signature.is_pushed())
             or not self.closed.untracked()
             or any(map(is_dual, self.closed.tensors))
@@ -179,6 +188,8 @@ class DirectCalls:
         return found
 
     def _value(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
+        if self.call_kernel is not None:
+            return self.call_kernel(signature, args)
         out = self.of.fun(*args)
         if signature.valued and type(out) is Tensor:
             ys = [out]
@@ -194,6 +205,19 @@ class DirectCalls:
 
 
 _MOST = 256
+
+
+def _call_of(of: Any) -> Callable[[_Signature, Sequence[Tensor]], Any]:
+    """The call of a host function's kernel with plain tensors."""
+    from gradtools.torch.host import call_now, known_call
+
+    def call(signature: _Signature, xs: Sequence[Tensor]) -> Any:
+        if signature.called is None:
+            signature.called = known_call(of._backend, of.kernel, xs)
+        known, expected = signature.called
+        return call_now(known, expected, xs)
+
+    return call
 
 
 class _Closed:

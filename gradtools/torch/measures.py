@@ -3,7 +3,8 @@
 f is run a few times: once under modes that count operations and live bytes, once with arguments
 that require grad, to see what is kept for backward, then without any mode for the clock. Each run
 starts from the same state. What is written in place is copied just before it is written to, for
-the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`.
+the first time; the rest is what a `Snapshot` holds, and each leaf's `.grad`. What goes past the
+operations (a NumPy array of a tensor's memory, ``p.data = ...``) is kept where it is handed out.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _check(given: Sequence[Tensor]) -> None:
 
 
 def _counted(before: _Before, run: Callable[[], Any]) -> tuple[int, int, list[str]]:
-    with LiveBytes() as live, PutBack(live, before), Flops() as flops, _eager():
+    with LiveBytes() as live, PutBack(live, before), Flops() as flops, before.undo, _eager():
         found = run()
     del found
     before.restore()

@@ -26,7 +26,7 @@ from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
 from gradtools.seeing.attributes import number_text, numbers_text
 from gradtools.seeing.crossing import opened
-from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value, needed
+from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph, Source, Value, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -64,7 +64,7 @@ _KERNEL = "aten.call_kernel"
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
 
 
-def gradient_graph(asked: Differentiated | Live) -> Graph:
+def gradient_graph(asked: Differentiated | Live) -> PlainGraph:
     """The passes of a program as one graph, its effects undone; or what autograd holds."""
     if isinstance(asked, Live):
         return live_graph(asked.outputs)
@@ -80,7 +80,7 @@ def gradient_graph(asked: Differentiated | Live) -> Graph:
         return _opened(_hooked_or_not(asked))
 
 
-def _opened(graph: Graph) -> Graph:
+def _opened(graph: PlainGraph) -> PlainGraph:
     """The graph with what functions of another framework do inside."""
 
     def node_of(node: Node) -> Node:
@@ -101,7 +101,7 @@ def _tell(kernel: str) -> None:
     )
 
 
-def _hooked_or_not(asked: Differentiated) -> Graph:
+def _hooked_or_not(asked: Differentiated) -> PlainGraph:
     try:
         return _observed(asked, hooked=True)
     except RuntimeError as error:
@@ -111,7 +111,7 @@ def _hooked_or_not(asked: Differentiated) -> Graph:
     return _observed(asked, hooked=False)
 
 
-def _observed(asked: Differentiated, hooked: bool) -> Graph:
+def _observed(asked: Differentiated, hooked: bool) -> PlainGraph:
     """A recorded run, and afterwards everything as it was.
 
     hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
@@ -121,7 +121,7 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
         return _recorded(asked, _PassRecorder(undo, hooked))
 
 
-def _recorded(asked: Differentiated, recorder: _PassRecorder) -> Graph:
+def _recorded(asked: Differentiated, recorder: _PassRecorder) -> PlainGraph:
     program = asked.program
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
@@ -235,9 +235,8 @@ class _PassRecorder(upstream.Watching):
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
         self._tracked: dict[int, bool] = {}
         self._held = TensorTable[int]()
-        self._written: dict[
-            int, tuple[Tensor, _Origin]
-        ] = {}  # what was written in place, by its number then
+        self._makers: dict[int, tuple[Any, tuple[str, ...]]] = {}  # autograd's node, the modules
+        self._written: dict[int, tuple[Tensor, _Origin]] = {}  # in place, by its number then
 
     # --- the mode
 
@@ -308,6 +307,8 @@ class _PassRecorder(upstream.Watching):
         sequence, origin = upstream.nodes_made() - 1, self._origin()  # type: ignore[attr-defined]
         self._origins.setdefault(sequence, origin)
         made = [self.new(y) for y in outs]
+        origin = self._where_gradients_meet(name, numbers, origin)
+        self._makers.update((number, (upstream.current_node(), origin.scope)) for number in made)
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
@@ -349,6 +350,25 @@ class _PassRecorder(upstream.Watching):
         if managed and of.mark:  # a frozen function is a chunk to gradtools
             mark = of.mark
         return _Origin(source, self.scopes.path or of.scope, mark or inherited, rule)
+
+    def _where_gradients_meet(self, name: str, numbers: Sequence[int], origin: _Origin) -> _Origin:
+        """Autograd sums what comes over two paths as the last that it does for the second of them.
+
+        The sum belongs to the modules around both.
+        """
+        makers = [self._makers.get(number, (None, ())) for number in numbers]
+        running = upstream.current_node()
+        if not self._phase or name != "add" or len(makers) != 2 or running is None:
+            return origin
+        nodes = [node for node, _ in makers]
+        if None in nodes or nodes.count(running) != 1 or self._rules:
+            return origin
+        (one, two), shared = (scope for _, scope in makers), origin.scope[:0]
+        for a, b in zip(one, two, strict=False):
+            if a != b:
+                break
+            shared = (*shared, a)
+        return replace(origin, scope=shared)
 
     def _ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A function with a rule of its own: what it computes is marked."""
@@ -491,7 +511,7 @@ class _PassRecorder(upstream.Watching):
 
     # --- the whole
 
-    def graph(self, ends: _Ends, order: int) -> Graph:
+    def graph(self, ends: _Ends, order: int) -> PlainGraph:
         """What was written down."""
         saved = self._saved(order)
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
@@ -502,7 +522,7 @@ class _PassRecorder(upstream.Watching):
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)
         inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
-        whole = Graph(tuple(nodes), self.values, inputs, outputs, captured)
+        whole = PlainGraph(tuple(nodes), self.values, inputs, outputs, captured)
         return with_named_outputs(whole, ends.names)
 
     def _with_losses(self, ends: _Ends, nodes: list[Node]) -> list[Node]:

@@ -14,8 +14,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing import align
 from gradtools.seeing.align import aligned, share
 from gradtools.seeing.difference import graph_diff
-from gradtools.seeing.graph import Body, Dependence, Graph
+from gradtools.seeing.graph import Graph
 from gradtools.seeing.layout import picture_of
+from gradtools.seeing.nodes import Body, Dependence
 
 
 def short_words(**change) -> Graph:

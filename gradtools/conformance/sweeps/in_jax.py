@@ -43,7 +43,7 @@ from gradtools.errors import (
     NotImplementedRefusal,
     ValueRefusal,
 )
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
 from gradtools.testing.probe import inner, size
 from gradtools.testing.tolerances import FINITE_DIFFERENCES
 

@@ -18,7 +18,7 @@ from gradtools.seeing.formula.expressions import COMPLEX, REAL, Expr, Program, k
 from gradtools.seeing.formula.vocabulary import OPERATIONS
 from gradtools.seeing.formula.vocabulary.elementwise import apply_cast
 from gradtools.seeing.formula.vocabulary.record import Operation
-from gradtools.seeing.graph import Graph, Node, Value
+from gradtools.seeing.nodes import Node, PlainGraph, Value
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Lowered:
     marked: list[str] = field(default_factory=list)
 
 
-def lower(graph: Graph, names: Mapping[int, str] | None = None) -> Lowered:
+def lower(graph: PlainGraph, names: Mapping[int, str] | None = None) -> Lowered:
     """The graph as expressions.
 
     Args:
@@ -66,7 +66,7 @@ def lower(graph: Graph, names: Mapping[int, str] | None = None) -> Lowered:
     return lowered
 
 
-def _walk(graph: Graph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
+def _walk(graph: PlainGraph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
     for node in graph.nodes:
         args = [_read(known, graph, node, v) for v in node.inputs]
         results = _lower_node(node, graph, args, lowered)
@@ -75,7 +75,7 @@ def _walk(graph: Graph, known: dict[int, Expr], lowered: Lowered) -> list[Expr]:
     return [_read(known, graph, None, v) for v in graph.outputs]
 
 
-def _read(known: Mapping[int, Expr], graph: Graph, node: Node | None, v: int) -> Expr:
+def _read(known: Mapping[int, Expr], graph: PlainGraph, node: Node | None, v: int) -> Expr:
     if v in known:
         return known[v]
     where = f"the node {node.native or node.operation}" if node else "the result"
@@ -100,7 +100,9 @@ def _check_attributes(node: Node, word: Operation) -> None:
     )
 
 
-def _lower_node(node: Node, graph: Graph, args: list[Expr], lowered: Lowered) -> Sequence[Expr]:
+def _lower_node(
+    node: Node, graph: PlainGraph, args: list[Expr], lowered: Lowered
+) -> Sequence[Expr]:
     expected = [graph.values[v] for v in node.outputs]
     if "function" in node.attributes:  # a kernel, which may be called like a word
         return _marked(node, expected, args, lowered)
@@ -177,7 +179,7 @@ def _marked(node, expected, args, lowered) -> list[Expr]:
     return control.opaque(name, args, outputs, function, adjoint)
 
 
-def _body(graph: Graph, lowered: Lowered) -> Program:
+def _body(graph: PlainGraph, lowered: Lowered) -> Program:
     """A program inside. What it captures must come through the node's operands."""
     if graph.captured:
         raise GradtoolsError(

@@ -214,6 +214,11 @@ def inverse(a: Expr) -> Expr:
     return a.args[0] if a.op == "inverse" else expr("inverse", (a,), a.shape, a.kind)
 
 
+def pseudoinverse(a: Expr) -> Expr:
+    """The Moore-Penrose inverse of the last two axes."""
+    return expr("pinv", (a,), (*a.shape[:-2], a.shape[-1], a.shape[-2]), a.kind)
+
+
 def solve(a: Expr, b: Expr) -> Expr:
     """The matrix b from the left by the inverse of a."""
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 
 from gradtools.lines import LIBRARY, USER, kind_of
-from gradtools.seeing.graph import Source
+from gradtools.seeing.nodes import Source
 from gradtools.torch import _upstream as upstream
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradtools.seeing.graph import Dependence, Graph, Links, Node
+from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph
 from gradtools.seeing.recording import Refusal
 from gradtools.seeing.rule_cuts import LOSS
 from gradtools.torch import _upstream as upstream
@@ -428,13 +428,15 @@ class Recorder(TorchFunctionMode):
 
     # --- the whole
 
-    def graph(self, inputs: Sequence[int], outputs: Sequence[int], names: dict[int, str]) -> Graph:
+    def graph(
+        self, inputs: Sequence[int], outputs: Sequence[int], names: dict[int, str]
+    ) -> PlainGraph:
         """What was written down. names: Those of captured tensors."""
         values = dict(self.numbering.values)
         for number, name in names.items():
             values[number] = replace(values[number], name=name)
         captured = tuple(self.numbering.captured)
-        return Graph(
+        return PlainGraph(
             tuple(self.nodes), values, tuple(inputs), tuple(outputs), captured, tuple(self.outside)
         )
 

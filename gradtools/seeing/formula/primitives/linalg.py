@@ -67,6 +67,11 @@ def _cholesky(y, a):
     return np.linalg.cholesky(_symmetrised(a))
 
 
+def _pseudoinverse(y, a):
+    """The Moore-Penrose inverse; singular values at rounding are zero, as in the frameworks."""
+    return np.linalg.pinv(a, rcond=max(a.shape[-2:]) * np.finfo(a.dtype).eps)
+
+
 def _half(y, x):
     """The lower triangle with _half of the diagonal."""
     return np.tril(x) - x * np.eye(x.shape[-1]) / 2
@@ -164,6 +169,21 @@ def _inverse_pullback(y, g, a):
     return [negate(matmul(matmul(h, g), h))]
 
 
+def _pseudoinverse_pullback(y, g, a):
+    """-P^H g P^H + (I - A P) g^H P P^H + P^H P g^H (I - P A), of any constant rank.
+
+    Golub and Pereyra, The differentiation of pseudo-inverses (1973).
+    """
+    h, gh = adjoint_matrix(y), adjoint_matrix(g)
+    left, right = matmul(matmul(gh, y), h), matmul(matmul(h, y), gh)
+    parts = [
+        negate(matmul(matmul(h, g), h)),
+        subtract(left, matmul(a, matmul(y, left))),
+        subtract(right, matmul(matmul(right, y), a)),
+    ]
+    return [add(parts)]
+
+
 def _solve_pullback(y, g, a, b):
     """b: A^-H g; a: minus that times x^H."""
     right = solve(adjoint_matrix(a), g)
@@ -259,6 +279,11 @@ def _inverse_form(w: ExpressionWriter, x: Expr) -> Written:
     return _inverse_of(w, x.args[0])
 
 
+def _pseudoinverse_form(w: ExpressionWriter, x: Expr) -> Written:
+    w.note("A⁺: the Moore-Penrose inverse; its derivative is that of a constant rank")
+    return superscript(w.whole(x.args[0]), "⁺", "+")
+
+
 def _inverse_of(w: ExpressionWriter, a: Expr) -> Written:
     """The inverse of a matrix; of a transpose it is A^-T, of a conjugate transpose A^-H."""
     turned = _transposed_leaf(a) if a not in w.names else None
@@ -337,6 +362,9 @@ LINALG: dict[str, Primitive] = {
     ),
     "inverse": Primitive(
         lambda y, a: np.linalg.inv(a), _inverse_pullback, form=_inverse_form, ties=_tie_inverse
+    ),
+    "pinv": Primitive(
+        _pseudoinverse, _pseudoinverse_pullback, form=_pseudoinverse_form, ties=_tie_inverse
     ),
     "solve": Primitive(
         lambda y, a, b: np.linalg.solve(a, b), _solve_pullback, form=_solve_form, ties=_tie_solve

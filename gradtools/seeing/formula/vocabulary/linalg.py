@@ -74,13 +74,6 @@ def _matrix_power(a: Expr, exponent: int) -> Expr:
     return matmul(square, a) if exponent % 2 else square
 
 
-def _pinv(a: Expr) -> Expr:
-    h = adjoint_matrix(a)
-    if a.shape[-2] >= a.shape[-1]:
-        return making.solve(matmul(h, a), h)
-    return adjoint_matrix(making.solve(matmul(a, h), a))
-
-
 # Fourier transforms, on one transform without a factor.
 
 
@@ -156,7 +149,7 @@ triangular_solve | a b | lower? unit? transpose? conjugate? left? |
 cholesky      | a       | upper?         | l with l l^H = a (or u with u^H u = a)
 matrix_power  | a       | exponent       | an integer
 expm          | a       |                | matrix exponential
-pinv          | a       |                | pseudo-inverse, full rank
+pinv          | a       |                | pseudo-inverse
 eigh          | a       |                | of (a + a^H)/2, ascending | values vectors
 svd           | a       |                | thin: a = u diag(s) vh | u s vh
 qr            | a       |                | reduced, as many rows as columns or more | q r
@@ -178,7 +171,7 @@ LINALG = words(
         "cholesky": _cholesky,
         "matrix_power": _matrix_power,
         "expm": lambda a: expr("expm", (a,), a.shape, a.kind),
-        "pinv": _pinv,
+        "pinv": making.pseudoinverse,
         "eigh": _decomposition("eigh"),
         "svd": _svd,
         "qr": _decomposition("qr"),

@@ -325,11 +325,6 @@ def tensor_hooks(x: Tensor) -> Any:
     return x._backward_hooks
 
 
-set_creation_meta: Callable[[Tensor, Any], None] = _c._autograd._set_creation_meta
-IN_CUSTOM_FUNCTION: Any = _c._autograd.CreationMeta.IN_CUSTOM_FUNCTION
-"""A view that may not be written in place, as one that a Function returns: autograd would pass by
-its node. Gone: a Function returns it, at three times the cost."""
-
 tracing_state: Callable[[], Any] = _c._get_tracing_state
 """What `torch.jit.is_tracing` asks: TorchScript does not trace a hook."""
 

@@ -19,7 +19,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.passes import CUSTOM, with_named_outputs
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.hooks import EDIT
 from gradtools.torch.recording import operations
 from gradtools.torch.trees import flatten, leaf_paths
 
@@ -69,10 +68,8 @@ class _AutogradReader:
         saved, attributes = self.saved(fn)
         unknown = [v for v in saved if v in self.captured and v not in before]
         flows = (Dependence.DIFFERENTIABLE,) * len(before) + (Dependence.CUT,) * len(unknown)
-        metadata: Any = fn.metadata
-        edit = metadata.get(EDIT)
-        rule = bool(edit) or isinstance(fn, torch.autograd.function.BackwardCFunction)
-        name = edit or operations.word_of(fn)
+        rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
+        name = operations.word_of(fn)
         return Node(
             "custom_rule" if rule else _operation(fn),
             (*before, *unknown),

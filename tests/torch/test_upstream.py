@@ -372,14 +372,6 @@ def test_a_subclass_is_made_in_the_same_memory_and_is_no_view():
     assert type(y) is Mine and y.data_ptr() == x.data_ptr() and not upstream.is_view(y)
 
 
-def test_a_view_that_is_marked_so_may_not_be_written_in_place():
-    x = _x() * 1
-    y = x.view_as(x)
-    upstream.set_creation_meta(y, upstream.IN_CUSTOM_FUNCTION)
-    with pytest.raises(RuntimeError, match="created inside a custom Function"):
-        y.mul_(2)
-
-
 def test_tracing_is_told():
     seen = []
 

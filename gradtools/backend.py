@@ -671,8 +671,32 @@ class Lazily:
     def __get__(self, backend: Any, owner: type) -> Any:
         if backend is None:
             return self
-        found = getattr(import_module(self.room), self.name or self.member)
+        found = getattr(
+            import_module(f"gradtools.{backend.name}.{self.room}"), self.name or self.member
+        )
         return backend.__dict__.setdefault(self.member, found)
+
+
+class Wing(Backend):
+    """What both wings have in rooms of the same names."""
+
+    as_number = Lazily("accumulate")
+    call_kernel = Lazily("host")
+    held, optimised = Lazily("training"), Lazily("training")
+    sweep, fold, tile_bytes = Lazily("tiling"), Lazily("tiling"), Lazily("tiling")
+    run_chunks, sum_chunks = Lazily("chunking"), Lazily("chunking")
+    gather = Lazily("gathering")
+    run_frozen = Lazily("freezing")
+    record = Lazily("seeing")
+    vanishing = Lazily("vanishing")
+    gradient_graph = Lazily("passes")
+    formula_graph, trying = Lazily("vocabulary"), Lazily("vocabulary")
+    measure = Lazily("measures")
+    functionalize = Lazily("modules")
+
+    @property
+    def accumulation(self) -> Any:
+        return import_module(f"gradtools.{self.name}.accumulate")
 
 
 class Operators:

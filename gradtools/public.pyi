@@ -3,55 +3,81 @@
 It is never imported: a wing looks a name up in its `Api` when the name is first read.
 """
 
-from gradtools.api import Api as _Api
+from gradtools.accumulate import Accumulation as _Accumulation
+from gradtools.chunking import Chunking as _Chunking
+from gradtools.custom import CustomRules as _CustomRules
+from gradtools.derivatives import Derivatives as _Derivatives
+from gradtools.edits import Edits as _Edits
+from gradtools.frozen import Freezing as _Freezing
+from gradtools.kernels import HostFunctions as _HostFunctions
+from gradtools.models import Models as _Models
+from gradtools.pairs import Pairs as _Pairs
+from gradtools.seeing.formulating import Formulating as _Formulating
+from gradtools.seeing.graphing import Graphing as _Graphing
+from gradtools.seeing.measures import Measures as _Measures
+from gradtools.seeing.operators import SeeingOperators as _SeeingOperators
+from gradtools.tiled import Tiling as _Tiling
 
-_api: _Api
+_derivatives: _Derivatives
+_edits: _Edits
+_custom_rules: _CustomRules
+_host_functions: _HostFunctions
+_freezing: _Freezing
+_chunking: _Chunking
+_tiling: _Tiling
+_pairs: _Pairs
+_accumulation: _Accumulation
+_models: _Models
+_seeing: _SeeingOperators
+_graphing: _Graphing
+_formulating: _Formulating
+_measures: _Measures
 
-GradientAccumulator = _api.GradientAccumulator
-Spec = _api.Spec
-accumulate_gradients = _api.accumulate_gradients
-asarray = _api.asarray
-assign_gradients = _api.assign_gradients
-attention = _api.attention
-checkpoint = _api.checkpoint
-chunked = _api.chunked
-clip_gradient = _api.clip_gradient
-compile = _api.compile
-contrastive_loss = _api.contrastive_loss
-custom_rule = _api.custom_rule
-dependence = _api.dependence
-formula = _api.formula
-frozen = _api.frozen
-functionalize = _api.functionalize
-gather = _api.gather
-grad = _api.grad
-gradient_graph = _api.gradient_graph
-graph_diff = _api.graph_diff
-guard_gradients = _api.guard_gradients
-hessian = _api.hessian
-host_function = _api.host_function
-hvp = _api.hvp
-is_replaying = _api.is_replaying
-jacobian = _api.jacobian
-jvp = _api.jvp
-key = _api.key
-known_gradient = _api.known_gradient
-linear_cross_entropy = _api.linear_cross_entropy
-linearize = _api.linearize
-measure = _api.measure
-microbatched = _api.microbatched
-minimax_value_and_grad = _api.minimax_value_and_grad
-mixed_partial = _api.mixed_partial
-per_example_grad = _api.per_example_grad
-reverse_gradient = _api.reverse_gradient
-scale_gradient = _api.scale_gradient
-split = _api.split
-stop_gradient = _api.stop_gradient
-straight_through = _api.straight_through
-tiled = _api.tiled
-to_numpy = _api.to_numpy
-transform_gradient = _api.transform_gradient
-value_and_grad = _api.value_and_grad
-vjp = _api.vjp
-vmap = _api.vmap
-why_zero = _api.why_zero
+GradientAccumulator = _accumulation.GradientAccumulator
+Spec = _host_functions.Spec
+accumulate_gradients = _accumulation.accumulate_gradients
+asarray = _models.asarray
+assign_gradients = _accumulation.assign_gradients
+attention = _pairs.attention
+checkpoint = _models.checkpoint
+chunked = _chunking.chunked
+clip_gradient = _edits.clip_gradient
+compile = _models.compile
+contrastive_loss = _pairs.contrastive_loss
+custom_rule = _custom_rules.custom_rule
+dependence = _seeing.dependence
+formula = _formulating.formula
+frozen = _freezing.frozen
+functionalize = _models.functionalize
+gather = _chunking.gather
+grad = _derivatives.grad
+gradient_graph = _graphing.gradient_graph
+graph_diff = _graphing.graph_diff
+guard_gradients = _seeing.guard_gradients
+hessian = _derivatives.hessian
+host_function = _host_functions.host_function
+hvp = _derivatives.hvp
+is_replaying = _chunking.is_replaying
+jacobian = _derivatives.jacobian
+jvp = _derivatives.jvp
+key = _models.key
+known_gradient = _edits.known_gradient
+linear_cross_entropy = _pairs.linear_cross_entropy
+linearize = _derivatives.linearize
+measure = _measures.measure
+microbatched = _chunking.microbatched
+minimax_value_and_grad = _derivatives.minimax_value_and_grad
+mixed_partial = _derivatives.mixed_partial
+per_example_grad = _derivatives.per_example_grad
+reverse_gradient = _edits.reverse_gradient
+scale_gradient = _edits.scale_gradient
+split = _models.split
+stop_gradient = _edits.stop_gradient
+straight_through = _edits.straight_through
+tiled = _tiling.tiled
+to_numpy = _models.to_numpy
+transform_gradient = _edits.transform_gradient
+value_and_grad = _derivatives.value_and_grad
+vjp = _derivatives.vjp
+vmap = _models.vmap
+why_zero = _seeing.why_zero

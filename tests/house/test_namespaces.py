@@ -53,6 +53,12 @@ def test_a_namespace_exports_exactly_the_names_of_the_design(gt):
     assert dir(gt) == sorted(gt.__all__)
 
 
+def test_the_stub_names_what_a_namespace_exports():
+    tree = ast.parse((ROOT / "public.pyi").read_text())
+    named = [node.targets[0].id for node in tree.body if isinstance(node, ast.Assign)]
+    assert sorted(named) == sorted(FUNCTIONS)
+
+
 @pytest.mark.skipif(len(INSTALLED) < 2, reason="needs both frameworks")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_both_namespaces_have_the_same_signature(name):

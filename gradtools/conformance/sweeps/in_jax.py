@@ -107,16 +107,23 @@ class ProgramAtPoint:
         xs: The arguments.
         ts: A tangent.
         cs: A cotangent.
+        xp: The namespace of the arrays.
     """
 
     f: Callable[..., Arrays]
     xs: Arrays
     ts: Arrays
     cs: Arrays
+    xp: Any = jnp
+
+    def inner(self, a: Any, b: Any) -> Any:
+        """Re<a, b>."""
+        return self.xp.sum(self.xp.real(self.xp.conj(a) * b))
 
     def loss(self, outs: Sequence[Any]) -> Any:
         """Re<c, y> + |y|^2 / 2, which is curved where f is not."""
-        return sum(_inner(c, y) + 0.5 * _inner(y, y) for c, y in zip(self.cs, outs, strict=True))
+        pairs = zip(self.cs, outs, strict=True)
+        return sum(self.inner(c, y) + 0.5 * self.inner(y, y) for c, y in pairs)
 
     def g(self, *xs: Any) -> Any:
         """The loss of f."""
@@ -129,11 +136,6 @@ class ProgramAtPoint:
     def pushed(self, *xs: Any) -> Arrays:
         """JAX's own tangent of f."""
         return jax.jvp(self.f, xs, tuple(self.ts))[1]
-
-
-def _inner(a: Any, b: Any) -> Any:
-    """Re<a, b>."""
-    return jnp.sum(jnp.real(jnp.conj(a) * b))
 
 
 # --- what JAX says -----------------------------------------------------------------------
@@ -153,7 +155,7 @@ def _native_second(p: ProgramAtPoint) -> Arrays:
 
 
 def _slope_of_tangent(p: ProgramAtPoint, pushed: Callable[..., Arrays], *xs: Any) -> Any:
-    return sum(_inner(c, y) for c, y in zip(p.cs, pushed(*xs), strict=True))
+    return sum(p.inner(c, y) for c, y in zip(p.cs, pushed(*xs), strict=True))
 
 
 NATIVE: dict[str, Callable[[ProgramAtPoint], Arrays]] = {

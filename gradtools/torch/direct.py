@@ -232,8 +232,6 @@ class _Closed:
     """
 
     def __init__(self, written: Sequence[Any]) -> None:
-        self.cells: list[tuple[Any, Any]] = []
-        self.tensors: list[Tensor] = []
         self.written = written
         self.known = self._search()
 
@@ -241,14 +239,18 @@ class _Closed:
         """Whether nothing that is held requires grad; False where that is not known."""
         for cell, content in self.cells:
             if cell.cell_contents is not content:
-                self.cells, self.tensors = [], []
                 self.known = self._search()
                 return False
+        if self.unbound:
+            self.known = self._search()
         if not self.tensors:
             return self.known
         return self.known and not any(x.requires_grad for x in self.tensors)
 
     def _search(self) -> bool:
+        self.cells: list[tuple[Any, Any]] = []
+        self.tensors: list[Tensor] = []
+        self.unbound = False  # whether a name is not bound yet
         todo, seen = list(self.written), set()
         while todo:
             x = todo.pop()
@@ -266,7 +268,8 @@ class _Closed:
                 for cell in x.__closure__ or ():
                     try:
                         self.cells.append((cell, cell.cell_contents))
-                    except ValueError:  # a name that is not bound yet
+                    except ValueError:
+                        self.unbound = True
                         return False
                     todo.append(cell.cell_contents)
             elif hasattr(x, "func"):

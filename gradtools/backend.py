@@ -632,7 +632,7 @@ class Seeing(Tiles):
         return self._lacks("gradient_graph")
 
     def formula_graph(self, program: LeafProgram) -> PlainGraph:
-        """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
+        """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
 
         ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
         has no word in the vocabulary keeps its native name. Its effects are undone.

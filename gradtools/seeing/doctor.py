@@ -220,7 +220,9 @@ class Factor:
     vanished: Callable[[], Sequence[Vanished] | None]
 
 
-def starting(backend: Backend, graph: Graph, factors: Sequence[Factor], found: Vanished) -> str:
+def starting(
+    backend: Backend, graph: PlainGraph, factors: Sequence[Factor], found: Vanished
+) -> str:
     """The trained factor that is zero where a gradient becomes zero; empty if there is none.
 
     LoRA's second matrix and ReZero's scale start at zero, have a gradient themselves, and let that
@@ -231,7 +233,7 @@ def starting(backend: Backend, graph: Graph, factors: Sequence[Factor], found: V
     return next((f.name for f in factors if _multiplies(backend, graph, found.node, f)), "")
 
 
-def _multiplies(backend: Backend, graph: Graph, node: Node, factor: Factor) -> bool:
+def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Factor) -> bool:
     """Whether a node reads a trained array that is zero, as it is or in another arrangement."""
     carried = set(factor.numbers)
     for _, one in graph.walk():

@@ -65,6 +65,7 @@ class Foreign:
         self.base = base or self
         self.arity = arity
         self.fun: Any = None  # of a function that is no derivative, what its author wrote
+        self.check: Callable[[Any, list[Spec]], None] | None = None  # of what he says comes out
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
         self._known: dict[Any, KnownOfShapes] = {}
@@ -215,6 +216,7 @@ class KnownOfShapes:
         ins: What goes in.
         seen: Of a function that is no derivative: whether its first call was looked at.
         written: Which arguments it writes in place; these are copied.
+        held: What it closes over that it might write, by names.
         captured: What it closes over that is to be differentiated, in words.
     """
 
@@ -222,6 +224,7 @@ class KnownOfShapes:
     ins: tuple[Spec, ...]
     seen: bool = False
     written: tuple[int, ...] = ()
+    held: dict[str, Any] = field(default_factory=dict)
     captured: str = ""
 
     @cached_property
@@ -235,6 +238,17 @@ class KnownOfShapes:
         """What comes out; of a traced program without running it."""
         return self.of.outs(self.ins)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether what comes out need not be looked at: it was, and no author says it."""
+        return "outs" in vars(self) and self.of.check is None
+
+    def tell(self, outs: list[Spec]) -> None:
+        """What came out; raises where the author says that it is something else."""
+        if self.of.check is not None:
+            self.of.check(self.ins, outs)
+        self.outs = outs
+
     @cached_property
     def inexact(self) -> Mask:
         """Which outputs are floating or complex."""
@@ -247,7 +261,7 @@ class KnownOfShapes:
         Of a derivative every one: it is the function's path that counts, and a derivative that
         does not depend on an input is constant in it.
         """
-        return self.of.guest.reach(self.of.run, self.ins) if self.base is self else None
+        return self.of.guest.reach(self.of, self.ins) if self.base is self else None
 
     def moving(self, given: Mask) -> Mask:
         """Which inputs get a cotangent where these outputs have one."""
@@ -278,7 +292,7 @@ class KnownOfShapes:
 
     @cached_property
     def _graph(self) -> PlainGraph | None:
-        return self.of.guest.graph(self.of.run, self.ins)
+        return self.of.guest.graph(self.of, self.ins)
 
     def formula(self, xs: Sequence[np.ndarray], batch: Sequence[int]) -> Recorded | None:
         """One run of the function in the formula's vocabulary; none of a derivative."""
@@ -304,7 +318,7 @@ class KnownOfShapes:
 
     @cached_property
     def _cost(self) -> Cost | None:
-        return self.of.guest.cost(self.of.run, self.ins)
+        return self.of.guest.cost(self.of, self.ins)
 
     def direct(self, xs: Sequence[Array]) -> list[Array]:
         """The function at the host's arrays, without a copy where memory can be shared."""
@@ -471,6 +485,7 @@ class FlatBridged:
         self.guest, self.host = self.of.guest, self.of._backend
         self.foreign = Foreign(self.guest, self.of.__name__, self.run, self.outs)
         self.foreign.fun = self.of.fun
+        self.foreign.check = None if self.of.out is None else self._check
 
     def run(self, *arrays: Array) -> list[Array]:
         """The function; the leaves of its output in the host's order."""
@@ -479,7 +494,9 @@ class FlatBridged:
         newest = self.newest
         if newest is None or not (newest[0] is treedef or newest[0] == treedef):
             self.newest = self._arranged(treedef, len(leaves))
-        _, self.structures[_shapes(arrays)], order = self.newest
+        _, structure, order = self.newest
+        if self.of.out is None:
+            self.structures[_shapes(arrays)] = structure
         return [self.guest.as_array(self.of.__name__, leaves[i]) for i in order]
 
     def _arranged(self, treedef: Any, count: int) -> Any:
@@ -516,7 +533,7 @@ class FlatBridged:
         """What comes out, by the guest's abstract evaluation or as `out` says."""
         out = self.of.out
         if out is None:
-            return self.guest.abstract(self.of.__name__, self.run, specs)
+            return self.guest.abstract(self.foreign, specs)
         if callable(out):
             args, kwargs = self.shape.arguments(specs)
             out = out(*args, **kwargs)
@@ -528,6 +545,22 @@ class FlatBridged:
                     "Spec(shape, dtype), or a function of the arguments' Specs to one."
                 )
         return found
+
+    def _check(self, ins: Sequence[Spec], found: list[Spec]) -> None:
+        """Raises if what came out of the latest call is not what `out` says."""
+        came, told = self.newest[1], self.outs(ins)
+        wanted, wrong = self.structures[_shapes(ins)], ""
+        if len(found) != len(told):
+            wrong = f"it returned {len(found)} arrays, expected {len(told)}, those of out"
+        elif came != wanted:
+            wrong = f"it returned the structure {came}, expected {wanted}, that of out"
+        elif found != told:
+            k = next(k for k, (a, b) in enumerate(zip(found, told, strict=True)) if a != b)
+            path = self.host.leaf_paths(self.host.unflatten(wanted, found))[k]
+            has, wants = (f"shape {s.shape} and dtype {s.dtype}" for s in (found[k], told[k]))
+            wrong = f"result{path} has {has}; expected {wants}, as out says"
+        if wrong:
+            raise GradtoolsError(f"bridged {self.of.__name__} in {self.guest.title}: {wrong}.")
 
 
 def _shapes(arrays: Sequence[Array]) -> Any:

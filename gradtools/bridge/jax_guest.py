@@ -17,7 +17,7 @@ import torch
 
 import gradtools.jax
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import KnownOfShapes
+from gradtools.bridge.functions import Foreign, KnownOfShapes
 from gradtools.bridge.memory import (
     array_of,
     array_of_numpy,
@@ -98,37 +98,37 @@ class JaxGuest:
                 return False
         return not is_followed()
 
-    def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
+    def abstract(self, of: Foreign, specs: Sequence[Spec]) -> list[Spec]:
         """What comes out, by `jax.eval_shape`."""
-        self._hold_wide(name, specs)
+        self._hold_wide(of.name, specs)
         try:
-            ys = jax.eval_shape(run, *map(_struct, specs))
+            ys = jax.eval_shape(of.run, *map(_struct, specs))
         except jax.errors.JAXTypeError as error:
             raise GradtoolsError(
-                f"to_torch: what {name} returns could not be told without running it. Say it: "
+                f"to_torch: what {of.name} returns could not be told without running it. Say it: "
                 "to_torch(f, out=Spec(shape, dtype), jit=False), a pytree of Specs, or a function "
                 f"of the arguments' Specs. JAX says: {error}"
             ) from error
         return [Spec(y.shape, y.dtype.name) for y in ys]
 
-    def reach(self, run: Any, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
+    def reach(self, of: Foreign, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
         """Which input reaches which output; None where f cannot be traced."""
-        traced = self._traced(run, specs)
+        traced = self._traced(of.run, specs)
         return None if traced is None else reached_matrix(traced)
 
-    def graph(self, run: Any, specs: Sequence[Spec]) -> PlainGraph | None:
+    def graph(self, of: Foreign, specs: Sequence[Spec]) -> PlainGraph | None:
         """The operations; None where f cannot be traced."""
-        traced = self._traced(run, specs)
+        traced = self._traced(of.run, specs)
         return None if traced is None else graph_of(traced, in_places=True)
 
-    def cost(self, run: Any, specs: Sequence[Spec]) -> Cost | None:
+    def cost(self, of: Foreign, specs: Sequence[Spec]) -> Cost | None:
         """What a call costs as `jax.jit` compiles it; None where f cannot be traced."""
-        traced = self._traced(run, specs)
+        traced = self._traced(of.run, specs)
         if traced is None:
             return None
         count = Count({})
         count.jaxpr(live(open_jaxpr(traced)), 1, ())
-        memory = jax.jit(run).lower(*map(_struct, specs)).compile().memory_analysis()
+        memory = jax.jit(of.run).lower(*map(_struct, specs)).compile().memory_analysis()
         peak = memory.temp_size_in_bytes + memory.output_size_in_bytes if memory else 0
         return Cost(count.flops, peak, frozenset(count.unknown), frozenset(count.notes))
 
@@ -176,8 +176,8 @@ class JaxGuest:
                 "argument, or take the PyTorch program into JAX's: to_jax(f)."
             )
         jax.block_until_ready(ys)
-        if "outs" not in vars(known) and run is known.of.entry:
-            known.outs = [Spec(y.shape, y.dtype.name) for y in ys]
+        if run is known.of.entry and not known.is_told:
+            known.tell([Spec(y.shape, y.dtype.name) for y in ys])
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:

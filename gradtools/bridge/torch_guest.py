@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
 from gradtools.backend import backend_of
-from gradtools.bridge.functions import KnownOfShapes
+from gradtools.bridge.functions import Foreign, KnownOfShapes
 from gradtools.bridge.memory import (
     array_of,
     comes_back,
@@ -47,6 +48,9 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.flops import Flops
 from gradtools.torch.measures import LiveBytes
 from gradtools.torch.modules import SEEDING
+from gradtools.torch.randomness import Randomness
+from gradtools.torch.recording.undo import Undo
+from gradtools.torch.state import Snapshot
 from gradtools.torch.verifying import figures, is_near
 
 Tensor = torch.Tensor
@@ -113,41 +117,41 @@ class TorchGuest:
                 return False
         return not within_a_trace()
 
-    def abstract(self, name: str, run: Any, specs: Sequence[Spec]) -> list[Spec]:
+    def abstract(self, of: Foreign, specs: Sequence[Spec]) -> list[Spec]:
         """What comes out, by fake tensors."""
         try:
-            with self._faked(specs) as xs:
-                ys = run(*xs)
+            with self._faked(of, specs) as xs:
+                ys = of.run(*xs)
         except GradtoolsError:
             raise
         except Exception as error:
             raise GradtoolsError(
-                f"to_jax: what {name} returns could not be told without running it, which a "
+                f"to_jax: what {of.name} returns could not be told without running it, which a "
                 "traced program (jit, vmap, scan) needs. Say it: to_jax(f, out=Spec(shape, "
                 "dtype)), a pytree of Specs, or a function of the arguments' Specs. PyTorch says: "
                 f"{error}"
             ) from error
         return [_spec(y) for y in ys]
 
-    def reach(self, run: Any, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
+    def reach(self, of: Foreign, specs: Sequence[Spec]) -> Sequence[Sequence[bool]] | None:
         """Which input reaches which output, by fake tensors; None where f does not take them."""
-        with self._faked(specs) as xs:
+        with self._faked(of, specs) as xs:
             at = [x.requires_grad_() for x in xs if self.is_inexact(x)]
-            ys = _taken(run, [x.clone() for x in xs])
+            ys = _taken(of.run, [x.clone() for x in xs])
             return None if ys is None else [self._reaching(y, xs, at) for y in ys]
 
-    def graph(self, run: Any, specs: Sequence[Spec]) -> PlainGraph | None:
+    def graph(self, of: Foreign, specs: Sequence[Spec]) -> PlainGraph | None:
         """The operations, recorded with fake tensors; None where f does not take them."""
-        with self._faked(specs) as xs:
-            if _taken(run, [x.clone() for x in xs]) is None:
+        with self._faked(of, specs) as xs:
+            if _taken(of.run, [x.clone() for x in xs]) is None:
                 return None
-            program = LeafProgram(self.backend, "gradient_graph", lambda *xs: run(*xs), xs, {})
+            program = LeafProgram(self.backend, "gradient_graph", lambda *xs: of.run(*xs), xs, {})
             return self.backend.gradient_graph(Differentiated(program, FORWARD))
 
-    def cost(self, run: Any, specs: Sequence[Spec]) -> Cost | None:
+    def cost(self, of: Foreign, specs: Sequence[Spec]) -> Cost | None:
         """What a call costs, counted with fake tensors; None where f does not take them."""
-        with self._faked(specs) as xs, LiveBytes() as live, Flops() as flops:
-            if _taken(run, xs) is None:
+        with self._faked(of, specs) as xs, LiveBytes() as live, Flops() as flops:
+            if _taken(of.run, xs) is None:
                 return None
         return Cost(flops.total, live.peak, frozenset(flops.unknown), frozenset(flops.notes))
 
@@ -162,14 +166,21 @@ class TorchGuest:
         return [id(x) in reached for x in xs]
 
     @contextmanager
-    def _faked(self, specs: Sequence[Spec]) -> Iterator[list[Tensor]]:
-        """Inside, operations give shapes and no numbers; tensors of these shapes."""
+    def _faked(self, of: Foreign, specs: Sequence[Spec]) -> Iterator[list[Tensor]]:
+        """Inside, operations give shapes and no numbers; tensors of these shapes.
+
+        What the function keeps then, as in a cache, is let go of: it has no numbers. Counters of
+        calls, which are written even so, are put back. No stream moves, but for other threads.
+        """
+        start = replace(Snapshot.of([of.fun], ()), streams=Randomness({}))
         with (
+            ExitStack() as after,
             upstream.outermost(),
             torch.inference_mode(False),
             upstream.fake_tensors(allow_non_fake_inputs=True),
             torch.enable_grad(),
         ):
+            after.callback(start.restore)
             yield [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
 
     # --- calls
@@ -204,12 +215,14 @@ class TorchGuest:
             with torch.enable_grad():  # as in a thread of JAX's
                 return self._evaluated(known, run, ts)
         if not base.seen:
-            self._look(base, _one_of(ts, base))
+            self._first(base, _one_of(ts, base))
         if base.captured and base is not known:
             raise GradtoolsError(base.captured)
         for i in base.written:
             ts[i] = ts[i].clone()
+        versions = [upstream.version_of(t) for t in base.held.values()]
         ys = run(*ts)
+        _refuse_written(base, versions)
         for i, t in enumerate(ts):
             if upstream.version_of(t) and i not in base.written:
                 raise GradtoolsError(
@@ -217,8 +230,8 @@ class TorchGuest:
                     "call with such arrays, so JAX's own array was changed. Clone what you write "
                     "in: x = x.clone()."
                 )
-        if "outs" not in vars(known) and run is known.of.entry:
-            known.outs = [_spec(y) for y in ys]
+        if run is known.of.entry and not known.is_told:
+            known.tell([_spec(y) for y in ys])
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
@@ -234,11 +247,24 @@ class TorchGuest:
 
     # --- the first call
 
+    def _first(self, base: KnownOfShapes, ts: Sequence[Tensor]) -> None:
+        """Looks at the function; what it wrote is put back where it is refused."""
+        undo = Undo(Snapshot.of([base.of.fun], ts))
+        try:
+            with undo:
+                self._look(base, ts)
+        except BaseException:
+            undo.put_back()
+            undo.start.restore()
+            raise
+        finally:
+            del undo  # it holds what it copied
+
     def _look(self, base: KnownOfShapes, ts: Sequence[Tensor]) -> None:
         """Evaluates the function on copies, and notes what JAX would not know of."""
         name, copies, more = base.of.name, _copies(ts), _copies(ts)
         held, draws = _captured(base.of.fun), False
-        versions = {key: upstream.version_of(t) for key, t in held.items()}
+        versions = [upstream.version_of(t) for t in held.values()]
         stream = torch.get_rng_state()
         ys = base.of.run(*copies)
         drawn = not torch.equal(stream, torch.get_rng_state())
@@ -247,20 +273,14 @@ class TorchGuest:
             others = base.of.run(*more)
             draws = drawn and not torch.equal(again, torch.get_rng_state())
         if draws:
-            torch.set_rng_state(stream)
             raise GradtoolsError(
                 f"to_jax: {name} draws random numbers from PyTorch's global stream, so each "
                 "evaluation would draw others: that of the derivative too. Call eval() on the "
                 "module, or bridge it: apply, params, state = to_jax(module), and give apply a "
                 "key."
             )
-        changed = [key for key, t in held.items() if upstream.version_of(t) != versions[key]]
-        if changed:
-            raise GradtoolsError(
-                f"to_jax: {name} writes in place in {changed[0]}, which it closes over, at each "
-                "evaluation: that of a derivative too. Bridge the module: apply, params, state = "
-                "to_jax(module) hands its buffers in and out."
-            )
+        base.held = held
+        _refuse_written(base, versions)
         if not all(map(is_near, map(figures, ys), map(figures, others))):
             raise GradtoolsError(
                 f"to_jax: {name} gives other numbers when it is evaluated again at the same "
@@ -277,7 +297,19 @@ class TorchGuest:
         base.written = tuple(
             [i for i, t in enumerate(ts) if any(_is_touched(t, xs, i) for xs in (copies, more))]
         )
+        base.held = {key: t for key, t in held.items() if not isinstance(t, torch.nn.Parameter)}
         base.seen = True
+
+
+def _refuse_written(base: KnownOfShapes, versions: Sequence[int]) -> None:
+    """Raises if the function wrote in what it closes over."""
+    for (key, t), version in zip(base.held.items(), versions, strict=True):
+        if upstream.version_of(t) != version:
+            raise GradtoolsError(
+                f"to_jax: {base.of.name} writes in place in {key}, which it closes over, at each "
+                "evaluation: that of a derivative too. Bridge the module: apply, params, state = "
+                "to_jax(module) hands its buffers in and out."
+            )
 
 
 def _copies(ts: Sequence[Tensor]) -> list[Tensor]:

@@ -408,6 +408,72 @@ def test_random_numbers_and_written_buffers_are_refused_by_name():
         bridge.to_jax(lambda t: norm(t))(jnp.ones((2, 3)))
 
 
+def _held(net):
+    return {name: t.clone() for name, t in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_what_a_refused_function_wrote_is_put_back_bit_for_bit(around):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).double()
+    seen, table, calls = [], torch.ones(4, dtype=torch.float64), {"count": 0}
+
+    def f(t):
+        seen.append(1)
+        table[1:].mul_(2)
+        calls["count"] += 1
+        return net(t)
+
+    before = _held(net)
+    x = jnp.ones((4, 2, 3) if around is jax.vmap else (2, 3))
+    with pytest.raises(Exception, match="writes in place in"):
+        jax.block_until_ready(around(bridge.to_jax(f))(x))
+    for name, t in net.state_dict().items():
+        assert torch.equal(t, before[name]), name
+    assert table.tolist() == [1] * 4 and not seen and calls == {"count": 0}
+
+
+def test_a_buffer_that_is_written_in_a_later_call_alone_is_refused():
+    norm = torch.nn.BatchNorm1d(3).double().eval()
+    f = bridge.to_jax(lambda t: norm(t))
+    x = jnp.asarray([[1.0, 2.0, 3.0], [3.0, 4.0, 7.0]])
+    near(f(x), norm(torch.from_numpy(np.array(x))).detach())
+    norm.train()
+    for call in (f, jax.jit(f), jax.grad(lambda x: f(x).sum())):
+        with pytest.raises(Exception, match=r"writes in place in '[a-z_]+' of BatchNorm1d"):
+            jax.block_until_ready(call(x))
+
+
+OUTS = {
+    "another shape": (
+        gj.Spec((4,), "float32"),
+        "result has shape (3,) and dtype float32; expected",
+    ),
+    "another dtype": (gj.Spec((3,), "int32"), "expected shape (3,) and dtype int32"),
+    "two": ((gj.Spec((3,), "float32"),) * 2, "it returned 1 arrays, expected 2, those of out"),
+    "a list": ([gj.Spec((3,), "float32")], "it returned the structure"),
+    "a function": (lambda x: gj.Spec((*x.shape, 1), x.dtype), "expected shape (3, 1)"),
+}
+
+
+@pytest.mark.parametrize("which", OUTS)
+def test_what_out_says_wrongly_is_noticed_in_eager_mode_as_under_jit(which):
+    out, words = OUTS[which]
+    x, t = jnp.ones(3, jnp.float32), torch.ones(3)
+    in_jax, in_torch = (
+        cross(lambda x: x * 2, out=out) for cross in (bridge.to_jax, bridge.to_torch)
+    )
+    calls = [
+        lambda: in_jax(x),
+        lambda: jax.jit(in_jax)(x),
+        lambda: jax.vjp(in_jax, x),
+        lambda: in_torch(t),
+        lambda: in_torch(t.clone().requires_grad_()),
+    ]
+    for call in (*calls, *calls):
+        with pytest.raises(Exception, match=re.escape(words)):
+            jax.block_until_ready(call())
+
+
 DRAWS = {
     "NumPy's stream": lambda: np.random.rand,
     "Python's stream": lambda: random.random,
@@ -544,3 +610,25 @@ except GradtoolsError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, env=flags
     )
     assert found.stdout == "refused\n", found.stderr[-2000:]
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap, jax.grad])
+def test_what_a_model_keeps_of_its_first_call_holds_numbers(around):
+    """As the angles of rotary embeddings; a traced program asks for shapes by fake tensors."""
+
+    class Rotated(torch.nn.Module):
+        cache = None
+
+        def forward(self, x):
+            if self.cache is None:
+                self.cache = torch.arange(x.shape[-1], dtype=x.dtype).cos()
+            return x * self.cache
+
+    net = Rotated()
+    f = bridge.to_jax(lambda t: net(t).sum())
+    x = jnp.ones((2, 3) if around is jax.vmap else 3)
+    angles = np.cos(np.arange(3.0))
+    wanted = {jax.vmap: [angles.sum()] * 2, jax.grad: angles}.get(around, angles.sum())
+    for _ in range(2):
+        near(around(f)(x), wanted)
+    assert type(net.cache) is torch.Tensor

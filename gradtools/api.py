@@ -11,6 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 from gradtools.backend import Operators
 
+_ROOMS = {
+    "derivatives:Derivatives": (
+        "grad value_and_grad minimax_value_and_grad vjp jvp linearize jacobian hvp hessian "
+        "per_example_grad mixed_partial"
+    ),
+    "edits:Edits": (
+        "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
+        "known_gradient straight_through"
+    ),
+    "custom:CustomRules": "custom_rule",
+    "kernels:HostFunctions": "host_function Spec",
+    "frozen:Freezing": "frozen",
+    "chunking:Chunking": "chunked microbatched gather is_replaying",
+    "tiled:Tiling": "tiled",
+    "pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
+    "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
+    "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
+    "seeing.operators:SeeingOperators": "dependence why_zero guard_gradients",
+    "seeing.graphing:Graphing": "gradient_graph graph_diff",
+    "seeing.formulating:Formulating": "formula",
+    "seeing.measures:Measures": "measure",
+}
+_ROOM_OF = {name: f"gradtools.{room}" for room, names in _ROOMS.items() for name in names.split()}
+
 if TYPE_CHECKING:  # what a type checker, and an editor, sees
     from gradtools.accumulate import Accumulation
     from gradtools.chunking import Chunking
@@ -45,10 +69,14 @@ if TYPE_CHECKING:  # what a type checker, and an editor, sees
     ):
         """Every public operator, bound to one backend."""
 
+        names: list[str]
+
 else:
 
     class Api(Operators):
         """Every public operator, bound to one backend."""
+
+        names = sorted(_ROOM_OF)
 
         def __getattr__(self, name: str) -> Any:
             if name not in _ROOM_OF:
@@ -62,28 +90,3 @@ else:
             module, _, kind = name.partition(":")
             made = getattr(import_module(module), kind)(self._backend)
             return self.__dict__.setdefault(name, made)
-
-
-_ROOMS = {
-    "derivatives:Derivatives": (
-        "grad value_and_grad minimax_value_and_grad vjp jvp linearize jacobian hvp hessian "
-        "per_example_grad mixed_partial"
-    ),
-    "edits:Edits": (
-        "reverse_gradient scale_gradient stop_gradient clip_gradient transform_gradient "
-        "known_gradient straight_through"
-    ),
-    "custom:CustomRules": "custom_rule",
-    "kernels:HostFunctions": "host_function Spec",
-    "frozen:Freezing": "frozen",
-    "chunking:Chunking": "chunked microbatched gather is_replaying",
-    "tiled:Tiling": "tiled",
-    "pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
-    "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
-    "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",
-    "seeing.operators:SeeingOperators": "dependence why_zero guard_gradients",
-    "seeing.graphing:Graphing": "gradient_graph graph_diff",
-    "seeing.formulating:Formulating": "formula",
-    "seeing.measures:Measures": "measure",
-}
-_ROOM_OF = {name: f"gradtools.{room}" for room, names in _ROOMS.items() for name in names.split()}

@@ -30,8 +30,8 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions, Chunks
-    from gradtools.host import Kernel, KernelCall, Results
-    from gradtools.seeing.graph import Graph
+    from gradtools.host import KernelCall
+    from gradtools.seeing.nodes import PlainGraph
     from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import LeafProgram
     from gradtools.seeing.recording import Recording, Run, Vanished
@@ -364,7 +364,9 @@ class Programs(Rules):
     def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
         """A shorter way through the commonest calls of a custom rule, where there is one.
 
-        It takes the positional arguments, and gives NotImplemented for what is not of these.
+        It takes the positional arguments, and gives NotImplemented for what is not of these. A
+        host function's kernel is called here and now where nothing but arrays with values go in,
+        and no trace, transform, mode or autograd follows what is done.
         """
         return None
 
@@ -398,13 +400,6 @@ class Programs(Rules):
     def call_kernel(self, call: KernelCall, xs: Sequence[Array]) -> list[Array]:
         """The results of a host kernel, inside the framework's program; without a derivative."""
         return self._lacks("host_function")
-
-    def call_now(self, kernel: Kernel, args: Sequence[Any]) -> tuple[Results, list[Array]] | None:
-        """The same where nothing but arrays with values go in, and nothing follows what is done.
-
-        None where anything does: a trace, a transform, a mode, autograd.
-        """
-        return None
 
     def gather(self, x: Any, axis_name: Any, group: Any) -> Any:
         return self._lacks("gather")
@@ -539,6 +534,10 @@ class Tiles(Recomputation):
         """
         return fun, []
 
+    def as_now(self, fun: Callable[..., Any], xs: Sequence[Array]) -> Callable[..., Any]:
+        """fun, which later computes in the modes that hold now, for arrays like xs."""
+        return fun
+
     def sweep(self, sweep: Sweep, xs: Sequence[Array]) -> list[list[Array]]:
         """The merged states of all tiles, group by group; blocks of rows and columns joined."""
         return self._lacks("tiled")
@@ -546,6 +545,19 @@ class Tiles(Recomputation):
     def fold(self, step: Any, state: list[Array], xs: Sequence[Array], count: int) -> list[Array]:
         """`state = step(state, block)` over so many blocks of the arrays' first axis."""
         return self._lacks("linear_cross_entropy")
+
+    def taken(self, x: Array, at: Array, index: Array) -> Array:
+        """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
+        here = index == self.xp.expand_dims(at, axis=1)
+        return self.xp.sum(self.xp.where(here, x, self.zeros_like(x)), axis=1)
+
+    def put(self, v: Array, at: Array, index: Array) -> Array:
+        """The transpose: a matrix of v at these places, and zeros.
+
+        index: Of all columns, without gaps.
+        """
+        here, v = index == self.xp.expand_dims(at, axis=1), self.xp.expand_dims(v, axis=1)
+        return self.xp.where(here, v, self.zeros_like(v))
 
     def sharded_like(self, x: Array, other: Array) -> Array:
         """x, over a mesh of devices as another array of its shape, if that is over one."""
@@ -611,12 +623,12 @@ class Seeing(Tiles):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         return run(leaves)
 
-    def gradient_graph(self, asked: Differentiated | Live) -> Graph:
+    def gradient_graph(self, asked: Differentiated | Live) -> PlainGraph:
         """The passes of a program as one graph, its effects undone; or what is held of results."""
         return self._lacks("gradient_graph")
 
-    def formula_graph(self, program: LeafProgram) -> Graph:
-        """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
+    def formula_graph(self, program: LeafProgram) -> PlainGraph:
+        """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
 
         ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
         has no word in the vocabulary keeps its native name. Its effects are undone.

@@ -74,12 +74,12 @@ class Call:
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
         """f at other leaves: `(outs, extras)`. Remembers the tree of what f returned."""
-        args = list(self.args)
-        for i, tree in zip(self.argnums, self.to_trees(leaves), strict=True):
-            args[i] = tree
+        args, backend, start = list(self.args), self.backend, 0
+        for i, treedef, count in zip(self.argnums, self.treedefs, self.counts, strict=True):
+            args[i] = backend.unflatten(treedef, leaves[start : start + count])
+            start += count
         result = self.f(*args, **self.kwargs)
         out, aux = self._parted(result) if self.has_aux else (result, None)
-        backend = self.backend
         # What is kept of the output is its tree, no array: tracers would leak, memory stay.
         self._out_is_leaf = not isinstance(out, tuple | list | dict)
         out_leaves, self._out_def = backend.flatten(out)
@@ -92,8 +92,9 @@ class Call:
         extras: list[Array] = []
         for k, x in enumerate(out_leaves):
             y = x if backend.is_array(x) else self._as_output(k, x)
-            self._inexact.append(backend.is_inexact(y))
-            (outs if self._inexact[-1] else extras).append(y)
+            inexact = backend.is_inexact(y)
+            self._inexact.append(inexact)
+            (outs if inexact else extras).append(y)
         self._aux_static: list[tuple[Any] | None] = []
         for x in aux_leaves:
             self._aux_static.append(None if backend.is_array(x) else (x,))
@@ -218,6 +219,32 @@ class Call:
             f"{self.asked}: f must return one real number, an array of shape (); got {came}. "
             f"{mend}."
         )
+
+
+def whole_number(asked: str, name: str, value: Any, least: int, unit: str) -> int:
+    """A count that came in, of any kind that has `__index__`, as an integer of Python."""
+    try:
+        found = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise GradtoolsError(
+            f"{asked}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
+        )
+    return found
+
+
+def whole_or_none(asked: str, name: str, value: Any, least: int, unit: str) -> int | None:
+    """The same of a count that may be left open."""
+    return None if value is None else whole_number(asked, name, value, least, unit)
+
+
+def order_among(asked: str, order: Any, known: Sequence[int], expected: str) -> int:
+    """An order of derivatives that came in, as one of those that are known."""
+    whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
+    if not whole or operator.index(order) not in known:
+        raise GradtoolsError(f"{asked}: order is {order!r}; expected {expected}.")
+    return operator.index(order)
 
 
 def normalized_argnums(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +20,6 @@ from gradtools.rules import Rule
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
-    from gradtools.host import Kernel
 
 
 class JaxBackend(Backend):
@@ -145,11 +144,12 @@ class JaxBackend(Backend):
 
     call_kernel = Lazily("gradtools.jax.host")
 
-    @cached_property
-    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
+    def direct_calls(self, of: Any) -> Callable[[tuple[Any, ...]], Any] | None:
+        if not hasattr(of, "kernel"):
+            return None
         from gradtools.jax import host
 
-        return partial(host.call_now, self)
+        return partial(host.call_now, self, of.kernel, len(of._taken.names))
 
     # --- the framework's own transforms
 

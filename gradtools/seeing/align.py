@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradtools.seeing.graph import Graph, Node, Value
+from gradtools.seeing.nodes import Node, PlainGraph, Value
 
 ARRANGING = frozenset(
     {"reshape", "transpose", "broadcast", "squeeze", "expand_dims", "unsqueeze", "expand"}
@@ -136,7 +136,7 @@ class Alignment:
         return [step.number for step in steps if step.number not in paired]
 
 
-def steps_of(graph: Graph, whole: frozenset[str] = frozenset()) -> tuple[AlignedStep, ...]:
+def steps_of(graph: PlainGraph, whole: frozenset[str] = frozenset()) -> tuple[AlignedStep, ...]:
     """The steps of a graph, those of its bodies too.
 
     Args:
@@ -182,7 +182,10 @@ def _without_index_arithmetic(steps: list[AlignedStep]) -> list[AlignedStep]:
 
 
 def _collect(
-    graph: Graph, made: dict[int, frozenset[int]], whole: frozenset[str], steps: list[AlignedStep]
+    graph: PlainGraph,
+    made: dict[int, frozenset[int]],
+    whole: frozenset[str],
+    steps: list[AlignedStep],
 ) -> None:
     for node in graph.nodes:
         reads = frozenset[int]().union(*(made.get(v, frozenset()) for v in node.inputs))
@@ -216,7 +219,7 @@ def _holds(node: Node, name: str) -> bool:
     return any(common_name(part) == name for part in inner)
 
 
-def is_arranging(graph: Graph, node: Node) -> bool:
+def is_arranging(graph: PlainGraph, node: Node) -> bool:
     """Whether a node only arranges data; a cast does if it keeps the dtype."""
     if node.operation == "cast" and node.inputs:
         return graph.values[node.inputs[0]].dtype == graph.values[node.outputs[0]].dtype
@@ -232,12 +235,12 @@ def common_name(node: Node) -> str:
     return NAMES.get(name, name)
 
 
-def names_in(graph: Graph) -> frozenset[str]:
+def names_in(graph: PlainGraph) -> frozenset[str]:
     """The names of all operations without a program inside."""
     return frozenset(common_name(node) for _, node in graph.walk() if not node.bodies)
 
 
-def aligned(a: Graph, b: Graph) -> Alignment:
+def aligned(a: PlainGraph, b: PlainGraph) -> Alignment:
     """Two graphs, aligned."""
     first, second = steps_of(a, names_in(b)), steps_of(b, names_in(a))
     pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -439,7 +442,7 @@ def _renamed(first: Sequence[AlignedStep], second: Sequence[AlignedStep], pairs:
     return found
 
 
-def forward_alone(graph: Graph) -> Graph:
+def forward_alone(graph: PlainGraph) -> PlainGraph:
     """The first pass, and of it what its own outputs are made of.
 
     How a derivative is written is each framework's own: what it keeps, in which steps.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradtools.seeing.graph import Node
+from gradtools.seeing.nodes import Node
 
 _BESIDE = ("shape", "name", "size", "rule")  # told elsewhere
 _PLAIN = ("dtype", "subscripts", "permutation")  # told without their names

@@ -25,7 +25,7 @@ from gradtools.seeing.canonical_forms import (
     widened,
 )
 from gradtools.seeing.canonical_rules import RULES, attributes_of
-from gradtools.seeing.graph import Body, Graph, Node
+from gradtools.seeing.nodes import Body, Node, PlainGraph
 
 BRANCHING = frozenset(
     ["scan", "while", "while_loop", "cond", "switch", "for", "map", "custom_linear_solve"]
@@ -75,7 +75,7 @@ class Canonical:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: PlainGraph,
         expressions: Expressions,
         names: Mapping[int, str],
         loosely: bool,
@@ -105,12 +105,12 @@ class Canonical:
 
     # --- the walk
 
-    def _run(self, graph: Graph, env: dict[int, Form]) -> None:
+    def _run(self, graph: PlainGraph, env: dict[int, Form]) -> None:
         around, self._here = self._here, graph
         self._walk(graph, env)
         self._here = around
 
-    def _walk(self, graph: Graph, env: dict[int, Form]) -> None:
+    def _walk(self, graph: PlainGraph, env: dict[int, Form]) -> None:
         for node in graph.nodes:
             for v in node.inputs:
                 if v not in env:  # it is made in a later pass
@@ -152,7 +152,7 @@ class Canonical:
         return Form(key, (), ((),) * len(shape), tuple(shape))
 
     def _node(
-        self, graph: Graph, node: Node, given: list[Form], shapes: list[tuple[int, ...]]
+        self, graph: PlainGraph, node: Node, given: list[Form], shapes: list[tuple[int, ...]]
     ) -> list[Form]:
         if node.bodies and node.operation not in BRANCHING:
             return self._call(node, given, shapes)
@@ -171,7 +171,7 @@ class Canonical:
             pass  # it stands for itself
         return self._opaque(node, given, shapes)
 
-    def _told(self, node: Node, graph: Graph, form: Form, given: Sequence[Form]) -> Form:
+    def _told(self, node: Node, graph: PlainGraph, form: Form, given: Sequence[Form]) -> Form:
         """A result with what else is to be compared of it: why it carries no derivative."""
         if node.loss is None or node.loss in _TOLD_BY_NAME or node.operation in _TOLD_BY_ITSELF:
             return form

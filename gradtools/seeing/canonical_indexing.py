@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from gradtools.seeing.canonical_forms import CanonicalExpression, Form, NoForm, widened
-from gradtools.seeing.graph import Graph, Node
+from gradtools.seeing.nodes import Node, PlainGraph
 
 if TYPE_CHECKING:
     from gradtools.seeing.canonical import Canonical, Parts
@@ -457,7 +457,7 @@ def _read(c: Canonical, node: Node, x: Form, access: Access, shape: tuple[int, .
     return Form(key, tuple(labels.sizes[k] for k in kept), dims, shape)
 
 
-def counts_from_the_end(graph: Graph) -> bool:
+def counts_from_the_end(graph: PlainGraph) -> bool:
     """Whether a graph of PyTorch reads or writes at indices that may be negative.
 
     Where all of its operations refuse a negative index (`gather`, `index_select`, an embedding), it

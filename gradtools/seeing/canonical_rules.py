@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtools.seeing import canonical_indexing
 from gradtools.seeing.canonical_forms import CanonicalExpression, Form, NoForm, widened
-from gradtools.seeing.graph import Node
+from gradtools.seeing.nodes import Node
 
 if TYPE_CHECKING:
     from gradtools.seeing.canonical import Canonical

@@ -31,7 +31,7 @@ from gradtools.seeing.flow import (
     losses_of,
     overwritten,
 )
-from gradtools.seeing.graph import Dependence, Graph, Node, Source
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Source
 from gradtools.seeing.passes import CUSTOM
 from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording, Refusal, Vanished
@@ -124,7 +124,7 @@ def refused(program: LeafProgram, refusal: Refusal) -> Finding:
 
 
 def from_losses(
-    name: str, graph: Graph, found: Sequence[Loss], kind: str | None = None
+    name: str, graph: PlainGraph, found: Sequence[Loss], kind: str | None = None
 ) -> list[Finding]:
     """One finding for each line and kind of the losses of one leaf; of this kind, if given."""
     findings = []
@@ -149,7 +149,7 @@ def _called(node: Node) -> str:
     return str(name or node.native or node.operation)
 
 
-def _led_to(graph: Graph, loss: Loss) -> list[Node]:
+def _led_to(graph: PlainGraph, loss: Loss) -> list[Node]:
     """The node that loses; with what is detached only to leave the framework, where it leaves."""
     if loss.node.loss not in ("detached", "no_grad"):
         return [loss.node]
@@ -195,7 +195,7 @@ def _from_ends(
     ]
 
 
-def overwriting(name: str, graph: Graph, value: int) -> list[Finding]:
+def overwriting(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     """One finding for each line at which all that a leaf gives is overwritten."""
     return from_losses(name, graph, overwritten(graph, value), "overwritten")
 
@@ -220,7 +220,9 @@ class Factor:
     vanished: Callable[[], Sequence[Vanished] | None]
 
 
-def starting(backend: Backend, graph: Graph, factors: Sequence[Factor], found: Vanished) -> str:
+def starting(
+    backend: Backend, graph: PlainGraph, factors: Sequence[Factor], found: Vanished
+) -> str:
     """The trained factor that is zero where a gradient becomes zero; empty if there is none.
 
     LoRA's second matrix and ReZero's scale start at zero, have a gradient themselves, and let that
@@ -231,7 +233,7 @@ def starting(backend: Backend, graph: Graph, factors: Sequence[Factor], found: V
     return next((f.name for f in factors if _multiplies(backend, graph, found.node, f)), "")
 
 
-def _multiplies(backend: Backend, graph: Graph, node: Node, factor: Factor) -> bool:
+def _multiplies(backend: Backend, graph: PlainGraph, node: Node, factor: Factor) -> bool:
     """Whether a node reads a trained array that is zero, as it is or in another arrangement."""
     carried = set(factor.numbers)
     for _, one in graph.walk():

@@ -16,7 +16,7 @@ from gradtools.seeing.attributes import are_numbers, text_of
 from gradtools.seeing.canonical import BRANCHING, WRITTEN_OUT, Canonical
 from gradtools.seeing.canonical_forms import CanonicalExpression, Expressions, Form
 from gradtools.seeing.canonical_indexing import counts_from_the_end
-from gradtools.seeing.graph import Graph, Node
+from gradtools.seeing.nodes import Node, PlainGraph
 
 ELSE = "computes something else"
 Groups = tuple[tuple[int, ...], tuple[int, ...]]
@@ -31,7 +31,7 @@ class GraphPair:
         crossing: Whether they are of two frameworks.
     """
 
-    def __init__(self, a: Graph, b: Graph, crossing: bool) -> None:
+    def __init__(self, a: PlainGraph, b: PlainGraph, crossing: bool) -> None:
         self.graphs, self.crossing = (a, b), crossing
         self.names = _names_of_leaves(a, b)
         self.same: set[Groups] = set()  # pairs of steps that do the same with what they read
@@ -234,7 +234,7 @@ def _told(form: Form) -> str:
     return f"({', '.join('·'.join(map(str, axes)) or '–' for axes in form.dims)})"
 
 
-def _maker(graph: Graph, k: int) -> Node:
+def _maker(graph: PlainGraph, k: int) -> Node:
     """What makes an output; of one that goes through, or that there is not, a stand-in."""
     if k >= len(graph.outputs):
         return Node("output", (), ())
@@ -243,7 +243,7 @@ def _maker(graph: Graph, k: int) -> Node:
     return next(makers, Node("output", (value,), ()))
 
 
-def _names_of_leaves(a: Graph, b: Graph) -> tuple[dict[int, str], dict[int, str]]:
+def _names_of_leaves(a: PlainGraph, b: PlainGraph) -> tuple[dict[int, str], dict[int, str]]:
     """What enters, called alike in both: by name where both have it once, else by turn."""
     found: tuple[dict[int, str], dict[int, str]] = ({}, {})
     for kind in ("inputs", "captured"):
@@ -260,7 +260,7 @@ def _names_of_leaves(a: Graph, b: Graph) -> tuple[dict[int, str], dict[int, str]
     return found
 
 
-def _in_turn(graph: Graph, values: Sequence[int]) -> list[int]:
+def _in_turn(graph: PlainGraph, values: Sequence[int]) -> list[int]:
     """Values that enter, inputs as they stand, what is captured as it is first read."""
     if values == graph.inputs:
         return list(values)

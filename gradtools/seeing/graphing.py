@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradtools.backend import Operators, P
+from gradtools.calls import order_among
 from gradtools.errors import GradtoolsError, place_of
 from gradtools.seeing import difference
 from gradtools.seeing.difference import GraphDifference
@@ -79,22 +80,19 @@ class Graphing(Operators):
 
         Source: the pictures of PyTorch's tutorial on double backward with custom functions.
         """
-        if not isinstance(order, int) or isinstance(order, bool) or order not in _ORDERS:
-            raise GradtoolsError(
-                f"gradient_graph: order is {order!r}; expected 0 (forward), 1 (with backward) or "
-                "2 (with backward of the backward)."
-            )
+        expected = "0 (forward), 1 (with backward) or 2 (with backward of the backward)"
+        order = order_among("gradient_graph", order, _ORDERS, expected)
         if (f is None) == (outputs is None):
             raise GradtoolsError(
                 "gradient_graph: expected either a function with its arguments or outputs=, "
                 f"results that exist already; got {'neither' if f is None else 'both'}."
             )
         if f is None:
-            return self._backend.gradient_graph(Live(outputs))
+            return Graph(**vars(self._backend.gradient_graph(Live(outputs))))
         program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, wrt)
         try:
             graph = self._backend.gradient_graph(Differentiated(program, order))
-            return with_spoken_names(graph, program.spoken)
+            return Graph(**vars(with_spoken_names(graph, program.spoken)))
         except GradtoolsError:
             raise
         except Exception as error:

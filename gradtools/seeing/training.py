@@ -27,7 +27,7 @@ from gradtools.seeing.doctor import (
 )
 from gradtools.seeing.findings import Finding
 from gradtools.seeing.flow import backward, losses_of
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
 from gradtools.seeing.program import LeafProgram
 from gradtools.seeing.recording import Recording, Vanished
 

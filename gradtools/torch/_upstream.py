@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,6 +62,18 @@ _c: Any = torch._C
 disable_current_modes = _disable_current_modes
 """A block in which no dispatch mode sees what we do on our own account. Gone: a flag of the mode
 that is asked in its `__torch_dispatch__`, as `gradient_graph` has; other modes see us then."""
+
+
+class Watching(TorchDispatchMode):
+    """A dispatch mode that does not import dynamo, which takes longer than all that it watches.
+
+    It never runs inside of code that is compiled. Gone: dynamo's frames stand below each call.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 pytree = _pytree
 tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
@@ -288,12 +301,9 @@ def arrays_of(node: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
 # --- tensors -----------------------------------------------------------------------------------
 
 
-def version_of(x: Tensor) -> int:
-    """How often x was written in place. `Tensor._version` is documented, and has no public name.
-
-    Gone: compare contents, where today a count is compared.
-    """
-    return x._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often x was written in place. `Tensor._version` is documented, and has no public name. Gone:
+compare contents, where today a count is compared."""
 
 
 def is_zero(x: Tensor) -> bool:
@@ -314,11 +324,6 @@ def tensor_hooks(x: Tensor) -> Any:
     """
     return x._backward_hooks
 
-
-set_creation_meta: Callable[[Tensor, Any], None] = _c._autograd._set_creation_meta
-IN_CUSTOM_FUNCTION: Any = _c._autograd.CreationMeta.IN_CUSTOM_FUNCTION
-"""A view that may not be written in place, as one that a Function returns: autograd would pass by
-its node. Gone: a Function returns it, at three times the cost."""
 
 tracing_state: Callable[[], Any] = _c._get_tracing_state
 """What `torch.jit.is_tracing` asks: TorchScript does not trace a hook."""

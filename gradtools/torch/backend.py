@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,6 @@ from gradtools.torch.wrappers import is_inexact, is_wrapped
 
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions
-    from gradtools.host import Kernel
     from gradtools.rules import Rule
 
 Tensor = torch.Tensor
@@ -131,7 +130,7 @@ class TorchBackend(Backend):
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.direct import DirectCalls
 
-        return DirectCalls(of) if DirectCalls.fit(of) else None
+        return DirectCalls(of).call if DirectCalls.fit(of) else None
 
     def constant(self, x: Array, message: str, *sources: Any) -> Array:
         tracked = [s for s in sources if isinstance(s, Tensor) and s.requires_grad]
@@ -177,12 +176,6 @@ class TorchBackend(Backend):
             return trees.unflatten(treedef, _OnHost.apply(run, *xs))
 
     call_kernel = Lazily("gradtools.torch.host")
-
-    @cached_property
-    def call_now(self) -> Callable[[Kernel, Sequence[Any]], Any]:
-        from gradtools.torch import host
-
-        return partial(host.call_now, self)
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         def constant(*args: Any) -> Any:
@@ -233,7 +226,10 @@ class TorchBackend(Backend):
 
     uncompiled = staticmethod(uncompiled)
 
+    as_now = Lazily("gradtools.torch.tiling")
     sweep = Lazily("gradtools.torch.tiling")
+    taken = Lazily("gradtools.torch.tiling")
+    put = Lazily("gradtools.torch.tiling")
     fold = Lazily("gradtools.torch.tiling")
     tile_bytes = Lazily("gradtools.torch.tiling")
     run_chunks = Lazily("gradtools.torch.chunking")

@@ -25,7 +25,7 @@ from gradtools.seeing import measures as costs
 from gradtools.seeing.measures import Measurement
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.flops import Flops, Watching, inside_of
+from gradtools.torch.flops import Flops, inside_of
 from gradtools.torch.operands import written
 from gradtools.torch.recording.undo import Undo
 from gradtools.torch.state import Snapshot
@@ -135,7 +135,7 @@ def _named_by(f: Any) -> Iterator[Any]:
 # --- bytes -------------------------------------------------------------------------------
 
 
-class LiveBytes(Watching):
+class LiveBytes(upstream.Watching):
     """Counts storages that operations inside make, from when they are made to when they die.
 
     Attributes:
@@ -309,7 +309,7 @@ def _kinds_of(kind: type) -> set[type]:
     return {kind}.union(*map(_kinds_of, type.__subclasses__(kind)))
 
 
-class PutBack(Watching):
+class PutBack(upstream.Watching):
     """Copies what was there before, just before an operation inside writes to it."""
 
     def __init__(self, live: LiveBytes, before: _Before) -> None:

@@ -1,7 +1,7 @@
 """What an operation of aten computes with, in the words of both frameworks.
 
 The operands in their places, and as attributes all else that it was given and that is not the
-default of its schema. The names are those of `seeing/formula/operations.py`: axes are counted from
+default of its schema. The names are those of `seeing/formula/vocabulary/`: axes are counted from
 0, a permutation is whole, a slice has a start and a limit on each axis. What has no word there
 keeps PyTorch's own.
 """

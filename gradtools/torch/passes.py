@@ -26,7 +26,7 @@ from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
 from gradtools.seeing.attributes import number_text, numbers_text
 from gradtools.seeing.crossing import opened
-from gradtools.seeing.graph import Dependence, Graph, Links, Node, Source, Value, needed
+from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph, Source, Value, needed
 from gradtools.seeing.passes import (
     BACKWARD,
     CUSTOM,
@@ -43,7 +43,6 @@ from gradtools.seeing.passes import (
 from gradtools.seeing.rule_cuts import inside_rules, missing, with_cuts
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import leaves_of
-from gradtools.torch.flops import Watching
 from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
@@ -65,7 +64,7 @@ _KERNEL = "aten.call_kernel"
 _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
 
 
-def gradient_graph(asked: Differentiated | Live) -> Graph:
+def gradient_graph(asked: Differentiated | Live) -> PlainGraph:
     """The passes of a program as one graph, its effects undone; or what autograd holds."""
     if isinstance(asked, Live):
         return live_graph(asked.outputs)
@@ -81,7 +80,7 @@ def gradient_graph(asked: Differentiated | Live) -> Graph:
         return _opened(_hooked_or_not(asked))
 
 
-def _opened(graph: Graph) -> Graph:
+def _opened(graph: PlainGraph) -> PlainGraph:
     """The graph with what functions of another framework do inside."""
 
     def node_of(node: Node) -> Node:
@@ -102,7 +101,7 @@ def _tell(kernel: str) -> None:
     )
 
 
-def _hooked_or_not(asked: Differentiated) -> Graph:
+def _hooked_or_not(asked: Differentiated) -> PlainGraph:
     try:
         return _observed(asked, hooked=True)
     except RuntimeError as error:
@@ -112,7 +111,7 @@ def _hooked_or_not(asked: Differentiated) -> Graph:
     return _observed(asked, hooked=False)
 
 
-def _observed(asked: Differentiated, hooked: bool) -> Graph:
+def _observed(asked: Differentiated, hooked: bool) -> PlainGraph:
     """A recorded run, and afterwards everything as it was.
 
     hooked: Whether autograd says what it saves. Where it does not, what is read later tells.
@@ -122,7 +121,7 @@ def _observed(asked: Differentiated, hooked: bool) -> Graph:
         return _recorded(asked, _PassRecorder(undo, hooked))
 
 
-def _recorded(asked: Differentiated, recorder: _PassRecorder) -> Graph:
+def _recorded(asked: Differentiated, recorder: _PassRecorder) -> PlainGraph:
     program = asked.program
     active = set(program.wrt)
     xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
@@ -214,7 +213,7 @@ class _Made:
     inner: bool = False  # whether it is of a derivative that f takes itself
 
 
-class _PassRecorder(Watching):
+class _PassRecorder(upstream.Watching):
     """Writes down the operations that run beneath it.
 
     Args:
@@ -336,7 +335,7 @@ class _PassRecorder(Watching):
     def _origin(self) -> _Origin:
         """The line, modules and mark of what runs: in later passes those of the forward pass."""
         end = _execute_backward if self._phase else _execute
-        source, found = place(end.__code__)
+        source, found = place(end)
         managed = mark_of_running()
         rule, own = next((known for known in self._rules if known[1]), ("", ""))
         mark = managed or own or found
@@ -512,7 +511,7 @@ class _PassRecorder(Watching):
 
     # --- the whole
 
-    def graph(self, ends: _Ends, order: int) -> Graph:
+    def graph(self, ends: _Ends, order: int) -> PlainGraph:
         """What was written down."""
         saved = self._saved(order)
         nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
@@ -523,7 +522,7 @@ class _PassRecorder(Watching):
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
         captured = tuple(number for number in self.captured if number in read)
         inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
-        whole = Graph(tuple(nodes), self.values, inputs, outputs, captured)
+        whole = PlainGraph(tuple(nodes), self.values, inputs, outputs, captured)
         return with_named_outputs(whole, ends.names)
 
     def _with_losses(self, ends: _Ends, nodes: list[Node]) -> list[Node]:

@@ -15,21 +15,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule
+from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.wrappers import is_wrapped
+from gradtools.torch.wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.wrong_gradients import right_vjp, rightly, wrong_nodes
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-_STATE = threading.local()
 
 
 def in_eager() -> bool:
@@ -44,8 +42,8 @@ def transposed(
     """The transpose of `vs -> linear(at, vs)` (of vectors like `examples`) at `values`."""
     if not examples:
         return []
-    plain = in_eager() and not torch.is_grad_enabled() and upstream.forward_level() < 0
-    if plain and not any(v is not None and is_wrapped(v) for v in values):
+    plain = in_eager() and not torch.is_grad_enabled()
+    if plain and not any(v is not None and (is_wrapped(v) or is_dual(v)) for v in values):
         return _by_backward(rule, linear, at, examples, values)
     return _by_vjp(rule, linear, at, examples, values)
 
@@ -91,11 +89,28 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
         return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
+def vjp_of_inexact(
+    fun: Callable[..., Sequence[Tensor]], *xs: Tensor
+) -> tuple[list[Tensor], list[bool], Any]:
+    """All outputs, which of them have a derivative, and the pullback of these."""
+    carried: list[bool] = []
+
+    def run(*xs: Tensor) -> Any:
+        ys = fun(*xs)
+        carried[:] = [is_inexact(y) for y in ys]
+        pairs = list(zip(ys, carried, strict=True))
+        return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
+
+    found, pullback, others = right_vjp(run, *xs, has_aux=True)
+    left = iter(others)
+    return [next(left) if y is None else y for y in spread(found, carried)], carried, pullback
+
+
 def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Any) -> list[Any]:
     """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
-    outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
-    cts = cts(outs) if callable(cts) else cts
-    full = [torch.zeros_like(y) if ct is None else ct for y, ct in zip(outs, cts, strict=True)]
+    outs, carried, pullback = vjp_of_inexact(fun, *xs)
+    triples = zip(outs, cts(outs) if callable(cts) else cts, carried, strict=True)
+    full = [torch.zeros_like(y) if ct is None else ct for y, ct, c in triples if c]
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 
@@ -108,9 +123,10 @@ def value_and_push(
     fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The outputs and the pushforward, of one evaluation."""
-    outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
-    again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))[1]
-    return list(outs), [v.view_as(v) for v in again(tuple(dxs))[0]]
+    outs, carried, pullback = vjp_of_inexact(fun, *xs)
+    zeros = [torch.zeros_like(y) for y, c in zip(outs, carried, strict=True) if c]
+    again = torch.func.vjp(pullback, tuple(zeros))[1]
+    return outs, spread([v.view_as(v) for v in again(tuple(dxs))[0]], carried)
 
 
 # --- a rule that is applied to the tangents of its own map --------------------------------
@@ -118,13 +134,50 @@ def value_and_push(
 EAGER = -1  # the level of autograd itself, beside the levels of torch.func
 
 
-@dataclass(eq=False)
-class _Transposition:
-    """A transposition that is under way, and the level of its vectors while it is traced."""
+class _Here(threading.local):
+    """This thread's transpositions under way, the innermost last."""
 
-    source: Rule
-    level: int | None = None
-    by_code: bool = False  # whether the rule's own code is transposed
+    def __init__(self) -> None:
+        self.running: list[transposing] = []
+
+
+HERE = _Here()
+
+
+class transposing:
+    """While one of the rule's maps is transposed.
+
+    Attributes:
+        source: The rule, or the one that it was made for.
+        level: That of the vectors while the map is traced, on torch.func's levels or `EAGER`.
+        by_code: Whether the rule's own code is transposed.
+    """
+
+    __slots__ = ("by_code", "level", "rule", "source", "stack")
+
+    def __init__(self, rule: Rule, level: int | None = None) -> None:
+        self.rule, self.source, self.level = rule, rule.source or rule, level
+        self.by_code = False
+
+    def __enter__(self) -> transposing:
+        self.stack = HERE.running
+        self.stack.append(self)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.stack.pop()
+        if isinstance(error, GradtoolsError):
+            self.explain(error)
+
+    def explain(self, error: GradtoolsError) -> None:
+        """Raises what says that it is the rule's own code that failed, where it is that."""
+        if self.by_code:
+            name = self.rule.name
+            raise GradtoolsError(
+                f"rule {name!r}: its forward rule applies {name} itself to tangents, so "
+                f"reverse mode transposes the code of {name}, which failed: {error} Give it a "
+                "reverse rule as well, with defvjp(fwd, bwd)."
+            ) from error
 
     @contextmanager
     def traced(self, level: int) -> Iterator[None]:
@@ -136,47 +189,13 @@ class _Transposition:
             self.level = before
 
 
-def running() -> list[_Transposition]:
-    """The transpositions under way in this thread, the innermost last."""
-    try:
-        found: list[_Transposition] = _STATE.running
-    except AttributeError:
-        found = _STATE.running = []
-    return found
-
-
-class transposing:
-    """While one of the rule's maps is transposed, and traced on a level if one is given.
-
-    A class, for `contextlib.contextmanager` takes longer than all else that a call does here.
-    """
-
-    def __init__(self, rule: Rule, level: int | None = None) -> None:
-        self.rule, self.own = rule, _Transposition(rule.source or rule, level)
-
-    def __enter__(self) -> _Transposition:
-        self.stack = running()
-        self.stack.append(self.own)
-        return self.own
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.stack.pop()
-        if self.own.by_code and isinstance(error, GradtoolsError):
-            name = self.rule.name
-            raise GradtoolsError(
-                f"rule {name!r}: its forward rule applies {name} itself to tangents, so "
-                f"reverse mode transposes the code of {name}, which failed: {error} Give it a "
-                "reverse rule as well, with defvjp(fwd, bwd)."
-            ) from error
-
-
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     """Whether the rule is applied to vectors through which its own map is being transposed.
 
     Its own, or that of a rule that its map applied in turn. A rule with a cotangent map needs no
     transposition there.
     """
-    stack = running()
+    stack = HERE.running
     if not stack or rule.cotangent is not None or rule.linearize is not None:
         return False
     sources = [t.source for t in stack]

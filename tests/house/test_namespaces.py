@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -208,3 +209,18 @@ def test_every_method_of_the_waist_is_in_both_wings():
     for backend in INSTALLED:
         api = namespace(backend).grad.__self__
         assert {name for name in wanted if not hasattr(api._backend, name)} == set()
+
+
+# Each library's own kind of module, made of its own base class.
+PER_LIBRARY = {"GradientReversal", "Transformed"}
+
+
+def test_a_class_has_its_name_to_itself_or_shares_it_with_its_twin_in_the_other_wing():
+    homes: dict[str, set[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name not in PER_LIBRARY:
+                homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+    wings = [[file.partition("/")[0] for file in files] for files in shared.values()]
+    assert all(wing == ["jax", "torch"] for wing in wings), shared

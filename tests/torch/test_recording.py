@@ -22,7 +22,7 @@ import gradtools.torch as gt
 from gradtools import DisconnectedInputError, GradtoolsError
 from gradtools.seeing.findings import KINDS
 from gradtools.seeing.flow import dependence_matrix
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
 from gradtools.seeing.program import LeafProgram
 from gradtools.torch.backend import TorchBackend
 from gradtools.torch.recording import refusals

@@ -574,7 +574,7 @@ def test_operations_at_the_edge_of_their_shapes_have_formulas(name):
 
 
 def test_what_is_said_as_the_graph_says_it_is_a_word_of_the_vocabulary():
-    from gradtools.seeing.formula.operations import OPERATIONS
+    from gradtools.seeing.formula.vocabulary import OPERATIONS
     from gradtools.torch import operands
     from gradtools.torch.recording import operations
     from gradtools.torch.translating.writer import as_said

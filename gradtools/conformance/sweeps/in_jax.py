@@ -43,7 +43,8 @@ from gradtools.errors import (
     NotImplementedRefusal,
     ValueRefusal,
 )
-from gradtools.seeing.graph import Dependence
+from gradtools.seeing.nodes import Dependence
+from gradtools.testing.probe import inner, size
 from gradtools.testing.tolerances import FINITE_DIFFERENCES
 
 Arrays = list[Any]
@@ -459,9 +460,9 @@ class ProgramTrial:
         elif way.gives in ("pullback", "slope"):
             line = self.lines.get({"pullback": "pushforward", "slope": "second"}[way.gives])
             if line is not None:
-                dots = _dot(found, p.ts), _dot(p.cs, line)
-                size = max(_sizes(found, p.ts), _sizes(p.cs, line), _NOTHING)
-                yield "dot product", float(abs(dots[0] - dots[1])) / size / _NUMERIC
+                dots = inner(found, p.ts), inner(p.cs, line)
+                most = max(size(found, p.ts), size(p.cs, line), _NOTHING)
+                yield "dot product", float(abs(dots[0] - dots[1])) / most / _NUMERIC
 
     def _dependence(self, point: ProgramAtPoint) -> SweepOutcome:
         """An input with a derivative that is not zero must be told differentiable."""
@@ -507,14 +508,6 @@ def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> flo
     scale = max(np.abs(a).max(), np.abs(b).max())
     off = np.abs(a - b).max()
     return 0.0 if off <= _NOTHING else float(off / scale)
-
-
-def _dot(a: Sequence[Any], b: Sequence[Any]) -> float:
-    return float(sum(np.real(np.vdot(x, y)) for x, y in zip(a, b, strict=True)))
-
-
-def _sizes(a: Sequence[Any], b: Sequence[Any]) -> float:
-    return float(sum(np.abs(np.conj(x) * y).sum() for x, y in zip(a, b, strict=True)))
 
 
 def groups(size: int) -> list[tuple[Case, ...]]:

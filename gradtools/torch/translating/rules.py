@@ -21,7 +21,7 @@ import torch
 
 from gradtools.errors import is_of
 from gradtools.rules import Rule
-from gradtools.seeing.graph import Body
+from gradtools.seeing.nodes import Body
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.translating.recorder import Computing, FormulaRecorder

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formula.operations import OPERATIONS
-from gradtools.seeing.graph import Body, Graph, Node, Value
+from gradtools.seeing.formula.vocabulary import OPERATIONS
+from gradtools.seeing.nodes import Body, Node, PlainGraph, Value
 from gradtools.torch.recording.values import Like as Like
 from gradtools.torch.recording.values import like as like
 
@@ -117,10 +117,12 @@ class Writer:
         finally:
             self.frames.pop()
 
-    def graph(self, nodes: Sequence[Node], inputs: Sequence[Ref], outputs: Sequence[Ref]) -> Graph:
+    def graph(
+        self, nodes: Sequence[Node], inputs: Sequence[Ref], outputs: Sequence[Ref]
+    ) -> PlainGraph:
         """A frame as a program."""
         numbers = lambda refs: tuple(x.number for x in refs)
-        return Graph(tuple(nodes), self.values, numbers(inputs), numbers(outputs))
+        return PlainGraph(tuple(nodes), self.values, numbers(inputs), numbers(outputs))
 
     # --- words that are used often
 

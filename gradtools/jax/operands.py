@@ -176,12 +176,14 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _pooled(p: Any, eqn: Eqn) -> Attributes:
-    none = ((0, 0),) * len(p["window_dimensions"])
-    found: dict[str, Any] = {
-        "window": _ints(p["window_dimensions"]),
-        "stride": _ints(p["window_strides"]),
-    }
-    found["padding"] = tuple(_ints(pair) for pair in p["padding"])
+    """Of the last axes, from the first on along which there is a window."""
+    window, stride = _ints(p["window_dimensions"]), _ints(p["window_strides"])
+    padding = tuple(_ints(pair) for pair in p["padding"])
+    along = zip(window, stride, padding, strict=True)
+    first = next((i for i, axis in enumerate(along) if axis != (1, 1, (0, 0))), 0)
+    found: dict[str, Any] = {"window": window[first:], "stride": stride[first:]}
+    found["padding"] = padding[first:]
+    none = ((0, 0),) * len(found["window"])
     usual = {"stride": found["window"], "padding": none}
     return {key: value for key, value in found.items() if value != usual.get(key)}
 
@@ -297,6 +299,7 @@ _NAMES = {
         scatter         scatter-mul scatter-min scatter-max scatter_mul
         scatter_add     scatter-add scatter-sub scatter_sub select_and_scatter_add
         topk            top_k
+        logcumsumexp    cumlogsumexp
         update          dynamic_update_slice addupdate swap
         convolution     conv_general_dilated
         callback        pure_callback io_callback

@@ -12,6 +12,7 @@ written as them: what two frameworks write differently.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import isnan, prod
 from typing import Any
@@ -51,7 +52,19 @@ _LUMPED = frozenset(
 )
 WRITTEN_OUT = frozenset(
     ["mean", "variance", "softmax", "log_softmax", "logsumexp", "layer_norm", "relu", "silu"]
-    + ["clip", "addmm", "baddbmm", "addmv", "matmul", "einsum", "reciprocal", "rsqrt", "square"]
+    + ["deviation", "norm", "mse_loss", "lerp", "addcmul", "addcdiv", "leaky_relu", "elu", "gelu"]
+    + [
+        "attention",
+        "clip",
+        "addmm",
+        "baddbmm",
+        "addmv",
+        "matmul",
+        "einsum",
+        "reciprocal",
+        "rsqrt",
+        "square",
+    ]
 )  # operations that are written, loosely, as those that they are made of
 
 
@@ -243,7 +256,10 @@ class Canonical:
         return made
 
     def _part(self, node: Node, given: list[Form], shapes: list[tuple[int, ...]], k: int) -> Form:
-        return self._opaque(node, given, shapes)[k]
+        """What comes out besides: that is opaque, the node is not."""
+        found = self._opaque(node, given, shapes)[k]
+        self.opaque.discard(id(node))
+        return found
 
     # --- what the rules below write with
 
@@ -338,6 +354,7 @@ class Canonical:
         parts = [part for form in given for part in self._opened(operation, form)]
         values = [self.expressions.value(p.key) for p in parts]
         rest = [p for p, v in zip(parts, values, strict=True) if not isinstance(v, float)]
+        rest = self._counted(rest) if operation == "multiply" else rest
         numbers = [v for v in values if isinstance(v, float)]
         neutral = 0.0 if operation == "add" else 1.0
         total = sum(numbers) if operation == "add" else prod(numbers)
@@ -346,6 +363,12 @@ class Canonical:
         (x, *others) = rest
         found = self.elementwise(operation, rest, (), True) if others else x
         return widened(found, shape)
+
+    def _counted(self, factors: Sequence[Form]) -> list[Form]:
+        """Factors that occur several times as powers."""
+        counts = Counter(factors)
+        power = lambda x, n: self.elementwise("power", [x, self.number(float(n))])
+        return [x if n == 1 else power(x, n) for x, n in counts.items()]
 
     def _opened(self, operation: str, form: Form) -> list[Form]:
         """The terms of a sum, the factors of a product."""
@@ -421,6 +444,11 @@ class Canonical:
         dims = tuple(() if p in gone else tuple(number[a] for a in x.dims[p]) for p in places)
         shape = tuple(1 if p in gone else x.shape[p] for p in places)
         return Form(key, tuple(x.sizes[a] for a in left), dims, shape)
+
+    def pooled(self, operation: str, x: Form, attributes: Any) -> int:
+        """The number of an operation on the windows of a whole array."""
+        operands = ((self._whole(x), ()),)
+        return self.expressions.number(CanonicalExpression(operation, attributes, operands))
 
     def along(self, operation: str, x: Form, axis: int, attributes: Any = ()) -> Form:
         """An operation along one axis that stays."""

@@ -8,7 +8,7 @@ arrays stands in `canonical_indexing.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, prod
+from math import inf, pi, prod, sqrt
 from operator import eq, le, lt, ne
 from string import ascii_letters
 from typing import TYPE_CHECKING, Any
@@ -162,7 +162,7 @@ def _concatenated(c: Canonical, node: Node, given: list[Form], shape: Any) -> li
 _UNARY = """
 exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh arcsin arccos arctan arcsinh arccosh
 arctanh sigmoid log_sigmoid erf erfc erfinv lgamma digamma abs sign floor ceil round trunc real
-imag conj angle is_finite is_nan logical_not cbrt softplus leaky_relu elu gelu polygamma
+imag conj angle is_finite is_nan logical_not cbrt softplus polygamma
 stop floor_divide fmod arctan2 logaddexp complex logical_and logical_or logical_xor
 where threshold_backward tanh_backward sigmoid_backward gelu_backward silu_backward elu_backward
 leaky_relu_backward nextafter heaviside hypot softplus_backward
@@ -402,13 +402,22 @@ def _softmax(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Fo
     x, axes = given[0], _axes(node, given[0])
     if not c.loosely:
         return [c.along(node.operation, x, axes[0], _rest_of(node))]
+    if node.operation == "softmax":
+        return [_soft(c, x, axes)]
+    shifted, total = _shifted(c, x, axes)
+    return [c.combined("subtract", shifted, c.elementwise("log", [total]))]
+
+
+def _soft(c: Canonical, x: Form, axes: Sequence[int]) -> Form:
+    shifted, total = _shifted(c, x, axes)
+    return _times(c, c.elementwise("exp", [shifted]), _power(c, total, -1.0))
+
+
+def _shifted(c: Canonical, x: Form, axes: Sequence[int]) -> tuple[Form, Form]:
+    """x less what is greatest, and the sum of its exponential."""
     highest = c.elementwise("stop", [c.reduced("max", x, axes, True)])
     shifted = c.combined("subtract", x, highest)
-    e = c.elementwise("exp", [shifted])
-    total = c.reduced("sum", e, axes, True)
-    if node.operation == "softmax":
-        return [_times(c, e, _power(c, total, -1.0))]
-    return [c.combined("subtract", shifted, c.elementwise("log", [total]))]
+    return shifted, c.reduced("sum", c.elementwise("exp", [shifted]), axes, True)
 
 
 @_rule("logsumexp")
@@ -526,6 +535,90 @@ def _einsum(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[For
 def _matmul(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
     a, b = given
     return [c.contracted(_subscripts(len(a.shape), len(b.shape)), a, b)]
+
+
+@_rule("max_pool avg_pool sum_pool")
+def _pool(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+    a, operation = node.attributes, node.operation
+    if len(given) != 1 or a.keys() - {"window", "stride", "padding"} or "window" not in a:
+        raise NoForm
+    averages = operation == "avg_pool" and c.loosely and "padding" not in a
+    operation = "sum_pool" if averages else operation
+    key = c.pooled(operation, given[0], attributes_of(node))
+    found = c.fresh_axes(key, shape)
+    return [_times(c, found, c.number(1.0 / prod(a["window"]))) if averages else found]
+
+
+@_rule("addcmul addcdiv lerp mse_loss")
+def _composed(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+    if not c.loosely:
+        raise NoForm
+    x, a, *rest = given
+    if node.operation == "lerp":
+        return [_plus(c, x, _times(c, rest[0], c.combined("subtract", a, x)))]
+    if node.operation == "mse_loss":
+        squared = _power(c, c.combined("subtract", x, a), 2.0)
+        axes, reduction = range(len(squared.shape)), node.attributes.get("reduction", 1)
+        summed = (
+            _mean(c, squared, axes, False) if reduction == 1 else c.reduced("sum", squared, axes)
+        )
+        return [summed if reduction else squared]
+    b = rest[0] if node.operation == "addcmul" else _power(c, rest[0], -1.0)
+    return [_plus(c, x, _times(c, c.number(float(node.attributes.get("value", 1))), a, b))]
+
+
+@_rule("leaky_relu elu gelu")
+def _activation(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+    """As JAX writes them; at zero both sides of a kink are zero."""
+    (x,), a = given, node.attributes
+    if not c.loosely:
+        return [c.elementwise(node.operation, given, attributes_of(node))]
+    zero, number = c.number(0.0), lambda n: c.number(float(n))
+    if node.operation == "leaky_relu":
+        kept = _compared(c, x, zero, ">=", shape)
+        below = _times(c, number(a.get("negative_slope", 0.01)), x)
+        return [c.elementwise("where", [kept, x, below])]
+    if node.operation == "elu":
+        if a.get("scale", 1) != 1 or a.get("input_scale", 1) != 1:
+            raise NoForm
+        kept = _compared(c, x, zero, ">", shape)
+        below = c.elementwise("expm1", [c.elementwise("where", [kept, zero, x])])
+        below = _times(c, number(a.get("alpha", 1)), below)
+        return [c.elementwise("where", [kept, x, below])]
+    half = _times(c, number(0.5), x)
+    if a.get("approximate", "none") == "tanh":
+        cubed = _times(c, number(0.044715), _power(c, x, 3.0))
+        inner = _times(c, number(sqrt(2 / pi)), _plus(c, x, cubed))
+        return [_times(c, half, _plus(c, number(1.0), c.elementwise("tanh", [inner])))]
+    return [_times(c, half, c.elementwise("erfc", [_times(c, number(-sqrt(0.5)), x)]))]
+
+
+@_rule("norm deviation")
+def _root(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+    if not c.loosely:
+        x = given[0]
+        keep = bool(node.attributes.get("keep"))
+        return [c.reduced(node.operation, x, _axes(node, x), keep, _rest_of(node))]
+    x, axes, keep = given[0], _axes(node, given[0]), bool(node.attributes.get("keep"))
+    if node.operation == "deviation":
+        return [_power(c, _variance(c, node, given, shape)[0], 0.5)]
+    if "ord" in node.attributes or c.dtype_of(node, 0).startswith("complex"):
+        raise NoForm
+    return [_power(c, c.reduced("sum", _power(c, x, 2.0), axes, keep), 0.5)]
+
+
+@_rule("attention")
+def _attention(c: Canonical, node: Node, given: list[Form], shape: Any) -> list[Form]:
+    """softmax(q kᵀ / √d) v, without a mask."""
+    a = node.attributes
+    if not c.loosely or len(given) != 3 or a.keys() - {"scale"}:
+        raise NoForm
+    q, k, v = given
+    batch = ascii_letters[: len(q.shape) - 2]
+    scores = c.contracted(f"{batch}XZ,{batch}YZ->{batch}XY", q, k)
+    scale = float(a.get("scale") or q.shape[-1] ** -0.5)
+    weights = _soft(c, _times(c, scores, c.number(scale)), (len(q.shape) - 1,))
+    return [c.contracted(f"{batch}XY,{batch}YZ->{batch}XZ", weights, v)]
 
 
 @_rule("addmm baddbmm addmv")

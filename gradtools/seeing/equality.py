@@ -37,6 +37,7 @@ class GraphPair:
         self.same: set[Groups] = set()  # pairs of steps that do the same with what they read
         self.by_name: set[int] = set()  # ids of what is held by its name and shape alone
         self._local: list[Canonical] = []
+        self._ends: list[tuple[Node, ...]] = []
         self._loose: list[Canonical] = []
 
     def is_equal(self) -> bool:
@@ -52,7 +53,8 @@ class GraphPair:
             for pair in alignment.pairs
         }
         tokens: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        for number, nodes in enumerate(ends.values()):
+        self._ends = [*ends.values()]
+        for number, nodes in enumerate(self._ends):
             for side in (0, 1):
                 tokens[side][id(nodes[side])] = number
         apart: dict[Groups, tuple[str, ...]] = {}
@@ -93,8 +95,16 @@ class GraphPair:
                 yield nodes, (f"outputs: {len(a.outputs)} ≠ {len(b.outputs)}",)
                 return
             one, two = forms[0][k], forms[1][k]
-            if one != two:
+            if one != two and not self._is_of_unknown_axes(one, two):
                 yield nodes, (_otherwise(a.values[a.outputs[k]].name or f"output {k}", one, two),)
+
+    def _is_of_unknown_axes(self, one: Form, two: Form) -> bool:
+        """Whether both are what is alike by name alone, of which no one knows axis by axis."""
+        made = self._local[0].expressions.known[one.key]
+        step = isinstance(made, tuple) and made[0] == "step"
+        if not step or one.key != two.key or one.shape != two.shape:
+            return False
+        return any(id(node) in self.by_name for node in self._ends[made[1]])
 
     def _canonical(
         self,

@@ -109,6 +109,10 @@ def _is_out(argument: Any) -> bool:
     return bool(argument.kwarg_only and argument.alias_info and argument.alias_info.is_write)
 
 
+def _is_operand(argument: Any, value: Any) -> bool:
+    return isinstance(value, Tensor) or _is_number(argument, value)
+
+
 def _is_number(argument: Any, value: Any) -> bool:
     """Whether it is a number that stands for a tensor."""
     number = isinstance(value, int | float | complex) and not isinstance(value, bool)
@@ -166,6 +170,9 @@ _NAMES = {name: name for name in _OWN.split()} | {
     "masked_fill": "where",
     "convolution_overrideable": "convolution",
     "native_layer_norm": "layer_norm",
+    "log_sigmoid_forward": "log_sigmoid",
+    "linalg_inv_ex": "inverse",
+    "linalg_solve_ex": "solve",
     "native_group_norm": "group_norm",
     "native_batch_norm": "batch_norm",
     "fused_rms_norm": "rms_norm",
@@ -295,9 +302,9 @@ def _clipped(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str
     ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
     limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
     known = limits.get(call.name, {})
-    bounds = [x for argument, x in call.bound if argument.name in ends and isinstance(x, Tensor)]
+    bounds = [a.name for a, x in call.bound if a.name in ends and _is_operand(a, x)]
     if len(bounds) == 1:  # which of them is not told by its place
-        operation = "minimum" if isinstance(call.given.get("max"), Tensor) else "maximum"
+        operation = "minimum" if bounds == ["max"] else "maximum"
     return operation, known | {ends.get(key, key): value for key, value in found.items()}
 
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
 from gradtools.host import call_if_kept
-from gradtools.seeing.attributes import number_text, numbers_text
+from gradtools.seeing.attributes import number_text
 from gradtools.seeing.crossing import opened
 from gradtools.seeing.nodes import Dependence, Links, Node, PlainGraph, Source, Value, needed
 from gradtools.seeing.passes import (
@@ -53,7 +53,7 @@ from gradtools.torch.recording.functions import name_and_mark
 from gradtools.torch.recording.observing import copied, recording
 from gradtools.torch.recording.places import Scopes, place
 from gradtools.torch.recording.undo import Undo
-from gradtools.torch.recording.values import TensorTable, like, shows_all_of, slice_of
+from gradtools.torch.recording.values import TensorTable, like, numbers_in, shows_all_of, slice_of
 from gradtools.torch.refusals import torch_says
 from gradtools.torch.watching import mark as mark_of_running
 from gradtools.torch.watching import marked, recorded
@@ -456,7 +456,7 @@ class _PassRecorder(upstream.Watching):
     def _number(self, x: Tensor) -> int:
         known = self._held.find(x)
         if known is None:
-            number = self.new(x, self._known.get(id(x)) or _numbers_in(x))
+            number = self.new(x, self._known.get(id(x)) or numbers_in(x))
             self.captured[number] = x
             self._undo.watch(x)
             self.hold(x, number)
@@ -614,17 +614,6 @@ def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
 
 
 # --- aten's operations -------------------------------------------------------------------
-
-
-def _numbers_in(x: Tensor) -> str:
-    """What a small tensor holds, to be read in place of a name."""
-    if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
-        return ""
-    try:
-        with upstream.disable_current_modes():
-            return numbers_text(x.shape, x.tolist)
-    except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
-        return ""
 
 
 __all__ = ["gradient_graph"]

@@ -207,8 +207,13 @@ _BACKWARD = {
 
 def neutral_of_node(node: Any) -> str:
     """The neutral name of a node of autograd, such as "multiply" of MulBackward0."""
-    words = _WORDS.sub("_", word_of(node)).lower()
+    words = name_of_node(node)
     return _BACKWARD.get(words) or neutral(words)
+
+
+def name_of_node(node: Any) -> str:
+    """Aten's name of what a node of autograd is the derivative of."""
+    return _WORDS.sub("_", word_of(node)).lower()
 
 
 def word_of(node: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from gradtools.seeing.attributes import numbers_text
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
@@ -143,6 +144,17 @@ def may_share(a: Tensor, b: Tensor) -> bool:
 def holds_numbers(x: Tensor) -> bool:
     """Whether there is a storage with contents behind a tensor."""
     return x.layout is torch.strided and x.device.type != "meta"
+
+
+def numbers_in(x: Tensor) -> str:
+    """What a small tensor holds, to be read in place of a name."""
+    if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
+        return ""
+    try:
+        with upstream.disable_current_modes():
+            return numbers_text(x.shape, x.tolist)
+    except RuntimeError:  # it holds no number: of a transform of torch.func, without contents
+        return ""
 
 
 def view_of(x: Tensor) -> Any:

@@ -31,7 +31,7 @@ from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 if TYPE_CHECKING:
     from gradtools.chunks import ChunkOptions, Chunks
     from gradtools.host import KernelCall
-    from gradtools.seeing.graph import Graph
+    from gradtools.seeing.nodes import PlainGraph
     from gradtools.seeing.passes import Differentiated, Live
     from gradtools.seeing.program import LeafProgram
     from gradtools.seeing.recording import Recording, Run, Vanished
@@ -534,6 +534,10 @@ class Tiles(Recomputation):
         """
         return fun, []
 
+    def as_now(self, fun: Callable[..., Any], xs: Sequence[Array]) -> Callable[..., Any]:
+        """fun, which later computes in the modes that hold now, for arrays like xs."""
+        return fun
+
     def sweep(self, sweep: Sweep, xs: Sequence[Array]) -> list[list[Array]]:
         """The merged states of all tiles, group by group; blocks of rows and columns joined."""
         return self._lacks("tiled")
@@ -541,6 +545,23 @@ class Tiles(Recomputation):
     def fold(self, step: Any, state: list[Array], xs: Sequence[Array], count: int) -> list[Array]:
         """`state = step(state, block)` over so many blocks of the arrays' first axis."""
         return self._lacks("linear_cross_entropy")
+
+    def taken(self, x: Array, at: Array, index: Array) -> Array:
+        """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
+        here = self._is_at(at, index)
+        return self.xp.sum(self.xp.where(here, x, self.zeros_like(x)), axis=1)
+
+    def put(self, v: Array, at: Array, index: Array) -> Array:
+        """The transpose: a matrix of v at these places, and zeros.
+
+        index: Of all columns, without gaps.
+        """
+        here, v = self._is_at(at, index), self.xp.expand_dims(v, axis=1)
+        return self.xp.where(here, v, self.zeros_like(v))
+
+    def _is_at(self, at: Array, index: Array) -> Array:
+        wider = at if at.dtype.itemsize > index.dtype.itemsize else index
+        return self.cast(index, wider) == self.xp.expand_dims(self.cast(at, wider), axis=1)
 
     def sharded_like(self, x: Array, other: Array) -> Array:
         """x, over a mesh of devices as another array of its shape, if that is over one."""
@@ -606,12 +627,12 @@ class Seeing(Tiles):
         """`run(leaves)` without a graph, from the state of now, which is put back afterwards."""
         return run(leaves)
 
-    def gradient_graph(self, asked: Differentiated | Live) -> Graph:
+    def gradient_graph(self, asked: Differentiated | Live) -> PlainGraph:
         """The passes of a program as one graph, its effects undone; or what is held of results."""
         return self._lacks("gradient_graph")
 
-    def formula_graph(self, program: LeafProgram) -> Graph:
-        """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
+    def formula_graph(self, program: LeafProgram) -> PlainGraph:
+        """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
 
         ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
         has no word in the vocabulary keeps its native name. Its effects are undone.
@@ -654,8 +675,32 @@ class Lazily:
     def __get__(self, backend: Any, owner: type) -> Any:
         if backend is None:
             return self
-        found = getattr(import_module(self.room), self.name or self.member)
+        found = getattr(
+            import_module(f"gradtools.{backend.name}.{self.room}"), self.name or self.member
+        )
         return backend.__dict__.setdefault(self.member, found)
+
+
+class Wing(Backend):
+    """What both wings have in rooms of the same names."""
+
+    as_number = Lazily("accumulate")
+    call_kernel = Lazily("host")
+    held, optimised = Lazily("training"), Lazily("training")
+    sweep, fold, tile_bytes = Lazily("tiling"), Lazily("tiling"), Lazily("tiling")
+    run_chunks, sum_chunks = Lazily("chunking"), Lazily("chunking")
+    gather = Lazily("gathering")
+    run_frozen = Lazily("freezing")
+    record = Lazily("seeing")
+    vanishing = Lazily("vanishing")
+    gradient_graph = Lazily("passes")
+    formula_graph, trying = Lazily("vocabulary"), Lazily("vocabulary")
+    measure = Lazily("measures")
+    functionalize = Lazily("modules")
+
+    @property
+    def accumulation(self) -> Any:
+        return import_module(f"gradtools.{self.name}.accumulate")
 
 
 class Operators:

@@ -221,6 +221,32 @@ class Call:
         )
 
 
+def whole_number(asked: str, name: str, value: Any, least: int, unit: str) -> int:
+    """A count that came in, of any kind that has `__index__`, as an integer of Python."""
+    try:
+        found = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise GradtoolsError(
+            f"{asked}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
+        )
+    return found
+
+
+def whole_or_none(asked: str, name: str, value: Any, least: int, unit: str) -> int | None:
+    """The same of a count that may be left open."""
+    return None if value is None else whole_number(asked, name, value, least, unit)
+
+
+def order_among(asked: str, order: Any, known: Sequence[int], expected: str) -> int:
+    """An order of derivatives that came in, as one of those that are known."""
+    whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
+    if not whole or operator.index(order) not in known:
+        raise GradtoolsError(f"{asked}: order is {order!r}; expected {expected}.")
+    return operator.index(order)
+
+
 def normalized_argnums(
     asked: str, argnums: Any, count: int, name: str = "argnums"
 ) -> tuple[int, ...]:

@@ -132,9 +132,9 @@ class Chunking(Operators):
         limited setup, 2021; recomputation after Griewank and Walther, Algorithm 799: revolve, 2000.
         """
         options = ChunkOptions(retain, memory_budget, verify, bool(progress))
-        options.check(f, chunk_size)
+        options, chunk_size = options.checked(f, chunk_size)
         if outputs is not None:
-            ChunkOptions().check(outputs, 1, "chunked", "outputs")
+            ChunkOptions().checked(outputs, 1, "chunked", "outputs")
         axes, argnums = (in_axes, out_axes), (key_argnums, carry_argnums)
         rest = chunk_size, axes, argnums, interleaved, options
         return self._backend.like_module(f, partial(self._chunked_of, outputs, rest))
@@ -216,7 +216,7 @@ class Chunking(Operators):
             >>> float(value), float(g)
             (3.0, 3.0)
         """
-        ChunkOptions(verify=verify).check(f, chunk_size, "microbatched")
+        _, chunk_size = ChunkOptions(verify=verify).checked(f, chunk_size, "microbatched")
         if reduction not in ("mean", "sum"):
             raise GradtoolsError(
                 f"microbatched: reduction is {reduction!r}; expected 'mean' or 'sum'."

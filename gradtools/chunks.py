@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
 from typing import Any
 
 from gradtools.backend import Array, Backend
 from gradtools.batches import Batch
-from gradtools.calls import describe, is_numeric, with_article
+from gradtools.calls import describe, is_numeric, whole_number, whole_or_none, with_article
 from gradtools.errors import GradtoolsError
 
 SUMMED = object()  # in place of the axes of outputs that are added up and not joined
@@ -37,21 +37,28 @@ class ChunkOptions:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "latest": {}}
 
-    def check(self, f: Any, chunk_size: Any, asked: str = "chunked", name: str = "f") -> None:
-        """Raises unless all of it makes sense."""
+    def checked(
+        self, f: Any, chunk_size: Any, asked: str = "chunked", name: str = "f"
+    ) -> tuple[ChunkOptions, int]:
+        """The same with whole numbers, and the size of a chunk; raises where it makes no sense."""
         if not callable(f):
             raise GradtoolsError(
                 f"{asked}: {name} is {with_article(type(f).__name__)}; expected a function."
             )
-        if self.verify not in (None, True, False):
-            raise GradtoolsError(
-                f"{asked}: verify is {self.verify!r}; expected True (each backward pass), False "
-                "(none) or None (the first one of each kind)."
-            )
-        _at_least(asked, "chunk_size", chunk_size, 1, "examples")
-        _at_least(asked, "retain", self.retain, 0, "chunks")
-        if self.memory_budget is not None:
-            _at_least(asked, "memory_budget", self.memory_budget, 0, "bytes")
+        check_verify(asked, self.verify)
+        size = whole_number(asked, "chunk_size", chunk_size, 1, "examples")
+        retain = whole_number(asked, "retain", self.retain, 0, "chunks")
+        budget = whole_or_none(asked, "memory_budget", self.memory_budget, 0, "bytes")
+        return replace(self, retain=retain, memory_budget=budget), size
+
+
+def check_verify(asked: str, verify: Any) -> None:
+    """Raises unless it says when what is computed again is compared."""
+    if verify not in (None, True, False):
+        raise GradtoolsError(
+            f"{asked}: verify is {verify!r}; expected True (each backward pass), False (none) or "
+            "None (the first one of each kind)."
+        )
 
 
 @dataclass(frozen=True)
@@ -358,13 +365,6 @@ class Chunks:
         return [self._constants[k] if k in self._constants else next(left) for k in places]
 
 
-def _at_least(asked: str, name: str, value: Any, least: int, unit: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise GradtoolsError(
-            f"{asked}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
-        )
-
-
 def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
     """The axis of each leaf of f's output."""
     if isinstance(axes, int) and not isinstance(axes, bool):
@@ -386,12 +386,10 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
     )
 
 
-def progress_bar(count: int) -> Any:
+def progress_bar(count: int, unit: str = "chunk") -> Any:
     """A bar of tqdm, or an error that says how to get it."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
-        raise GradtoolsError(
-            "chunked: progress=True needs the package tqdm; pip install tqdm."
-        ) from error
-    return tqdm(total=count, unit="chunk", leave=False)
+        raise GradtoolsError("progress=True needs the package tqdm; pip install tqdm.") from error
+    return tqdm(total=count, unit=unit, leave=False)

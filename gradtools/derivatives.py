@@ -18,7 +18,14 @@ from gradtools.arguments import Argument, arguments
 from gradtools.backend import Array, Backend, Fun, Operators, P, R, T
 from gradtools.batches import Batch
 from gradtools.blocks import blocks
-from gradtools.calls import Call, describe, like_function, normalized_argnums, with_article
+from gradtools.calls import (
+    Call,
+    describe,
+    like_function,
+    normalized_argnums,
+    whole_or_none,
+    with_article,
+)
 from gradtools.connection import Connection, is_reached, refuse_cut
 from gradtools.errors import GradtoolsError
 
@@ -390,7 +397,7 @@ class Derivatives(Operators):
             [[2.0, 0.0], [0.0, 4.0]]
         """
         _one_of("jacobian", "mode", mode, _JACOBIAN_MODES)
-        _check_chunk_size("jacobian", chunk_size)
+        chunk_size = whole_or_none("jacobian", "chunk_size", chunk_size, 1, "unit vectors")
 
         call = partial(self._jacobian_at, f, argnums, mode, chunk_size)
         return _named("jacobian", f, call)
@@ -526,7 +533,7 @@ class Derivatives(Operators):
             >>> gt.to_numpy(g).tolist()
             [1.0, 9.0]
         """
-        _check_chunk_size("per_example_grad", chunk_size)
+        chunk_size = whole_or_none("per_example_grad", "chunk_size", chunk_size, 1, "examples")
         asked = "per_example_grad", f, argnums, False, "raise"
         return _named("per_example_grad", f, partial(self._per_example, asked, in_axes, chunk_size))
 
@@ -783,12 +790,6 @@ def _callable(asked: str, f: Any, name: str = "f") -> None:
 def _one_of(asked: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise GradtoolsError(f"{asked}: {name} is {value!r}; expected one of {allowed}.")
-
-
-def _check_chunk_size(asked: str, chunk_size: int | None) -> None:
-    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and (not whole or chunk_size < 1):
-        raise GradtoolsError(f"{asked}: chunk_size is {chunk_size!r}; expected 1 or more, or None.")
 
 
 def _some(primals: Sequence[Any], asked: str) -> None:

@@ -93,8 +93,8 @@ class Freezing(Operators):
             raise GradtoolsError(
                 f"frozen: G is {with_article(type(G).__name__)}; expected a function."
             )
-        ChunkOptions(0, memory_budget, verify).check(G, 1, "frozen")
-        options = ChunkOptions(0, verify=verify)
+        given, _ = ChunkOptions(0, memory_budget, verify).checked(G, 1, "frozen")
+        memory_budget, options = given.memory_budget, ChunkOptions(0, verify=verify)
         uses = self._backend.frozen_uses(memory_budget)
 
         return like_function("frozen_", G, partial(self._frozen, G, options, uses))

@@ -106,7 +106,9 @@ class Pairs(Operators):
             )
         y = backend.sharded_like(y, x)
         scale, bias = (
-            self._backend.cast(as_array(backend, asked, z, name, beside=x), x)
+            float(z)  # of Python, exact beside any dtype
+            if isinstance(z, int | float)
+            else backend.cast(as_array(backend, asked, z, name, beside=x), x)
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
         )
         options = {"tile_size": tile_size, "memory_budget": memory_budget, "progress": progress}
@@ -116,10 +118,11 @@ class Pairs(Operators):
         spread = lambda z: z
         if apart:
             spread = lambda z: None if z is None else self._gathered(z, axis_name, group)
-        positive, mean = logits.positive(x, y), backend.xp.mean
+        # The logits of pairs are taken from the sweep, whose cotangent is then the only one of x.
+        positive, mean = logits.positive(x, y) if apart else None, backend.xp.mean
         columns = logits.with_negatives(spread(y), spread(own), negatives)
         if sigmoid:
-            return mean(logits.softplus(x, own, columns, positive) - positive)
+            return mean(logits.losses(x, own, columns, positive))
         both = symmetric and not apart
         losses = logits.entropies(x, own, columns, positive, both)
         if symmetric and apart:
@@ -186,15 +189,15 @@ class Pairs(Operators):
         h, t = xp.reshape(h, (-1, w.shape[1])), xp.reshape(t, (-1,))
         b = None if bias is None else as_array(backend, asked, bias, "bias", beside=h)
         entropy = self._over_pairs(
-            partial(_class_scores, xp, bool(label_smoothing)),
-            {"all": "logsumexp", "own": "sum", **({"mean": "mean"} if label_smoothing else {})},
+            partial(_class_scores, bool(label_smoothing)),
+            {"all": "logsumexp", "own": "take", **({"mean": "mean"} if label_smoothing else {})},
             rows=("h", "t"),
-            columns=("w", "v", *(() if b is None else ("b",))),
+            columns=("w", *(() if b is None else ("b",))),
             tile_size=tile_size,
             memory_budget=memory_budget,
             progress=progress,
         )
-        found = entropy(h=h, t=t, w=w, v=_indices(backend, classes, h), b=b)
+        found = entropy(h=h, t=t, w=w, b=b)
         loss = found["all"] - (1 - label_smoothing) * found["own"]
         if label_smoothing:
             loss = loss - label_smoothing * found["mean"]
@@ -281,10 +284,15 @@ class Pairs(Operators):
         return xp.permute_dims(out, (0, 2, 1, 3)) if last else out
 
     def _over_pairs(self, f: Any, *args: Any, **options: Any) -> Callable[..., Any]:
-        return Tiling(self._backend).tiled(f, *args, **options)
+        return _tiled(self._backend, f, *args, **options)
 
     def _gathered(self, x: Any, axis_name: Any, group: Any) -> Any:
         return self._backend.uncompiled(self._backend.gather, x, axis_name, group)
+
+
+def _tiled(backend: Backend, f: Any, reduce: Any, **options: Any) -> Callable[..., Any]:
+    """Of a function that stands here, which is known to be the same again."""
+    return Tiling(backend).tiled(f, reduce, verify=False, **options)
 
 
 # --- contrastive -------------------------------------------------------------------------
@@ -297,7 +305,7 @@ class _Logits:
     """
 
     def __init__(
-        self, backend: Backend, scale: Array, bias: Array, smoothing: float, options: dict[str, Any]
+        self, backend: Backend, scale: Any, bias: Any, smoothing: float, options: dict[str, Any]
     ) -> None:
         self.backend, self.xp = backend, backend.xp
         self.scale, self.bias, self.smoothing, self.options = scale, bias, smoothing, options
@@ -317,30 +325,40 @@ class _Logits:
         ours = _indices(self.backend, n + k, y) < n
         return {"y": self.xp.concat([y, self.backend.cast(more, y)]), "b": ids, "ours": ours}
 
-    def _sweep(self, f: Any, reduce: Any, over: Any, x: Array, ids: Any, columns: Any) -> Any:
-        named = {name: z for name, z in {"x": x, "a": ids, **columns}.items() if z is not None}
+    def _sweep(
+        self, f: Any, reduce: Any, over: Any, x: Array, ids: Any, columns: Any, positive: Any
+    ) -> tuple[Any, Array]:
+        """What f gives, reduced, and the logits of the pairs."""
+        i = _indices(self.backend, x.shape[0], x) if positive is None else None
+        found = {"x": x, "a": ids, "i": i, **columns}
+        named = {name: z for name, z in found.items() if z is not None}
         rows, others = (
-            [name for name in names if name in named] for names in (("x", "a"), ("y", "b", "ours"))
+            [name for name in names if name in named]
+            for names in (("x", "a", "i"), ("y", "b", "ours"))
         )
-        tiled = Tiling(self.backend).tiled
-        run = tiled(f, reduce, rows=rows, columns=others, over=over, **self.options)
-        return run(scale=self.scale, bias=self.bias, **named)
+        if positive is None:
+            reduce, over = (reduce, "take"), (over, "columns")
+        run = _tiled(self.backend, f, reduce, rows=rows, columns=others, over=over, **self.options)
+        out = run(scale=self.scale, bias=self.bias, **named)
+        return out if positive is None else (out, positive)
 
-    def softplus(self, x: Array, ids: Any, columns: Any, positive: Array) -> Array:
-        """The sums of log(1 + e^s_ij) along rows."""
-        losses = partial(_pair_losses, self.backend)
-        found = self._sweep(losses, "sum", "columns", x, ids, columns)
-        return found if ids is None else found + _softplus(self.backend, positive)
+    def losses(self, x: Array, ids: Any, columns: Any, positive: Any) -> Array:
+        """The sums of log(1 + e^s_ij) along rows, less the logits of the pairs."""
+        f = partial(_pair_losses, self.backend)
+        found, positive = self._sweep(f, "sum", "columns", x, ids, columns, positive)
+        found = found if ids is None else found + _softplus(self.backend, positive)
+        return found - positive
 
     def entropies(
-        self, x: Array, ids: Any, columns: Any, positive: Array, both: bool = False
+        self, x: Array, ids: Any, columns: Any, positive: Any, both: bool = False
     ) -> list[Array]:
         """The cross entropy of each row and, if both are asked for, of each column."""
         sides = ["columns", "rows"] if both else ["columns"]
         scores = partial(_pair_scores, self.backend, bool(self.smoothing), len(sides))
         reduce = ["logsumexp", "sum", "sum"] if self.smoothing else ["logsumexp"]
         over = [[side] * len(reduce) for side in sides]
-        found = self._sweep(scores, [reduce] * len(sides), over, x, ids, columns)
+        reduces = [reduce] * len(sides)
+        found, positive = self._sweep(scores, reduces, over, x, ids, columns, positive)
         return [self._entropy(positive, ids, *[z[: x.shape[0]] for z in each]) for each in found]
 
     def _entropy(
@@ -367,17 +385,26 @@ def _pair_scores(
     y: Any,
     scale: Any,
     bias: Any,
+    i: Any = None,
     **marks: Any,
 ) -> Any:
     s = scale * (x @ y.T) + bias
     found = [_where_kept(backend, s, -float("inf"), **marks)]
     if smoothed:
         found += [_where_kept(backend, f, 0.0, **marks) for f in (s, s * 0 + 1)]
-    return [found] * sides
+    return _with_own([found] * sides, s, i)
 
 
-def _pair_losses(backend: Backend, x: Any, y: Any, scale: Any, bias: Any, **marks: Any) -> Any:
-    return _where_kept(backend, _softplus(backend, scale * (x @ y.T) + bias), 0.0, **marks)
+def _pair_losses(
+    backend: Backend, x: Any, y: Any, scale: Any, bias: Any, i: Any = None, **marks: Any
+) -> Any:
+    s = scale * (x @ y.T) + bias
+    return _with_own(_where_kept(backend, _softplus(backend, s), 0.0, **marks), s, i)
+
+
+def _with_own(found: Any, s: Array, i: Any) -> Any:
+    """f's output, and what the logits of the pairs are taken from."""
+    return found if i is None else (found, (s, i))
 
 
 def _softplus(backend: Backend, s: Array) -> Array:
@@ -401,11 +428,10 @@ def _indices(backend: Backend, n: int, beside: Array) -> Array:
     return backend.asarray(np.arange(n, dtype=np.int32), beside=beside)
 
 
-def _class_scores(xp: Any, smoothed: bool, h: Any, t: Any, w: Any, v: Any, b: Any) -> Any:
+def _class_scores(smoothed: bool, h: Any, t: Any, w: Any, b: Any) -> Any:
     s = h @ w.T
     s = s if b is None else s + b
-    own = xp.where(t[:, None] == v, s, s * 0)
-    found = {"all": s, "own": own}
+    found = {"all": s, "own": (s, t)}
     return {**found, "mean": s} if smoothed else found
 
 
@@ -471,10 +497,11 @@ class _Attention:
             arrays["j"] = _indices(self.backend, heads.columns, q)
         columns = ["k", "v", "j", *(["mask"] if name == "columns" else [])]
         rows = ["q", "i", *(["mask"] if name != "columns" else [])]
-        run = Tiling(self.backend).tiled(
+        run = _tiled(
+            self.backend,
             partial(self._scores, name),
             "softmax",
-            self.tile_size,
+            tile_size=self.tile_size,
             rows=[n for n in rows if n in arrays],
             columns=[n for n in columns if n in arrays],
         )

@@ -7,6 +7,7 @@ merged state gives the results y:
     max           m = max_j s_j, with n entries at the maximum
     logsumexp     m = max_j s_j, z = sum_j exp(s_j - m),  y = m + log z
     softmax       the same with a = sum_j exp(s_j - m) v_j,  y = a / z
+    take          s_t, of the row's own column t
 
 The last two are the online softmax (Milakov and Gimelshein, Online normalizer calculation for
 softmax, 2018): the sums of a smaller m are rescaled when a larger one comes. The derivative of
@@ -14,6 +15,7 @@ each is again a sum over tiles, with weights w_j that y alone says at any tile:
 
     sum, max, logsumexp   dy = sum_j w_j ds_j               w = 1, (s = m) / n, exp(s - y)
     softmax               dy = sum_j w_j ((v_j - y) ds_j + dv_j)      w = exp(s - logsumexp)
+    take                  dy = ds_t
 
 `push` gives the terms of these sums, `pull` their adjoint: the cotangents of one tile's scores
 from those of y. Both are written in the framework's operations, so they are differentiated again.
@@ -23,7 +25,7 @@ Each function sees a tile with the reduced axis second.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
@@ -53,9 +55,7 @@ class Reduction:
     real = False  # whether scores are compared
     indexed = False  # whether a tile's last array is the index of the reduced axis
     more = 0  # results besides one for each array, which the derivative alone reads
-    empty: tuple[
-        float, ...
-    ] = ()  # the state of no entry in its first leaves; it is 0 in the others
+    empty: ClassVar[tuple[float, ...]] = ()  # the state of no entry; 0 in the leaves behind
 
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         """Raises if a tile is not what is reduced."""
@@ -64,19 +64,21 @@ class Reduction:
 
     def _check_scores(self, x: Any, shape: tuple[int, int]) -> None:
         backend = self.backend
-        if not backend.is_array(x) or tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
-            came = "no array"
-            if backend.is_array(x):
-                came = f"of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
+        if tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
             raise GradtoolsError(
-                f"{self.asked}: f's scores are {came}; expected floating numbers of shape "
-                f"{shape}: one for each row and column of the tile, further axes behind."
+                f"{self.asked}: f's scores are of shape {tuple(x.shape)} and dtype "
+                f"{backend.dtype_name(x)}; expected floating numbers of shape {shape}: one for "
+                "each row and column of the tile, further axes behind."
             )
         if self.real and backend.is_complex(x):
             raise GradtoolsError(
                 f"{self.asked}: f's scores are complex, which have no order; a maximum or "
                 "exponential weights need real ones. Take the real part in f."
             )
+
+    def dtypes(self, names: list[str]) -> list[str]:
+        """Those of the results, from those of a tile."""
+        return [*names, *names[:1] * self.more]
 
     def states(self, count: int) -> list[float]:
         """The state of no entry, for a state of so many leaves."""
@@ -362,12 +364,43 @@ class _Softmax(_LogSumExp):
         return [self._like(w * slope, tile[0]), *values]
 
 
+class _Take(Reduction):
+    """The score of one column of each row, by its index; 0 where there is none of that index."""
+
+    indexed = True
+
+    def dtypes(self, names: list[str]) -> list[str]:
+        return names[:1]
+
+    def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
+        whole = len(tile) == 2 and "int" in self.backend.dtype_name(tile[1])
+        if not whole or len(tile[0].shape) != 2 or tuple(tile[1].shape) != shape[:1]:
+            came = [(tuple(x.shape), self.backend.dtype_name(x)) for x in tile]
+            raise GradtoolsError(
+                f"{self.asked}: reduce='take' takes a pair (scores, index) from f, a matrix of "
+                f"shape {shape} and {shape[0]} integers; it has {came}."
+            )
+        self._check_scores(tile[0], shape)
+
+    def lift(self, tile: Arrays) -> Arrays:
+        x, at, index = tile
+        return [self.backend.taken(wide(self.backend, x), at, index)]
+
+    def push(self, tile: Arrays, moved: Arrays, stats: Arrays) -> Arrays:
+        return self.lift([moved[0], *tile[1:]])
+
+    def pull(self, tile: Arrays, stats: Arrays, cts: Arrays) -> Arrays:
+        x, at, index = tile
+        return [self._like(self.backend.put(cts[0], at, index), x), None]
+
+
 KINDS: dict[str, type[Reduction]] = {
     "sum": Reduction,
     "mean": _Mean,
     "max": _Max,
     "logsumexp": _LogSumExp,
     "softmax": _Softmax,
+    "take": _Take,
 }
 
 

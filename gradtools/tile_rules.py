@@ -213,7 +213,8 @@ class Reduced:
             return [x for (kind, o), (_, do), s in triples for x in kind.push(o, do, s)]
 
         roles = (*call.roles, *self._spread(counts), *(call.roles[i] for i in given))
-        sizes = [len(places) for places in call.places]
+        pairs = zip(call.kinds, call.dtypes, strict=True)
+        sizes = [len(dtypes) - kind.more for kind, dtypes in pairs]
         total = SumOverTiles(call, pushed, roles, self._spread(sizes), call.cut, "tiled (tangent)")
         sums = total.apply([*xs, *(s for g in stats for s in g), *(dxs[i] for i in given)])
         triples = zip(call.kinds, parted(sums, sizes), ys, strict=True)
@@ -256,8 +257,8 @@ class Reduced:
 
 def fold_columns(call: TiledCall, xs: Arrays) -> Any:
     """The result of (init, combine, finish), a sum over tiles of whole rows."""
-    init, combine, finish = call.options.reduce
     backend, cut, out, state_def = call.backend, call.cut, list[Any](), list[Any]()
+    init, combine, finish = (backend.as_now(g, xs) for g in call.options.reduce)
 
     def first(tile: Arrays) -> Arrays:
         leaves, treedef = backend.flatten(init(call.evaluated(tile)))

@@ -36,14 +36,22 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import isqrt
-from operator import index
 from typing import Any
 
 import numpy as np
 
 from gradtools.arguments import argument_keys
 from gradtools.backend import Array, Backend, Operators
-from gradtools.calls import as_array, is_numeric, like_function, with_article
+from gradtools.calls import (
+    as_array,
+    describe,
+    is_numeric,
+    like_function,
+    whole_number,
+    whole_or_none,
+    with_article,
+)
+from gradtools.chunks import check_verify
 from gradtools.errors import GradtoolsError
 from gradtools.reductions import KINDS, Reduction, wide
 from gradtools.tile_rules import (
@@ -73,6 +81,7 @@ class Tiling(Operators):
         columns: Names = 1,
         over: Any = "columns",
         memory_budget: int | None = None,
+        verify: bool | None = None,
         progress: bool = False,
     ) -> Callable[..., Any]:
         """A function of all pairs of rows and columns, reduced, at the memory of one tile.
@@ -90,16 +99,18 @@ class Tiling(Operators):
             f: Takes a tile of each argument in `rows` (a block of its first axis), the same of
                 those in `columns`, and all other arguments whole. Returns scores of shape
                 [tile rows, tile columns, ...], or a tree of them; with "softmax" a pair (scores,
-                values), values being [tile rows or 1, tile columns, ...]. It must be
-                deterministic and treat pairs alone. What it closes over is constant: arrays that
-                are differentiated (a temperature, weights) are arguments.
-            reduce: "sum", "mean", "max", "logsumexp" or "softmax" (the mean of values weighted
-                by the softmax of the scores), or a tree of these like the outermost part of f's
-                output, for several from one sweep. Or three functions of your own: init(tile)
-                gives from f's output the state of a tile, with rows first; combine(a, b) merges
-                the states of neighbouring tiles and is associative; finish(state) gives the
-                result. All maxima of a row share its derivative; a row of -inf alone has the
-                logsumexp -inf, the softmax 0, and derivative 0.
+                values), values being [tile rows or 1, tile columns, ...], with "take" a pair
+                (scores, index), an integer for each row. It must be deterministic and treat pairs
+                alone. What it closes over is constant: arrays that are differentiated (a
+                temperature, weights) are arguments.
+            reduce: "sum", "mean", "max", "logsumexp", "softmax" (the mean of values weighted by
+                the softmax of the scores) or "take" (a row's score at the column of its index, 0
+                if there is none), or a tree of these like the outermost part of f's output, for
+                several from one sweep. Or three functions of your own: init(tile) gives from f's
+                output the state of a tile, with rows first; combine(a, b) merges the states of
+                neighbouring tiles and is associative; finish(state) gives the result. All maxima
+                of a row share its derivative; a row of -inf alone has the logsumexp -inf, the
+                softmax 0, and derivative 0.
             tile_size: Rows and columns of a tile, one number or two.
             rows: Which arguments have rows, by position or name; trees of arrays, sharing the
                 length of their first axis.
@@ -107,6 +118,10 @@ class Tiling(Operators):
             over: Which side is reduced, "columns" (a result for each row) or "rows", or a tree of
                 these like `reduce`.
             memory_budget: Bytes for one tile's derivative, from which tile_size follows.
+            verify: PyTorch: whether a tile that is computed again is compared, up to rounding, with
+                what it was first, as in `chunked`. None: the first tile, in the first derivative
+                of each f and of new shapes, dtypes, training modes or autocast. True: each tile,
+                in each derivative. False: none; nor is seen whether f changes what it closes over.
             progress: Whether to show a progress bar (of the package tqdm) over the tiles of each
                 sweep. JAX programs have none.
 
@@ -116,8 +131,9 @@ class Tiling(Operators):
         Raises:
             GradtoolsError: A tile below 1; a budget that no tile fits; (on call) no rows or
                 columns, lengths that differ, an unknown reduction, scores of another shape, an
-                array that f closes over and that is differentiated. PyTorch: f draws random
-                numbers, changes an argument, or gives other numbers for a derivative.
+                array that f closes over and that is differentiated; f draws random numbers (in
+                JAX as many as a tile has rows or columns, by one key). PyTorch: f changes an
+                argument or what it closes over, or gives other numbers for a derivative.
 
         Example:
             >>> score = lambda x, y: x[:, None] * y
@@ -134,9 +150,9 @@ class Tiling(Operators):
                 f"tiled: f is {with_article(type(f).__name__)}; expected a function of a tile of "
                 "rows and a tile of columns."
             )
-        options = TileOptions(
-            "tiled", reduce, over, _sizes("tiled", tile_size), memory_budget, progress
-        )
+        budget = whole_or_none("tiled", "memory_budget", memory_budget, 1, "bytes")
+        sizes = _sizes("tiled", tile_size)
+        options = TileOptions("tiled", reduce, over, sizes, budget, verify, progress)
         options.check()
         sides = _names("rows", rows), _names("columns", columns)
         return like_function("tiled_", f, partial(self._tiled, f, options, sides))
@@ -158,6 +174,7 @@ class TileOptions:
     over: Any = COLUMNS
     sizes: tuple[int, int] | None = None
     budget: int | None = None
+    verify: bool | None = None
     progress: bool = False
 
     @property
@@ -167,6 +184,7 @@ class TileOptions:
 
     def check(self) -> None:
         """Raises for what no call could mend."""
+        check_verify(self.asked, self.verify)
         if self.own and not (len(self.reduce) == 3 and all(callable(g) for g in self.reduce)):
             raise GradtoolsError(
                 f"{self.asked}: reduce is {self.reduce!r}; a reduction of your own is three "
@@ -181,21 +199,19 @@ class TileOptions:
                 f"{self.asked}: tile_size and memory_budget were both given; the second chooses "
                 "the first."
             )
-        if self.budget is not None and self.budget < 1:
-            raise GradtoolsError(f"{self.asked}: memory_budget is {self.budget}; expected bytes.")
 
 
 def _sizes(asked: str, tile_size: Any) -> tuple[int, int] | None:
     if tile_size is None:
         return None
     pair = tile_size if isinstance(tile_size, tuple | list) else (tile_size, tile_size)
-    whole = all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= 1 for n in pair)
-    if len(pair) != 2 or not whole:
+    if len(pair) != 2:
         raise GradtoolsError(
-            f"{asked}: tile_size is {tile_size!r}; expected a number of rows and columns that is "
-            "at least 1, or two of these."
+            f"{asked}: tile_size is {tile_size!r}; expected one number, or one of rows and one of "
+            "columns."
         )
-    return index(pair[0]), index(pair[1])
+    rows, columns = (whole_number(asked, "tile_size", n, 1, "rows and columns") for n in pair)
+    return rows, columns
 
 
 def _names(what: str, given: Any) -> tuple[int | str, ...]:
@@ -231,7 +247,7 @@ class TiledCall:
         self.cut = TileGrid(1, 1, 1, 1)
         self.call: Callable[[Arrays], Any] = f  # f at one tile, once its arguments are known
         self.captured: tuple[int, ...] = ()  # of the arrays those that f closes over
-        self.watch: Callable[[Arrays, Arrays], None] | None = None  # of f's next tile, a wing's
+        self.watch: Callable[[Arrays], None] | None = None  # a wing's, of f's output at a tile
         self.sweeping = False  # whether a sweep over its tiles is under way
         self.watched: Any = None  # what a wing knows of tiles that f has seen
         self.may_capture = True  # others than these
@@ -249,7 +265,8 @@ class TiledCall:
             paths += [f"{key!r}{path}" for path in backend.leaf_paths(value)]
         for leaf, role, path in zip(leaves, call._roles(sides, args, kwargs), paths, strict=True):
             call._add(xs, leaf, role, path)
-        call.call = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
+        flat = _FlatTile(backend, f, call._statics, call._treedef, call._keywords)
+        call.call = backend.as_now(flat, xs)
         rows, columns = (call._size(xs, side) for side in (ROWS, COLUMNS))
         call.cut = TileGrid(rows, columns, *(options.sizes or _TILE))
         if options.budget is not None:
@@ -350,7 +367,7 @@ class TiledCall:
         out = self.call(list(xs[:-2]))
         if self.watch is not None:
             watch, self.watch = self.watch, None
-            watch(list(xs[-2:]), self.backend.flatten(out)[0])
+            watch(self.backend.flatten(out)[0])
         return out
 
     def _tiles(self) -> list[list[int | None]]:
@@ -367,11 +384,15 @@ class TiledCall:
 
     def _read(self, out: Arrays, treedef: Any) -> None:
         """Which arrays of f's output are reduced how."""
+        for x in out:
+            if not self.backend.is_array(x):
+                came = describe(self.backend, x)
+                raise GradtoolsError(f"{self.asked}: f's output holds {came}; expected arrays.")
         tree = self.backend.unflatten(treedef, list(range(len(out))))
         self._template = self._pair(tree, self.options.reduce, self.options.over, "")
         for kind, places in zip(self.kinds, self.places, strict=True):
             names = [self.backend.dtype_name(out[i]) for i in places]
-            self.dtypes.append([*names, *names[:1] * kind.more])
+            self.dtypes.append(kind.dtypes(names))
 
     def _pair(self, tree: Any, reduce: Any, over: Any, path: str) -> Any:
         """A tree like f's output, with the place of its result at each leaf."""
@@ -410,22 +431,29 @@ class TiledCall:
             raise GradtoolsError(f"{self.asked}: over is {over!r}; expected 'columns' or 'rows'.")
         side, count = (ROWS, self.cut.columns) if over == COLUMNS else (COLUMNS, self.cut.rows)
         places, treedef = self.backend.flatten(tree)
-        groups = [tuple(places)] if name == "softmax" else [(i,) for i in places]
+        if not places:
+            raise GradtoolsError(
+                f"{self.asked}: f gave {tree!r} for reduce={name!r}; expected scores of a tile."
+            )
+        is_pair = name in ("softmax", "take")
+        groups = [tuple(places)] if is_pair else [(i,) for i in places]
         first = len(self.kinds)
         for group in groups:
             self.kinds.append(KINDS[name](self.backend, self.asked, count))
             self.places.append(group)
             self.sides.append(side)
-        if name != "softmax":
+        if not is_pair:
             numbers = range(first, first + len(groups))
             return self.backend.unflatten(treedef, [_Result(k, 0) for k in numbers])
-        is_pair = isinstance(tree, tuple | list) and len(tree) == 2
-        values = self.backend.flatten(tree[1])[0] if is_pair else []
-        if not is_pair or len(values) != len(places) - 1:
+        parts = [self.backend.flatten(part)[0] for part in tree] if _is_pair(tree) else []
+        if [len(part) for part in parts[:1]] != [1] or (name == "take" and len(places) != 2):
+            second = "values" if name == "softmax" else "index"
             raise GradtoolsError(
-                f"{self.asked}: reduce='softmax' takes a pair (scores, values) from f."
+                f"{self.asked}: reduce={name!r} takes a pair (scores, {second}) from f."
             )
-        value_def = self.backend.flatten(tree[1])[1]
+        if name == "take":
+            return _Result(first, 0)
+        values, value_def = self.backend.flatten(tree[1])
         return self.backend.unflatten(
             value_def, [_Result(first, k + 1) for k in range(len(values))]
         )
@@ -488,6 +516,10 @@ class _FlatTile:
 
 _ARRAY = object()
 _PROBE = 64
+
+
+def _is_pair(tree: Any) -> bool:
+    return isinstance(tree, tuple | list) and len(tree) == 2
 
 
 class _Result:

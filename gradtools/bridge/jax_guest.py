@@ -32,7 +32,7 @@ from gradtools.jax.flops import Count
 from gradtools.jax.graphs import graph_of
 from gradtools.jax.jaxprs import live, open_jaxpr
 from gradtools.jax.tracing import reached_matrix
-from gradtools.seeing.graph import Graph
+from gradtools.seeing.nodes import PlainGraph
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.host import is_followed
 from gradtools.torch.wrappers import is_wrapped
@@ -116,7 +116,7 @@ class JaxGuest:
         traced = self._traced(run, specs)
         return None if traced is None else reached_matrix(traced)
 
-    def graph(self, run: Any, specs: Sequence[Spec]) -> Graph | None:
+    def graph(self, run: Any, specs: Sequence[Spec]) -> PlainGraph | None:
         """The operations; None where f cannot be traced."""
         traced = self._traced(run, specs)
         return None if traced is None else graph_of(traced, in_places=True)

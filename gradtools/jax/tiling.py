@@ -20,6 +20,7 @@ from gradtools.jax import shardings
 from gradtools.jax._upstream import Literal
 from gradtools.jax.alike import compiled
 from gradtools.jax.chunking import promoted
+from gradtools.jax.jaxprs import uses_primitive
 from gradtools.jax.manual_axes import varying, varying_alike
 from gradtools.jax.tracing import within_a_trace
 from gradtools.rules import held_by
@@ -184,8 +185,28 @@ class _SweepRun:
             looks[:] = [len(group) for group in found]
             return [x for group in found for x in group]
 
-        avals = iter(jax.make_jaxpr(states)(*map(jax.typeof, self.xs)).out_avals)
+        closed = jax.make_jaxpr(states)(*map(jax.typeof, self.xs))
+        if _draws(closed):
+            self._refuse_draws(rows, columns)
+        avals = iter(closed.out_avals)
         return [[next(avals) for _ in range(n)] for n in looks]
+
+    def _refuse_draws(self, rows: int, columns: int) -> None:
+        """Raises if f draws more random numbers for a larger tile: they are those of the next."""
+        call = self.program.call
+
+        def drawn(rows: int, columns: int) -> Any:
+            sizes = {ROWS: rows, COLUMNS: columns, SHARED: None}
+            pairs = zip(self.xs, call.roles[:-2], strict=False)
+            tile = [_with_length(x, sizes[role]) for x, role in pairs]
+            return _draws(jax.make_jaxpr(call.call)(tile))
+
+        if drawn(rows, columns) != drawn(rows + 1, columns + 1):
+            raise GradtoolsError(
+                f"{call.asked}: f draws random numbers for a whole tile by one key, so that each "
+                "tile would get the same. Draw outside, and pass what was drawn, or draw by a key "
+                "for each pair: fold the indices of its row and column in, which are arguments."
+            )
 
     def _empty(self, looks: States, side: str) -> States:
         """The states of no tile, for the groups of one side."""
@@ -195,6 +216,22 @@ class _SweepRun:
             else []
             for look, group in zip(looks, self.groups, strict=True)
         ]
+
+
+def _draws(closed: Any) -> set[Any]:
+    """How many random numbers or keys a program draws by each key."""
+    found = set[Any]()
+
+    def noted(eqn: Any) -> bool:
+        if eqn.primitive.name in _DRAWS:
+            found.add((eqn.primitive.name, eqn.params["shape"]))
+        return False
+
+    uses_primitive(closed, noted)
+    return found
+
+
+_DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 
 def _entry(pairs: Sequence[tuple[str, Any]], side: str) -> Any:

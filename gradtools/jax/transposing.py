@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.jax import tracing
@@ -85,8 +86,14 @@ def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any
     axes = frozenset().union(*map(varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])
     pairs = zip(outs, cts(outs) if callable(cts) else cts, strict=True)
-    full = [jnp.zeros_like(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
+    full = [_zero_cotangent(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
     return [conj(x) for x in pullback(full)]
+
+
+def _zero_cotangent(y: Any) -> Any:
+    if jnp.issubdtype(y.dtype, jnp.inexact):
+        return jnp.zeros_like(y)
+    return np.zeros(y.shape, jax.dtypes.float0)
 
 
 def push(fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]) -> list[Any]:

@@ -63,6 +63,18 @@ disable_current_modes = _disable_current_modes
 """A block in which no dispatch mode sees what we do on our own account. Gone: a flag of the mode
 that is asked in its `__torch_dispatch__`, as `gradient_graph` has; other modes see us then."""
 
+
+class Watching(TorchDispatchMode):
+    """A dispatch mode that does not import dynamo, which takes longer than all that it watches.
+
+    It never runs inside of code that is compiled. Gone: dynamo's frames stand below each call.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 pytree = _pytree
 tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
 tree_leaves, tree_map = pytree.tree_leaves, pytree.tree_map

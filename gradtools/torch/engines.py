@@ -500,7 +500,7 @@ def _functorch_jvp(fun: Fun, leaves: list[Tensor], tangents: list[Tensor]) -> An
 
     def paired(*xs: Tensor) -> Any:
         if is_compiling():
-            with _twice_in_trace(True), RightTangents():
+            with _twice_in_trace(), RightTangents():
                 outs, extras = fun(*xs)
         else:
             with torch.enable_grad(), Stops(False, True, asked_of(fun)):
@@ -537,9 +537,9 @@ def _is_pushed_again() -> bool:
     return is_compiling() or pushes or upstream.forward_level() >= 0
 
 
-def _twice_in_trace(again: bool) -> AbstractContextManager[Any]:
-    """Around what dynamo traces: if it is differentiated again, attention by plain operations."""
-    return sdpa_kernel(SDPBackend.MATH) if again else nullcontext()
+def _twice_in_trace() -> AbstractContextManager[Any]:
+    """Around what dynamo traces and differentiates again: attention by plain operations."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
@@ -547,7 +547,7 @@ def _again_in_trace(keep: bool, levels: int) -> AbstractContextManager[Any]:
     from gradtools.torch.fused_attention import PlainWhereLive
 
     if _open_derivatives():
-        return _twice_in_trace(True)
+        return _twice_in_trace()
     return PlainWhereLive(levels) if keep else nullcontext()
 
 
@@ -563,7 +563,7 @@ def _pushed_from_outside() -> AbstractContextManager[Any]:
 def _looked_at_twice(asked: str) -> Iterator[None]:
     """Around a function whose backward pass is differentiated; dynamo sees one kernel of it."""
     if is_compiling():
-        with _twice_in_trace(True):
+        with _twice_in_trace():
             yield
         return
     with _calls_guarded(asked), TwiceByPlainOperations():
@@ -606,12 +606,12 @@ def _functorch_linearize(fun: Fun, leaves: list[Tensor]) -> Any:
 # --- whether f takes a derivative itself -------------------------------------------------
 
 
-class _Here(threading.local):
+class _OpenFlags(threading.local):
     def __init__(self) -> None:
         self.open: list[list[bool]] = []
 
 
-_eager = _Here()
+_eager = _OpenFlags()
 _compiled: list[list[bool]] = []  # dynamo follows a plain list; it is empty before and after
 
 

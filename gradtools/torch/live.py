@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import Node as GradFn
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graph import Dependence, Graph, Node, Value
+from gradtools.seeing.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.passes import CUSTOM, with_named_outputs
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.recording import operations
@@ -27,7 +27,7 @@ _SAVED = "_saved_"
 _WRAPPED = 2**63  # above, a negative axis that was kept as an unsigned number
 
 
-def live_graph(outputs: Any) -> Graph:
+def live_graph(outputs: Any) -> PlainGraph:
     """What autograd holds for results; `outputs`: a pytree of tensors."""
     pairs = zip(leaf_paths(outputs), flatten(outputs)[0], strict=True)
     named = [(f"output{path}", y) for path, y in pairs if isinstance(y, Tensor)]
@@ -50,10 +50,10 @@ class _AutogradReader:
         self.inputs: list[int] = []
         self.captured: list[int] = []
 
-    def graph(self, named: list[tuple[str, Tensor]]) -> Graph:
+    def graph(self, named: list[tuple[str, Tensor]]) -> PlainGraph:
         nodes = [self.node(fn) for fn in _in_order([y.grad_fn for _, y in named])]
         outputs = [self.tensor(y) for _, y in named]
-        whole = Graph(
+        whole = PlainGraph(
             tuple(nodes), self.values, tuple(self.inputs), tuple(outputs), tuple(self.captured)
         )
         return with_named_outputs(whole, [path for path, _ in named])

@@ -184,6 +184,45 @@ class Modes:
             yield
 
 
+def casts_now(kinds: Iterable[str]) -> tuple[tuple[str, torch.dtype], ...]:
+    """The devices for which autocast is on, and to what."""
+    if not upstream.is_any_autocast_enabled():
+        return ()
+    casts = _casts(sorted({"cpu", *kinds} - {"meta"}))
+    return tuple([(kind, dtype) for kind, on, dtype in casts if on])
+
+
+def as_cast_now(fun: Callable[..., Any], kinds: Iterable[str]) -> Callable[..., Any]:
+    """fun under the autocast of now; what it gives in 16 bits is then in float32.
+
+    So autocast takes the result of a matrix product where it is exponentiated or summed.
+    """
+    casts = casts_now(kinds)
+
+    def run(*args: Any) -> Any:
+        with ExitStack() as inside:
+            for kind, dtype in casts:
+                inside.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            found = fun(*args)
+        return upstream.tree_map(_widened, found)
+
+    return run if casts else fun
+
+
+def _widened(x: Any) -> Any:
+    is_narrow = isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if is_narrow else x
+
+
+@contextmanager
+def without_casts(kinds: Iterable[str]) -> Iterator[None]:
+    """Inside, autocast is off."""
+    with ExitStack() as inside:
+        for kind, _ in casts_now(kinds):
+            inside.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def default_device() -> torch.device:
     """PyTorch's, which imports and searches at every call even where nothing was set."""
     if upstream.device_set() is None and upstream.count_of_function_modes() == 0:

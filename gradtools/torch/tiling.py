@@ -1,29 +1,34 @@
 """Tiles in PyTorch: a loop over blocks of rows, inside it one over blocks of columns.
 
-A tile is computed again for each derivative, so the first one of each sweep is compared with what
-it was before, as in `chunked`.
+A tile is computed again for each derivative. That f is the same then is looked at by `Watch`: by
+numbers once for each way to run f, as in `chunked`; by counters, which cost no copy and do not wait
+for a device, in each sweep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradtools.chunks import progress_bar
 from gradtools.errors import GradtoolsError
+from gradtools.rules import held_by
 from gradtools.tiles import COLUMNS, ROWS, SHARED, MergeGroup, Sweep
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.measures import LiveBytes
+from gradtools.torch.modes import as_cast_now, casts_now, without_casts
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.verifying import Figures, figures, is_near
-from gradtools.torch.wrappers import is_mapped, unwrapped
+from gradtools.torch.verifying import Figures, Way, figures, is_near, part_of
+from gradtools.torch.wrappers import batches_first
 
 Tensor = torch.Tensor
 State = list[Tensor]
+Block = tuple[int, int]  # where it starts, and its length
 _SAMPLE = 1 << 12  # entries of a tile that are compared
 
 
@@ -31,131 +36,212 @@ def sweep(program: Sweep, xs: Sequence[Tensor]) -> list[State]:
     """The merged states of all tiles."""
     call = program.call
     if call.sweeping:  # a sweep within a tile
-        return _swept(program, xs, False)
-    call.sweeping, call.watch = True, Watch.of(call)
-    try:
-        return _swept(program, xs, True)
-    finally:
-        call.sweeping = False
+        return _swept(program, xs, None)
+    with without_casts(x.device.type for x in xs):
+        call.watched = call.watched or Watch.of(call, xs)
+        call.sweeping = True
+        try:
+            return _swept(program, xs, call.watched.begun(xs))
+        finally:
+            call.sweeping, call.watch = False, None
 
 
-def _swept(program: Sweep, xs: Sequence[Tensor], first: bool) -> list[State]:
-    """first: Whether what f does besides computing is looked at."""
+def _swept(program: Sweep, xs: Sequence[Tensor], watch: Watch | None) -> list[State]:
     if not torch.is_grad_enabled():  # a shared tensor is handed on as it is
-        xs = [x.detach() for x in xs]
+        xs = [x.detach() if x.requires_grad else x for x in xs]
     rows, columns = ([*_blocks(program, side)] for side in (ROWS, COLUMNS))
-    of_rows: list[list[State | None]] = []
-    of_columns: list[list[State | None]] = []
-    shared: list[State | None] = []
     groups: Sequence[MergeGroup] = ()
-    before = Randomness.now(xs) if first else None
-    with progress_bar(program.cut.tiles) if program.progress else nullcontext() as bar:
+    held: list[dict[Block | None, State]] = []  # of each group, by block
+    with progress_bar(program.cut.tiles, "tile") if program.progress else nullcontext() as bar:
         for row in rows:
             band = [_at(x, r, ROWS, row) for x, r in zip(xs, program.roles, strict=True)]
-            found: list[State | None] = []
-            for j, column in enumerate(columns):
-                tile = [
-                    _at(x, r, COLUMNS, column) for x, r in zip(band, program.roles, strict=True)
-                ]
-                if first and not groups:  # what f writes is its own, until it is refused
-                    tile = [x.clone() for x in tile]
-                versions = [] if groups else _versions(tile)
+            for column in columns:
+                pairs = zip(band, program.roles, strict=True)
+                tile = [_at(x, r, COLUMNS, column) for x, r in pairs]
+                if watch is not None:
+                    tile = watch.before(program.call, tile, (row, column))
                 with torch.enable_grad():
                     states = program.tile(tile)
+                if watch is not None:
+                    watch.after(tile)
                 if not groups:
-                    _refuse_writing(program, versions != _versions(tile))
                     groups = program.groups()
-                    _refuse_randomness(program, before)
-                    of_columns = [[None] * len(groups) for _ in columns]
-                    shared = [None] * len(groups)
-                if not found:
-                    found = [None] * len(groups)
-                for k, (group, new) in enumerate(zip(groups, states, strict=True)):
-                    held, at = {
-                        ROWS: (found, k),
-                        COLUMNS: (of_columns[j], k),
-                        SHARED: (shared, k),
-                    }[group.side]
-                    old = held[at]
-                    held[at] = new if old is None else group.merge(old, new)
+                    held = [{} for _ in groups]
+                at = {ROWS: row, COLUMNS: column, SHARED: None}
+                for group, parts, new in zip(groups, held, states, strict=True):
+                    old = parts.get(at[group.side])
+                    parts[at[group.side]] = new if old is None else group.merge(old, new)
                 if bar is not None:
                     bar.update()
-            of_rows.append(found)
-    parts = {ROWS: of_rows, COLUMNS: of_columns, SHARED: [shared]}
-    return [_joined(parts[group.side], k) for k, group in enumerate(groups)]
+    return [_joined([*parts.values()]) for parts in held]
 
 
-def _blocks(program: Sweep, side: str) -> Any:
+def _blocks(program: Sweep, side: str) -> Iterator[Block]:
     for start, size, count in program.cut.blocks(side):
         for i in range(count):
             yield start + i * size, size
 
 
-def _at(x: Tensor, role: str, side: str, block: tuple[int, int]) -> Tensor:
+def _at(x: Tensor, role: str, side: str, block: Block) -> Tensor:
     return x.narrow(0, *block) if role == side else x
 
 
-def _joined(blocks: Sequence[list[State | None]], k: int) -> State:
-    """One group's states of all blocks; each tensor's parts are let go before the next is made."""
-    there = [state for block in blocks if (state := block[k]) is not None]
-    for block in blocks:
-        block[k] = None
-    if len(there) == 1:
-        return there[0]
-    return [torch.cat([state.pop(0) for state in there]) for _ in range(len(there[0]))]
+def _joined(states: list[State]) -> State:
+    """The states of all blocks; each tensor's parts are let go before the next is made."""
+    if len(states) == 1:
+        return states[0]
+    return [torch.cat([state.pop(0) for state in states]) for _ in range(len(states[0]))]
 
 
-def _versions(xs: State) -> list[int]:
-    return [0 if x.is_inference() else upstream.version_of(x) for x in xs]
+def as_now(fun: Callable[..., Any], xs: Sequence[Tensor]) -> Callable[..., Any]:
+    """fun under the autocast of now."""
+    return as_cast_now(fun, (x.device.type for x in xs))
 
 
-def _refuse_writing(program: Sweep, has_written: bool) -> None:
-    if has_written:
-        raise GradtoolsError(
-            f"{program.call.asked}: f changes an argument in place, which other tiles read, too. "
-            "Clone it in f first."
-        )
-
-
-def _refuse_randomness(program: Sweep, before: Randomness | None) -> None:
-    if before is not None and not before.stands():
-        raise GradtoolsError(
-            f"{program.call.asked}: f draws random numbers, which would be others when a tile is "
-            "computed again. Draw them outside, and pass them as arguments."
-        )
+# --- whether f is the same again ---------------------------------------------------------
 
 
 class Watch:
-    """Compares f at a tile that it saw before with what it gave then."""
+    """What f does besides computing, in one call of a tiled function and in its derivatives.
 
-    def __init__(self, asked: str) -> None:
-        self.asked, self.seen = asked, dict[Any, list[Figures]]()
+    Args:
+        call: The call.
+        held: The tensors that f closes over.
+        numbers: The way in which f runs, where its numbers are to be seen; else None.
+        reads: The same for whether it writes its arguments.
+    """
+
+    def __init__(
+        self, call: Any, held: Sequence[Tensor], numbers: Way | None, reads: Way | None
+    ) -> None:
+        self.asked, self.each = call.asked, call.options.verify is True
+        self._held = [(x, _version(x)) for x in held]
+        self._numbers, self._reads = numbers, reads
+        self._seen = dict[Any, list[Figures]]()
+        self._first = True
+        self._stream: Randomness | None = None
+        self._versions: list[int] = []
 
     @classmethod
-    def of(cls, call: Any) -> Callable[[State, State], None] | None:
-        """The watch of a call, or none where numbers cannot be read."""
-        if is_compiling() or upstream.TracingContext.try_get() is not None:
-            return None
-        call.watched = call.watched or cls(call.asked)
-        watched: Watch = call.watched
-        return watched.look
+    def of(cls, call: Any, xs: Sequence[Tensor]) -> Watch:
+        """That of a call, at its first sweep."""
+        if call.options.verify is False or is_compiling() or upstream.TracingContext.try_get():
+            return cls(call, (), None, None)
+        kinds = torch.nn.Module, Tensor
+        found = [*held_by(call.written, lambda x: isinstance(x, kinds), Tensor, False)]
+        modules = [m for x in found if isinstance(x, torch.nn.Module) for m in x.modules()]
+        tensors = [x for x in found if isinstance(x, Tensor)]
+        tensors += [x for m in modules for x in (*m.parameters(False), *m.buffers(False))]
+        looks = tuple([(x.shape, x.dtype, x.device) for x in xs])
+        training = tuple([m.training for m in modules])
+        casts = casts_now(x.device.type for x in xs)
+        others = [*map(part_of, call.written[1:])]
+        way = Way.of(call.f, call.asked, looks, call.cut, training, casts, *others)
+        reads = way.about("arguments")
+        is_looked_at = call.options.verify or not way.is_known()
+        watch = cls(
+            call,
+            tensors,
+            way if is_looked_at else None,
+            None if reads.is_known() else reads,
+        )
+        if not call.options.verify and is_looked_at:
+            way.wait_for(watch)
+        return watch
 
-    def look(self, indices: State, out: list[Any]) -> None:
-        """Notes what f gave at the tile of these rows and columns, or compares it."""
-        arrays = [*indices, *(x for x in out if isinstance(x, Tensor))]
-        if any(is_mapped(x) or x.is_meta for x in arrays):  # there are no numbers to compare
+    def begun(self, xs: Sequence[Tensor]) -> Watch:
+        """The same, at the start of a sweep."""
+        self._refuse_changed()
+        self._first, self._stream = True, Randomness.now(xs)
+        return self
+
+    def before(self, call: Any, tile: State, place: tuple[Block, Block]) -> State:
+        """The tensors that f gets of a tile. What it writes is its own, until it is refused."""
+        if self._first:
+            tile = tile if self._reads is None else [x.clone() for x in tile]
+            self._versions = [*map(_version, tile)]
+        if self._numbers is not None and (self._first or self.each):
+            call.watch = partial(self._look, place)
+        return tile
+
+    def after(self, tile: State) -> None:
+        """Raises for what f may not do."""
+        if not self._first:
+            return
+        self._first = False
+        if self._versions != [*map(_version, tile)]:
+            raise GradtoolsError(
+                f"{self.asked}: f changes an argument in place, which other tiles read, too. "
+                "Clone it in f first."
+            )
+        if self._reads is not None:
+            self._reads.is_right()
+            self._reads = None
+        self._refuse_changed()
+        if self._stream is not None and not self._stream.stands():
+            raise GradtoolsError(
+                f"{self.asked}: f draws random numbers, which would be others when a tile is "
+                "computed again. Draw them outside, and pass them as arguments."
+            )
+
+    def _refuse_changed(self) -> None:
+        if any(_version(x) != version for x, version in self._held):
+            raise GradtoolsError(
+                f"{self.asked}: a tensor that f closes over was changed in place, by f or after "
+                "the forward pass, so a tile that is computed again would be another. Pass it as "
+                "an argument."
+            )
+
+    def _look(self, place: tuple[Block, Block], out: list[Any]) -> None:
+        """Notes what f gave at a tile, or compares it."""
+        leaves = [x for x in out if isinstance(x, Tensor)]
+        if any(x.is_meta for x in leaves):  # there are no numbers to compare
             return
         with upstream.outermost(), torch.no_grad():
-            rows, columns, *leaves = [unwrapped(x).detach() for x in arrays]
-            tile = len(rows), int(rows[0]), len(columns), int(columns[0])
-            found = [figures(x, _SAMPLE) for x in leaves]
-        if not all(map(is_near, self.seen.setdefault(tile, found), found)):
+            found = [figures(batches_first(x).detach(), _SAMPLE) for x in leaves]
+        old = self._seen.setdefault(place, found)
+        if old is found or _looks(old) != _looks(found):  # another vmap computes it
+            return
+        if not all(map(is_near, old, found)):
+            if self._numbers is not None:
+                self._numbers.is_wrong()
             raise GradtoolsError(
                 f"{self.asked}: f gives other numbers when a tile is computed again, so its "
-                "derivative would be wrong: it draws from a random stream or counts its calls, or "
-                "an array that it closes over was changed after the forward pass. Pass it as an "
-                "argument."
+                "derivative would be wrong: it draws from a random stream, counts its calls, or "
+                "holds what was changed after the forward pass. Pass it as an argument."
             )
+        if self._numbers is not None and not self.each:
+            self._numbers.is_right()
+            self._numbers = None
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else upstream.version_of(x)
+
+
+def _looks(all_figures: Sequence[Figures]) -> list[Any]:
+    return [x[:2] for x in all_figures]
+
+
+def taken(x: Tensor, at: Tensor, index: Tensor) -> Tensor:
+    """Of each row of x the entry whose column has the index `at`, which takes no pass over x."""
+    place, here = _place(at, index)
+    found = x.gather(1, place)[:, 0]
+    return torch.where(here, found, torch.zeros_like(found))
+
+
+def put(v: Tensor, at: Tensor, index: Tensor) -> Tensor:
+    """The transpose."""
+    place, here = _place(at, index)
+    v = torch.where(here, v, torch.zeros_like(v))
+    return v.new_zeros(len(v), len(index)).scatter(1, place, v[:, None])
+
+
+def _place(at: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the column is, and whether it is among these, which have no gaps."""
+    place = at.long() - index[0]
+    last = len(index) - 1
+    return place.clamp(0, last)[:, None], (place >= 0) & (place <= last)
 
 
 def fold(

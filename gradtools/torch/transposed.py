@@ -25,9 +25,9 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.rules import apply_rule
 from gradtools.torch.surveying import guarded, surveyed
+from gradtools.torch.transposing import vjp_of_inexact
 from gradtools.torch.trials import kept_as_it_is
 from gradtools.torch.wrappers import is_inexact
-from gradtools.torch.wrong_gradients import right_vjp
 
 Tensor = torch.Tensor
 Entries = Sequence[Any]
@@ -176,19 +176,12 @@ def _evaluated(
 
 
 def _evaluated_in_functorch(fun: Flat, xs: Sequence[Tensor], mask: Sequence[bool]) -> Any:
-    carried: list[bool] = []
-
     def run(*moving: Tensor) -> Any:
         new = iter(moving)
-        ys = fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
-        carried[:] = [is_inexact(y) for y in ys]
-        pairs = list(zip(ys, carried, strict=True))
-        return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
+        return fun(*[next(new) if m else x for x, m in zip(xs, mask, strict=True)])
 
     moving = [x for x, m in zip(xs, mask, strict=True) if m]
-    found, pullback, others = right_vjp(run, *moving, has_aux=True)
-    left = iter(others)
-    ys = [next(left) if y is None else y for y in spread(found, carried)]
+    ys, carried, pullback = vjp_of_inexact(run, *moving)
 
     def pull(cts: Entries, create: bool) -> list[Any]:
         filled = [ct for ct, c in zip(_filled(ys, cts), carried, strict=True) if c]

@@ -14,20 +14,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule
+from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.wrappers import is_dual, is_wrapped
+from gradtools.torch.wrappers import is_dual, is_inexact, is_wrapped
 from gradtools.torch.wrong_gradients import right_vjp, rightly, wrong_nodes
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def unpacked() -> AbstractContextManager[Any]:
+    """A graph of our own that ends inside is saved as it is; no checkpoint keeps count of it."""
+    if upstream.saved_tensors_hooks_on(False) is None:
+        return nullcontext()
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def in_eager() -> bool:
@@ -89,11 +97,28 @@ def _by_vjp(rule: Rule, linear: Map, at: Any, examples: Any, values: Any) -> lis
         return [v.view_as(v) for v in pullback(tuple(filled))]
 
 
+def vjp_of_inexact(
+    fun: Callable[..., Sequence[Tensor]], *xs: Tensor
+) -> tuple[list[Tensor], list[bool], Any]:
+    """All outputs, which of them have a derivative, and the pullback of these."""
+    carried: list[bool] = []
+
+    def run(*xs: Tensor) -> Any:
+        ys = fun(*xs)
+        carried[:] = [is_inexact(y) for y in ys]
+        pairs = list(zip(ys, carried, strict=True))
+        return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
+
+    found, pullback, others = right_vjp(run, *xs, has_aux=True)
+    left = iter(others)
+    return [next(left) if y is None else y for y in spread(found, carried)], carried, pullback
+
+
 def pull(fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], cts: Any) -> list[Any]:
     """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs."""
-    outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
-    cts = cts(outs) if callable(cts) else cts
-    full = [torch.zeros_like(y) if ct is None else ct for y, ct in zip(outs, cts, strict=True)]
+    outs, carried, pullback = vjp_of_inexact(fun, *xs)
+    triples = zip(outs, cts(outs) if callable(cts) else cts, carried, strict=True)
+    full = [torch.zeros_like(y) if ct is None else ct for y, ct, c in triples if c]
     return [v.view_as(v) for v in pullback(tuple(full))]
 
 
@@ -106,9 +131,10 @@ def value_and_push(
     fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The outputs and the pushforward, of one evaluation."""
-    outs, pullback = right_vjp(lambda *a: tuple(fun(*a)), *xs)
-    again = torch.func.vjp(pullback, tuple([torch.zeros_like(y) for y in outs]))[1]
-    return list(outs), [v.view_as(v) for v in again(tuple(dxs))[0]]
+    outs, carried, pullback = vjp_of_inexact(fun, *xs)
+    zeros = [torch.zeros_like(y) for y, c in zip(outs, carried, strict=True) if c]
+    again = torch.func.vjp(pullback, tuple(zeros))[1]
+    return outs, spread([v.view_as(v) for v in again(tuple(dxs))[0]], carried)
 
 
 # --- a rule that is applied to the tangents of its own map --------------------------------

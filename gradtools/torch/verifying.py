@@ -50,6 +50,48 @@ _DEPTH = 3  # of functions that functions close over, by which they are known
 _SAMPLE = 1 << 16  # entries of a module's output that are looked at, to say where it differs
 
 
+class Way:
+    """One way to run a function: whether a second run was seen to be right, or is about to be.
+
+    known: What is known of the function's ways.
+    """
+
+    def __init__(self, known: dict[Any, Callable[[], Any]], key: tuple[Any, ...]) -> None:
+        self._known, self._key = known, key
+
+    @classmethod
+    def of(cls, f: Callable[..., Any], *key: Any) -> Way:
+        """That in which f runs now. key: What besides f makes it another one."""
+        f, parts = _looks(f)
+        return cls(_verified(f), (*key, parts))
+
+    def about(self, what: str) -> Way:
+        """The same, of which something else is to be known."""
+        return Way(self._known, (what, self._key))
+
+    def is_known(self) -> bool:
+        """Whether nobody needs to look."""
+        return self._known.get(self._key, _none)() is not None
+
+    def wait_for(self, looking: Any) -> None:
+        """Notes that an object looks at the second run: while it lives, none else needs to."""
+        known = self._known
+        for old, value in list(known.items()):
+            if value() is None or _is_gone(old):
+                known.pop(old, None)
+        if len(known) >= _WAYS:
+            known.clear()
+        known[self._key] = weakref.ref(looking)
+
+    def is_right(self) -> None:
+        """Notes that a second run in this way was right."""
+        self._known[self._key] = _seen
+
+    def is_wrong(self) -> None:
+        """Notes that it is to be looked at again."""
+        self._known.pop(self._key, None)
+
+
 class Verification:
     """What the first pass of one call gave, for those that compute it again.
 
@@ -57,7 +99,7 @@ class Verification:
         rounding, as other kernels' do, and modules are looked at for the first chunk only.
     """
 
-    def __init__(self, forward: Forward, way: Any, exact: bool) -> None:
+    def __init__(self, forward: Forward, way: Way | None, exact: bool) -> None:
         self.asked, self.reached = forward.asked, forward.start.reached
         self.way, self.exact = way, exact
         self.is_compiled = _is_compiled(forward)  # and would be compiled anew for a hook
@@ -77,30 +119,22 @@ class Verification:
             return None
         if exact:
             return cls(forward, None, forward.compares_bits)
-        f, parts = _looks(forward.chunks.f)
-        way, known = (*_way(forward), parts), _verified(f)
-        if known.get(way, _none)() is not None:
+        way = _way(forward)
+        if way.is_known():
             return None
-        for old, value in list(known.items()):
-            if value() is None or _is_gone(old):
-                known.pop(old, None)
-        if len(known) >= _WAYS:
-            known.clear()
-        found = cls(forward, (f, way), False)
-        known[way] = weakref.ref(found)  # while it waits for its backward pass, none else needs to
+        found = cls(forward, way, False)
+        way.wait_for(found)
         return found
 
     def done(self) -> None:
         """Notes that a backward pass in this way was seen to be right."""
         if self.way is not None and self.compared:
-            f, way = self.way
-            _verified(f)[way] = _seen
+            self.way.is_right()
 
     def wrong(self) -> None:
         """Notes that this way is to be looked at again."""
         if self.way is not None:
-            f, way = self.way
-            _verified(f).pop(way, None)
+            self.way.is_wrong()
 
     @contextmanager
     def watching(self, i: int) -> Iterator[list[tuple[torch.nn.Module, list[Figures]]]]:
@@ -270,12 +304,13 @@ def _is_compiled(forward: Forward) -> bool:
     return any(map(upstream.is_compiled, (forward.chunks.f, *functions, *modules)))
 
 
-def _way(forward: Forward) -> Any:
-    """What makes a call run in another way than one that was verified."""
+def _way(forward: Forward) -> Way:
+    """That of a call."""
     shapes = tuple([(x.shape, x.dtype, x.requires_grad) for x in forward.tensors])
     training = tuple([m.training for m, _ in forward.start.reached.modules.values()])
     modes = forward.modes
-    return forward.asked, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
+    key = forward.asked, shapes, training, tuple(modes.autocast), forward.beneath, forward.count
+    return Way.of(forward.chunks.f, *key)
 
 
 class _Same:
@@ -307,11 +342,11 @@ def _looks(f: Any) -> tuple[Any, Any]:
     """
     if isinstance(f, MethodType):
         of, parts = _looks(f.__func__)
-        return of, (parts, _part(f.__self__, 0))
+        return of, (parts, part_of(f.__self__))
     if isinstance(f, partial):
         of, parts = _looks(f.func)
         given = (*f.args, *f.keywords.values())
-        return of, (parts, tuple(f.keywords), *[_part(x, 0) for x in given])
+        return of, (parts, tuple(f.keywords), *[part_of(x, 0) for x in given])
     if type(f) is not FunctionType:
         return f, None
     return f.__code__, _parts(f, 0)
@@ -320,10 +355,11 @@ def _looks(f: Any) -> tuple[Any, Any]:
 def _parts(f: FunctionType, depth: int) -> tuple[Any, ...]:
     cells = [contents_of(cell) for cell in f.__closure__ or ()]
     held = (*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
-    return (id(f.__globals__), *[_part(x, depth + 1) for x in held])
+    return (id(f.__globals__), *[part_of(x, depth + 1) for x in held])
 
 
-def _part(x: Any, depth: int) -> Any:
+def part_of(x: Any, depth: int = 0) -> Any:
+    """What of an object that a function closes over must be the same."""
     kind = type(x)
     if kind in (bool, str, type(None)):
         return x
@@ -332,9 +368,9 @@ def _part(x: Any, depth: int) -> Any:
     if depth < _DEPTH and kind is FunctionType:
         return x.__code__, _parts(x, depth)
     if depth < _DEPTH and kind is MethodType:
-        return _part(x.__func__, depth + 1), _part(x.__self__, depth + 1)
+        return part_of(x.__func__, depth + 1), part_of(x.__self__, depth + 1)
     if kind in (list, tuple) and depth < _DEPTH and len(x) <= _PARTS:
-        return kind, tuple([_part(y, depth + 1) for y in x])
+        return kind, tuple([part_of(y, depth + 1) for y in x])
     if kind in (int, float, complex, list, dict, tuple, set):
         return kind
     try:

@@ -23,6 +23,17 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+def batches_first(x: Tensor) -> Tensor:
+    """The same, where the batches of vmaps are the first axes, in their order."""
+    axes: list[int] = []
+    while is_wrapped(x):
+        axes += [upstream.maybe_get_bdim(x)] if upstream.is_batchedtensor(x) else []
+        x = upstream.get_unwrapped(x)
+    for done, axis in enumerate(reversed(axes)):  # the innermost first: it counts all axes
+        x = x.movedim(axis + done, 0)
+    return x
+
+
 def is_mapped(x: Tensor) -> bool:
     """Whether x is a batch of vmap's."""
     while is_wrapped(x) and not upstream.is_batchedtensor(x):

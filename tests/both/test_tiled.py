@@ -55,12 +55,20 @@ OWN = lambda xp: (
     lambda a, b: {"z": a["z"] + b["z"]},
     lambda state: xp.log(state["z"]),
 )
+
+
+def at(xp, x):
+    """A column for each row, of some rows none; made of numbers that are differentiated."""
+    return xp.astype(xp.floor(4 * x[:, 0] ** 2), xp.int32) % 7
+
+
 DENSE = {
     "sum": lambda xp, s, v: xp.sum(s, axis=1),
     "mean": lambda xp, s, v: xp.mean(s, axis=1),
     "max": lambda xp, s, v: xp.max(s, axis=1),
     "logsumexp": lambda xp, s, v: logsumexp(xp, s, 1),
     "softmax": lambda xp, s, v: softmax(xp, s) @ v,
+    "take": None,  # which is no function of the scores alone
     "own": lambda xp, s, v: logsumexp(xp, s, 1),
     "both sides": lambda xp, s, v: xp.concat([logsumexp(xp, s, 1), xp.sum(s, axis=0)]),
 }
@@ -71,11 +79,16 @@ def programs(gt, reduce, tile=TILE):
     xp = gt.xp
 
     def dense(x, y, v, w):
-        return DENSE[reduce](xp, scores(xp, x, y, w), v)
+        s = scores(xp, x, y, w)
+        if reduce == "take":
+            here = at(xp, x)[:, None] == gt.asarray(np.arange(y.shape[0]))
+            return xp.sum(xp.where(here, s, xp.zeros_like(s)), axis=1)
+        return DENSE[reduce](xp, s, v)
 
     def f(x, y, v, w):
         s = scores(xp, x, y, w)
-        return {"softmax": (s, v[None]), "both sides": (s, s)}.get(reduce, s)
+        pairs = {"softmax": (s, v[None]), "both sides": (s, s), "take": (s, at(xp, x))}
+        return pairs.get(reduce, s)
 
     asked, over = {
         "own": (OWN(xp), "columns"),
@@ -152,7 +165,7 @@ def test_every_derivative_to_third_order_is_that_of_the_dense_program(backend, r
     m=st.integers(1, 9),
     rows=st.integers(1, 10),
     columns=st.integers(1, 10),
-    reduce=st.sampled_from(["sum", "max", "logsumexp", "softmax", "both sides"]),
+    reduce=st.sampled_from(["sum", "max", "logsumexp", "softmax", "take", "both sides"]),
 )
 def test_any_number_of_rows_and_columns_in_any_tiles(n, m, rows, columns, reduce):
     import gradtools.torch as gt
@@ -219,6 +232,24 @@ def test_hard_rows_have_the_values_and_derivatives_of_the_framework(reduce, gt, 
         assert np.isnan(found[5]).all() == np.isnan(wanted[5]).all()
 
 
+@pytest.mark.parametrize("reduce", ["max", "logsumexp", "softmax"])
+@pytest.mark.parametrize("most", [-1.0, -1000.0, -np.inf])
+def test_rows_whose_scores_are_all_negative(most, reduce, gt, backend_name):
+    """Of no entry the maximum is no number that a row may have."""
+    table = np.arange(6.0)[:, None] * np.arange(5.0) / 10
+    table = table + most if np.isfinite(most) else np.full((6, 5), most)
+    j, (v,) = gt.asarray(np.arange(5)), arrays(gt, (5, 2))
+    pair = lambda s, j, v: (gt.xp.take(s, j, axis=1), v[None])
+    f = pair if reduce == "softmax" else lambda *xs: pair(*xs)[0]
+    run = gt.tiled(f, reduce, TILE, columns=(1, 2))
+    own = softmax(gt.xp, gt.asarray(table)) @ v if reduce == "softmax" else None
+    if reduce != "softmax":
+        own = frameworks_own(gt, backend_name, reduce, gt.asarray(table))
+    elif not np.isfinite(most):
+        own = gt.xp.zeros_like(own)
+    np.testing.assert_allclose(gt.to_numpy(run(gt.asarray(table), j, v)), gt.to_numpy(own), 1e-12)
+
+
 def test_a_row_without_any_column_is_minus_infinity_or_zero_and_has_no_derivative(gt):
     s, v, j = gt.asarray(np.full((2, 5), -np.inf)), *arrays(gt, (5, 2)), gt.asarray(np.arange(5))
     take = lambda s, j, v: (gt.xp.take(s, j, axis=1), v[None])
@@ -265,13 +296,14 @@ def test_trees_of_rows_and_of_results(gt):
 
 def test_vmap_maps_heads_and_shares_what_has_none(gt, backend_name):
     x, y, v, w = arrays(gt, (4, 7, 3), (5, 3), (4, 5, 2), ())
-    for reduce in ("softmax", "own"):
+    for reduce in ("softmax", "take", "own"):
         tiled, dense = programs(gt, reduce)
         found, wanted = (gt.vmap(f, in_axes=(0, None, 0, None)) for f in (tiled, dense))
         close(gt, found(x, y, v, w), wanted(x, y, v, w))
-        if reduce == "softmax":
+        if reduce != "own":
+            every = (0, 1, 2, 3) if reduce == "softmax" else (0, 1, 3)
             grads = [
-                jitted(backend_name, gt.grad(loss(gt, f), argnums=(0, 1, 2, 3)))(x, y, v, w)
+                jitted(backend_name, gt.grad(loss(gt, f), argnums=every))(x, y, v, w)
                 for f in (found, wanted)
             ]
             for g, h in zip(*grads, strict=True):
@@ -336,12 +368,29 @@ def test_second_derivatives_of_attention_by_finite_differences(gt):
             "columns names argument 'z'",
         ),
         (lambda gt, x, y: gt.tiled(lambda x, y: x.sum())(x, y), "scores are of shape \\(\\)"),
+        (lambda gt, x, y: gt.tiled(lambda x, y: None)(x, y), "f gave None .* expected scores"),
+        (lambda gt, x, y: gt.tiled(lambda x, y: 3.0)(x, y), "output holds .*; expected arrays"),
         (
             lambda gt, x, y: gt.tiled(lambda x, y, z: x, columns=(1, 2))(x, y, x),
             "the columns differ in number: 5 in .*7 in",
         ),
         (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T)(x[:0], y), "there are no rows"),
-        (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "softmax")(x, y), "takes a pair"),
+        (
+            lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "softmax")(x, y),
+            "reduce='softmax' takes a pair \\(scores, values\\)",
+        ),
+        (
+            lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, "take")(x, y),
+            "reduce='take' takes a pair \\(scores, index\\)",
+        ),
+        (
+            lambda gt, x, y: gt.tiled(lambda x, y: (x @ y.T, x[:, 0]), "take")(x, y),
+            "reduce='take' takes a pair .* and 7 integers; it has",
+        ),
+        (
+            lambda gt, x, y: gt.tiled(lambda x, y: (x @ y.T,) * 3, "take")(x, y),
+            "reduce='take' takes a pair \\(scores, index\\)",
+        ),
         (lambda gt, x, y: gt.tiled(lambda x, y: x @ y.T, (abs, abs))(x, y), "three functions"),
     ],
 )
@@ -497,7 +546,8 @@ def test_a_tile_that_is_another_when_it_is_computed_again_is_refused(kind, own):
     x = torch.ones(4, 3, requires_grad=True)
     found = gt.tiled(lambda x, y: x @ y.T * factor(), reduce, 2)(x, torch.ones(5, 3)).sum()
     change()
-    with pytest.raises(GradtoolsError, match="gives other numbers when a tile is computed again"):
+    said = "changed in place" if kind == "a tensor that is written later" else "gives other numbers"
+    with pytest.raises(GradtoolsError, match=f"{said}.* a tile .* computed again"):
         found.backward()
 
 
@@ -518,6 +568,88 @@ def test_the_size_of_a_tile_is_a_whole_number_of_any_kind(gt):
     x, y = arrays(gt, (4, 3), (5, 3))
     f = lambda x, y: x @ y.T
     close(gt, gt.tiled(f, "sum", np.int64(2))(x, y), gt.tiled(f, "sum", [2, 3])(x, y))
-    for size in (True, 2.0, "2", (2,), (2, 0)):
+    for size in (True, np.True_, 2.0, "2", (2,), (2, 0)):
         with pytest.raises(GradtoolsError, match="tile_size is"):
             gt.tiled(f, "sum", size)
+
+
+@pytest.mark.parametrize("many", ["numbers", "keys", "numbers for a row"])
+def test_random_numbers_that_each_tile_would_get_are_refused_in_jax(many):
+    import jax
+
+    import gradtools.jax as gt
+
+    key = jax.random.key(0)
+    draw = {
+        "numbers": lambda x, y: jax.random.normal(key, (len(x), len(y))),
+        "keys": lambda x, y: jax.vmap(jax.random.normal)(jax.random.split(key, len(x)))[:, None],
+        "numbers for a row": lambda x, y: jax.random.uniform(key, (len(y),)),
+    }[many]
+    x, y = arrays(gt, (7, 3), (5, 3))
+    run = gt.tiled(lambda x, y: x @ y.T + draw(x, y), "sum", TILE)
+    for call in (run, jax.jit(run), jax.grad(lambda x, y: run(x, y).sum())):
+        with pytest.raises(GradtoolsError, match="f draws random numbers for a whole tile"):
+            call(x, y)
+
+
+def test_random_numbers_of_a_pair_or_of_all_pairs_are_those_of_the_dense_program():
+    import jax
+
+    import gradtools.jax as gt
+
+    key = jax.random.key(0)
+    of_pair = lambda i, j: jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, i), j))
+    of_tile = jax.vmap(jax.vmap(of_pair, (None, 0)), (0, None))
+
+    def f(x, i, y, j):
+        return x @ jax.random.normal(key, (3, 3)) @ y.T * of_tile(i, j)
+
+    x, y = arrays(gt, (7, 3), (5, 3))
+    i, j = (gt.asarray(np.arange(n)) for n in (7, 5))
+    run = gt.tiled(f, "logsumexp", TILE, rows=(0, 1), columns=(2, 3))
+    close(gt, run(x, i, y, j), logsumexp(gt.xp, f(x, i, y, j), 1))
+
+
+COUNTS = {
+    "chunked": lambda gt, n: gt.chunked(lambda x: x**2, n, retain=n, memory_budget=n),
+    "microbatched": lambda gt, n: lambda x: gt.microbatched(lambda w, x: (w * x).sum(), n)(x[0], x),
+    "frozen": lambda gt, n: gt.frozen(lambda x: x**2, memory_budget=n),
+    "jacobian": lambda gt, n: gt.jacobian(lambda x: x**2, chunk_size=n),
+    "per_example_grad": lambda gt, n: (
+        lambda x: gt.per_example_grad(lambda w, x: w * x, chunk_size=n)(x[0], x)
+    ),
+    "tiled": lambda gt, n: lambda x: gt.tiled(lambda x, y: x[:, None] * y, tile_size=n)(x, x),
+    "memory_budget": lambda gt, n: (
+        lambda x: gt.tiled(lambda x, y: x[:, None] * y, memory_budget=n * 1000)(x, x)
+    ),
+    "split": lambda gt, n: lambda x: gt.split(gt.key(0), n),
+    "order": lambda gt, n: lambda x: str(gt.formula(lambda x: (x**2).sum(), x, order=n)),
+    "graph": lambda gt, n: lambda x: str(gt.gradient_graph(lambda x: (x**2).sum(), x, order=n)),
+}
+
+
+class Two:
+    """A whole number, as a class of the user's."""
+
+    def __index__(self) -> int:
+        return 2
+
+    def __mul__(self, other):
+        return 2 * other
+
+    def __eq__(self, other):
+        return other == 2
+
+    def __hash__(self):
+        return 2
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_is_a_whole_number_of_any_kind(name, gt, backend_name):
+    x = gt.asarray(np.float32([1.0, 2.0, 3.0]))
+    leaves = lambda tree: [str(gt.to_numpy(x) if hasattr(x, "shape") else x) for x in tree]
+    found = []
+    for n in (2, np.int64(2), np.array(2), Two(), gt.asarray(np.int32(2))):
+        out = COUNTS[name](gt, n)(x)
+        found.append(leaves(out if isinstance(out, tuple) else (out,)))
+    assert all(f == found[0] for f in found)

@@ -14,8 +14,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing import align
 from gradtools.seeing.align import aligned, share
 from gradtools.seeing.difference import graph_diff
-from gradtools.seeing.graph import Body, Dependence, Graph
+from gradtools.seeing.graph import Graph
 from gradtools.seeing.layout import picture_of
+from gradtools.seeing.nodes import Body, Dependence
 
 
 def short_words(**change) -> Graph:
@@ -277,7 +278,7 @@ def test_what_is_no_graph_is_refused():
 
 
 def test_the_parts_of_operations_are_names_of_the_vocabulary():
-    from gradtools.seeing.formula.operations import OPERATIONS
+    from gradtools.seeing.formula.vocabulary import OPERATIONS
 
     known = {align.NAMES.get(name, name) for name in OPERATIONS} | {"random_bits", "bernoulli"}
     unknown = {part for parts in align.PARTS.values() for part in parts} - known

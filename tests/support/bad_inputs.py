@@ -631,12 +631,12 @@ BAD = (
     Bad(
         "chunk_size zero",
         lambda gt, a: gt.jacobian(total(gt), chunk_size=0),
-        "jacobian: chunk_size is 0; expected 1 or more, or None.",
+        "jacobian: chunk_size is 0; expected a whole number of unit vectors, 1 or more.",
     ),
     Bad(
         "chunk_size a float",
         lambda gt, a: gt.per_example_grad(total(gt), chunk_size=2.0),
-        "per_example_grad: chunk_size is 2.0; expected 1 or more, or None.",
+        "per_example_grad: chunk_size is 2.0; expected a whole number of examples, 1 or more.",
     ),
     # --- functions
     Bad(
@@ -693,10 +693,7 @@ BAD = (
     Bad(
         "tiled in tiles of nothing",
         lambda gt, a: gt.tiled(total(gt), tile_size=0),
-        (
-            "tiled: tile_size is 0; expected a number of rows and columns that is at least 1, or "
-            "two of these."
-        ),
+        "tiled: tile_size is 0; expected a whole number of rows and columns, 1 or more.",
     ),
     Bad(
         "tiled over an unknown argument",
@@ -1715,12 +1712,12 @@ BAD = (
     Bad(
         "split into none",
         lambda gt, a: gt.split(gt.key(0), 0),
-        "split: n must be a positive integer, got 0.",
+        "split: n is 0; expected a whole number of keys, 1 or more.",
     ),
     Bad(
         "split into a float",
         lambda gt, a: gt.split(gt.key(0), 2.0),
-        "split: n must be a positive integer, got 2.0.",
+        "split: n is 2.0; expected a whole number of keys, 1 or more.",
     ),
     # --- accumulating
     Bad(

@@ -29,11 +29,6 @@ WAITS = {  # of a call that is not the first
     "chunked: none retained": 7,
     "frozen": 1,
     "frozen: second order": 5,
-    # The first tile of each sweep is compared with what f gave there before.
-    "tiled": 8,
-    "contrastive_loss": 12,
-    "linear_cross_entropy": 12,
-    "attention": 12,
     # These look at the numbers.
     "dependence": 1,
     "why_zero": 8,

@@ -604,7 +604,7 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
     """The same by transposing bwd, where it stands."""
     shaped = signature.shaped
     out, res = shaped.pair(signature.fwd(*xs), "fwd", "(out, residuals)")
-    if not torch.is_grad_enabled():  # fwd left it off
+    if not torch.is_grad_enabled():  # for what transposes bwd
         upstream.set_grad_enabled(True)
     if type(out) is not Tensor or not out.dtype.is_floating_point:
         return NotImplemented

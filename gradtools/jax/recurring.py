@@ -94,8 +94,6 @@ def linearized_before(closed: Jaxpr, count: int, leaves: Sequence[Any]) -> Linea
     config: Any = jax.config
     if within_a_trace() or closed.effects or config.jax_debug_nans or config.jax_debug_infs:
         return None
-    if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *closed.consts)):
-        return None
     switches = config.jax_enable_x64, config.jax_default_matmul_precision
     key = (count, *switches, config.jax_numpy_dtype_promotion, jax.sharding.get_abstract_mesh())
     program: _Recurring = derived(closed, _Recurring)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -97,9 +98,8 @@ class _Signature:
 
     def is_sure(self) -> bool:
         """Whether fwd is known to save nothing that it would have to be run again for."""
-        sure = self.saves_no_extras or self.shaped.rule in rules.SAVES_NO_EXTRAS
-        self.saves_no_extras = sure
-        return sure
+        self.saves_no_extras = self.shaped.rule in rules.SAVES_NO_EXTRAS
+        return self.saves_no_extras
 
     def is_pushed(self) -> bool:
         """Whether the forward rule was held to its contract, if there is one."""
@@ -118,9 +118,13 @@ class _Signature:
 class DirectCalls:
     """Calls of one `CustomRule` by position."""
 
-    def __init__(self, of: CustomRule) -> None:
+    def __init__(self, of: Any) -> None:
         self.of = of
-        self.call_kernel = _call_of(of) if hasattr(of, "kernel") else None
+        self.of_kernel = hasattr(of, "kernel")
+        if self.of_kernel:
+            from gradtools.torch.host import call_now
+
+            self.call_now = call_now
         self.with_rule = of.check != "always" and bool(of.bwd or of.jvp)
         self.count = len(of._taken.names)  # 0 where it takes any
         self.signatures: dict[Any, _Signature] = {}
@@ -152,6 +156,8 @@ class DirectCalls:
         if upstream.forward_level() >= 0:
             return self._push(signature, args, tracked)
         if not tracked or not torch.is_grad_enabled():
+            if self.of_kernel:
+                return self.call_now(*(signature.called or self._called(signature, args)), args)
             return self._value(signature, args, tracked)
         if not self.with_rule or HERE.running or are_watched():
             return NotImplemented
@@ -192,9 +198,15 @@ class DirectCalls:
             del self.signatures[next(iter(self.signatures))]
         return found
 
+    def _called(self, signature: _Signature, args: tuple[Any, ...]) -> Any:
+        """The call of a host function's kernel with tensors like these, and what it returns."""
+        from gradtools.torch.host import results_of
+
+        call, _ = self.of.kernel.bind(self.of._backend, args)
+        signature.called = call, results_of(call, args)
+        return signature.called
+
     def _value(self, signature: _Signature, args: tuple[Any, ...], tracked: bool) -> Any:
-        if self.call_kernel is not None:
-            return self.call_kernel(signature, args)
         out = self.of.fun(*args)
         if signature.valued and type(out) is Tensor:
             ys = [out]
@@ -210,19 +222,6 @@ class DirectCalls:
 
 
 _MOST = 256
-
-
-def _call_of(of: Any) -> Callable[[_Signature, Sequence[Tensor]], Any]:
-    """The call of a host function's kernel with plain tensors."""
-    from gradtools.torch.host import call_now, known_call
-
-    def call(signature: _Signature, xs: Sequence[Tensor]) -> Any:
-        if signature.called is None:
-            signature.called = known_call(of._backend, of.kernel, xs)
-        known, expected = signature.called
-        return call_now(known, expected, xs)
-
-    return call
 
 
 class _Closed:
@@ -338,7 +337,8 @@ class _Saved:
 
 def _linearized(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     """The value, by one run of fwd, with the node that pulls back."""
-    before = None if signature.is_sure() else Randomness.now(xs)
+    sure = signature.saves_no_extras or signature.is_sure()
+    before = None if sure else Randomness.now(xs)
     plain = tuple(map(_detach, xs))
     versions = list(map(_version, plain))
     found = signature.fwd(*plain)
@@ -375,7 +375,7 @@ def _attached(ctx: Any, plan: _Saved, outs: Sequence[Tensor], *inputs: Tensor) -
     if plan.likes is not None:
         outs = _outputs(ctx, plan, outs, inputs)
     known = (*inputs, *outs)
-    ctx.save_for_backward(*[known[i] for i in plan.pulling])
+    ctx.save_for_backward(*map(known.__getitem__, plan.pulling))
     return outs[0] if len(outs) == 1 else outs
 
 
@@ -604,7 +604,7 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
     """The same by transposing bwd, where it stands."""
     shaped = signature.shaped
     out, res = shaped.pair(signature.fwd(*xs), "fwd", "(out, residuals)")
-    if not torch.is_grad_enabled():  # fwd left it off
+    if not torch.is_grad_enabled():  # for what transposes bwd
         upstream.set_grad_enabled(True)
     if type(out) is not Tensor or not out.dtype.is_floating_point:
         return NotImplemented
@@ -617,7 +617,8 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
     dy = None
     if pairs:
         ends, seeds = zip(*pairs, strict=True)
-        with rightly(wrong_nodes(ends)):
+        wrong = wrong_nodes(ends)
+        with rightly(wrong) if wrong else nullcontext():
             (dy,) = upstream.run_engine(
                 ends, seeds, False, False, (ct,), allow_unreachable=True, accumulate_grad=False
             )

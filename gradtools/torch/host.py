@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import is_of, refusal
-from gradtools.host import Kernel, KernelCall, Results, Spec, call_by_key, read_only
+from gradtools.host import KernelCall, Results, Spec, call_by_key, read_only
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.checking import ASKING, refuse_kernel
 from gradtools.torch.compiling import is_compiling
@@ -22,6 +22,8 @@ from gradtools.torch.wrappers import is_dual
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
+_modes, _functions = upstream.count_of_dispatch_modes, upstream.count_of_function_modes
+_tracing = upstream.tracing_state
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -35,31 +37,28 @@ def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
 def call_now(call: KernelCall, expected: Results, xs: Sequence[Tensor]) -> Any:
     """The kernel's results at plain tensors, NotImplemented where something looks on.
 
-    One call of ours costs PyTorch's dispatcher ten times what it costs to call the kernel.
+    Who calls it knows of no transform and no dual numbers. One call of ours costs PyTorch's
+    dispatcher ten times what it costs to call the kernel.
     """
-    if not xs or is_followed():
-        return NotImplemented
-    try:
-        arrays = [(x.detach() if x.requires_grad else x).numpy() for x in xs]
-    except (RuntimeError, TypeError):  # the memory of one is none that NumPy reads as it stands
+    if _modes() or _functions() or _tracing() is not None or not xs:
         return NotImplemented
     if ASKING.now:
         refuse_kernel()
-    for i, x in enumerate(arrays):  # in a tensor's memory, which NumPy does not know as writable
-        if x.flags.c_contiguous:
-            x.setflags(write=False)
-        else:
-            arrays[i] = read_only(x)
+    arrays = []
+    try:
+        for x in xs:
+            array = x.detach().numpy() if x.requires_grad else x.numpy()
+            if array.flags.c_contiguous:  # in a tensor's memory, which NumPy does not know to be so
+                array.setflags(write=False)
+            else:
+                array = read_only(array)
+            arrays.append(array)
+    except (RuntimeError, TypeError):  # the memory of one is none that NumPy reads as it stands
+        return NotImplemented
     ys = list(map(torch.from_numpy, call.fresh(arrays, expected)))
     if expected.widened:
         ys = [y.to(getattr(torch, s.dtype)) for y, s in zip(ys, expected.specs, strict=True)]
     return ys[0] if expected.alone else call.trees.unflatten(expected.treedef, ys)
-
-
-def known_call(backend: Any, kernel: Kernel, xs: Sequence[Tensor]) -> tuple[KernelCall, Results]:
-    """The kernel's call with tensors like these as arguments, and what it returns."""
-    call, _ = kernel.bind(backend, xs)
-    return call, results_of(call, xs)
 
 
 def is_followed() -> bool:
@@ -67,11 +66,9 @@ def is_followed() -> bool:
 
     The vmap of before functorch need not be asked for: a batch of its cannot be read by NumPy.
     """
-    if upstream.count_of_dispatch_modes() or upstream.count_of_function_modes():
+    if _modes() or _functions() or _tracing() is not None:
         return True
-    if upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
-        return True
-    return upstream.tracing_state() is not None
+    return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 
 def results_of(call: KernelCall, xs: Sequence[Tensor], batch_axes: int = 0) -> Results:

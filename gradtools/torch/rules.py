@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,7 +206,8 @@ def as_duals(rule: Rule, xs: Any, dxs: Any, ys: Any, dys: Any) -> list[Tensor]:
     if any(map(_is_captured, ys)):
         raise closed_over_error(rule)
     pairs = zip(_own(ys, xs), _own(dys, dxs, xs, ys), strict=True)
-    return [y if dy is None else forward_ad.make_dual(y, dy) for y, dy in pairs]
+    level = upstream.forward_level()
+    return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
 
 
 def _closes_over_tracked(rule: Rule) -> bool:
@@ -302,15 +304,18 @@ is_alias_of: Callable[[Tensor, Tensor], bool] = upstream.is_alias_of
 
 def _own(found: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """The same, each in memory of its own, for dual numbers may be written in place."""
-    held = [unwrapped(x) for xs in others for x in xs if x is not None and _is_strided(x)]
-    own: list[Any] = []
-    for y in found:
-        inner = None if y is None or not _is_strided(y) else unwrapped(y)
-        if inner is not None and any(is_alias_of(x, inner) for x in held):
-            y = y.clone()
-        elif inner is not None:
+    held: list[Tensor] = []
+    for xs in others:
+        held += [unwrapped(x) for x in xs if x is not None and _is_strided(x)]
+    own = list(found)
+    for i, y in enumerate(own):
+        if y is None or not _is_strided(y):
+            continue
+        inner = unwrapped(y)
+        if any(map(is_alias_of, held, repeat(inner))):
+            own[i] = y.clone()
+        else:
             held.append(inner)
-        own.append(y)
     return own
 
 

@@ -81,11 +81,11 @@ def test_a_program_that_holds_functions_has_them_and_is_not_kept(name, kept):
 
 def test_a_program_with_several_arguments_and_auxiliary_results(kept):
     f = lambda x, y: (jnp.sum(x["a"] * y), {"sum": y.sum(), "kept": 3})
-    x, y = {"a": jnp.ones(3)}, jnp.arange(3.0)
+    x, y = {"a": jnp.full(3, 2.0)}, jnp.arange(3.0)
     for _ in range(3):
         (value, aux), grads = gt.value_and_grad(f, (0, 1), has_aux=True)(x, y)
-        assert float(value) == 3.0 and float(aux["sum"]) == 3.0 and aux["kept"] == 3
-        assert grads[0]["a"].tolist() == y.tolist() and grads[1].tolist() == [1.0] * 3
+        assert float(value) == 6.0 and float(aux["sum"]) == 3.0 and aux["kept"] == 3
+        assert grads[0]["a"].tolist() == y.tolist() and grads[1].tolist() == [2.0] * 3
     assert len(kept) == 1
 
 

@@ -195,9 +195,9 @@ def tangent(f, x):
 # What one call takes of each kind of rule, counted; a bare Function takes two, and one backward.
 TAKES = {
     value: {"vjp": 5, "jvp": 5, "both": 5},
-    attached: {"vjp": 11, "jvp": 10, "both": 11},
-    gradient: {"vjp": 14, "jvp": 12, "both": 14},
-    tangent: {"vjp": 62, "jvp": 37, "both": 37},
+    attached: {"vjp": 9, "jvp": 9, "both": 9},
+    gradient: {"vjp": 12, "jvp": 11, "both": 12},
+    tangent: {"vjp": 56, "jvp": 34, "both": 34},
 }
 
 
@@ -215,7 +215,7 @@ def host_sine():
     return f
 
 
-@pytest.mark.parametrize(("what", "most"), [(value, 13), (gradient, 40)])
+@pytest.mark.parametrize(("what", "most"), [(value, 8), (gradient, 28)])
 def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
     f, x = host_sine(), numbers(requires_grad=True)
     for _ in range(2):

@@ -548,7 +548,7 @@ class Tiles(Recomputation):
 
     def taken(self, x: Array, at: Array, index: Array) -> Array:
         """Of each row of x the entry whose column has the index `at`; 0 where there is none."""
-        here = index == self.xp.expand_dims(at, axis=1)
+        here = self._is_at(at, index)
         return self.xp.sum(self.xp.where(here, x, self.zeros_like(x)), axis=1)
 
     def put(self, v: Array, at: Array, index: Array) -> Array:
@@ -556,8 +556,12 @@ class Tiles(Recomputation):
 
         index: Of all columns, without gaps.
         """
-        here, v = index == self.xp.expand_dims(at, axis=1), self.xp.expand_dims(v, axis=1)
+        here, v = self._is_at(at, index), self.xp.expand_dims(v, axis=1)
         return self.xp.where(here, v, self.zeros_like(v))
+
+    def _is_at(self, at: Array, index: Array) -> Array:
+        wider = at if at.dtype.itemsize > index.dtype.itemsize else index
+        return self.cast(index, wider) == self.xp.expand_dims(self.cast(at, wider), axis=1)
 
     def sharded_like(self, x: Array, other: Array) -> Array:
         """x, over a mesh of devices as another array of its shape, if that is over one."""
@@ -628,7 +632,7 @@ class Seeing(Tiles):
         return self._lacks("gradient_graph")
 
     def formula_graph(self, program: LeafProgram) -> PlainGraph:
-        """One run of a program, forward only, in the vocabulary of `formula/operations.py`.
+        """One run of a program, forward only, in the vocabulary of `formula/vocabulary/`.
 
         ``graph.inputs`` are the program's leaves. What it captures is held by a `Recorded`. What
         has no word in the vocabulary keeps its native name. Its effects are undone.

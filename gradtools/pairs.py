@@ -106,7 +106,9 @@ class Pairs(Operators):
             )
         y = backend.sharded_like(y, x)
         scale, bias = (
-            self._backend.cast(as_array(backend, asked, z, name, beside=x), x)
+            float(z)  # of Python, exact beside any dtype
+            if isinstance(z, int | float)
+            else backend.cast(as_array(backend, asked, z, name, beside=x), x)
             for z, name in ((logit_scale, "logit_scale"), (logit_bias, "logit_bias"))
         )
         options = {"tile_size": tile_size, "memory_budget": memory_budget, "progress": progress}
@@ -303,7 +305,7 @@ class _Logits:
     """
 
     def __init__(
-        self, backend: Backend, scale: Array, bias: Array, smoothing: float, options: dict[str, Any]
+        self, backend: Backend, scale: Any, bias: Any, smoothing: float, options: dict[str, Any]
     ) -> None:
         self.backend, self.xp = backend, backend.xp
         self.scale, self.bias, self.smoothing, self.options = scale, bias, smoothing, options

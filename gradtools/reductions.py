@@ -25,7 +25,7 @@ Each function sees a tile with the reduced axis second.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
@@ -55,9 +55,7 @@ class Reduction:
     real = False  # whether scores are compared
     indexed = False  # whether a tile's last array is the index of the reduced axis
     more = 0  # results besides one for each array, which the derivative alone reads
-    empty: tuple[
-        float, ...
-    ] = ()  # the state of no entry in its first leaves; it is 0 in the others
+    empty: ClassVar[tuple[float, ...]] = ()  # the state of no entry; 0 in the leaves behind
 
     def check(self, tile: Arrays, shape: tuple[int, int]) -> None:
         """Raises if a tile is not what is reduced."""
@@ -66,13 +64,11 @@ class Reduction:
 
     def _check_scores(self, x: Any, shape: tuple[int, int]) -> None:
         backend = self.backend
-        if not backend.is_array(x) or tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
-            came = "no array"
-            if backend.is_array(x):
-                came = f"of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
+        if tuple(x.shape[:2]) != shape or not backend.is_inexact(x):
             raise GradtoolsError(
-                f"{self.asked}: f's scores are {came}; expected floating numbers of shape "
-                f"{shape}: one for each row and column of the tile, further axes behind."
+                f"{self.asked}: f's scores are of shape {tuple(x.shape)} and dtype "
+                f"{backend.dtype_name(x)}; expected floating numbers of shape {shape}: one for "
+                "each row and column of the tile, further axes behind."
             )
         if self.real and backend.is_complex(x):
             raise GradtoolsError(

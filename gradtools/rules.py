@@ -314,16 +314,17 @@ def batched(
         return cotangent
 
     def linearize(*xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
-        one: list[Linearized] = []
+        one, counts = list[Linearized](), list[int]()
 
         def example(*x: Array) -> list[Array]:
             found = rule.at(*x, perturbed=perturbed)
-            one[:] = [found]
+            counts[:] = len(found.ys), len(found.extras)
+            one[:] = [replace(found, ys=[], extras=[])]  # which end with the trace
             return [*found.ys, *found.extras]
 
-        run = backend.vmap_extras(example, x_axes, size, lambda: len(one[0].extras))
+        run = backend.vmap_extras(example, x_axes, size, lambda: counts[1])
         out, out_axes = run(*xs)
-        found, count = one[0], len(one[0].ys)
+        found, (count, _) = one[0], counts
         axes = saved_from(found.saves, x_axes, out_axes)
         return replace(
             found,

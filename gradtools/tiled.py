@@ -44,6 +44,7 @@ from gradtools.arguments import argument_keys
 from gradtools.backend import Array, Backend, Operators
 from gradtools.calls import (
     as_array,
+    describe,
     is_numeric,
     like_function,
     whole_number,
@@ -383,6 +384,10 @@ class TiledCall:
 
     def _read(self, out: Arrays, treedef: Any) -> None:
         """Which arrays of f's output are reduced how."""
+        for x in out:
+            if not self.backend.is_array(x):
+                came = describe(self.backend, x)
+                raise GradtoolsError(f"{self.asked}: f's output holds {came}; expected arrays.")
         tree = self.backend.unflatten(treedef, list(range(len(out))))
         self._template = self._pair(tree, self.options.reduce, self.options.over, "")
         for kind, places in zip(self.kinds, self.places, strict=True):
@@ -426,6 +431,10 @@ class TiledCall:
             raise GradtoolsError(f"{self.asked}: over is {over!r}; expected 'columns' or 'rows'.")
         side, count = (ROWS, self.cut.columns) if over == COLUMNS else (COLUMNS, self.cut.rows)
         places, treedef = self.backend.flatten(tree)
+        if not places:
+            raise GradtoolsError(
+                f"{self.asked}: f gave {tree!r} for reduce={name!r}; expected scores of a tile."
+            )
         is_pair = name in ("softmax", "take")
         groups = [tuple(places)] if is_pair else [(i,) for i in places]
         first = len(self.kinds)

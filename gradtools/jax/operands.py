@@ -1,7 +1,7 @@
 """What an equation computes with, in the words of both frameworks.
 
 The order in which its operands are told, and as attributes all else that makes it what it is and
-is not as it is by default. The names are those of `seeing/formula/operations.py`; what has no word
+is not as it is by default. The names are those of `seeing/formula/vocabulary/`; what has no word
 there keeps JAX's own. How an array is laid out, and on which devices, is not told.
 """
 

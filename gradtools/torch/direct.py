@@ -32,7 +32,7 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.patches import are_watched
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules import is_alias_of
-from gradtools.torch.transposing import EAGER, HERE, transposing
+from gradtools.torch.transposing import EAGER, HERE, transposing, unpacked
 from gradtools.torch.wrappers import filled, is_dual, is_inexact, is_wrapped, like
 from gradtools.torch.wrong_gradients import rightly, wrong_nodes
 
@@ -173,7 +173,12 @@ class DirectCalls:
             or any(map(is_dual, self.closed.tensors))
         ):
             return NotImplemented
-        return _pushed(signature, args)
+        enabled = torch.is_grad_enabled()
+        try:
+            return _pushed(signature, args)
+        finally:
+            if torch.is_grad_enabled() is not enabled:  # the rule left it so
+                upstream.set_grad_enabled(enabled)
 
     def _signature(self, key: Any, args: tuple[Any, ...]) -> _Signature | None:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -227,8 +232,6 @@ class _Closed:
     """
 
     def __init__(self, written: Sequence[Any]) -> None:
-        self.cells: list[tuple[Any, Any]] = []
-        self.tensors: list[Tensor] = []
         self.written = written
         self.known = self._search()
 
@@ -236,14 +239,18 @@ class _Closed:
         """Whether nothing that is held requires grad; False where that is not known."""
         for cell, content in self.cells:
             if cell.cell_contents is not content:
-                self.cells, self.tensors = [], []
                 self.known = self._search()
                 return False
+        if self.unbound:
+            self.known = self._search()
         if not self.tensors:
             return self.known
         return self.known and not any(x.requires_grad for x in self.tensors)
 
     def _search(self) -> bool:
+        self.cells: list[tuple[Any, Any]] = []
+        self.tensors: list[Tensor] = []
+        self.unbound = False  # whether a name is not bound yet
         todo, seen = list(self.written), set()
         while todo:
             x = todo.pop()
@@ -261,7 +268,8 @@ class _Closed:
                 for cell in x.__closure__ or ():
                     try:
                         self.cells.append((cell, cell.cell_contents))
-                    except ValueError:  # a name that is not bound yet
+                    except ValueError:
+                        self.unbound = True
                         return False
                     todo.append(cell.cell_contents)
             elif hasattr(x, "func"):
@@ -493,12 +501,6 @@ def _recorded(signature: _Signature, xs: tuple[Tensor, ...]) -> Any:
     if not dy.requires_grad:
         return None
     if signature.attach is None:
-        leaves = [*rules.other_leaves([dy], dxs)]
-        if any(sys.getrefcount(node.variable) > _held_by_a_graph() for node in leaves):
-            raise rules.closed_over_error(shaped.rule)
-        if leaves:  # of a derivative within the rule, which its graph alone holds
-            signature.records = False
-            return None
         signature.attach, signature.plan = _attach_of(signature)
     plan = signature.plan
     for x in xs:
@@ -523,14 +525,30 @@ def _may_record(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
     """
     shaped, looks = signature.shaped, signature.question[1]
     question = (signature.likes, signature.looks)
-    try:
-        hold_linear(Question(shaped.rule, "tangent", shaped.tangent, xs, *question))
-        if looks not in shaped.outs:
-            with torch.no_grad(), restored(Randomness.now(xs)):
-                shaped.tangent(xs, [torch.zeros_like(x) for x in xs])
-    except GradtoolsError:  # it will be said where a derivative is asked for
-        return False
-    return signature.out_def() == shaped.backend.flatten(0)[1]
+    with unpacked():
+        try:
+            hold_linear(Question(shaped.rule, "tangent", shaped.tangent, xs, *question))
+            if looks not in shaped.outs:
+                with torch.no_grad(), restored(Randomness.now(xs)):
+                    shaped.tangent(xs, [torch.zeros_like(x) for x in xs])
+        except GradtoolsError:  # it will be said where a derivative is asked for
+            return False
+        single = signature.out_def() == shaped.backend.flatten(0)[1]
+        return single and not _has_leaves(signature, xs)
+
+
+def _has_leaves(signature: _Signature, xs: tuple[Tensor, ...]) -> bool:
+    """Whether the tangent's graph ends in leaves of a derivative within the rule.
+
+    Raises if somebody else holds one, too: its own derivative would be lost.
+    """
+    rule, dxs = signature.shaped.rule, [torch.zeros_like(x, requires_grad=True) for x in xs]
+    with restored(Randomness.now(xs)), transposing(rule, EAGER):
+        dys = signature.shaped.tangent(xs, dxs)
+    leaves = [*rules.other_leaves(dys, dxs)]
+    if any(sys.getrefcount(node.variable) > _held_by_a_graph() for node in leaves):
+        raise rules.closed_over_error(rule)
+    return bool(leaves)
 
 
 def _are_alike(y: Any, dy: Any) -> bool:
@@ -587,6 +605,8 @@ def _pushed_by_bwd(signature: _Signature, xs: tuple[Tensor, ...], dxs: Sequence[
     """The same by transposing bwd, where it stands."""
     shaped = signature.shaped
     out, res = shaped.pair(signature.fwd(*xs), "fwd", "(out, residuals)")
+    if not torch.is_grad_enabled():  # fwd left it off
+        upstream.set_grad_enabled(True)
     if type(out) is not Tensor or not out.dtype.is_floating_point:
         return NotImplemented
     if not signature.pushed:

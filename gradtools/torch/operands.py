@@ -1,7 +1,7 @@
 """What an operation of aten computes with, in the words of both frameworks.
 
 The operands in their places, and as attributes all else that it was given and that is not the
-default of its schema. The names are those of `seeing/formula/operations.py`: axes are counted from
+default of its schema. The names are those of `seeing/formula/vocabulary/`: axes are counted from
 0, a permutation is whole, a slice has a start and a limit on each axis. What has no word there
 keeps PyTorch's own.
 """
@@ -40,9 +40,14 @@ class AtenCall:
         for argument, value in self.bound:
             if _is_number(argument, value):
                 found.append(value)
-            else:
+            elif not _is_out(argument):
                 found += tensors_in(value)
         return [*_REORDERED[self.name](found)] if self.name in _REORDERED else found
+
+    def arguments(self) -> Iterator[tuple[str, Any]]:
+        """All its arguments by name, those that were not given as they are by default."""
+        for argument in self.schema:
+            yield argument.name, self.given.get(argument.name, argument.default_value)
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that it writes to."""
@@ -89,17 +94,19 @@ class AtenCall:
         for name in ("dim", "dims"):
             if name in found:
                 axis = found.pop(name)
-                several = isinstance(axis, tuple)
-                count = lambda a: a % rank
-                if several:
-                    if axis:
-                        found["axes"] = tuple(sorted(map(count, axis)))
-                else:
-                    key = "axes" if self.name in _OF_AXES else "axis"
-                    found[key] = (count(axis),) if key == "axes" else count(axis)
+                axes = axis if isinstance(axis, tuple) else (axis,)
+                if not isinstance(axis, tuple) and self.name not in _OF_AXES:
+                    found["axis"] = axis % rank
+                elif axes and self.rank:  # of a number all of its axes are none
+                    found["axes"] = tuple(sorted(a % rank for a in axes))
         if found.pop("keepdim", False):
             found["keep"] = True
         return found
+
+
+def _is_out(argument: Any) -> bool:
+    """Whether a result is written there, and nothing read: out=."""
+    return bool(argument.kwarg_only and argument.alias_info and argument.alias_info.is_write)
 
 
 def _is_number(argument: Any, value: Any) -> bool:
@@ -137,6 +144,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
+# What comes out is what went in.
+SAME = frozenset({"alias", "detach", "lift", "lift_fresh"})
 # Where an array is, how it lies, which gradients are wanted: not what is computed.
 _UNSAID = frozenset(
     ["layout", "device", "pin_memory", "non_blocking", "memory_format", "copy", "half_to_float"]
@@ -149,6 +158,7 @@ linspace logspace diagonal_scatter fill_diagonal
 """  # what `recording/operations.py` calls by the word of something near
 _NAMES = {name: name for name in _OWN.split()} | {
     "select": "slice",
+    "constant_pad_nd": "pad",
     "slice_scatter": "update",
     "select_scatter": "update",
     "repeat": "tile",
@@ -163,7 +173,6 @@ _NAMES = {name: name for name in _OWN.split()} | {
     "scaled_dot_product_flash_attention_for_cpu": "attention",
     "scaled_dot_product_efficient_attention": "attention",
     "scaled_dot_product_flash_attention": "attention",
-    "unsafe_view": "reshape",
     "to_copy": "cast",
     "local_scalar_dense": "leave",
     "unsafe_index": "index",
@@ -299,7 +308,7 @@ def _padded(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str,
     high = [0] * missing + list(widths[1::2])[::-1]
     value = call.given.get("value", 0) or 0
     told = {"low": tuple(low), "high": tuple(high)}
-    return "pad", told | ({"value": value} if value else {})
+    return operation, told | ({"value": value} if value else {})
 
 
 def _triangle(call: AtenCall, operation: str, found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -370,7 +379,7 @@ _FORMS: Mapping[str, _Form] = {
     **dict.fromkeys(("avg_pool2d_backward",), _pooled),
     **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm_backward"), _normed),
     "clip": _clipped,
-    **dict.fromkeys(("constant_pad_nd", "pad"), _padded),
+    "pad": _padded,
     "triangle": _triangle,
     **dict.fromkeys(("index", "scatter"), _indexed),
     "norm": _norm,
@@ -380,4 +389,4 @@ _FORMS: Mapping[str, _Form] = {
     "as_strided": _strided,
 }
 
-__all__ = ["AtenCall", "written"]
+__all__ = ["SAME", "AtenCall", "written"]

@@ -46,7 +46,7 @@ from gradtools.torch.compiling import leaves_of
 from gradtools.torch.live import live_graph
 from gradtools.torch.marks import DERIVATIVE, reason_of_detach
 from gradtools.torch.modes import Modes
-from gradtools.torch.operands import AtenCall
+from gradtools.torch.operands import SAME, AtenCall
 from gradtools.torch.patches import functions_applied
 from gradtools.torch.recording import operations
 from gradtools.torch.recording.functions import name_and_mark
@@ -276,7 +276,7 @@ class _PassRecorder(upstream.Watching):
         numbers = [self._operand(x) for x in given]
         out = func(*args, **kwargs)
         outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
-        if name in _SAME and not self._stops(name, given[0]):
+        if name in SAME and not self._stops(name, given[0]):
             self.hold(outs[0], numbers[0])
         elif outs or isinstance(out, bool | int | float | complex):
             if self._phase == BACKWARD:
@@ -614,8 +614,6 @@ def _effect_of(written: Tensor, x: Tensor) -> tuple[str, int, dict[str, Any]]:
 
 
 # --- aten's operations -------------------------------------------------------------------
-
-_SAME = frozenset({"detach", "alias", "lift_fresh"})
 
 
 def _numbers_in(x: Tensor) -> str:

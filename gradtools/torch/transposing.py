@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, spread
@@ -28,6 +29,13 @@ from gradtools.torch.wrong_gradients import right_vjp, rightly, wrong_nodes
 
 Tensor = torch.Tensor
 Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def unpacked() -> AbstractContextManager[Any]:
+    """A graph of our own that ends inside is saved as it is; no checkpoint keeps count of it."""
+    if upstream.saved_tensors_hooks_on(False) is None:
+        return nullcontext()
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def in_eager() -> bool:

@@ -298,3 +298,11 @@ def test_what_does_not_fit_is_refused_in_words(call, said, world):
     (x,) = world.arrays((4, 3))
     with pytest.raises(GradtoolsError, match=said):
         call(world.gt, x)
+
+
+def test_a_scale_and_a_bias_of_python_are_exact(gt):
+    x = gt.asarray(np.random.default_rng(0).normal(size=(6, 3)))
+    loss = lambda scale, bias: float(gt.contrastive_loss(x, x * 2, scale, bias, sigmoid=True))
+    exact = loss(gt.asarray(np.float64(0.1)), gt.asarray(np.float64(0.3)))
+    for scale, bias in ((0.1, 0.3), (np.float64(0.1), np.float64(0.3))):
+        assert abs(loss(scale, bias) - exact) <= 1e-15 * abs(exact)

@@ -232,6 +232,24 @@ def test_hard_rows_have_the_values_and_derivatives_of_the_framework(reduce, gt, 
         assert np.isnan(found[5]).all() == np.isnan(wanted[5]).all()
 
 
+@pytest.mark.parametrize("reduce", ["max", "logsumexp", "softmax"])
+@pytest.mark.parametrize("most", [-1.0, -1000.0, -np.inf])
+def test_rows_whose_scores_are_all_negative(most, reduce, gt, backend_name):
+    """Of no entry the maximum is no number that a row may have."""
+    table = np.arange(6.0)[:, None] * np.arange(5.0) / 10
+    table = table + most if np.isfinite(most) else np.full((6, 5), most)
+    j, (v,) = gt.asarray(np.arange(5)), arrays(gt, (5, 2))
+    pair = lambda s, j, v: (gt.xp.take(s, j, axis=1), v[None])
+    f = pair if reduce == "softmax" else lambda *xs: pair(*xs)[0]
+    run = gt.tiled(f, reduce, TILE, columns=(1, 2))
+    own = softmax(gt.xp, gt.asarray(table)) @ v if reduce == "softmax" else None
+    if reduce != "softmax":
+        own = frameworks_own(gt, backend_name, reduce, gt.asarray(table))
+    elif not np.isfinite(most):
+        own = gt.xp.zeros_like(own)
+    np.testing.assert_allclose(gt.to_numpy(run(gt.asarray(table), j, v)), gt.to_numpy(own), 1e-12)
+
+
 def test_a_row_without_any_column_is_minus_infinity_or_zero_and_has_no_derivative(gt):
     s, v, j = gt.asarray(np.full((2, 5), -np.inf)), *arrays(gt, (5, 2)), gt.asarray(np.arange(5))
     take = lambda s, j, v: (gt.xp.take(s, j, axis=1), v[None])
@@ -350,6 +368,8 @@ def test_second_derivatives_of_attention_by_finite_differences(gt):
             "columns names argument 'z'",
         ),
         (lambda gt, x, y: gt.tiled(lambda x, y: x.sum())(x, y), "scores are of shape \\(\\)"),
+        (lambda gt, x, y: gt.tiled(lambda x, y: None)(x, y), "f gave None .* expected scores"),
+        (lambda gt, x, y: gt.tiled(lambda x, y: 3.0)(x, y), "output holds .*; expected arrays"),
         (
             lambda gt, x, y: gt.tiled(lambda x, y, z: x, columns=(1, 2))(x, y, x),
             "the columns differ in number: 5 in .*7 in",

@@ -173,6 +173,10 @@ ALONE = {
     ("jax", "places.py"): "the user's line behind an equation; in PyTorch a part of recording",
     ("jax", "lifetimes.py"): "what JAX's caches would keep; PyTorch has no such caches",
     ("jax", "alike.py"): "what JAX derived from a program serves one that is traced anew",
+    (
+        "jax",
+        "recurring.py",
+    ): "linearizations of programs that come again; autograd has none to keep",
     ("jax", "loops.py"): "loops compiled once; in PyTorch a loop is Python's",
     ("jax", "deciding.py"): "traces of programs that decide on values; PyTorch runs them",
     ("jax", "tape.py"): "a run, equation by equation, to walk back over; autograd keeps its own",

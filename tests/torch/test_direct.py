@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -172,3 +173,63 @@ def calls_of_ours(run):
     finally:
         sys.setprofile(None)
     return count[0]
+
+
+def value(f, x):
+    return lambda: f(x.detach())
+
+
+def attached(f, x):
+    return lambda: f(x)
+
+
+def gradient(f, x):
+    return lambda: torch.autograd.grad(f(x), x, torch.ones_like(x))
+
+
+def tangent(f, x):
+    x = x.detach()
+    return lambda: pushed(f, x, x)
+
+
+# What one call takes of each kind of rule, counted; a bare Function takes two, and one backward.
+TAKES = {
+    value: {"vjp": 5, "jvp": 5, "both": 5},
+    attached: {"vjp": 11, "jvp": 10, "both": 11},
+    gradient: {"vjp": 14, "jvp": 12, "both": 14},
+    tangent: {"vjp": 62, "jvp": 37, "both": 37},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", TAKES, ids=lambda what: what.__name__)
+def test_a_call_of_a_rule_takes_no_more_calls_than_these(what, kind):
+    x = numbers(requires_grad=True)
+    assert calls_of_ours(what(called(sine(kind)), x)) <= TAKES[what][kind]
+
+
+def host_sine():
+    f = gt.host_function(np.sin)
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (back(x, ct),))  # not bound yet: looked at later
+    back = gt.host_function(lambda x, ct: np.cos(x) * ct)
+    return f
+
+
+@pytest.mark.parametrize(("what", "most"), [(value, 13), (gradient, 40)])
+def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
+    f, x = host_sine(), numbers(requires_grad=True)
+    for _ in range(2):
+        what(f, x)()
+    assert calls_of_ours(what(f, x)) <= most
+
+
+@pytest.mark.parametrize(
+    ("run", "most"),
+    [
+        (lambda: gt.grad(lambda x: (x * x).sum())(numbers()), 48),
+        (lambda: gt.reverse_gradient(numbers(requires_grad=True)), 5),
+    ],
+    ids=["grad", "reverse_gradient"],
+)
+def test_an_operator_takes_no_more_calls_than_these(run, most):
+    assert calls_of_ours(run) <= most

@@ -304,3 +304,15 @@ def test_a_closed_block_tells_how_many_results_it_holds():
 def test_several_results_are_told_in_their_order():
     graph = gt.gradient_graph(lambda x: torch.sort(x)[0], X, order=0)
     assert "b = sort(a, axis=1)   5×3 float32, 5×3 int64\n" in str(graph)
+
+
+def test_what_a_result_is_written_to_is_no_operand():
+    def f(x, w):
+        out = torch.empty(3, 3)
+        with torch.no_grad():
+            torch.mm(x, w, out=out)
+        return x * out
+
+    graph = gt.gradient_graph(f, torch.ones(3, 3), torch.ones(3, 3), order=0)
+    product = next(node for node in graph.nodes if node.operation == "matmul")
+    assert product.inputs == graph.inputs

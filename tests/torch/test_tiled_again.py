@@ -233,3 +233,14 @@ def test_an_autocast_around_the_backward_pass_alone_changes_nothing():
     with torch.autocast("cpu", torch.bfloat16):
         (found,) = torch.autograd.grad(out, x)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max", "logsumexp"])
+def test_many_cotangents_at_once_by_the_vmap_of_autograd_itself(reduce):
+    x, y, units = numbers(6, 3).requires_grad_(), numbers(5, 3), torch.eye(6, dtype=torch.float64)
+    dense = {"sum": torch.sum, "max": torch.amax, "logsumexp": torch.logsumexp}[reduce]
+    found, wanted = (
+        torch.autograd.grad(f(x, y), x, units, is_grads_batched=True)[0]
+        for f in (gt.tiled(lambda x, y: x @ y.T, reduce, 2), lambda x, y: dense(x @ y.T, 1))
+    )
+    torch.testing.assert_close(found, wanted)

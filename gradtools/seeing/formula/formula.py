@@ -443,7 +443,7 @@ class _FormulaPrograms:
             sizes.update(zip(letters, p.shape, strict=True))
             found.append(_space(self.names[p], p, letters))
         for x, name in statements.constants:
-            shape = "×".join(map(str, x.shape))
+            shape = "×".join(map(str, x.shape)) or "a number"
             found.append(Written(f"{name.text}: held by the program, {shape}", name.latex))
         said = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*found, *([Written(said, said)] if said else [])]

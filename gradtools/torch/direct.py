@@ -589,8 +589,10 @@ def _pushed(signature: _Signature, args: tuple[Tensor, ...]) -> Any:
             return NotImplemented
         dxs = tuple(filled(dxs, signature.likes))
     if signature.jvp is None:
-        along_a_graph = any(dx.requires_grad for dx in dxs)
-        return NotImplemented if along_a_graph else _pushed_by_bwd(signature, xs, dxs)
+        for dx in dxs:
+            if dx.requires_grad:
+                return NotImplemented
+        return _pushed_by_bwd(signature, xs, dxs)
     found = signature.jvp(xs, dxs)
     if type(found) is tuple and len(found) == 2 and _are_alike(*found):
         ys, dys, out_def = [found[0]], [found[1]], None

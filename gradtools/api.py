@@ -21,10 +21,10 @@ _ROOMS = {
         "known_gradient straight_through"
     ),
     "custom:CustomRules": "custom_rule",
-    "kernels:HostFunctions": "host_function Spec",
-    "frozen:Freezing": "frozen",
+    "host_functions:HostFunctions": "host_function Spec",
+    "freezing:Freezing": "frozen",
     "chunking:Chunking": "chunked microbatched gather is_replaying",
-    "tiled:Tiling": "tiled",
+    "tiling:Tiling": "tiled",
     "pairs:Pairs": "contrastive_loss linear_cross_entropy attention",
     "accumulate:Accumulation": "GradientAccumulator accumulate_gradients assign_gradients",
     "models:Models": "functionalize xp asarray to_numpy key split vmap checkpoint compile",

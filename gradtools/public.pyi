@@ -8,15 +8,15 @@ from gradtools.chunking import Chunking as _Chunking
 from gradtools.custom import CustomRules as _CustomRules
 from gradtools.derivatives import Derivatives as _Derivatives
 from gradtools.edits import Edits as _Edits
-from gradtools.frozen import Freezing as _Freezing
-from gradtools.kernels import HostFunctions as _HostFunctions
+from gradtools.freezing import Freezing as _Freezing
+from gradtools.host_functions import HostFunctions as _HostFunctions
 from gradtools.models import Models as _Models
 from gradtools.pairs import Pairs as _Pairs
 from gradtools.seeing.formulating import Formulating as _Formulating
 from gradtools.seeing.graphing import Graphing as _Graphing
 from gradtools.seeing.measures import Measures as _Measures
 from gradtools.seeing.operators import SeeingOperators as _SeeingOperators
-from gradtools.tiled import Tiling as _Tiling
+from gradtools.tiling import Tiling as _Tiling
 
 _derivatives: _Derivatives
 _edits: _Edits

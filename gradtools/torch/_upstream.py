@@ -546,12 +546,21 @@ def is_compiled(f: Any) -> bool:
 #
 # Each of these hangs on frames of the stack, on the identity of a code object, or on a count of the
 # process, because nothing else in PyTorch tells. Beside them, where they are needed and nowhere
-# else: texts of PyTorch's errors, for which it has no types (`refusals`, `recording/refusals`,
-# `freezing`); classes that are patched for the time of a call (`patches`); an import hook
-# (`compiling`: dynamo takes marks by identity, and importing it to set them takes seconds); one
-# operator of ours, registered for the process (`host`: a compiled program holds no Python objects);
-# CPython's generator read in memory (`randomness`: to copy its state takes longer than a small
-# layer); hooks of leaves taken away while chunks are computed again (`replay`).
+# else, with what each buys and costs:
+#
+# - Texts of PyTorch's errors, for which it has no types (`refusals`, `recording/refusals`,
+#   `freezing`, `passes`, `kernels`). Buys words that say what to do, and another way where a kernel
+#   lacks a derivative. Costs: reworded upstream, PyTorch's own error is raised in their place.
+# - Classes that are patched for the time of a call (`patches`). Buys calls that no mode sees. Costs
+#   each thread's call of them a look at whether it is meant.
+# - An import hook (`compiling`). Dynamo takes marks by identity, and importing it to set them takes
+#   seconds. Costs each import until dynamo is there one comparison of names.
+# - One operator of ours, registered for the process (`host`): a compiled program holds no Python
+#   objects. Costs a name in `torch.ops` that is there as long as the process.
+# - CPython's generator, read in memory (`randomness`): to copy its state takes longer than a small
+#   layer. Costs a test of the layout at import; where it fails, states are copied.
+# - Hooks of leaves, taken away while chunks are computed again (`replay`): they fire once, on the
+#   sum. Costs that another thread's pass does not see them meanwhile.
 
 
 def is_frameworks_own_question(depth: int) -> bool:

@@ -589,6 +589,9 @@ def _pushed(signature: _Signature, args: tuple[Tensor, ...]) -> Any:
             return NotImplemented
         dxs = tuple(filled(dxs, signature.likes))
     if signature.jvp is None:
+        for dx in dxs:
+            if dx.requires_grad:
+                return NotImplemented
         return _pushed_by_bwd(signature, xs, dxs)
     found = signature.jvp(xs, dxs)
     if type(found) is tuple and len(found) == 2 and _are_alike(*found):

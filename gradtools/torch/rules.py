@@ -180,9 +180,10 @@ def _pushed(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs with their tangents, without a graph: no Function is needed for that."""
     point = _point(rule, xs)
     duals = [forward_ad.unpack_dual(x) if may_be_dual(x) else (x, None) for x in xs]
-    xs, dxs = [x for x, _ in duals], [t for _, t in duals]
-    if all(dx is None for dx in dxs):
-        return list(_apply_at(point, xs)[: point.count])
+    dxs = [t for _, t in duals]
+    if all(dx is None for dx in dxs) or any(dx is not None and dx.requires_grad for dx in dxs):
+        return list(_apply_at(point, xs)[: point.count])  # nothing to push, or along a graph
+    xs = [x for x, _ in duals]
     joint = rule.joint
     if joint is not None:
         likes = [like(x) for x in xs]
